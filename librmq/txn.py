@@ -174,7 +174,7 @@ class Transactions:
             record.PROPERTY_REAL_TOPIC: message.topic,
             record.PROPERTY_REAL_QUEUE_ID: str(queue_id),
         }
-        half = Message._of(HALF_TOPIC, message.body, message.flag, properties)
+        half = Message._from_parts(HALF_TOPIC, message.body, message.flag, properties)
         fields["sys_flag"] = fields.get("sys_flag", 0) & ~record.TRANSACTION_MASK
         result = self._store.append(half, QUEUE, **fields)
         is_new = self.stored(half.unique_key, result.physical_offset)
@@ -269,7 +269,7 @@ class Transactions:
         properties = half.properties
         fields["sys_flag"] |= record.TRANSACTION_COMMIT
         fields["prepared_transaction_offset"] = physical_offset
-        message = Message._of(properties[record.PROPERTY_REAL_TOPIC], half.body, half.flag, properties)
+        message = Message._from_parts(properties[record.PROPERTY_REAL_TOPIC], half.body, half.flag, properties)
         try:
             result = self._store.append(message, recent.queue_id, **fields, wait=False)
         except MessageIllegalError as error:
@@ -394,7 +394,7 @@ class Transactions:
 
     def _append_op(self, physical_offset: int, queue_offset: int, queue_id: int) -> None:
         properties = {record.PROPERTY_TAGS: OP_TAG, record.PROPERTY_WAIT: "true"}
-        message = Message._of(OP_TOPIC, str(queue_offset).encode(), 0, properties)
+        message = Message._from_parts(OP_TOPIC, str(queue_offset).encode(), 0, properties)
         # With sync durability, wait for the final message too.
         result = self.last_op = self._store.append(message, queue_id, wait=self._waits)
         self._without_op.discard(physical_offset)

@@ -45,7 +45,7 @@ class ReplyPushes:
         if client is None:
             return f"{self._name}: the client {client_id} of the request is not connected here"
         properties = message.properties | {PROPERTY_PUSH_REPLY_TIME: str(self._runner.now_ms())}
-        pushed = Message._of(message.topic, message.body, message.flag, properties)
+        pushed = Message._from_parts(message.topic, message.body, message.flag, properties)
         try:
             client.call(ReplyArrived(replace(send, message=pushed)))
         except RmqError as error:

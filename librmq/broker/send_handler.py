@@ -114,7 +114,7 @@ class SendHandler:
         wait = properties.pop(_WAIT, None)  # stored only if 4.9 stores it
         if message._delays is not None:
             properties.update(time_properties(message))
-        made = Message._of(name, message.body, message.flag, properties)
+        made = Message._from_parts(name, message.body, message.flag, properties)
         stored_queue_id = queue_id
         is_half = _PREPARED in properties and properties[_PREPARED].lower() == "true"
         if is_half:

@@ -396,7 +396,7 @@ class Producer(Startable):
         if len(message.body) > self.config.max_message_size:
             raise body_too_large(len(message.body), self.config.max_message_size)
         properties = dict(message.properties)
-        made = Message._of(message.topic, message.body, message.flag, properties, message._delays)
+        made = Message._from_parts(message.topic, message.body, message.flag, properties, message._delays)
         if _UNIQUE_KEY not in properties:
             properties[_UNIQUE_KEY] = self.client.unique_ids.next()
         if _WAIT not in properties:

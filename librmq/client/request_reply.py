@@ -82,7 +82,7 @@ def ask(client: Client, message: Message, timeout_s: float, send: Callable[[Mess
         )
     sent = found[0].send
     body = decompress_body(sent.message.body, sent.sys_flag, _MOST_BODY)
-    return Message._of(sent.message.topic, body, sent.message.flag, dict(sent.message.properties))
+    return Message._from_parts(sent.message.topic, body, sent.message.flag, dict(sent.message.properties))
 
 
 def reply_properties(request: StoredMessage) -> tuple[str, dict[str, str]]:

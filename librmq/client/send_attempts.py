@@ -185,7 +185,7 @@ class SendAttempts:
             sent, sys_flag = message, 0
             if len(message.body) >= self.config.compress_from:
                 packed, sys_flag = record.compress_body(message.body), _COMPRESSED
-                sent = Message._of(message.topic, packed, message.flag, message.properties, message._delays)
+                sent = Message._from_parts(message.topic, packed, message.flag, message.properties, message._delays)
             request = SendMessage(
                 self._group,
                 sent,

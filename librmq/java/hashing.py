@@ -65,7 +65,7 @@ def string_hash(text: str) -> int:
 
 
 def hash_append(prefix_hash: int, text: str) -> int:
-    """Return the hash of ``prefix + text`` from that of ``prefix`` (signed or not), as a signed 32-bit number."""
+    """Return the hash of ``prefix + text``, given the hash of ``prefix`` (signed or not), as a signed 32-bit number."""
     if text.isascii() and 0 < len(text) <= _CHUNK:
         data = text.encode()
         code = 31 * int(data.translate(_QUOTIENTS), 31) + int(data.translate(_REMAINDERS), 31)
@@ -189,7 +189,7 @@ def index_key_hashes(prefix_hashes: npt.ArrayLike, keys: Sequence[str] | Sequenc
     if joined is None:
         texts = (key if isinstance(key, str) else java_decode(key) for key in keys)
         pairs = zip(prefixes.tolist(), texts, strict=True)
-        sums = np.array([hash_append(one, key) for one, key in pairs], np.int64)
+        sums = np.array([hash_append(prefix, key) for prefix, key in pairs], np.int64)
     elif not 0 < longest <= _CHUNK:
         powers = np.array([pow(31, length, 1 << 32) for length in lengths], np.int64)
         sums = prefixes * powers + string_hashes(keys)

@@ -168,10 +168,10 @@ class _Reader:
             value.encode()
         except json.JSONDecodeError as error:
             self._at = error.pos
-            self._fail("text", found=error.msg.lower().removesuffix(" at"))
+            self._fail("text", actual=error.msg.lower().removesuffix(" at"))
         except UnicodeEncodeError:
             self._at = begin
-            self._fail("text", found="half a surrogate pair in it")
+            self._fail("text", actual="half a surrogate pair in it")
         return value
 
     def _number(self, expected: str = "a value") -> int | float:
@@ -190,12 +190,12 @@ class _Reader:
         assert match is not None
         self._at = match.end()
 
-    def _fail(self, expected: str, found: str | None = None) -> NoReturn:
+    def _fail(self, expected: str, actual: str | None = None) -> NoReturn:
         line = self._text.count("\n", 0, self._at) + 1
         column = self._at - self._text.rfind("\n", 0, self._at)
-        if found is None:
-            found = repr(self._text[self._at : self._at + 20]) if self._at < len(self._text) else "the end"
-        raise MalformedError(f"line {line}, column {column}: expected {expected}, found {found}")
+        if actual is None:
+            actual = repr(self._text[self._at : self._at + 20]) if self._at < len(self._text) else "the end"
+        raise MalformedError(f"line {line}, column {column}: expected {expected}, found {actual}")
 
 
 def dumps(value: object) -> str:

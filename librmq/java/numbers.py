@@ -75,10 +75,10 @@ def java_long(text: str) -> int | None:
 
 
 def _parse_integer(text: str, smallest: int, largest: int) -> int | None:
-    found = _INTEGER.fullmatch(text)
-    if found is None:
+    match = _INTEGER.fullmatch(text)
+    if match is None:
         return None
-    sign, digits = found.groups()
+    sign, digits = match.groups()
     significant = digits.translate(_TO_ASCII).lstrip("0")
     if len(significant) > 19:  # beyond 64 bits, and int() refuses more than 4,300 digits
         return None
@@ -89,13 +89,13 @@ def _parse_integer(text: str, smallest: int, largest: int) -> int | None:
 def parse_double(text: str) -> float | None:
     """Return ``Double.valueOf(text)``, None if Java throws NumberFormatException."""
     text = text.strip(_TRIMMED)
-    found = _DECIMAL.fullmatch(text)
-    if found is not None:
-        return float(text.rstrip("fFdD") if found.group(1) else text)
-    found = _HEXADECIMAL.fullmatch(text)
-    if found is None:
+    match = _DECIMAL.fullmatch(text)
+    if match is not None:
+        return float(text.rstrip("fFdD") if match.group(1) else text)
+    match = _HEXADECIMAL.fullmatch(text)
+    if match is None:
         return None
     try:
-        return float.fromhex(found.group(1))
+        return float.fromhex(match.group(1))
     except OverflowError:
         return float("-inf") if text.startswith("-") else float("inf")

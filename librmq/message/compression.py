@@ -58,7 +58,7 @@ def decompress_body(body: bytes, sys_flag: int, limit: int) -> bytes:
         result = stream.decompress(body, limit + 1)
     except zlib.error as error:
         raise BodyCompressionError(f"zlib body: {error}") from None
-    return _whole(kind, result, stream.eof, stream.unused_data, limit)
+    return _complete_body(kind, result, stream.eof, stream.unused_data, limit)
 
 
 def _decompress_lz4(body: bytes, limit: int) -> bytes:
@@ -67,16 +67,16 @@ def _decompress_lz4(body: bytes, limit: int) -> bytes:
     except ImportError:
         raise MissingExtraError("a body compressed with lz4", "compression") from None
     stream = LZ4FrameDecompressor()
-    parts, size, rest = [], 0, body
+    parts, size, pending = [], 0, body
     try:
         # The decoder allocates `max_length` bytes ahead, so ask for few at a time.
-        while size <= limit and not stream.eof and (rest or not stream.needs_input):
-            parts.append(stream.decompress(rest, max_length=_LZ4_STEP))
+        while size <= limit and not stream.eof and (pending or not stream.needs_input):
+            parts.append(stream.decompress(pending, max_length=_LZ4_STEP))
             size += len(parts[-1])
-            rest = b""
+            pending = b""
     except (RuntimeError, EOFError, ValueError) as error:
         raise BodyCompressionError(f"lz4 body: {error}") from None
-    return _whole("lz4", b"".join(parts), stream.eof, stream.unused_data or b"", limit)
+    return _complete_body("lz4", b"".join(parts), stream.eof, stream.unused_data or b"", limit)
 
 
 def _decompress_zstd(body: bytes, limit: int) -> bytes:
@@ -94,15 +94,15 @@ def _decompress_zstd(body: bytes, limit: int) -> bytes:
             at += _ZSTD_PIECE
     except ZstdError as error:
         raise BodyCompressionError(f"zstd body: {error}") from None
-    return _whole("zstd", b"".join(parts), stream.eof, stream.unused_data or body[at:], limit)
+    return _complete_body("zstd", b"".join(parts), stream.eof, stream.unused_data or body[at:], limit)
 
 
-def _whole(kind: str, result: bytes, eof: bool, rest: bytes, limit: int) -> bytes:
+def _complete_body(kind: str, result: bytes, eof: bool, surplus: bytes, limit: int) -> bytes:
     """Return ``result``, or raise `BodyCompressionError` if it is not all of the body."""
     if len(result) > limit:
         raise BodyCompressionError(f"{kind} body: expected at most {limit:,} bytes decompressed, found more")
     if not eof:
         raise BodyCompressionError(f"{kind} body: cut off after {len(result):,} decompressed bytes")
-    if rest:
-        raise BodyCompressionError(f"{kind} body: {len(rest):,} bytes after its end")
+    if surplus:
+        raise BodyCompressionError(f"{kind} body: {len(surplus):,} bytes after its end")
     return result

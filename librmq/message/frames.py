@@ -59,17 +59,17 @@ def items(
 ) -> Iterator[LogItem]:
     """Yield the records of one file from ``place`` up to ``end`` and its blank.
 
-    ``path`` is that of the file, and ``start`` its place in the log.
+    ``path`` names the file, and ``start`` is its place in the log.
 
     Raises:
         CorruptionError: The bytes are neither a record nor a blank.
     """
     if CORE is not None:
-        made: Iterator[LogItem] = CORE.Items(
+        records: Iterator[LogItem] = CORE.Items(
             buffer, start, place, end, file_size, check_body,
             lambda place: _item(buffer, path, start, place, file_size, check_body), advance,
         )  # fmt: skip
-        return made
+        return records
     return _items(buffer, path, start, place, end, file_size, check_body)
 
 
@@ -121,13 +121,13 @@ def _item(buffer: mmap.mmap, path: str, start: int, place: int, file_size: int, 
 
 def split(data: bytes, physical_offset: int) -> list[LogItem]:
     """Return the whole records in ``data``, which begins at ``physical_offset``, as `items` does."""
-    found: list[LogItem] = []
+    records: list[LogItem] = []
     at = 0
     while at < len(data):
         size = SIZE_AND_MAGIC.unpack_from(data, at)[0]
-        found.append((physical_offset + at, size, data[at : at + size]))
+        records.append((physical_offset + at, size, data[at : at + size]))
         at += size
-    return found
+    return records
 
 
 def is_whole(raw: bytes, physical_offset: int) -> bool:

@@ -107,17 +107,17 @@ def decode_unique_id(text: str, now_ms: int) -> UniqueIdParts:
         raw = b""
     if not raw:
         raise MalformedError(f"expected a unique id of 32 or 56 hex digits, found {text[:80]!r}")
-    ip, rest = raw[:-12], raw[-12:]
+    ip, tail = raw[:-12], raw[-12:]
     begin_ms = _month_begin_ms(now_ms)
-    since_ms = int.from_bytes(rest[6:10], "big")
+    since_ms = int.from_bytes(tail[6:10], "big")
     if begin_ms + since_ms >= now_ms:
         begin_ms = _month_begin_ms(begin_ms - 1)
     return UniqueIdParts(
         ip=".".join(map(str, ip)) if len(ip) == 4 else ip.hex(":", 2),
-        pid=int.from_bytes(rest[:2], "big"),
-        maker=int.from_bytes(rest[2:6], "big"),
+        pid=int.from_bytes(tail[:2], "big"),
+        maker=int.from_bytes(tail[2:6], "big"),
         timestamp_ms=begin_ms + since_ms,
-        counter=int.from_bytes(rest[10:], "big"),
+        counter=int.from_bytes(tail[10:], "big"),
     )
 
 

@@ -140,9 +140,9 @@ class Message:
         self.properties = stored
         self._delays = None
         if options:
-            self._take(options)
+            self._set_options(options)
 
-    def _take(self, options: MessageKeywords) -> None:
+    def _set_options(self, options: MessageKeywords) -> None:
         """Set the rare options."""
         if unknown := options.keys() - MessageKeywords.__annotations__.keys():
             name = min(unknown)
@@ -155,10 +155,10 @@ class Message:
         self.flag = _int32("flag", options.get("flag", 0))
         delay, deliver_at = options.get("delay"), options.get("deliver_at")
         if delay is not None or deliver_at is not None:
-            self._delays = _waiting(delay, deliver_at, delay_level)
+            self._delays = _checked_delays(delay, deliver_at, delay_level)
 
     @staticmethod
-    def _of(
+    def _from_parts(
         topic: str,
         body: bytes,
         flag: int,
@@ -166,13 +166,13 @@ class Message:
         delays: tuple[float | None, int | None] | None = None,
     ) -> Message:
         """Make a message of checked parts, for librmq's own modules; ``properties`` is not copied."""
-        made: Message = _new_message(Message)
-        made.topic = topic
-        made.body = body
-        made.flag = flag
-        made.properties = properties
-        made._delays = delays
-        return made
+        message: Message = _new_message(Message)
+        message.topic = topic
+        message.body = body
+        message.flag = flag
+        message.properties = properties
+        message._delays = delays
+        return message
 
     @property
     def delay_s(self) -> float | None:
@@ -217,14 +217,14 @@ class Message:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        rest = {
+        fields = {
             "properties": self.properties,
             "flag": self.flag,
             "delay_s": self.delay_s,
             "deliver_at_ms": self.deliver_at_ms,
         }
-        told = "".join(f", {name}={value!r}" for name, value in rest.items() if value)
-        return f"Message({self.topic!r}, {shown_body(self.body)}{told})"
+        shown_fields = "".join(f", {name}={value!r}" for name, value in fields.items() if value)
+        return f"Message({self.topic!r}, {shown_body(self.body)}{shown_fields})"
 
 
 _new_message = object.__new__
@@ -253,12 +253,12 @@ def _are_names(names: tuple[Any, ...]) -> bool:
 
 def _joined(keys: Iterable[str]) -> str:
     try:
-        each = tuple(keys)
-        text = " ".join(each)
+        texts = tuple(keys)
+        text = " ".join(texts)
     except TypeError:
         raise MessageIllegalError(f"keys: expected strings, found {keys!r:.200}") from None
-    if (parts := text.split()) != list(each):
-        wrong = next(key for key in each if key.split() != [key])
+    if (parts := text.split()) != list(texts):
+        wrong = next(key for key in texts if key.split() != [key])
         raise MessageIllegalError(
             f"keys: {wrong!r:.80} is empty or has whitespace, where a record separates keys: write it "
             f"without, or pass several keys as a list{f', such as {parts!r:.80}' if parts else ''}"
@@ -267,7 +267,7 @@ def _joined(keys: Iterable[str]) -> str:
 
 
 def _refuse(properties: Mapping[str, str]) -> NoReturn:
-    """Return the reason why properties are invalid."""
+    """Raise an error that names the first invalid property."""
     for name, value in properties.items():
         for text in (name, value):
             if not isinstance(text, str):
@@ -303,11 +303,11 @@ def _as_bytes(body: object, json: object) -> bytes:
             raise MessageIllegalError(f"body: the text can't be written as UTF-8: {error.reason}") from None
     if isinstance(body, bytes | bytearray | memoryview):
         return bytes(body)
-    found = "none" if body is None else type(body).__name__
-    raise MessageIllegalError(f"body: expected bytes or text, or a value for json, found {found}")
+    kind = "none" if body is None else type(body).__name__
+    raise MessageIllegalError(f"body: expected bytes or text, or a value for json, found {kind}")
 
 
-def _waiting(
+def _checked_delays(
     delay: float | timedelta | None, deliver_at: datetime | None, delay_level: int | None
 ) -> tuple[float | None, int | None]:
     if (delay is not None) + (deliver_at is not None) + bool(delay_level) > 1:

@@ -17,9 +17,9 @@ def printable(text: str) -> str:
     return _UNSAFE.sub(escape, text)
 
 
-def escape(found: re.Match[str]) -> str:
-    """Return the escape of the one character that was found."""
-    return f"\\u{ord(found[0]):04x}"
+def escape(match: re.Match[str]) -> str:
+    """Return the escape of the matched character."""
+    return f"\\u{ord(match[0]):04x}"
 
 
 # CSV quotes tabs and ends of lines. A backslash that would look like the begin of an escape is escaped too.
@@ -36,7 +36,7 @@ def is_safe_in_cell(text: str) -> bool:
 
 
 def guarded(text: str) -> str:
-    """Return ``text`` so that no spreadsheet takes it for a formula: with a quote before it, if it could be one."""
+    """Return ``text`` with a quote before it if a spreadsheet could read it as a formula."""
     return f"'{text}" if _FORMULA.match(text) else text
 
 
@@ -53,9 +53,9 @@ def cell(text: str) -> str:
 def cell_text(text: str) -> str:
     """Return the text that `cell` got."""
 
-    def character(found: re.Match[str]) -> str:
-        one = chr(int(found[1], 16))
-        return one if one == "\\" or _UNSAFE_IN_CELL.match(one) else found[0]
+    def character(match: re.Match[str]) -> str:
+        character = chr(int(match[1], 16))
+        return character if character == "\\" or _UNSAFE_IN_CELL.match(character) else match[0]
 
     return _ESCAPE.sub(character, unguarded(text))
 

@@ -159,9 +159,9 @@ def _make_shape(count: int) -> Callable[..., _Shape]:
     """Return the function that makes a shape of ``count`` names; they are variables of its source."""
     variables = [f"{kind}{at}" for kind in "bn" for at in range(count)]
     parts = ", ".join(f"b{at}, properties[n{at}]" for at in range(count))
-    made: dict[str, Callable[..., _Shape]] = {}
-    exec(f"def make({', '.join(variables)}, join=''.join): return lambda properties: join(({parts}))", made)
-    return made["make"]
+    namespace: dict[str, Callable[..., _Shape]] = {}
+    exec(f"def make({', '.join(variables)}, join=''.join): return lambda properties: join(({parts}))", namespace)
+    return namespace["make"]
 
 
 def decode_properties(raw: bytes | str) -> dict[str, str]:
@@ -185,13 +185,13 @@ def checked_encoding(raw: bytes, properties: Mapping[str, str]) -> dict[str, str
     Raises:
         MessageIllegalError: They are others, so that queue and index would disagree with the record.
     """
-    found = decode_properties(raw)
-    if properties and found != properties and found != decode_properties(encode_properties(properties)):
-        names = sorted(name for name in found.keys() | properties.keys() if found.get(name) != properties.get(name))
+    stored = decode_properties(raw)
+    if properties and stored != properties and stored != decode_properties(encode_properties(properties)):
+        names = sorted(name for name in stored.keys() | properties.keys() if stored.get(name) != properties.get(name))
         raise MessageIllegalError(
             f"properties as stored: {', '.join(names):.200} differ from the properties beside them: give one of the two"
         )
-    return found
+    return stored
 
 
 def find_property(raw: bytes, name: bytes) -> bytes | None:
@@ -237,11 +237,11 @@ def _property_needle(name: bytes) -> bytes:
     return b"" if not name or b"\1" in name or b"\2" in name else b"\2" + name + b"\1"
 
 
-def join_properties(own: bytes, batch: bytes) -> bytes:
-    """Return the stored properties of a message in a batch: its own, then those of the batch."""
-    if own and batch and own[-1] != 2:
-        return own + b"\2" + batch
-    return own + batch
+def join_properties(message: bytes, batch: bytes) -> bytes:
+    """Return the stored properties of a message in a batch: its own, then the batch's."""
+    if message and batch and message[-1] != 2:
+        return message + b"\2" + batch
+    return message + batch
 
 
 @lru_cache(maxsize=256)

@@ -130,8 +130,8 @@ LAYOUT: Final = {
 def span(first: str, last: str, sys_flag: int = 0) -> int:
     """Return the size of the fields from ``first`` to ``last``, by the kinds of hosts in ``sys_flag``."""
     names = list(LAYOUT)
-    wanted = names[names.index(first) : names.index(last) + 1]
-    return sum(struct.calcsize(f">{_code(name, sys_flag)}") for name in wanted)
+    fields = names[names.index(first) : names.index(last) + 1]
+    return sum(struct.calcsize(f">{_code(name, sys_flag)}") for name in fields)
 
 
 def _code(name: str, sys_flag: int) -> str:
@@ -259,14 +259,14 @@ def encode_record(record: Record) -> bytes:
         raise MessageIllegalError(f"topic {record.topic!r} cannot be written as UTF-8") from None
     if record.magic not in (MESSAGE_MAGIC, MESSAGE_MAGIC_V2):
         raise MessageIllegalError(f"unknown magic {record.magic:08x}")
-    most = MAX_TOPIC_SIZE if record.magic == MESSAGE_MAGIC else MAX_TOPIC_SIZE_V2
-    if len(topic) > most:
-        raise MessageIllegalError(f"topic {record.topic[:200]!r} has {len(topic)} bytes, {most} at most")
+    max_topic_size = MAX_TOPIC_SIZE if record.magic == MESSAGE_MAGIC else MAX_TOPIC_SIZE_V2
+    if len(topic) > max_topic_size:
+        raise MessageIllegalError(f"topic {record.topic[:200]!r} has {len(topic)} bytes, {max_topic_size} at most")
     if len(record.properties_raw) > MAX_PROPERTIES_SIZE:
-        found = len(record.properties_raw)
-        raise MessageIllegalError(f"{found} bytes of properties, {MAX_PROPERTIES_SIZE} at most")
+        size = len(record.properties_raw)
+        raise MessageIllegalError(f"{size} bytes of properties, {MAX_PROPERTIES_SIZE} at most")
     if (record.sys_flag ^ host_flags(record.born_host, record.store_host)) & HOSTS_V6:
-        raise MessageIllegalError(f"sys flag {record.sys_flag} is not that of these hosts")
+        raise MessageIllegalError(f"sys flag {record.sys_flag} does not agree with the kinds of the hosts")
     try:
         return b"".join(
             (
@@ -325,18 +325,18 @@ def frame(raw: Raw, position: int, limit: int) -> tuple[int, int, int, int, int,
         (body_length,) = _INT.unpack_from(raw, body_at - 4)
     topic_at = body_end = body_at + body_length if body_length > 0 else body_at
     if body_end + lengths > end:
-        most = end - body_at - lengths
+        body_limit = end - body_at - lengths
         at = body_at - 4 - position
-        raise RecordError(f"body length: expected {most} at most, found {body_length}", at)
-    topic_length, most = raw[body_end], MAX_TOPIC_SIZE
+        raise RecordError(f"body length: expected {body_limit} at most, found {body_length}", at)
+    topic_length, topic_limit = raw[body_end], MAX_TOPIC_SIZE
     topic_at += 1
     if magic == MESSAGE_MAGIC_V2:
-        topic_length, most = topic_length << 8 | raw[topic_at], MAX_TOPIC_SIZE_V2
+        topic_length, topic_limit = topic_length << 8 | raw[topic_at], MAX_TOPIC_SIZE_V2
         topic_at += 1
     topic_end = topic_at + topic_length
-    if topic_length > most or topic_end + 2 > end:
-        most = min(most, end - topic_at - 2)
-        raise RecordError(f"topic length: expected {most} at most, found {topic_length}", body_end - position)
+    if topic_length > topic_limit or topic_end + 2 > end:
+        topic_limit = min(topic_limit, end - topic_at - 2)
+        raise RecordError(f"topic length: expected {topic_limit} at most, found {topic_length}", body_end - position)
     properties_at = topic_end + 2
     properties_length = raw[topic_end] << 8 | raw[topic_end + 1]
     if properties_at + (properties_length if properties_length <= MAX_PROPERTIES_SIZE else 0) != end:
@@ -383,9 +383,9 @@ def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> in
                 and topic_length != _SCHEDULE_TOPIC_SIZE
             ):
                 if check_body and body_length:
-                    found = crc32(raw[position + 88 : position + 88 + body_length]) & 0x7FFFFFFF
-                    if found != expected:
-                        raise _bad_checksum(expected, found)
+                    checksum = crc32(raw[position + 88 : position + 88 + body_length]) & 0x7FFFFFFF
+                    if checksum != expected:
+                        raise _bad_checksum(expected, checksum)
                 return int(size)
     try:
         body_at, body_end, topic_at, topic_end, properties_at, end = frame(raw, position, limit)
@@ -395,9 +395,9 @@ def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> in
         raise
     if check_body and body_end > body_at:
         (expected,) = _INT.unpack_from(raw, position + BODY_CRC_AT)
-        found = crc32(raw[body_at:body_end]) & 0x7FFFFFFF
-        if found != expected:
-            raise _bad_checksum(expected, found)
+        checksum = crc32(raw[body_at:body_end]) & 0x7FFFFFFF
+        if checksum != expected:
+            raise _bad_checksum(expected, checksum)
     if topic_end - topic_at == _SCHEDULE_TOPIC_SIZE and raw[topic_at:topic_end] == _SCHEDULE_TOPIC_BYTES:
         level = find_property(bytes(raw[properties_at:end]), _DELAY_BYTES)
         if level is not None and java_int(java_decode(level)) is None:
@@ -442,9 +442,8 @@ def decode_record(raw: Raw, position: int = 0, *, check_body: bool = True) -> Re
     )
 
 
-def _bad_checksum(expected: int, found: int) -> BodyChecksumError:
-    wanted = f"{expected & 0xFFFFFFFF:08x}"
-    return BodyChecksumError(f"body checksum: expected {wanted}, found {found:08x}", BODY_CRC_AT)
+def _bad_checksum(expected: int, actual: int) -> BodyChecksumError:
+    return BodyChecksumError(f"body checksum: expected {expected & 0xFFFFFFFF:08x}, found {actual:08x}", BODY_CRC_AT)
 
 
 def store_timestamp_ms(raw: Raw, position: int = 0) -> int:

@@ -98,10 +98,10 @@ class StoredMessage(StoredState):
     @property
     def frame(self) -> tuple[int, int, int, int, int, int]:
         """The places of its parts, from `record.frame`."""
-        found: tuple[int, int, int, int, int, int] | None = getattr(self, "_frame", None)
-        if found is None:
-            self._frame = found = frame(self.raw, 0, len(self.raw))
-        return found
+        places: tuple[int, int, int, int, int, int] | None = getattr(self, "_frame", None)
+        if places is None:
+            self._frame = places = frame(self.raw, 0, len(self.raw))
+        return places
 
     @property
     def size(self) -> int:
@@ -255,10 +255,10 @@ class StoredMessage(StoredState):
     @property
     def properties(self) -> Mapping[str, str]:
         """All properties, decoded once."""
-        found: dict[str, str] | None = getattr(self, "_properties", None)
-        if found is None:
-            self._properties = found = decode_properties(self.properties_raw)
-        return found
+        properties: dict[str, str] | None = getattr(self, "_properties", None)
+        if properties is None:
+            self._properties = properties = decode_properties(self.properties_raw)
+        return properties
 
     def _property(self, name: bytes) -> str | None:
         value = find_property(self.properties_raw, name)

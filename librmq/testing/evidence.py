@@ -186,8 +186,8 @@ class Evidence:
             for topic, predicate in getattr(consumer, "predicates", ()):
                 counts.setdefault((consumer.group, topic), []).append(predicate.counts)
         for (group, topic), of_group in counts.items():
-            calls = sum(one.asked for one in of_group)
-            if calls and group not in self._asked and not any(one.matched for one in of_group):
+            calls = sum(part.calls for part in of_group)
+            if calls and group not in self._asked and not any(part.matched for part in of_group):
                 errors = sum(one.failed for one in of_group)
                 raised = f"; it raised an error on {errors:,} of them" if errors else ""
                 yield f"the predicate of {group} dropped all {calls:,} messages of {topic!r} that it saw{raised}"

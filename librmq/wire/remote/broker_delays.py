@@ -56,4 +56,4 @@ class BrokerDelays(NamedTuple):
                 "give delay= the length of a level, or send to a broker with a timer (RocketMQ 5 with "
                 "timerWheelEnable=true, or librmq's with BrokerConfig(timers=TimerConfig()))"
             )
-        return Message._of(message.topic, message.body, message.flag, message.properties | added)
+        return Message._from_parts(message.topic, message.body, message.flag, message.properties | added)

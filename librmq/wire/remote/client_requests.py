@@ -204,7 +204,7 @@ class ClientRequests:
         beat.client.call(ConsumeDirectly(header.consumer_group, message, name, ended))
 
     def _reply(self, beat: Heartbeat, header: PushedReplyHeader, frame: Frame, send: _Send) -> None:
-        reply = Message._of(header.topic, frame.body, header.flag, decode_properties(header.properties))
+        reply = Message._from_parts(header.topic, frame.body, header.flag, decode_properties(header.properties))
         sent = SendMessage(
             header.producer_group,
             reply,

@@ -52,7 +52,7 @@ def plain_request(frame: Frame, born_host: Host, now_ms: int | None) -> SendMess
             return None
         return SendMessage(
             fields["a"],
-            Message._of(fields["b"], frame.body, small[fields["h"]], decode_properties(get("i", ""))),
+            Message._from_parts(fields["b"], frame.body, small[fields["h"]], decode_properties(get("i", ""))),
             small[fields["e"]],
             int(born) if now_ms is None else now_ms,
             born_host,
@@ -131,7 +131,7 @@ class KnownSends:
         message = like.message
         request = SendMessage(
             like.group,
-            Message._of(message.topic, body, message.flag, decode_properties(properties)),
+            Message._from_parts(message.topic, body, message.flag, decode_properties(properties)),
             SMALL_NUMBERS[queue_id],
             int(born) if self._now_ms is None else self._now_ms(),
             self._born_host,

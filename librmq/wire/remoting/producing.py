@@ -140,7 +140,7 @@ class Producing:
         if not header.batch and frame.code != _SEND_BATCH:
             return SendMessage(
                 header.producer_group,
-                Message._of(header.topic, frame.body, header.flag, properties),
+                Message._from_parts(header.topic, frame.body, header.flag, properties),
                 header.queue_id,
                 born_ms,
                 peer,
@@ -157,7 +157,7 @@ class Producing:
         if not items:
             raise MalformedError(f"topic {header.topic!r}: expected at least one message in a batch")
         messages = tuple(
-            Message._of(header.topic, item.body, item.flag, properties | decode_properties(item.properties_raw))
+            Message._from_parts(header.topic, item.body, item.flag, properties | decode_properties(item.properties_raw))
             for item in items
         )
         return SendBatch(
