@@ -337,20 +337,20 @@ class CommitLog(LogState):
 
     def truncate(self, physical_offset: int) -> list[str]:
         """Cut the log at ``physical_offset``: write zeros after it, delete later files, and return their paths."""
-        gone = self._sequence.delete_from(physical_offset + 1)
+        deleted = self._sequence.delete_from(physical_offset + 1)
         if physical_offset < self._sequence.end:
             self._sequence.zero_from(physical_offset)
         self._prepared = -1
         self.last_write = None
         self.end = physical_offset
         self._resume()
-        return gone
+        return deleted
 
     def patch(self, physical_offset: int, data: bytes) -> None:
         """Overwrite a field of a record in place; for recovery."""
         start = physical_offset - physical_offset % self.file_size
         at = physical_offset - start
-        if self._sequence.own(start):
+        if self._sequence.break_links(start):
             self._resume()
         self._sequence.file(start).buffer[at : at + len(data)] = data
         self._sequence.mark_dirty(start)
@@ -401,19 +401,19 @@ class CommitLog(LogState):
             return None  # deleted since the file was looked up
         if at + _BLANK_SIZE > self.file_size:
             raise CorruptionError(file.path, physical_offset, "record", "expected a record, found the end of the file")
-        found, magic = SIZE_AND_MAGIC.unpack_from(file.buffer, at)
+        length, magic = SIZE_AND_MAGIC.unpack_from(file.buffer, at)
         if (
             magic not in MAGICS
-            or (size is not None and found != size)
-            or not record.FIXED_SIZE <= found <= self.file_size - at
+            or (size is not None and length != size)
+            or not record.FIXED_SIZE <= length <= self.file_size - at
         ):
-            wanted = "a record" if size is None else f"a record of {size} bytes"
+            kind = "a record" if size is None else f"a record of {size} bytes"
             raise CorruptionError(
-                file.path, physical_offset, "record", f"expected {wanted}, found {found} bytes with magic {magic:08x}"
+                file.path, physical_offset, "record", f"expected {kind}, found {length} bytes with magic {magic:08x}"
             )
-        if physical_offset + found > self.end:
+        if physical_offset + length > self.end:
             return None
-        return file.buffer[at : at + found]
+        return file.buffer[at : at + length]
 
     def data_at(self, physical_offset: int, size: int) -> bytes:
         """Return bytes of the log, records or not, within one file; empty if there is no file."""

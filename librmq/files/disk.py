@@ -201,25 +201,25 @@ class DiskFiles:
         entries = []
         with named("list", path):
             try:
-                found = os.scandir(path)
+                listing = os.scandir(path)
             except FileNotFoundError:
                 return []
-            with found:
-                for one in found:
-                    if one.is_dir(follow_symlinks=False):  # needs no further call
-                        entries.append(FolderEntry(one.name, 0, True, False))
+            with listing:
+                for item in listing:
+                    if item.is_dir(follow_symlinks=False):  # needs no further call
+                        entries.append(FolderEntry(item.name, 0, True, False))
                         continue
                     try:
-                        status = one.stat()
+                        status = item.stat()
                     except OSError as error:
-                        if one.is_symlink():
-                            raise CorruptionError(one.path, 0, "name", "the target of this link is missing") from error
+                        if item.is_symlink():
+                            raise CorruptionError(item.path, 0, "name", "the target of this link is missing") from error
                         if isinstance(error, FileNotFoundError):
                             continue  # deleted since the folder was listed
                         raise
                     folder = stat.S_ISDIR(status.st_mode)
                     size = 0 if folder else status.st_size
-                    entries.append(FolderEntry(one.name, size, folder, stat.S_ISREG(status.st_mode)))
+                    entries.append(FolderEntry(item.name, size, folder, stat.S_ISREG(status.st_mode)))
         entries.sort()
         return entries
 
@@ -267,7 +267,7 @@ class DiskFiles:
         with named("look at", path):
             return os.stat(path).st_nlink > 1
 
-    def own(self, path: str) -> bool:
+    def break_links(self, path: str) -> bool:
         if not self.is_linked(path):
             return False
         path = os.path.realpath(path)

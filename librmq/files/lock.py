@@ -37,7 +37,7 @@ _IN_THE_WAY: Final = (errno.EACCES, errno.EAGAIN)
 _Key = tuple[int, int]  # device and inode
 _held: dict[_Key, DiskLock] = {}
 _held_guard = Lock()
-_found: dict[_Key, tuple[int, int]] = {}  # process and descriptor that held a lock when last looked for
+_holders: dict[_Key, tuple[int, int]] = {}  # process and descriptor that held a lock when last looked for
 
 
 class DiskLock:
@@ -141,7 +141,7 @@ class DiskLock:
                     if folder >= 0:
                         os.close(folder)
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """Close a forked child's copy of the descriptors; the parent keeps its lock."""
         for descriptor in (self._descriptor, self._folder):
             if descriptor >= 0:
@@ -153,7 +153,7 @@ def _after_fork() -> None:
     global _held_guard
     _held_guard = Lock()  # a thread of the parent may hold it
     for lock in list(_held.values()):
-        lock.forget()
+        lock.close_after_fork()
     _held.clear()
 
 
@@ -221,8 +221,8 @@ def _flock(kind: int) -> bytes:
 
 def _conflict(descriptor: int, status: os.stat_result) -> str | None:
     """Return the holder of a lock of the first byte, None if it is free."""
-    found = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, _flock(fcntl.F_WRLCK)))
-    pid, kind = (found[2], found[3]) if sys.platform == "darwin" else (found[4], found[0])
+    fields = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, _flock(fcntl.F_WRLCK)))
+    pid, kind = (fields[2], fields[3]) if sys.platform == "darwin" else (fields[4], fields[0])
     if kind == fcntl.F_UNLCK:
         return None
     if pid <= 0:  # a lock of an open file description, which has no process
@@ -232,17 +232,17 @@ def _conflict(descriptor: int, status: os.stat_result) -> str | None:
 
 def _find_holder(key: _Key) -> int:
     """Return the process that has a locked descriptor of the file, 0 if none is visible."""
-    known = _found.get(key)
-    if known is not None and _has_lock(*known, key):
-        return known[0]
-    _found.pop(key, None)
+    holder = _holders.get(key)
+    if holder is not None and _has_lock(*holder, key):
+        return holder[0]
+    _holders.pop(key, None)
     with suppress(OSError):
         for name in os.listdir("/proc"):
             if name.isdigit():
                 with suppress(OSError):  # the process ended meanwhile or belongs to another user
                     for descriptor in map(int, os.listdir(f"/proc/{name}/fd")):
                         if _has_lock(int(name), descriptor, key):
-                            _found[key] = int(name), descriptor
+                            _holders[key] = int(name), descriptor
                             return int(name)
     return 0
 

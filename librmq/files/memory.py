@@ -29,16 +29,16 @@ class MemoryFiles:
 
     def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
         with self._guard:
-            found = self._files.get(path)
-            if found is None:
+            stored = self._files.get(path)
+            if stored is None:
                 raise _missing("open", path)
-            if isinstance(found, bytes):
-                if not found:
+            if isinstance(stored, bytes):
+                if not stored:
                     raise CorruptionError(path, 0, "size", "the file is empty")
-                buffer = self._new_buffer(path, len(found))
-                buffer[:] = found
-                found = self._files[path] = File(path, buffer, len(found), True)
-            return found if writable else File(path, found.buffer, found.size, False)
+                buffer = self._new_buffer(path, len(stored))
+                buffer[:] = stored
+                stored = self._files[path] = File(path, buffer, len(stored), True)
+            return stored if writable else File(path, stored.buffer, stored.size, False)
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
         with self._guard:
@@ -135,7 +135,7 @@ class MemoryFiles:
                 isinstance(other, File) and other.buffer is file.buffer for other in others
             )
 
-    def own(self, path: str) -> bool:
+    def break_links(self, path: str) -> bool:
         with self._guard:
             file = self._files.get(path)
             if not isinstance(file, File) or not self.is_linked(path):

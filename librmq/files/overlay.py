@@ -54,7 +54,7 @@ class OverlayFiles(MemoryFiles):
         self._disk = DiskFiles()
         self._base: Files = memory or self._disk
         self._roots = len(self._folders)
-        self._gone: set[str] = set()
+        self._deleted: set[str] = set()
         self._mapped: weakref.WeakValueDictionary[str, _PrivateBuffer] = weakref.WeakValueDictionary()
 
     def _keep(self, buffer: _PrivateBuffer) -> None:
@@ -63,11 +63,11 @@ class OverlayFiles(MemoryFiles):
             if self._mapped.get(buffer.path) is buffer:
                 self._files[buffer.path] = File(buffer.path, buffer, len(buffer), True)
 
-    def _below(self, path: str) -> bool:
+    def _in_base(self, path: str) -> bool:
         """Return whether the file or folder at ``path`` is the one on the disk."""
-        if not self._gone:  # as nearly always
+        if not self._deleted:  # as nearly always
             return True
-        while path not in self._gone:
+        while path not in self._deleted:
             parent = os.path.dirname(path)
             if parent == path or not parent:
                 return True
@@ -76,7 +76,7 @@ class OverlayFiles(MemoryFiles):
 
     def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
         with self._guard:
-            if path in self._files or not self._below(path):
+            if path in self._files or not self._in_base(path):
                 return super().open(path, writable=writable)
             buffer = self._mapped.get(path)
             if buffer is None:
@@ -102,7 +102,7 @@ class OverlayFiles(MemoryFiles):
     def changed_folders(self) -> set[str]:
         """Return the folders that were made, changed or deleted, or hold a file that was."""
         with self._guard:
-            names = {*self._files, *self._folders, *self._gone}
+            names = {*self._files, *self._folders, *self._deleted}
         return names | set(map(os.path.dirname, names))
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
@@ -113,34 +113,34 @@ class OverlayFiles(MemoryFiles):
 
     def list(self, path: str) -> list[FolderEntry]:
         with self._guard:
-            if not self._gone and not self._files and len(self._folders) == self._roots:
+            if not self._deleted and not self._files and len(self._folders) == self._roots:
                 return self._base.list(path)
-            found = {entry.name: entry for entry in self._base.list(path)} if self._below(path) else {}
-            found = {name: entry for name, entry in found.items() if self._below(os.path.join(path, name))}
-            found |= {entry.name: entry for entry in super().list(path)}
-        return [found[name] for name in sorted(found)]
+            entries = {entry.name: entry for entry in self._base.list(path)} if self._in_base(path) else {}
+            entries = {name: entry for name, entry in entries.items() if self._in_base(os.path.join(path, name))}
+            entries |= {entry.name: entry for entry in super().list(path)}
+        return [entries[name] for name in sorted(entries)]
 
     def size(self, path: str) -> int | None:
         with self._guard:
             size = super().size(path)
-            return self._base.size(path) if size is None and self._below(path) else size
+            return self._base.size(path) if size is None and self._in_base(path) else size
 
     def is_folder(self, path: str) -> bool:
-        return super().is_folder(path) or (self._below(path) and self._base.is_folder(path))
+        return super().is_folder(path) or (self._in_base(path) and self._base.is_folder(path))
 
     def delete(self, path: str) -> None:
         with self._guard:
             super().delete(path)
             self._mapped.pop(path, None)
             if self._base.size(path) is not None:
-                self._gone.add(path)
+                self._deleted.add(path)
 
     def rename(self, old: str, new: str) -> None:
         with self._guard:
             self._take_over(old)
             super().rename(old, new)
             self._mapped.pop(old, None)
-            self._gone.add(old)
+            self._deleted.add(old)
 
     def link(self, old: str, new: str) -> None:
         with self._guard:
@@ -148,18 +148,18 @@ class OverlayFiles(MemoryFiles):
             super().link(old, new)
 
     def _take_over(self, path: str) -> None:
-        if path not in self._files and self._below(path) and self._base.size(path) and not self._base.is_folder(path):
+        if path not in self._files and self._in_base(path) and self._base.size(path) and not self._base.is_folder(path):
             self._files[path] = self.open(path, writable=True)
 
     def read(self, path: str, limit: int = 64 << 20) -> bytes:
         with self._guard:
-            if path in self._files or not self._below(path):
+            if path in self._files or not self._in_base(path):
                 return super().read(path, limit)
         return self._base.read(path, limit)
 
     def read_used(self, path: str, limit: int) -> bytes | None:
         with self._guard:
-            if path in self._files or not self._below(path):
+            if path in self._files or not self._in_base(path):
                 return super().read_used(path, limit)
         return self._base.read_used(path, limit)
 

@@ -409,12 +409,12 @@ class MappedFileQueue:
                 with self._guard:
                     self._changed_folders |= folders
 
-    def own(self, start: int) -> bool:
+    def break_links(self, start: int) -> bool:
         """Break hard links of the file at ``start`` before an in-place write; return True if the file was replaced.
 
         Get a replaced file again, because old mappings show the file of a snapshot.
         """
-        replaced = self._files.own(self.path(start))
+        replaced = self._files.break_links(self.path(start))
         if replaced:
             with self._guard:
                 self.mapped.pop(start, None)
@@ -432,7 +432,7 @@ class MappedFileQueue:
             block_end = min(end, at + step)
             zeros = bytes(block_end - at)
             if buffer[at:block_end] != zeros:
-                if self.own(start):
+                if self.break_links(start):
                     buffer = self.file(start).buffer
                 self._files.reserve(self.file(start), at, block_end)
                 buffer[at:block_end] = zeros
@@ -442,12 +442,12 @@ class MappedFileQueue:
     def delete_from(self, position: int) -> list[str]:
         """Delete the files that start at or after ``position``, the last one first; return their paths."""
         self._check_writable()
-        gone: list[str] = []
+        deleted: list[str] = []
         while self.starts and self.starts[-1] >= position:
-            if gone and self._durable:  # flush each deletion, so that a crash leaves no gap
+            if deleted and self._durable:  # flush each deletion, so that a crash leaves no gap
                 self._flush_folders()
-            gone.append(self._delete(self.starts[-1]))
-        return gone
+            deleted.append(self._delete(self.starts[-1]))
+        return deleted
 
     def delete_before(self, position: int, *, in_order: bool = False) -> list[str]:
         """Delete the files that end at or before ``position``, the first one first; return their paths.
@@ -455,12 +455,12 @@ class MappedFileQueue:
         With ``in_order`` each deletion reaches the device before the next.
         """
         self._check_writable()
-        gone: list[str] = []
+        deleted: list[str] = []
         while self.starts and self.starts[0] + self.file_size <= position:
-            if gone and (in_order or self._durable):
+            if deleted and (in_order or self._durable):
                 self._flush_folders()
-            gone.append(self._delete(self.starts[0]))
-        return gone
+            deleted.append(self._delete(self.starts[0]))
+        return deleted
 
     def _delete(self, start: int) -> str:
         path = self.path(start)

@@ -232,7 +232,7 @@ class Files(Protocol):
         """Return whether a file has another hard link, as files of the log have that are part of a snapshot too."""
         ...
 
-    def own(self, path: str) -> bool:
+    def break_links(self, path: str) -> bool:
         """Break hard links before an in-place write; return True if the file was copied.
 
         A linked file is replaced by a copy. Earlier mappings then show the other name's file.

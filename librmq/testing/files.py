@@ -99,9 +99,9 @@ class RecordingFiles(MemoryFiles):
             super().link(old, new)
             self.trace.append(Event("link", old, 0, os.fsencode(new)))
 
-    def own(self, path: str) -> bool:
+    def break_links(self, path: str) -> bool:
         with self._guard:
-            replaced = super().own(path)
+            replaced = super().break_links(path)
             if replaced:
                 self.trace.append(Event("replace", path, 0, self.read(path)))
             return replaced
@@ -223,9 +223,9 @@ class FailingFiles:
     def is_linked(self, path: str) -> bool:
         return self._files.is_linked(path)
 
-    def own(self, path: str) -> bool:
-        self._called("own", path)
-        return self._files.own(path)
+    def break_links(self, path: str) -> bool:
+        self._called("break_links", path)
+        return self._files.break_links(path)
 
     def read(self, path: str, limit: int = 64 << 20) -> bytes:
         self._called("read", path)
