@@ -66,13 +66,13 @@ _MOST: Final = 1 << 31
 class Between:
     """Limits of a number, both inclusive, for the field's `Annotated` type."""
 
-    least: float
+    minimum: float
     """The smallest allowed value."""
-    most: float = math.inf
+    maximum: float = math.inf
     """The largest allowed value."""
 
     def __str__(self) -> str:
-        return f" of at least {self.least}" if self.most == math.inf else f" from {self.least} to {self.most}"
+        return f" of at least {self.minimum}" if self.maximum == math.inf else f" from {self.minimum} to {self.maximum}"
 
 
 class Seconds(Between):
@@ -80,8 +80,8 @@ class Seconds(Between):
 
     __slots__ = ()
 
-    def __init__(self, least: float = 0, most: float = _YEAR_S) -> None:
-        super().__init__(least, most)
+    def __init__(self, minimum: float = 0, maximum: float = _YEAR_S) -> None:
+        super().__init__(minimum, maximum)
 
 
 _Check = Callable[[object], bool]
@@ -132,10 +132,10 @@ class Config:
         """
         if not settings:
             return self
-        known = self.names()
+        names = self.names()
         for name in settings:
-            if name not in known:
-                raise ConfigError(f"{name:.80}: unknown setting of {type(self).__name__}; {suggest(name, known)}")
+            if name not in names:
+                raise ConfigError(f"{name:.80}: unknown setting of {type(self).__name__}; {suggest(name, names)}")
         return dataclasses.replace(self, **settings)  # type: ignore[type-var]
 
     @classmethod
@@ -183,18 +183,18 @@ def check_now(now_ms: object) -> None:
         raise wrong_kind("now_ms", now_ms, "milliseconds since 1970, a whole number")
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, names: Iterable[str]) -> str:
     """Return the name that was probably meant, or all known names, as the end of an error."""
-    names = sorted(known)
-    found = nearest(name, names)
-    return f"did you mean {found}?" if found is not None else f"known are {', '.join(names) or 'none'}"
+    sorted_names = sorted(names)
+    match = nearest(name, sorted_names)
+    return f"did you mean {match}?" if match is not None else f"known are {', '.join(sorted_names) or 'none'}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the known name that was probably meant, whatever its case; None if none is near."""
     import difflib  # only errors need it
 
-    by_lower = {one.lower(): one for one in sorted(known)}
+    by_lower = {candidate.lower(): candidate for candidate in sorted(names)}
     close = difflib.get_close_matches(name.lower(), by_lower, 1)
     return by_lower[close[0]] if close else None
 
@@ -235,7 +235,7 @@ def _one_of(options: list[Any], limits: Between | None) -> tuple[str, _Check]:
         return (
             f"{what}{limits or ''}",
             lambda value: (
-                isinstance(value, kinds) and not isinstance(value, bool) and within.least <= value <= within.most
+                isinstance(value, kinds) and not isinstance(value, bool) and within.minimum <= value <= within.maximum
             ),
         )
     if origin is str:
@@ -253,15 +253,15 @@ def _class_check(kind: object) -> tuple[str, _Check]:
     return f"{article} {kind.__name__}{members}", lambda value: isinstance(value, kind)
 
 
-def to_seconds(name: str, value: float | timedelta, least: float = 0, most: float = math.inf) -> float:
+def to_seconds(name: str, value: float | timedelta, minimum: float = 0, maximum: float = math.inf) -> float:
     """Return a duration, given in seconds or as a `timedelta`, in seconds; ``name`` is the argument's.
 
     Raises:
         ConfigError: It is neither, or out of range.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if type(seconds) not in (int, float) or not least <= seconds <= most:
-        limits = f" from {least} to {most}" if most != math.inf else f" of at least {least}"
+    if type(seconds) not in (int, float) or not minimum <= seconds <= maximum:
+        limits = f" from {minimum} to {maximum}" if maximum != math.inf else f" of at least {minimum}"
         raise ConfigError(f"{name}: expected seconds or a timedelta{limits}, found {value!r:.80}")
     return seconds
 

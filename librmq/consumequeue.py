@@ -214,8 +214,8 @@ class ConsumeQueue:
 
     def entries(self, begin: int | None = None, end: int | None = None) -> Entries:
         """Return the entries of `blocks` in one array, a copy."""
-        found = [block for _, block in self.blocks(begin, end)]
-        return np.concatenate(found, dtype=entry_dtype()) if found else np.empty(0, entry_dtype())
+        blocks = [block for _, block in self.blocks(begin, end)]
+        return np.concatenate(blocks, dtype=entry_dtype()) if blocks else np.empty(0, entry_dtype())
 
     def next_file_offset(self, queue_offset: int) -> int:
         """Return the queue offset of the first entry after the file of ``queue_offset``."""
@@ -484,12 +484,12 @@ class ConsumeQueue:
         self._check_writable()
         self.advance(min_physical_offset)
         last = self._files.end - self._files.file_size
-        gone = self._files.delete_before(min(self.min_offset * ENTRY_SIZE, last))
+        deleted = self._files.delete_before(min(self.min_offset * ENTRY_SIZE, last))
         first = min(self.min_offset, self.max_offset - 1)  # the last entry keeps its unit, also if its message is gone
-        if self.ext is not None and gone and is_ext_address(code := self._tags_code(first)):
+        if self.ext is not None and deleted and is_ext_address(code := self._tags_code(first)):
             with suppress(CorruptionError):  # without the unit of an address, no units can be deleted
-                gone += self.ext.truncate_before(code)
-        return gone
+                deleted += self.ext.truncate_before(code)
+        return deleted
 
     def write_again(self, queue_offset: int) -> None:
         """Rewrite the entries from ``queue_offset`` on, and their units, so that the next `flush` includes them.

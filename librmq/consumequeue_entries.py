@@ -183,9 +183,9 @@ def first_from(chunks: Chunks, physical_offset: int) -> int | None:
     """Return the queue offset of the first entry that points to ``physical_offset`` or behind it."""
     limit = max(0, min(physical_offset, (1 << 63) - 1))
     for first, raw in chunks:
-        there = np.frombuffer(raw, entry_dtype())["physical_offset"] >= limit
-        if there.any():
-            return first + int(there.argmax())
+        is_beyond = np.frombuffer(raw, entry_dtype())["physical_offset"] >= limit
+        if is_beyond.any():
+            return first + int(is_beyond.argmax())
     return None
 
 

@@ -75,7 +75,7 @@ class DedupCounts:
     """Claims whose end could not be stored; they expire."""
 
 
-class _Ask(NamedTuple):
+class _Request(NamedTuple):
     """A call that a flow requests, of the store or of the listener."""
 
     call: Callable[[], Any]
@@ -84,7 +84,7 @@ class _Ask(NamedTuple):
     """Name and arguments of a call of the store."""
 
 
-_Flow = Generator[_Ask, Any, Any]
+_Flow = Generator[_Request, Any, Any]
 
 
 class _Claimed(NamedTuple):
@@ -162,12 +162,12 @@ class DedupListener:
         Raises:
             ConfigError: A setting is unknown, or its value is refused.
         """
-        given: dict[str, Any] = dict(settings)
-        key, metrics, clock = given.pop("key", unique_id), given.pop("metrics", None), given.pop("clock", None)
+        options: dict[str, Any] = dict(settings)
+        key, metrics, clock = options.pop("key", unique_id), options.pop("metrics", None), options.pop("clock", None)
         for name in ("consuming_timeout", "keep_consumed"):
-            if isinstance(given.get(name), timedelta):
-                given[name] = to_seconds(name, given[name])
-        self.config = DedupConfig().with_settings(given)
+            if isinstance(options.get(name), timedelta):
+                options[name] = to_seconds(name, options[name])
+        self.config = DedupConfig().with_settings(options)
         if not group:
             raise ConfigError("group: expected the consumer group's name, found none")
         for name, function in (("listener", listener), ("key", key)):
@@ -204,19 +204,19 @@ class DedupListener:
         if self._purges:
             purge_in_background(self.store, self._clock)
         if not isinstance(message, list | tuple):
-            flow = self._one(message)
+            flow = self._consume(message)
         else:
-            flow = self._list(message) if self._batch else self._each(message)
+            flow = self._consume_list(message) if self._batch else self._consume_one_by_one(message)
         return _run_async(flow, self.store.blocking) if self._is_async else _run(flow)
 
     # ---- one message
 
-    def _one(self, message: Delivered) -> _Flow:
+    def _consume(self, message: Delivered) -> _Flow:
         held = yield from self._claim(message)
         if held is None:
             return True
         try:
-            result = yield _Ask(lambda: self.listener(message), False)
+            result = yield _Request(lambda: self.listener(message), False)
             if result is OrderlyResult.HOLD:
                 raise ConfigError("a guard marks each message by itself: its listener can't return HOLD for several")
         except (Exception, asyncio.CancelledError):
@@ -229,7 +229,7 @@ class DedupListener:
             yield from self._finish(held)
         return result
 
-    def _claim(self, message: Delivered) -> Generator[_Ask, Any, _Claimed | None]:
+    def _claim(self, message: Delivered) -> Generator[_Request, Any, _Claimed | None]:
         """Claim a message; return None if it was consumed before."""
         business_key = self._key(message)
         if business_key is None or business_key == "":
@@ -240,7 +240,7 @@ class DedupListener:
         owner = secrets.token_hex(12)
         now_ms = self._clock.now_ms()
         try:
-            claim = yield self._ask("claim", key, owner, now_ms, now_ms + self._consuming_ms)
+            claim = yield self._request("claim", key, owner, now_ms, now_ms + self._consuming_ms)
         except DedupStoreError as error:
             if self._consumes_unguarded:
                 self._count("unguarded", message.topic)
@@ -264,21 +264,23 @@ class DedupListener:
             _log.warning("%(key)s: taken over from a consumer that did not end in time", key=key)
         return _Claimed(key, owner)
 
-    def _finish(self, held: _Claimed) -> Generator[_Ask, Any, None]:
+    def _finish(self, held: _Claimed) -> Generator[_Request, Any, None]:
         now_ms = self._clock.now_ms()
-        ask = self._ask("finish", held.key, held.owner, now_ms, now_ms + self._keep_ms)
-        yield from self._end(held, ask, "consumed", "consumed", "marked so")
+        request = self._request("finish", held.key, held.owner, now_ms, now_ms + self._keep_ms)
+        yield from self._end_claim(held, request, "consumed", "consumed", "marked so")
 
-    def _release(self, held: _Claimed) -> Generator[_Ask, Any, None]:
-        ask = self._ask("release", held.key, held.owner, self._clock.now_ms())
-        yield from self._end(held, ask, "released", "failed", "released")
+    def _release(self, held: _Claimed) -> Generator[_Request, Any, None]:
+        request = self._request("release", held.key, held.owner, self._clock.now_ms())
+        yield from self._end_claim(held, request, "released", "failed", "released")
 
-    def _end(self, held: _Claimed, ask: _Ask, counted: str, how: str, aim: str) -> Generator[_Ask, Any, None]:
+    def _end_claim(
+        self, held: _Claimed, request: _Request, counted: str, how: str, aim: str
+    ) -> Generator[_Request, Any, None]:
         """Store the end of a claim."""
         if not held.owner:
             return
         try:
-            done = yield ask
+            done = yield request
         except DedupStoreError as error:
             self._count("unmarked")
             _log.warning(
@@ -288,12 +290,12 @@ class DedupListener:
         if done:
             self._count(counted)
         else:
-            yield from self._tell_lost(held, how)
+            yield from self._warn_of_lost_claim(held, how)
 
-    def _tell_lost(self, held: _Claimed, how: str) -> Generator[_Ask, Any, None]:
+    def _warn_of_lost_claim(self, held: _Claimed, how: str) -> Generator[_Request, Any, None]:
         self._count("lost")
         try:
-            record = yield self._ask("look", held.key, self._clock.now_ms())
+            record = yield self._request("look", held.key, self._clock.now_ms())
         except DedupStoreError:
             now = "its present state is unknown"
         else:
@@ -311,11 +313,11 @@ class DedupListener:
 
     # ---- several messages
 
-    def _each(self, messages: Sequence[Any]) -> _Flow:
+    def _consume_one_by_one(self, messages: Sequence[Any]) -> _Flow:
         """Consume messages one by one; those before the first failure stay consumed."""
         for index, message in enumerate(messages):
             try:
-                result = yield from self._one(message)
+                result = yield from self._consume(message)
                 if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True):
                     return index - 1
             except Exception as error:
@@ -325,9 +327,9 @@ class DedupListener:
                 raise ReconsumeLater(str(error), delay_level=level, consumed=index) from error
         return True
 
-    def _list(self, messages: Sequence[Any]) -> _Flow:
+    def _consume_list(self, messages: Sequence[Any]) -> _Flow:
         """Consume all messages up to the first that cannot be claimed."""
-        claims = yield from self._together([self._claim(message) for message in messages])
+        claims = yield from self._run_together([self._claim(message) for message in messages])
         until = next((at for at, claim in enumerate(claims) if isinstance(claim, Exception)), len(messages))
         passed: list[tuple[int, Any, _Claimed]] = []
         surplus: list[_Claimed] = []
@@ -339,19 +341,19 @@ class DedupListener:
         later = claims[until] if until < len(messages) else None
         if later is not None and not isinstance(later, ReconsumeLater):
             surplus, passed = surplus + [held for _, _, held in passed], []
-        yield from self._together([self._release(held) for held in surplus])
+        yield from self._run_together([self._release(held) for held in surplus])
         if later is not None and not isinstance(later, ReconsumeLater):
             raise later
         done, failure = len(passed), None
         result: object = True
         if passed:
             try:
-                result = yield _Ask(lambda: self.listener([message for _, message, _ in passed]), False)
-                done = self._consumed(result, len(passed))
+                result = yield _Request(lambda: self.listener([message for _, message, _ in passed]), False)
+                done = self._consumed_count(result, len(passed))
             except (Exception, asyncio.CancelledError) as error:
                 failure = error
                 done = min(max(0, error.consumed), len(passed)) if isinstance(error, ReconsumeLater) else 0
-        yield from self._together(
+        yield from self._run_together(
             [self._finish(held) if number < done else self._release(held) for number, (_, _, held) in enumerate(passed)]
         )
         if failure is None and done == len(passed):
@@ -366,52 +368,52 @@ class DedupListener:
         level = failure.delay_level if isinstance(failure, ReconsumeLater) else 0
         raise ReconsumeLater(str(failure), delay_level=level, consumed=consumed) from failure
 
-    def _together(self, flows: Sequence[Generator[_Ask, Any, Any]]) -> Generator[_Ask, Any, list[Any]]:
+    def _run_together(self, flows: Sequence[Generator[_Request, Any, Any]]) -> Generator[_Request, Any, list[Any]]:
         """Run flows in parallel, join their calls of the store, and return each one's result or error."""
-        ends: list[Any] = [None] * len(flows)
-        asks: dict[int, _Ask] = {}
+        outcomes: list[Any] = [None] * len(flows)
+        requests: dict[int, _Request] = {}
 
-        def go_on(number: int, step: Callable[[], _Ask]) -> None:
+        def go_on(number: int, step: Callable[[], _Request]) -> None:
             try:
-                asks[number] = step()
+                requests[number] = step()
             except StopIteration as end:
-                asks.pop(number, None)
-                ends[number] = end.value
+                requests.pop(number, None)
+                outcomes[number] = end.value
             except Exception as error:
-                asks.pop(number, None)
-                ends[number] = error
+                requests.pop(number, None)
+                outcomes[number] = error
 
         for number, flow in enumerate(flows):
             go_on(number, partial(next, flow))
-        while asks:
-            turn = list(asks.items())
-            answers = yield _Ask(partial(self._answers, [ask for _, ask in turn]), True)
+        while requests:
+            turn = list(requests.items())
+            answers = yield _Request(partial(self._answers, [request for _, request in turn]), True)
             for (number, _), answer in zip(turn, answers, strict=True):
                 failed = isinstance(answer, Exception)
                 go_on(number, partial(flows[number].throw if failed else flows[number].send, answer))
-        return ends
+        return outcomes
 
-    def _answers(self, asks: Sequence[_Ask]) -> list[Any]:
+    def _answers(self, requests: Sequence[_Request]) -> list[Any]:
         """Return the store's answers, in one round trip if possible, with errors in their places."""
-        operations = [ask.operation for ask in asks]
+        operations = [request.operation for request in requests]
         many = getattr(self.store, "many", None)
-        if many is not None and len(asks) > 1:
+        if many is not None and len(requests) > 1:
             try:
                 return list(many(operations))
             except DedupStoreError as error:
-                return [error] * len(asks)
+                return [error] * len(requests)
         answers: list[Any] = []
-        for ask in asks:
+        for request in requests:
             try:
-                answers.append(ask.call())
+                answers.append(request.call())
             except DedupStoreError as error:
                 answers.append(error)
         return answers
 
-    def _ask(self, name: str, *arguments: str | int) -> _Ask:
-        return _Ask(lambda: getattr(self.store, name)(*arguments), True, (name, arguments))
+    def _request(self, name: str, *arguments: str | int) -> _Request:
+        return _Request(lambda: getattr(self.store, name)(*arguments), True, (name, arguments))
 
-    def _consumed(self, result: object, count: int) -> int:
+    def _consumed_count(self, result: object, count: int) -> int:
         """Return how many of ``count`` messages a listener of lists has consumed, by its result."""
         if isinstance(result, int) and not isinstance(result, bool):
             if result < -1:
@@ -445,16 +447,16 @@ def deduplicated(
 def _run(flow: _Flow) -> object:
     """Make the calls that ``flow`` requests; return a coroutine for the rest if the listener returned one."""
     try:
-        ask = next(flow)
+        request = next(flow)
         while True:
             try:
-                result = ask.call()
+                result = request.call()
             except BaseException as error:
-                ask = flow.throw(error)
+                request = flow.throw(error)
             else:
-                if not ask.of_store and inspect.isawaitable(result):
+                if not request.of_store and inspect.isawaitable(result):
                     return _run_async(flow, False, result)
-                ask = flow.send(result)
+                request = flow.send(result)
     except StopIteration as end:
         return end.value
 
@@ -462,21 +464,21 @@ def _run(flow: _Flow) -> object:
 async def _run_async(flow: _Flow, in_threads: bool, pending: Awaitable[Any] | None = None) -> object:
     """Run like `_run`, with a thread for calls of a store that can wait."""
     try:
-        ask = next(flow) if pending is None else None
+        request = next(flow) if pending is None else None
         while True:
             try:
-                if ask is None:
+                if request is None:
                     assert pending is not None
                     result = await pending
-                elif ask.of_store:
-                    result = await asyncio.to_thread(ask.call) if in_threads else ask.call()
+                elif request.of_store:
+                    result = await asyncio.to_thread(request.call) if in_threads else request.call()
                 else:
-                    result = ask.call()
+                    result = request.call()
                     if inspect.isawaitable(result):
                         result = await result
             except BaseException as error:
-                ask = flow.throw(error)
+                request = flow.throw(error)
             else:
-                ask = flow.send(result)
+                request = flow.send(result)
     except StopIteration as end:
         return end.value

@@ -47,7 +47,7 @@ __all__ = ["DelayConfig", "DelayOffsets", "DelaySchedule"]
 
 _log = EventLog("librmq.delay")
 
-_LOOKED_AT: Final = 64  # entries read together
+_ENTRIES_A_READ: Final = 64  # entries read together
 _HASHES: Final = -(1 << 31), 1 << 31  # no time in ms of this century is among them
 
 
@@ -121,7 +121,7 @@ class _Layouts:
         self._names: tuple[str, ...] = ()
         self._run = 0
 
-    def seen(self, names: tuple[str, ...]) -> None:
+    def record_names(self, names: tuple[str, ...]) -> None:
         """Note the names of a message that does not fit the current layout.
 
         Making a layout takes as long as decoding hundreds of messages. So it is made only for few names that occurred
@@ -204,8 +204,8 @@ class DelaySchedule:
         self._saver = FlushAside(
             "the progress of the delay levels",
             flush=lambda reached: store.flush(),
-            reached=lambda: (self._reached() or None) if self._unsaved else None,
-            note=self._note,
+            reached=lambda: (self._unsaved_offsets() or None) if self._unsaved else None,
+            note=self._save_offsets,
             now_ms=store.clock.now_ms,
             save_every_s=config.save_every_s,
             retry_s=config.retry_s,
@@ -215,16 +215,16 @@ class DelaySchedule:
         self._begin_ms = start_ms + self._first_look_ms
         self._last_ms = start_ms
         self._unsaved = False
-        there = {level_of_queue_id(queue_id) for topic, queue_id in store.queues if topic == SCHEDULE_TOPIC}
-        known = range(1, store.levels.max_level + 1)
+        stored_levels = {level_of_queue_id(queue_id) for topic, queue_id in store.queues if topic == SCHEDULE_TOPIC}
+        configured_levels = range(1, store.levels.max_level + 1)
         self._levels = [
             _Level(
                 level,
-                store.levels.delay_ms(level) if level in known else None,
+                store.levels.delay_ms(level) if level in configured_levels else None,
                 offsets.delay_offset(level),
                 EarlierCopies(store),
             )
-            for level in sorted(there | set(known))
+            for level in sorted(stored_levels | set(configured_levels))
         ]
 
     @property
@@ -243,7 +243,7 @@ class DelaySchedule:
         and costs little.
         """
         levels = self._store.levels
-        return self._look_for(levels.deliver_timestamp_ms(levels.cap(level), store_timestamp_ms))
+        return self._next_look_ms(levels.deliver_timestamp_ms(levels.cap(level), store_timestamp_ms))
 
     def run_due(self, now_ms: int) -> int | None:
         """Deliver due messages, and return the time in ms of the next useful look, None if no message waits.
@@ -271,7 +271,7 @@ class DelaySchedule:
                 if end == level.next_offset:
                     continue  # fast path: no message waits
             if level.look_ms is None or level.look_ms <= look_ms:
-                level.look_ms = self._look(level, None if early else look_ms)
+                level.look_ms = self._deliver_level(level, None if early else look_ms)
             if level.look_ms is not None and (next_ms is None or level.look_ms < next_ms):
                 next_ms = level.look_ms
         save_ms = self._saver.run_due(now_ms)
@@ -285,24 +285,24 @@ class DelaySchedule:
         self._last_ms = now_ms
         self._saver.save()
 
-    def _reached(self) -> list[tuple[_Level, int]]:
+    def _unsaved_offsets(self) -> list[tuple[_Level, int]]:
         """Return the unsaved progress of levels."""
         return [(level, level.next_offset) for level in self._levels if level.next_offset != level.saved_offset]
 
-    def _note(self, reached: Sequence[tuple[_Level, int]]) -> None:
+    def _save_offsets(self, reached: Sequence[tuple[_Level, int]]) -> None:
         """Write progress whose messages are on the device."""
         for level, queue_offset in reached:
             self._offsets.set_delay_offset(level.level, queue_offset)
         self._offsets.persist(self._last_ms)
         for level, queue_offset in reached:
             level.saved_offset = queue_offset
-        self._unsaved = bool(self._reached())
+        self._unsaved = bool(self._unsaved_offsets())
 
-    def _look_for(self, due_ms: int) -> int:
+    def _next_look_ms(self, due_ms: int) -> int:
         """Return the first look at or after a time."""
         return max(self._begin_ms, due_ms + (self._begin_ms - due_ms) % self._every_ms)
 
-    def _look(self, level: _Level, look_ms: int | None) -> int | None:
+    def _deliver_level(self, level: _Level, look_ms: int | None) -> int | None:
         """Deliver the due messages of a level at a look, none if that is None, and return the next look."""
         try:
             next_ms = self._deliver_due(level, look_ms)
@@ -310,7 +310,7 @@ class DelaySchedule:
             raise
         except StoreError as error:
             self._states.failing(*level.state_key, error, logging.ERROR, again_ms=self._retry_ms)
-            return self._look_for(self._last_ms + self._retry_ms)
+            return self._next_look_ms(self._last_ms + self._retry_ms)
         self._states.works(*level.state_key)
         return next_ms
 
@@ -331,10 +331,10 @@ class DelaySchedule:
                 if size <= 0 or physical_offset < 0:
                     break
                 is_time = queue.ext is None and code >= _HASHES[1]  # the usual case
-                due_ms = code if is_time else self._due(level, queue, physical_offset, size, code)
+                due_ms = code if is_time else self._due_ms(level, queue, physical_offset, size, code)
                 too_far = level.delay_ms is not None and due_ms > self._last_ms + level.delay_ms
                 if look_ms is None or (due_ms > look_ms and not too_far):
-                    next_look = self._begin_ms if too_far else self._look_for(due_ms)
+                    next_look = self._begin_ms if too_far else self._next_look_ms(due_ms)
                     break
                 due.append((physical_offset, size))
             self._deliver(level, queue_offset, due)
@@ -344,7 +344,7 @@ class DelaySchedule:
             if len(due) * ENTRY.size < len(raw):
                 queue.entry(queue_offset)  # raises, unless the queue was truncated meanwhile
                 return None
-            count = min(_LOOKED_AT, 2 * count)
+            count = min(_ENTRIES_A_READ, 2 * count)
         return look_ms  # the rest is due immediately
 
     def _progress(self, level: _Level, queue: ConsumeQueue | None) -> int:
@@ -366,7 +366,7 @@ class DelaySchedule:
             self._unsaved = True
         return corrected
 
-    def _due(self, level: _Level, queue: ConsumeQueue, physical_offset: int, size: int, code: int) -> int:
+    def _due_ms(self, level: _Level, queue: ConsumeQueue, physical_offset: int, size: int, code: int) -> int:
         """Return the delivery time of an entry's message."""
         if queue.ext is not None and is_ext_address(code):
             unit = queue.ext_unit(code)
@@ -395,7 +395,7 @@ class DelaySchedule:
             try:
                 message = self._read(physical_offset, size)
                 if message is not None:
-                    copy = self._copied(message)
+                    copy = self._prepare_copy(message)
                     if level.earlier.concerns(physical_offset) and _was_delivered(level.earlier, message, copy):
                         continue
                     copies.append(copy)
@@ -423,7 +423,7 @@ class DelaySchedule:
             level.next_offset = queue_offset + len(entries)
             self._unsaved = True
 
-    def _copied(self, waiting: StoredMessage) -> Prepared:
+    def _prepare_copy(self, waiting: StoredMessage) -> Prepared:
         """Return a waiting message as sent to its own topic and queue.
 
         Raises:
@@ -432,15 +432,15 @@ class DelaySchedule:
         """
         raw = waiting.properties_raw
         layout = self._layouts.current
-        found = None if layout is None else layout.find(raw)
-        if found is None:
+        values = None if layout is None else layout.find(raw)
+        if values is None:
             properties = waiting.properties
-            found = tuple(map(properties.get, _NEEDED))
+            values = tuple(map(properties.get, _NEEDED))
             if record.is_encoding_of(raw, properties):
-                self._layouts.seen(tuple(properties))
+                self._layouts.record_names(tuple(properties))
             else:
                 raw = record.encode_properties(properties)
-        topic, queue_text, unique_key, keys, tags = found
+        topic, queue_text, unique_key, keys, tags = values
         queue_id = java_int(queue_text or "")
         if queue_id is None:
             raise MessageIllegalError(f"REAL_QID: expected a queue id, found {queue_text!r:.80}")

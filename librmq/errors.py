@@ -200,8 +200,8 @@ class FilterSyntaxError(FilterError, ValueError):
         column = position - begin
         cut = max(0, column - 60)  # a very long line is shown around the place
         # As wide as in the expression, with tabs as blanks, so that the caret is below its place.
-        shown = "".join(char if char.isprintable() else " " for char in line[cut : cut + 100])
-        super().__init__(f"{reason}\n  {shown}\n  {_blanks(shown[: column - cut])}^")
+        excerpt = "".join(char if char.isprintable() else " " for char in line[cut : cut + 100])
+        super().__init__(f"{reason}\n  {excerpt}\n  {_blanks(excerpt[: column - cut])}^")
 
 
 def _blanks(text: str) -> str:

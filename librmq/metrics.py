@@ -112,11 +112,11 @@ class Metrics:
             cell[0] += n
 
     def gauge(
-        self, name: str, value: float | Callable[[], float] | None, *, of: Hashable = None, **labels: str
+        self, name: str, value: float | Callable[[], float] | None, *, owner: Hashable = None, **labels: str
     ) -> None:
         """Set a gauge to a number or to a function that returns it; None removes the gauge.
 
-        ``of`` is the owner; values of several owners are added up. `snapshot` can call a function in any thread.
+        Values of several owners are added up. `snapshot` can call a function in any thread.
 
         Raises:
             ConfigError: `METRICS` has no such gauge with these labels.
@@ -125,14 +125,14 @@ class Metrics:
         _check(series, "gauge")
         with self._lock:
             if value is None:
-                self._gauges.pop((series, of), None)
+                self._gauges.pop((series, owner), None)
             else:
-                self._gauges[series, of] = value
+                self._gauges[series, owner] = value
 
-    def take_away(self, of: Hashable) -> None:
-        """Remove all gauges that ``of`` has set."""
+    def remove_gauges(self, owner: Hashable) -> None:
+        """Remove all gauges that ``owner`` has set."""
         with self._lock:
-            self._gauges = {key: value for key, value in self._gauges.items() if key[1] != of}
+            self._gauges = {key: value for key, value in self._gauges.items() if key[1] != owner}
 
     def snapshot(self) -> dict[str, dict[tuple[str, ...], float]]:
         """Return all values: ``snapshot()["sends"]["orders", "SEND_OK"]``, with labels in the order of `METRICS`.
@@ -167,8 +167,8 @@ def _check(key: _Series, kind: str) -> None:
 
 
 def _place(name: str, labels: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    given = dict(labels)
-    return tuple(given[label] for label in METRICS[name].labels)
+    values = dict(labels)
+    return tuple(values[label] for label in METRICS[name].labels)
 
 
 # -------------------------------------------------------------------------------------------------------- exporters
@@ -205,10 +205,10 @@ def export_to_prometheus(metrics: Metrics, registry: CollectorRegistry | None = 
         from prometheus_client import REGISTRY
     except ImportError:
         raise MissingExtraError("export_to_prometheus", "metrics") from None
-    chosen = REGISTRY if registry is None else registry
+    target = REGISTRY if registry is None else registry
     collector = _PrometheusCollector(metrics)
-    chosen.register(collector)
-    return partial(chosen.unregister, collector)
+    target.register(collector)
+    return partial(target.unregister, collector)
 
 
 def export_to_opentelemetry(metrics: Metrics, meter: Meter | None = None) -> None:

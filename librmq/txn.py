@@ -143,7 +143,7 @@ class Transactions:
                 make_topic=make_topic,
                 is_reachable=None if original else is_reachable,
                 has_ended=lambda queue_offset: self._ended is not None and queue_offset in self._ended,
-                passed=self._forget_below,
+                passed=self._drop_ended_below,
             ),
             aside,
         )
@@ -315,9 +315,9 @@ class Transactions:
 
     def _family(self, half: StoredMessage) -> list[StoredMessage]:
         """Return the halves of a half's transaction, and their copies, in the order of storage."""
-        return self._same(HALF_TOPIC, half) or [half]
+        return self._records_of(HALF_TOPIC, half) or [half]
 
-    def _same(self, topic: str, half: StoredMessage) -> list[StoredMessage]:
+    def _records_of(self, topic: str, half: StoredMessage) -> list[StoredMessage]:
         """Return the records of a topic that belong to the same transaction as a half.
 
         Time of birth and queue can differ: a producer that got no answer chooses them again.
@@ -330,8 +330,8 @@ class Transactions:
 
         if not half.unique_key:
             return []
-        found = self._store.find_by_key(topic, half.unique_key, max_messages=_SAME_KEY)
-        return [message for message in found if marks(message) == marks(half)]
+        records = self._store.find_by_key(topic, half.unique_key, max_messages=_SAME_KEY)
+        return [message for message in records if marks(message) == marks(half)]
 
     def _pending(self, family: list[StoredMessage]) -> list[StoredMessage]:
         below, ended = self._checks.judged_below(), self._ended_halves()
@@ -343,7 +343,7 @@ class Transactions:
         properties = half.properties
         delayed = parse_level(properties.get(record.PROPERTY_DELAY)) > 0
         topic = SCHEDULE_TOPIC if delayed else properties.get(record.PROPERTY_REAL_TOPIC, "")
-        places = {one.physical_offset for one in family}
+        places = {member.physical_offset for member in family}
         if not half.unique_key:
             return half.physical_offset in self._without_op
         return any(
@@ -355,7 +355,7 @@ class Transactions:
     def _is_discarded(self, family: list[StoredMessage]) -> bool:
         """Return whether a check has given the family up, or may have; a late commit still delivers it."""
         half = family[0]
-        return bool(self._same(CHECK_MAX_TIME_TOPIC, half)) or (
+        return bool(self._records_of(CHECK_MAX_TIME_TOPIC, half)) or (
             not half.unique_key and half.queue_offset < self._checks.judged_below()
         )
 
@@ -405,7 +405,7 @@ class Transactions:
         if self._ended is not None:
             self._ended.add(queue_offset, result.queue_offset)
 
-    def _forget_below(self, queue_offset: int) -> None:
+    def _drop_ended_below(self, queue_offset: int) -> None:
         if self._ended is not None:
             self._ended.forget_below(queue_offset)
 

@@ -43,14 +43,14 @@ def test_a_gauge_is_a_number_or_asked_or_gone() -> None:
 
 def test_gauges_of_several_add_up() -> None:
     metrics = Metrics()
-    for of, count in (("a", 1), ("b", 2), ("a", 3)):
-        metrics.gauge("queues", count, of=of, topic="t", group="g")
-    metrics.gauge("held_pulls", lambda: 4, of="a")
+    for owner, count in (("a", 1), ("b", 2), ("a", 3)):
+        metrics.gauge("queues", count, owner=owner, topic="t", group="g")
+    metrics.gauge("held_pulls", lambda: 4, owner="a")
     assert metrics.snapshot() == {"held_pulls": {(): 4}, "queues": {("t", "g"): 5}}
     metrics.gauge("queues", None, topic="t", group="g")
-    metrics.take_away("a")
+    metrics.remove_gauges("a")
     assert metrics.snapshot() == {"queues": {("t", "g"): 2}}
-    metrics.gauge("queues", None, of="b", topic="t", group="g")
+    metrics.gauge("queues", None, owner="b", topic="t", group="g")
     assert metrics.snapshot() == {}
 
 

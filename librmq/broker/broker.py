@@ -466,7 +466,7 @@ class Broker:
         """
         with self._life.errors():
             self._life.check_open()
-        seconds = to_seconds("timeout", timeout, most=Seconds().most)
+        seconds = to_seconds("timeout", timeout, maximum=Seconds().maximum)
         return consume_topic(self, topic, group, tags, sql, seconds)
 
     def forget(self, client_id: str) -> None:

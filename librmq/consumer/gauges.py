@@ -32,10 +32,10 @@ def _lag(member: Instance, assigned: AssignedQueue) -> float:
 
 
 def show_gauges(member: Instance, metrics: Metrics) -> None:
-    """Show the gauges of all subscribed topics until ``metrics.take_away(member)``."""
+    """Show the gauges of all subscribed topics until ``metrics.remove_gauges(member)``."""
     for topic in list(member.subscriptions):
         for name, measure in _GAUGES.items():
-            metrics.gauge(name, _gauge(member, topic, measure), of=member, topic=topic, group=member.group)
+            metrics.gauge(name, _gauge(member, topic, measure), owner=member, topic=topic, group=member.group)
 
 
 def _gauge(member: Instance, topic: str, measure: Callable[[Instance, AssignedQueue], float]) -> Callable[[], float]:

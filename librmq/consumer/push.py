@@ -234,7 +234,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             in_time = self._stop(timeout, self.delivery.stop)
         finally:
             if self.metrics is not None:
-                self.metrics.take_away(self)
+                self.metrics.remove_gauges(self)
         if not in_time:
             with self.runner.lock:
                 running, cancelled = self.delivery.running, self.delivery.cancel()

@@ -315,7 +315,7 @@ def _checked_delays(
     if deliver_at is None:
         assert delay is not None
         try:
-            return to_seconds("delay", delay, most=_LONGEST_DELAY_S), None
+            return to_seconds("delay", delay, maximum=_LONGEST_DELAY_S), None
         except ConfigError as error:
             raise MessageIllegalError(str(error)) from None
     if not isinstance(deliver_at, datetime):
