@@ -173,6 +173,24 @@ def test_an_exception_thrown_into_a_waiter_stops_no_other(device: Device, number
     assert device.commit.flushed == 500
 
 
+def test_an_exception_at_the_end_of_a_turn_stops_no_other(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave = device.commit._leave
+    thrown: list[Exception] = []
+
+    def throw_first(mine: Any) -> None:
+        if not thrown:
+            thrown.append(TooLateError())
+            raise thrown[0]
+        leave(mine)
+
+    monkeypatch.setattr(device.commit, "_leave", throw_first)
+    with pytest.raises(TooLateError):
+        device.commit.reach(device.append())
+    waiters = Waiters(device.commit)
+    waiters.start(device.append())
+    assert waiters.join(60) == [200]
+
+
 def test_no_waiter_returns_before_its_flush(device: Device) -> None:
     with held(device) as (waiters, row):
         waiters.start(device.append())

@@ -109,7 +109,8 @@ class GroupCommit:
     def _in_turn(self, act: Callable[[], None]) -> None:
         """Call ``act`` at this caller's turn, in the order of the calls. Ctrl-C waits that long.
 
-        Another thread can throw an exception into this one at any moment, as libraries for time limits do.
+        Another thread can throw an exception into this one at any moment, as libraries for time limits do. One that
+        comes at the begin of `_leave` would keep the place, so the call is repeated from here, where none can come.
         """
         mine = Lock()
         mine.acquire()
@@ -122,23 +123,23 @@ class GroupCommit:
                     mine.acquire()  # until it is the first
                 act()
             finally:
-                self._leave(mine)
+                thrown: BaseException | None = None
+                while True:
+                    try:
+                        self._leave(mine)
+                        break
+                    except BaseException as error:
+                        thrown = error
+                if thrown is not None:
+                    raise thrown
 
     def _leave(self, mine: Lock) -> None:
-        """Give up a place and wake the first caller, whatever is thrown into this thread meanwhile."""
-        thrown: BaseException | None = None
-        while True:
-            try:
-                with self._guard:
-                    if mine in self._row:
-                        self._row.remove(mine)
-                    if self._row and self._row[0].locked():  # it waits, or has its turn and waits no more
-                        self._row[0].release()
-                break
-            except BaseException as error:
-                thrown = error
-        if thrown is not None:
-            raise thrown
+        """Give up a place and wake the first caller; a second call does nothing more."""
+        with self._guard:
+            if mine in self._row:
+                self._row.remove(mine)
+            if self._row and self._row[0].locked():  # it waits, or has its turn and waits no more
+                self._row[0].release()
 
     def check(self) -> None:
         """Raise `FlushFailedError` if a flush has failed, `StoreClosedError` after `stop`."""
