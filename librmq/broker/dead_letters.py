@@ -51,6 +51,7 @@ class FailedMessages:
         self._put = put
         self._offsets = context.offsets
         self._earlier = EarlierCopies(context.store, in_order=False) if context.was_killed else None
+        self._saved = {name: dict(row) for name, row in context.tables.offsets.rows.items() if name[:1] == "%"}
 
     def send_back(self, request: SendBack) -> SentBack | None:
         """Store a failed message again: for a later delivery, or as a dead letter."""
@@ -107,20 +108,32 @@ class FailedMessages:
     ) -> bool:
         """Return whether the last process stored this failure and died before it saved the group's progress.
 
-        After a reset a message fails on purpose a second time, so it is stored again.
+        After a reset a message fails on purpose a second time, so it is stored again. A reset by an earlier process
+        shows in the last retry, which the group has consumed without a failure.
         """
         if not earlier.concerns(message.physical_offset) or (group, message.topic) in self._offsets.put_back:
             return False
         name = record.PROPERTY_ORIGIN_MESSAGE_ID
         origin = properties[name]
+        topics = retry_topic(group), dead_letter_topic(group)
 
-        def is_retry(copy: StoredMessage) -> bool:
-            return origin == copy.properties.get(name) and topic in (
-                copy.topic,
-                copy.properties.get(record.PROPERTY_REAL_TOPIC),
+        def is_failure(copy: StoredMessage) -> bool:
+            real_topic = copy.properties.get(record.PROPERTY_REAL_TOPIC)
+            return origin == copy.properties.get(name) and (copy.topic in topics or real_topic in topics)
+
+        def is_next(copy: StoredMessage) -> bool:
+            is_of_topic = topic in (copy.topic, copy.properties.get(record.PROPERTY_REAL_TOPIC))
+            return is_of_topic and is_failure(copy) and not has_ended_well()
+
+        def has_ended_well() -> bool:
+            failures = filter(
+                is_failure, (copy for at in (SCHEDULE_TOPIC, *topics) for copy in earlier.like(message, at))
             )
+            last = max(failures, key=lambda copy: (copy.reconsume_times, copy.physical_offset))
+            consumed = self._saved.get(f"{last.topic}@{group}", {}).get(last.queue_id, 0)
+            return last.topic == topics[0] and last.queue_offset < consumed
 
-        return earlier.has(message, (SCHEDULE_TOPIC, topic), is_retry, deliveries=1)
+        return earlier.has(message, (SCHEDULE_TOPIC, topic), is_next, deliveries=1)
 
     def redirect(self, message: Message, queue_id: int, request: SendMessage) -> int:
         """Make a dead letter of a message that a consumer sent to its retry topic too often; return its queue."""

@@ -12,6 +12,7 @@ from typing import Final
 
 from librmq.errors import CorruptionError, RecordError
 from librmq.message.message import StoredMessage
+from librmq.message.properties import PROPERTY_REAL_TOPIC
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.timer_config import ROLL_TIMES
 from librmq.store import MessageStore
@@ -21,6 +22,8 @@ __all__ = ["EarlierCopies"]
 _log = EventLog("librmq.delay")
 
 _MOST: Final = 4096
+_OF_THE_WAY: Final = (ROLL_TIMES, PROPERTY_REAL_TOPIC)
+"""Properties that differ between records on different ways, such as the retries of two groups in one queue."""
 
 
 class EarlierCopies:
@@ -76,17 +79,17 @@ class EarlierCopies:
         copies = [
             copy.physical_offset
             for topic in topics
-            for copy in self._like(message, topic, times + deliveries)
-            if accepts(copy)
+            for copy in self.like(message, topic)
+            if copy.reconsume_times == times + deliveries and accepts(copy)
         ]
         if not any(place > message.physical_offset for place in copies):
             self._is_over = self._in_order
             return False
-        rolls = message.properties.get(ROLL_TIMES)
+        way = list(map(message.properties.get, _OF_THE_WAY))
         equal = [
             like.physical_offset
-            for like in self._like(message, message.topic, times)
-            if like.properties.get(ROLL_TIMES) == rolls
+            for like in self.like(message, message.topic)
+            if like.reconsume_times == times and list(map(like.properties.get, _OF_THE_WAY)) == way
         ]
         if equal == [message.physical_offset]:
             return True
@@ -96,15 +99,14 @@ class EarlierCopies:
         places = sorted([*equal, *(place for place in copies if place > equal[0])])
         return places[::2] == equal
 
-    def _like(self, message: StoredMessage, topic: str, times: int) -> list[StoredMessage]:
+    def like(self, message: StoredMessage, topic: str) -> list[StoredMessage]:
         """Return the records of a topic in the log at the opening that have the id and the birth of a message."""
-        assert message.unique_key is not None
-        born_ms = message.born_timestamp_ms
+        if not message.unique_key:
+            return []
         return [
             like
             for like in self._store.find_by_key(topic, message.unique_key, max_messages=_MOST)
             if like.unique_key == message.unique_key
             and like.physical_offset < self._end
-            and like.reconsume_times == times
-            and like.born_timestamp_ms == born_ms
+            and like.born_timestamp_ms == message.born_timestamp_ms
         ]

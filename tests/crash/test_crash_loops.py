@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from librmq.broker import BrokerConfig
+from librmq.consumer import DeliveredMessage
 from librmq.message import Message, StoredMessage
 from librmq.scheduling.timer import TimerConfig
 from librmq.testing import Kit
@@ -55,14 +56,17 @@ def test_a_crash_loop_delivers_each_delayed_message_once(delay: float, config: B
         assert bodies(rmq, "T") == {b"%d" % number: 1 for number in range(20)}
 
 
-def test_a_crash_loop_makes_one_dead_letter_of_each_message(rmq: Kit) -> None:
-    rmq.consumer("g", fail_fast=False, max_reconsume_times=2).subscribe("T")(fail)
+@pytest.mark.parametrize("groups", [("g",), ("g", "gg")])
+def test_a_crash_loop_makes_one_dead_letter_of_each_message(rmq: Kit, groups: tuple[str, ...]) -> None:
+    for group in groups:
+        rmq.consumer(group, fail_fast=False, max_reconsume_times=2).subscribe("T")(fail)
     for number in range(20):
         rmq.producer().send("T", b"%d" % number)
     live_and_die(rmq, 3 * LIVES)
     once = {b"%d" % number: 1 for number in range(20)}
-    assert bodies(rmq, "%DLQ%g") == once
-    assert Counter(m.body for m in messages(rmq, "%RETRY%g") if m.reconsume_times == 1) == once
+    for group in groups:
+        assert bodies(rmq, f"%DLQ%{group}") == once
+        assert Counter(m.body for m in messages(rmq, f"%RETRY%{group}") if m.reconsume_times == 1) == once
 
 
 def test_records_that_are_written_again_are_delivered(rmq: Kit) -> None:
@@ -104,3 +108,24 @@ def test_a_reset_after_a_crash_retries_again(rmq: Kit) -> None:
     rmq.broker.reset_group("g", "T", "begin")
     rmq.advance(minutes=1)
     assert bodies(rmq, "%DLQ%g") == {b"x": 2}
+
+
+def test_a_reset_before_a_crash_retries_again(rmq: Kit) -> None:
+    received: list[int] = []
+
+    def fail_first(message: DeliveredMessage) -> None:
+        received.append(message.reconsume_times)
+        if message.reconsume_times == 0:
+            raise ValueError("not now")
+
+    consumer = rmq.consumer("g", fail_fast=False)
+    consumer.subscribe("T")(fail_first)
+    rmq.producer().send("T", b"x")
+    rmq.advance(minutes=1)
+    consumer.shutdown()
+    rmq.broker.reset_group("g", "T", "begin")
+    rmq.advance(minutes=1)
+    rmq.crash_broker()
+    rmq.consumer("g", fail_fast=False).subscribe("T")(fail_first)
+    rmq.advance(minutes=1)
+    assert received == [0, 1, 0, 1]
