@@ -162,7 +162,7 @@ def load(  # noqa: C901 (a step for each part of a store)
         if clean:
             return log.third_last_file()
         begin = vouched_for(log, checkpoint)
-        if not is_brief:
+        if not is_brief or log.sequence.end - begin < _WORTH_PASSING:  # asking queues would cost more than it saves
             return begin
         covered = _covered_record(path, config, files, log, checkpoint)
         if covered - begin < _WORTH_PASSING:
