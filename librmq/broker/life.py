@@ -92,7 +92,7 @@ class BrokerLife:
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` when topics change and at the end; return a function that ends this."""
-        return self._watchers.add(changed)
+        return self._watchers.watch(changed)
 
     def changed(self) -> None:
         """Notify the watchers that topics or queues have changed, or that the broker has ended."""

@@ -220,7 +220,7 @@ class RouteTable:
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed``, under the runner's lock, at each change of the route; return a function that ends this."""
-        return self._watchers.add(changed)
+        return self._watchers.watch(changed)
 
     # ---- details
 

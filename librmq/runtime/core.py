@@ -1,7 +1,7 @@
 """The compiled core, the package ``librmq-core``: hot paths in C, where it is installed.
 
-Its functions do the usual case whole. For anything else they have no effect, and the caller runs its Python code. Files
-on disk are equal with and without it.
+Its functions do the usual case entirely. For anything else they have no effect, and the caller runs its Python code.
+Files on disk are equal with and without it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def _load() -> tuple[Any, str]:
         return None, "pure Python, because librmq-core is not installed, or was installed without a C compiler"
     except ImportError as error:
         return None, f"pure Python, because librmq-core can't be loaded: {error}"
-    if (found := getattr(librmq_core, "API", None)) != _API:
-        return None, f"pure Python, because librmq-core has API {found}, and not {_API}: install it again"
+    if (api := getattr(librmq_core, "API", None)) != _API:
+        return None, f"pure Python, because librmq-core has API {api}, and not {_API}: install it again"
     return librmq_core, "compiled core"
 
 
@@ -45,19 +45,19 @@ if TYPE_CHECKING:
         """Base of `librmq.commitlog.CommitLog`; with the core its hot attributes are fields of a C structure."""
 
     class DispatchState:
-        """The same of `librmq.store.engine.dispatch.Dispatcher`."""
+        """The same for `librmq.store.engine.dispatch.Dispatcher`."""
 
     class LaneState:
-        """The same of `librmq.store.engine.dispatch.Lane`."""
+        """The same for `librmq.store.engine.dispatch.Lane`."""
 
     class AlarmState:
-        """The same of `librmq.store.engine.housekeeping.Housekeeping`."""
+        """The same for `librmq.store.engine.housekeeping.Housekeeping`."""
 
     class AppendState:
-        """The same of `librmq.store.engine.append.Appender`."""
+        """The same for `librmq.store.engine.append.Appender`."""
 
     class StoredState:
-        """The same of `librmq.message.stored_message.StoredMessage`."""
+        """The same for `librmq.message.stored_message.StoredMessage`."""
 
         __slots__ = ()
 

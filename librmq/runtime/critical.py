@@ -54,7 +54,7 @@ class Critical:
         if not self._depth:
             seen = list(map(_getsignal, _SIGNALS))
             if seen != self._seen:
-                self._look(seen)
+                self._read_handlers(seen)
             if _sigaction is not None:
                 for number, action in self._actions.items():
                     _sigaction(number, None, action)
@@ -72,7 +72,7 @@ class Critical:
         if _sigaction is not None:
             _sigaction(number, self._actions[number], None)
 
-    def _look(self, seen: list[object]) -> None:
+    def _read_handlers(self, seen: list[object]) -> None:
         if _note in seen:  # left by a signal at the end of a block
             self.restore()
             seen = list(map(_getsignal, _SIGNALS))

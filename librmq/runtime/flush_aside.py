@@ -70,8 +70,8 @@ class FlushAside(Generic[_T]):
         self._is_flushing = False
         self._numbers = itertools.count(1)
         self._flushed = 0
-        self._one_at_a_time = Lock()
-        self._why_over: str | None = None
+        self._flush_lock = Lock()
+        self._closed_reason: str | None = None
 
     def changed(self) -> int | None:
         """Note a change; return when to call `run_due` (ms), None if ``aside`` will wake the step."""
@@ -123,8 +123,8 @@ class FlushAside(Generic[_T]):
 
     def end(self, why: str) -> None:
         """End all flushes; later calls raise ``why``. Return when none is running. Thread-safe."""
-        with self._one_at_a_time:
-            self._why_over = why
+        with self._flush_lock:
+            self._closed_reason = why
 
     def _save(self, reached: _T, number: int) -> None:
         self._flush_numbered(reached, number)
@@ -137,9 +137,9 @@ class FlushAside(Generic[_T]):
 
     def _flush_numbered(self, reached: _T, number: int) -> None:
         """Flush unless a later flush has ended. Thread-safe."""
-        with self._one_at_a_time:
-            if self._why_over is not None:
-                raise StoreClosedError(self._why_over)
+        with self._flush_lock:
+            if self._closed_reason is not None:
+                raise StoreClosedError(self._closed_reason)
             if number > self._flushed:
                 self._flush(reached)
                 self._flushed = number
@@ -153,11 +153,11 @@ class FlushAside(Generic[_T]):
                 if number == self._flushed:  # otherwise a later one is noted
                     self._note(reached)
                 self._saved()
-            except LASTING as told:  # no caller waits here, and the next append gets the same error
-                self._states.failing(*_SAVING, told, logging.ERROR)
+            except LASTING as failure:  # no caller waits here, and the next append gets the same error
+                self._states.failing(*_SAVING, failure, logging.ERROR)
                 return None
-            except StoreError as told:
-                self._retry(told)
+            except StoreError as failure:
+                self._retry(failure)
                 return self._due_ms
             return self._now_ms()  # to save changes made meanwhile
 

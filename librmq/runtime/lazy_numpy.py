@@ -1,6 +1,6 @@
 """The names of numpy, which is imported at the first use of one: loading it takes longer than most commands do.
 
-After its first use a name is an attribute of this module, so it costs as little as one of numpy.
+After its first use a name is an attribute of this module, so it costs no more than an attribute of numpy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Locks whose ``with`` blocks release them even if a signal's handler raises, as that of Ctrl-C does.
+"""Locks whose ``with`` blocks release them even if a signal handler raises, as Ctrl-C's does.
 
 Handlers run in the main thread, between two instructions. Up to Python 3.13 none runs between taking a lock of
 `threading` and entering the ``with`` block that releases it. From 3.14 on one can (python/cpython#148874), and the lock

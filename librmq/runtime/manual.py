@@ -98,28 +98,28 @@ class ManualRunner(Runner):
         if type(self).pick is ManualRunner.pick:
             self._take_usual_turns(until_ms)
             return
-        taken, at = 0, self.now_ms()
+        steps, at = 0, self.now_ms()
         while (turn := self.pick(self.options(until_ms))) is not None:
             if isinstance(turn, Step):
-                taken += 1
-                self._take_step(turn, taken)
+                steps += 1
+                self._take_step(turn, steps)
             else:
                 turn.go(self)
             if self.now_ms() != at:
-                taken, at = 0, self.now_ms()
+                steps, at = 0, self.now_ms()
 
     def _take_usual_turns(self, until_ms: int) -> None:
         """Take the first of the `options` repeatedly, without making the others."""
         heap, ready, clock = self._heap, self.ready, self.manual_clock
-        taken, now = 0, clock.now_ms()
+        steps, now = 0, clock.now_ms()
         while not self.is_over():
             with self.lock:  # other threads may wake steps, for example those of a server
                 top = self._top() if heap else None
                 at = NEVER if top is None else top.at or 0
                 is_due = top is not None and at <= now
                 if top is not None and is_due:
-                    taken += 1
-                    self._take_step(top, taken)
+                    steps += 1
+                    self._take_step(top, steps)
                 elif not ready:
                     if at > until_ms:
                         return
@@ -127,11 +127,11 @@ class ManualRunner(Runner):
             if ready and not is_due:
                 ready[0].go(self)
             if clock.now_ms() != now:
-                taken, now = 0, clock.now_ms()
+                steps, now = 0, clock.now_ms()
 
-    def _take_step(self, step: Step, taken: int) -> None:
-        if taken > _MOST_STEPS_AT_ONCE:
-            raise EndlessLoopError(f"{step.label}: {taken:,} turns without time passing")
+    def _take_step(self, step: Step, steps: int) -> None:
+        if steps > _MOST_STEPS_AT_ONCE:
+            raise EndlessLoopError(f"{step.label}: {steps:,} turns without time passing")
         with self.lock:
             if self._heap and self._heap[0][2] is step:
                 heapq.heappop(self._heap)

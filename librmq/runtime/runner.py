@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 NEVER: Final = 1 << 62
 """A time that never comes, in milliseconds."""
 AT_ONCE: Final = -NEVER
-"""A time that has always come, also with a clock that stands before 1970."""
+"""A time that has always come, even for a clock set before 1970."""
 
 Aside = Callable[[Callable[[], object], Callable[[Exception | None], int | None]], None]
 """``aside(wait, done)`` runs ``wait()``, which waits for a disk, without blocking other turns. Then it runs

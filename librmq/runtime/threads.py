@@ -31,10 +31,10 @@ _SLEWED_MS: Final = 500
 """A correction of the clock up to this much does not count as set back."""
 _MANY: Final = 32
 _SWIFT_S: Final = 0.001
-"""Listeners count as fast when one worker begins `_MANY` of them in this time,"""
+"""Listeners count as fast when one worker begins `_MANY` of them in this time."""
 _FEW: Final = 50
 _WATCH_S: Final = 0.005
-"""and as slow when fewer than `_FEW` begin in this time, the interpreter's switch interval."""
+"""They count as slow when fewer than `_FEW` begin in this time, the interpreter's switch interval."""
 
 
 class ThreadRunner(Runner):
@@ -42,8 +42,8 @@ class ThreadRunner(Runner):
 
     Thread-safe. `close` ends all threads. It does not work in a child process after a fork.
 
-    A worker is *parked* (asleep), *looking* (checking for steps and ready work before it parks), or in user code. New
-    due work wakes a worker only if no other is already looking or woken. If listeners are fast, a worker that leaves
+    A worker is *parked* (asleep), *searching* (checking for steps and ready work before it parks), or in user code. New
+    due work wakes a worker only if no other is already searching or woken. If listeners are fast, a worker that leaves
     ready work behind wakes none either, because waking a thread takes longer than the work. The clock thread then
     checks every few milliseconds that the work does not wait for a slow listener.
 
@@ -57,10 +57,10 @@ class ThreadRunner(Runner):
         self._max_threads = max_threads
         self._threads: list[threading.Thread] = []
         self._parked: list[Lock] = []  # the lock of each parked worker; the last one wakes first
-        self._looking = 0
-        self._is_roused = False  # a woken worker is about to look
+        self._searching = 0
+        self._is_worker_woken = False  # a woken worker is about to search
         self._workers = 0
-        self._holder_looks = False  # one of these threads holds the lock, and looks again before it waits
+        self._holder_searches = False  # one of these threads holds the lock, and searches again before it waits
         self._sleeps_until = AT_ONCE  # while the clock thread is awake
         self._seen_ms = self.now_ms()  # time of the clock thread's last look
         self._begun = 0  # number of times that a worker began user code
@@ -91,14 +91,14 @@ class ThreadRunner(Runner):
         self._is_start_refused = False
 
     def _signal(self, at: int) -> None:
-        if self._holder_looks or self._stopping:
+        if self._holder_searches or self._stopping:
             return
         try:
             if at != AT_ONCE and at > self.now_ms():
                 self._signal_clock(at)
-            elif not self._looking and not self._is_roused:
-                self._rouse()
-        except RuntimeError as error:  # what the caller has written is written nevertheless
+            elif not self._searching and not self._is_worker_woken:
+                self._wake_worker()
+        except RuntimeError as error:  # the caller's write stands, so it gets no error
             if self._clock_runs:
                 _release_turn(self._clock_turn)  # the clock thread runs the steps, and tries to start a worker again
             elif not self._is_start_refused:
@@ -116,8 +116,8 @@ class ThreadRunner(Runner):
         elif at < self._sleeps_until:
             _release_turn(self._clock_turn)
 
-    def _tell_clock(self, at: int) -> bool:
-        """Signal the clock thread for a worker; return False if no thread could start, so that it looks again."""
+    def _wake_clock(self, at: int) -> bool:
+        """Signal the clock thread for a worker; return False if no thread could start, so that it searches again."""
         try:
             self._signal_clock(at)
         except RuntimeError as error:
@@ -127,15 +127,15 @@ class ThreadRunner(Runner):
             return False
         return True
 
-    def _rouse(self) -> None:
-        """Make one more worker look."""
+    def _wake_worker(self) -> None:
+        """Make one more worker search for work."""
         if self._parked:
             _release_turn(self._parked[-1])
-            self._is_roused = True
+            self._is_worker_woken = True
         elif not self._workers or len(self._threads) < self._max_threads:  # the clock thread alone runs no user code
             self._start_worker()
         elif self._heap and self._heap[0][0] <= self.now_ms():
-            self._tell_clock(AT_ONCE)  # every worker is in user code, so the clock thread runs steps
+            self._wake_clock(AT_ONCE)  # every worker is in user code, so the clock thread runs steps
 
     def _start_worker(self) -> None:
         try:
@@ -147,9 +147,9 @@ class ThreadRunner(Runner):
                 "there will be no more than %(workers)d workers: %(error)s", workers=self._workers, error=error
             )
             self._max_threads = len(self._threads)
-            self._rouse()
+            self._wake_worker()
         else:
-            self._is_roused = True
+            self._is_worker_woken = True
             self._workers += 1
 
     def _run_steps(self) -> Step | None:
@@ -166,8 +166,8 @@ class ThreadRunner(Runner):
             now = self.now_ms()
         return top
 
-    def _heed_clock_put_back(self) -> None:
-        """Make every step look at the clock again if it was set back."""
+    def _reschedule_after_setback(self) -> None:
+        """Make every waiting step due if the clock was set back."""
         now, seen = self.now_ms(), self._seen_ms
         self._seen_ms = now
         if now < seen - _SLEWED_MS:
@@ -187,28 +187,28 @@ class ThreadRunner(Runner):
                 return  # its start was interrupted
             self._is_clock_there = True
             while not self._stopping:
-                self._holder_looks = True
-                self._heed_clock_put_back()
+                self._holder_searches = True
+                self._reschedule_after_setback()
                 top = self._run_steps()
-                self._holder_looks = False
+                self._holder_searches = False
                 until = NEVER if top is None else top.at or 0
-                if self.ready and not self._looking and not self._is_roused and not self._is_watched:
+                if self.ready and not self._searching and not self._is_worker_woken and not self._is_watched:
                     try:
-                        self._rouse()
+                        self._wake_worker()
                     except RuntimeError as error:  # an error of the first worker must not end this thread
                         _log.error("%(work)s waits for a thread: %(error)s", work=self.ready[0].label, error=error)
                         until = min(until, self.now_ms() + _START_AGAIN_MS)
                 self._sleeps_until = until
                 lock.release()
-                was_told = turn.acquire(timeout=self._sleep_s())
+                was_woken = turn.acquire(timeout=self._sleep_s())
                 goes_on = True
                 # Without the lock, because waiting for it would slow a busy worker.
-                while self._is_watched and not was_told and (goes_on := self._goes_on()):
+                while self._is_watched and not was_woken and (goes_on := self._goes_on()):
                     if self._sleeps_until <= self.now_ms():
                         break
-                    was_told = turn.acquire(timeout=self._sleep_s())
+                    was_woken = turn.acquire(timeout=self._sleep_s())
                 lock.acquire()
-                turn.acquire(blocking=False)  # from a caller that came too late to wake it
+                turn.acquire(blocking=False)  # released by a caller after the thread woke by itself
                 self._sleeps_until = AT_ONCE
                 if not goes_on:
                     self._is_watched = False
@@ -233,22 +233,22 @@ class ThreadRunner(Runner):
         return begun >= _FEW if self.ready else begun > 0
 
     def _leave_ready_work(self) -> None:
-        """Handle ready work that a worker leaves behind when it begins user code and no other thread is looking."""
+        """Handle ready work that a worker leaves behind when it begins user code and no other thread is searching."""
         if not self._is_swift:
-            self._rouse()
+            self._wake_worker()
         else:
             self._is_watched, self._seen_begun = True, self._begun
             if self._clock_runs:
                 _release_turn(self._clock_turn)
-            elif not self._tell_clock(AT_ONCE):
+            elif not self._wake_clock(AT_ONCE):
                 self._is_watched = self._is_swift = False
-                self._rouse()
+                self._wake_worker()
 
     def _run_worker(self) -> None:
         turn = _turn()
         with self.lock:
-            self._is_roused = False
-            self._looking += 1
+            self._is_worker_woken = False
+            self._searching += 1
             work = self._next_work(turn)
         while work is not None:
             result: object = None
@@ -266,14 +266,14 @@ class ThreadRunner(Runner):
                 except Exception as raised:  # its loop is missing or closed
                     is_under_way, result, error = False, None, raised
             with self.lock:
-                self._looking += 1
+                self._searching += 1
                 if not is_under_way:
-                    self._holder_looks = True
+                    self._holder_searches = True
                     try:
                         self._apply(work, result, error)
                     except BaseException:
                         _log.exception(_NOT_APPLIED, work=work.label)
-                    self._holder_looks = False
+                    self._holder_searches = False
                 work = self._next_work(turn)
 
     def _next_work(self, turn: Lock) -> Work | None:
@@ -282,23 +282,23 @@ class ThreadRunner(Runner):
         while not self._stopping:
             at = heap[0][0] if heap else NEVER
             if at <= self.now_ms():
-                self._holder_looks = True
+                self._holder_searches = True
                 top = self._run_steps()
-                self._holder_looks = False
+                self._holder_searches = False
                 at = NEVER if top is None else top.at or 0
             has_clock = True
             if at < self._sleeps_until or (at < NEVER and not self._clock_runs):
-                has_clock = self._tell_clock(at)
+                has_clock = self._wake_clock(at)
             # If listeners are fast one worker is enough; others would mostly wait for the lock.
-            if ready and not (self._is_swift and (self._is_roused or self._workers - len(parked) > 1)):
+            if ready and not (self._is_swift and (self._is_worker_woken or self._workers - len(parked) > 1)):
                 work = ready.popleft()
                 self.running.add(work)
-                self._looking -= 1
+                self._searching -= 1
                 self._begun += 1
                 if not self._begun % _MANY:
                     begin, self._many_since = self._many_since, self.clock.monotonic()
                     self._is_swift |= self._many_since - begin < _SWIFT_S
-                if ready and not self._looking and not self._is_roused and not self._is_watched:
+                if ready and not self._searching and not self._is_worker_woken and not self._is_watched:
                     self._leave_ready_work()
                 return work
             if not ready and (not has_clock or at <= self.now_ms()):
@@ -306,8 +306,8 @@ class ThreadRunner(Runner):
                 turn.acquire(timeout=_YIELD_S if has_clock else _WATCH_S)
                 lock.acquire()
                 continue
-            self._looking -= 1
-            if ready and not self._looking and not self._is_roused and not self._is_watched:
+            self._searching -= 1
+            if ready and not self._searching and not self._is_worker_woken and not self._is_watched:
                 self._leave_ready_work()
             parked.append(turn)
             lock.release()
@@ -317,8 +317,8 @@ class ThreadRunner(Runner):
                 del parked[-1]
             else:
                 parked.remove(turn)
-            self._is_roused = False
-            self._looking += 1
+            self._is_worker_woken = False
+            self._searching += 1
         return None
 
     def _finish(self, work: Work, result: object, error: Exception | None) -> None:

@@ -18,15 +18,15 @@ class Watchers:
     def __len__(self) -> int:
         return len(self._functions)
 
-    def add(self, changed: Callable[[], None]) -> Callable[[], None]:
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` at each change; return a function that stops this, and may be called repeatedly."""
 
-        def end() -> None:
+        def unwatch() -> None:
             if changed in self._functions:
                 self._functions.remove(changed)
 
         self._functions.append(changed)
-        return end
+        return unwatch
 
     def notify(self) -> None:
         """Call the functions. A function that is added meanwhile is called at the next change."""

@@ -238,7 +238,7 @@ class RemoteRoute:
             BrokerUnreachableError: The route is closed.
         """
         self._check_open()
-        return self._watchers.add(changed)
+        return self._watchers.watch(changed)
 
     def _check_open(self) -> None:
         if self._is_closed:
