@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from librmq.wire.grpc import server as server_module
 from librmq.wire.grpc import service as service_module
 from librmq.wire.grpc.commands import Commands
 from librmq.wire.grpc.polls import Poll
-from librmq.wire.grpc.schema import message_class
+from librmq.wire.grpc.schema import SERVICE, message_class
 from librmq.wire.grpc.service import Service
 from tests.wire.stub import Stub, consumer_settings, message, producer_settings, resource, wait_until
 
@@ -150,6 +151,9 @@ class Call:
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return [("x-mq-client-id", self._client_id)]
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
 
     def time_remaining(self) -> float | None:
         return None
@@ -310,3 +314,29 @@ def test_times_out_of_range_are_refused(stub: Stub, caplog: pytest.LogCaptureFix
     sent.system_properties.delivery_timestamp.seconds = 1 << 60
     assert stub.send(sent).status.code == 40012
     assert caplog.records == []
+
+
+def test_one_client_leaves_calls_for_others(server: GrpcServer) -> None:
+    """A connection that holds calls without ever sending a request is refused more; another one is answered."""
+    options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+    ended = threading.Event()
+
+    def no_request() -> Iterator[bytes]:
+        ended.wait()
+        yield from ()
+
+    with grpc.insecure_channel(server.address, options) as channel, Stub(server.address, "other") as other:
+        hold = channel.stream_stream(f"/{SERVICE}/SendMessage", None, None)
+        calls = [hold(no_request(), timeout=60) for _ in range(300)]
+        try:
+            refused: queue.Queue[grpc.StatusCode] = queue.Queue()
+            for call in calls:
+                call.add_done_callback(lambda done: refused.put(done.code()))
+            assert {refused.get(timeout=30) for _ in range(44)} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+            assert other.send(message("t")).status.code == OK
+            assert next(other.telemetry(producer_settings("t"))).status.code == OK
+            assert refused.empty()
+        finally:
+            ended.set()
+            for call in calls:
+                call.cancel()

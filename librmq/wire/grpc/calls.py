@@ -27,6 +27,10 @@ class Context(Protocol):
         """Return the headers, as pairs."""
         ...
 
+    def peer(self) -> str:
+        """Return the client's end of the connection, such as ``ipv4:10.0.0.7:51234``."""
+        ...
+
     def time_remaining(self) -> float | None:
         """Return the seconds until the client's deadline; None if it has none."""
         ...

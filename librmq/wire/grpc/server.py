@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any, Final, Self
 
 from librmq.broker import Broker
@@ -12,6 +13,7 @@ from librmq.errors import ConfigError, MissingExtraError, RmqError
 from librmq.protocol import Endpoint
 from librmq.runtime.event_log import EventLog
 from librmq.wire.certificates import server_context
+from librmq.wire.grpc.call_bounds import CallBounds
 from librmq.wire.grpc.codes import Code, Refusal
 from librmq.wire.grpc.schema import SERVICE, message_class
 from librmq.wire.grpc.service import Service
@@ -27,8 +29,11 @@ __all__ = ["GrpcServer"]
 
 _log = EventLog("librmq.wire")
 
-_THREADS: Final = 256
+_THREADS: Final = 384
 """A held receive and an open stream take one each; calls beyond are refused."""
+_OF_CONNECTION: Final = 256
+_OF_ADDRESS: Final = 320
+"""The rest is for other addresses."""
 _MAX_BYTES: Final = 8 << 20
 _OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
@@ -187,6 +192,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(self, service: Service) -> None:
         self._by_name: dict[str, Any] = {}
         self._called = service.sessions.called
+        calls = CallBounds("calls", of_connection=_OF_CONNECTION, of_address=_OF_ADDRESS, in_all=_THREADS)
         for name, call in (
             ("QueryRoute", service.routes.query_route),
             ("Heartbeat", service.heartbeat),
@@ -200,22 +206,20 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             ("RecallMessage", service.sends.recall_message),
         ):
             request, response = message_class(f"{name}Request"), message_class(f"{name}Response")
-            self._add(name, grpc.unary_unary_rpc_method_handler(call, request.FromString, response.SerializeToString))
-        request, response = message_class("ReceiveMessageRequest"), message_class("ReceiveMessageResponse")
-        self._add(
-            "ReceiveMessage",
-            grpc.unary_stream_rpc_method_handler(
-                service.receives.receive_message, request.FromString, response.SerializeToString
-            ),
-        )
+            self._add(name, _bounded(_one_by_one(call, request), calls), response)
+        response = message_class("ReceiveMessageResponse")
+        receive = _one_by_one(service.receives.receive_message, message_class("ReceiveMessageRequest"), is_stream=True)
+        self._add("ReceiveMessage", _bounded(receive, calls), response)
         command = message_class("TelemetryCommand")
         telemetry = _refusing_nonsense(service.telemetry, command.FromString)
-        # Without a deserializer: gRPC never ends a stream for which that fails, so a server with one can't stop.
-        self._add("Telemetry", grpc.stream_stream_rpc_method_handler(telemetry, None, command.SerializeToString))
+        self._add("Telemetry", _bounded(telemetry, calls), command)
         # Some clients accept their settings only with an address for metrics, and export them here.
         self._by_name[_METRICS_EXPORT] = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
 
-    def _add(self, name: str, handler: object) -> None:
+    def _add(self, name: str, call: Callable[..., Any], response: Any) -> None:  # noqa: ANN401
+        # All calls are streams of bytes, which are the same on the wire. A call that sends no request is counted then,
+        # because it reaches its function, and bytes that can't be parsed end it, which gRPC does for no stream.
+        handler = grpc.stream_stream_rpc_method_handler(call, None, response.SerializeToString)
         self._by_name[f"/{SERVICE}/{name}"] = handler
 
     def service(self, details: Any) -> Any:  # noqa: ANN401
@@ -224,6 +228,40 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             if key == "x-mq-client-id":
                 self._called(str(value))
         return self._by_name.get(details.method)
+
+
+def _bounded(call: Callable[..., Any], calls: CallBounds) -> Callable[..., Any]:
+    """Return a call that is refused where its client has too many already."""
+
+    def handle(requests: Iterator[bytes], context: Any) -> Any:  # noqa: ANN401
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(calls.hold(context.peer()))
+            except Refusal as error:
+                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            yield from call(requests, context)
+
+    return handle
+
+
+def _one_by_one(call: Callable[..., Any], request: Any, *, is_stream: bool = False) -> Callable[..., Any]:  # noqa: ANN401
+    """Return a call of one request in the form of a stream."""
+
+    def handle(requests: Iterator[bytes], context: Any) -> Any:  # noqa: ANN401
+        for raw in requests:
+            try:
+                parsed = request.FromString(raw)
+            except DecodeError:
+                what = f"expected a {request.DESCRIPTOR.name}, found {len(raw):,} bytes that are none"
+                context.abort(grpc.StatusCode.INTERNAL, what)  # as gRPC does
+            if is_stream:
+                yield from call(parsed, context)
+            else:
+                yield call(parsed, context)
+            return
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"expected a {request.DESCRIPTOR.name}, found none")
+
+    return handle
 
 
 def _refusing_nonsense(telemetry: Callable[..., Any], parse: Callable[[bytes], Any]) -> Callable[..., Any]:

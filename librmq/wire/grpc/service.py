@@ -12,6 +12,7 @@ from typing import Any, Final
 from librmq.broker import Broker
 from librmq.errors import RmqError
 from librmq.runtime.event_log import EventLog
+from librmq.wire.grpc.call_bounds import CallBounds
 from librmq.wire.grpc.calls import Context, Endpoints, answers, client_id_of, header
 from librmq.wire.grpc.codes import Code, Refusal
 from librmq.wire.grpc.commands import Commands
@@ -25,7 +26,6 @@ __all__ = ["Service"]
 _log = EventLog("librmq.wire")
 
 _SETTINGS_S: Final = 10.0
-_MAX_SILENT: Final = 64
 
 
 class Service:
@@ -43,7 +43,7 @@ class Service:
     ) -> None:
         former = former or {}
         endpoints = endpoints or (lambda _: broker)
-        self._silent = threading.BoundedSemaphore(_MAX_SILENT)
+        self._silent = CallBounds("streams without settings", of_connection=64, of_address=96, in_all=128)
         self.sessions = Sessions(broker, changed, endpoints, former)
         self.routes = Routes(broker, advertise, auto_create)
         self.sends = Sends(broker, self.routes, self.sessions, endpoints)
@@ -72,17 +72,13 @@ class Service:
     def telemetry(self, requests: Iterator[Any], context: Context) -> Iterator[Any]:
         """Keep a client's stream: it tells its settings, and is asked about its transactions."""
         client_id = client_id_of(context)
-        if not self._silent.acquire(blocking=False):
-            raise Refusal(Code.TOO_MANY_REQUESTS, f"{_MAX_SILENT} streams have told no settings yet")
         stream = Commands()
         words = requests, client_id, header(context, "x-mq-client-version"), stream
-        try:
+        with self._silent.hold(context.peer()):
             reader = threading.Thread(target=self._read, args=words, name=f"librmq telemetry {client_id}", daemon=True)
             reader.start()  # it notices the end of the stream too
             if not stream.wait_for_first(_SETTINGS_S):
                 raise ValueError(f"expected settings as the first command of a client, found none in {_SETTINGS_S:g} s")
-        finally:
-            self._silent.release()
         yield from stream
 
     def _told(self, client_id: str, command: Any, version: str, stream: Commands) -> None:  # noqa: ANN401
