@@ -278,7 +278,7 @@ def main(arguments: Sequence[str]) -> int:
 def extras() -> set[str]:
     """Return the extras for users of the library: those that ``all`` brings."""
     with (CHECKOUT / "pyproject.toml").open("rb") as file:
-        (every,) = tomllib.load(file)["project"]["optional-dependencies"]["all"]
+        every, *_ = tomllib.load(file)["project"]["optional-dependencies"]["all"]
     return set(every.removeprefix("librmq[").rstrip("]").split(","))
 
 

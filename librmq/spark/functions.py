@@ -65,20 +65,21 @@ def match_sql(properties: Column | str | Mapping[str, Column], expression: str, 
 
     ``properties`` is a column of maps from string to string (or its name), or a column of strings for each property.
     True for TRUE; false for FALSE, UNKNOWN and errors of the evaluation; never null. ``dialect`` "5.3" adds CONTAINS
-    and others. The column is native if Catalyst can express it exactly and it is not too large, else it runs over
-    Arrow.
+    and others. The column is named ``match_sql``, with that dialect ``match_sql_5``. It is native if Catalyst can
+    express it exactly and it is not too large, else it runs over Arrow.
 
     Raises:
         FilterSyntaxError: The expression does not compile; raised here, not when the column is used.
     """
     column = F.col(properties) if isinstance(properties, str) else properties
+    title = "match_sql" if dialect == "4.9" else "match_sql_5"
     filter_ = SqlFilter(expression, dialect=dialect)
     try:
-        return filter_.to_column(column)
+        return filter_.to_column(column).alias(title)
     except FilterError:  # too large for Catalyst
         if isinstance(column, Mapping):
             column = F.map_from_entries(F.array(*(F.struct(F.lit(name), value) for name, value in column.items())))
-        return match_sql_udf(expression, dialect=dialect)(column)
+        return match_sql_udf(expression, dialect=dialect)(column).alias(title)
 
 
 def match_sql_udf(expression: str, *, dialect: Dialect = "4.9") -> Callable[..., Column]:

@@ -75,7 +75,11 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
     """Check options, whose names are case-insensitive; `ConfigError`, `FilterSyntaxError`."""
     refuse_unknown(options, READ_OPTIONS, "reading")
     given = _known(options, READ_OPTIONS)
-    view = _choice(given, "view", ("messages", "queues", "log"), "messages")
+    view = _choice(given, "view", ("messages", "queues", "log", "progress"), "messages")
+    if view == "progress":  # whose reader parses its own options
+        raise ConfigError(
+            "option view: progress is for reads with spark.read alone; here it is messages, queues or log"
+        )
     if parse_names(options) == "kafka" and view != "messages":
         raise ConfigError("option names: Kafka's names are for the view messages")
     pushes_filters(options)

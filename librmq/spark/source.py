@@ -88,9 +88,13 @@ class RocketMQDataSource(DataSource):
         from librmq.columns.schema import default_columns
         from librmq.spark.names import kafka_schema
         from librmq.spark.options import parse_names, parse_read_options
+        from librmq.spark.progress import is_progress, progress_schema
 
         options = dict(self.options)
-        found = schema_of(default_columns(parse_read_options(options)))
+        if is_progress(options):
+            found = progress_schema(options)
+        else:
+            found = schema_of(default_columns(parse_read_options(options)))
         if parse_names(options) == "kafka":
             found = kafka_schema(found)
         if self._creates_table:
@@ -100,9 +104,12 @@ class RocketMQDataSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch."""
         from librmq.spark.options import parse_read_options, pushes_filters, refuse_for_batches
+        from librmq.spark.progress import ProgressReader, is_progress
 
         refuse_for_batches(self.options)  # a table of the catalog can have options for streams
         given = self._given(schema)
+        if is_progress(given):
+            return ProgressReader(given, schema)
         options = parse_read_options(given)
         # Spark refuses a reader with filters if the session does not push any. It also keeps one plan for a frame, the
         # last one, and uses it for every other scan of the frame, so pushing is safe only where the user asks for it.
@@ -112,10 +119,13 @@ class RocketMQDataSource(DataSource):
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
         """Return the reader of a stream."""
         from librmq.spark.options import StreamLimits, parse_read_options, pushes_filters, refuse_urls
+        from librmq.spark.progress import is_progress
         from librmq.spark.stream import RefusedStream, StreamReader
 
         try:
             given = self._given(schema)
+            if is_progress(given):
+                raise ConfigError("option view: progress is for batch reads; a stream reads messages or queues")
             options = parse_read_options(given)
             refuse_urls(options.paths, "a stream reads")
             if pushes_filters(self.options):

@@ -66,6 +66,7 @@ def test_a_named_filter_in_sql_text(spark: Any) -> None:
     found = spark.sql("SELECT large(props) FROM named").collect()
     assert found == frame.select(match_sql("props", "a > 5")).collect()
     assert [row[0] for row in found] == [True, False, False, False]
+    assert frame.select(match_sql("props", "a > 5 OR b = 'a long expression'")).columns == ["match_sql"]
 
 
 def test_a_literal_filter_in_sql_text_is_native(spark: Any) -> None:

@@ -290,6 +290,40 @@ def test_a_store_in_s3(folder: Path) -> None:
     assert {row["store"] for row in found} == {"s3a://bucket/brokers/a"}
 
 
+def test_progress_of_groups(tmp_path: Path) -> None:
+    """A row for each queue, with the filter of the group; and one for a filter without progress."""
+    for name in ("a", "b"):
+        MessageStore.open(tmp_path / name, StoreConfig.tiny()).close()
+        config = tmp_path / name / "config"
+        config.mkdir(exist_ok=True)
+        (config / "consumerOffset.json").write_text('{"offsetTable":{"Orders@G":{0:7,1:5},"Refunds@H":{0:2}}}')
+        registered = {
+            group: {"consumerGroup": group, "topic": "Orders", "expression": text, "expressionType": "SQL92"}
+            for group, text in (("G", "amount > 5"), ("New", "amount > 9"))
+        }
+        filters = {"filterDataByTopic": {"Orders": {"topic": "Orders", "groupFilterData": registered}}}
+        (config / "consumerFilter.json").write_text(json.dumps(filters))
+    rows = [tuple(row) for row in read(tmp_path / "a", view="progress").collect()]
+    assert rows == [
+        ("G", "Orders", 0, 7, "amount > 5"),
+        ("G", "Orders", 1, 5, "amount > 5"),
+        ("H", "Refunds", 0, 2, None),
+        ("New", "Orders", None, None, "amount > 9"),
+    ]
+    both = read([str(tmp_path / "a"), str(tmp_path / "b")], view="progress", topic="Orders", queueId="1")
+    assert sorted(map(tuple, both.select("store", "group", "offset").collect())) == [
+        (str(tmp_path / name), "G", 5) for name in ("a", "b")
+    ]
+    assert read(tmp_path / "a", "offset bigint", view="progress").where("offset > 5").count() == 1
+    for settings, schema, text in (
+        ({"tags": "x"}, None, "option tags: the view progress has only topic, topicPattern, queueId"),
+        ({}, "offsets bigint", "the view progress has no column 'offsets': did you mean offset"),
+        ({}, "offset int", "column 'offset': expected type bigint, found int"),
+    ):
+        with pytest.raises(PySparkException, match=re.escape(text)):
+            read(tmp_path / "a", schema, view="progress", **settings).count()
+
+
 def test_the_names_of_kafka(folder: Path) -> None:
     frame = read(folder, names="kafka", topic="Refunds")
     assert frame.schema.simpleString() == (
