@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from librmq.broker.context import BrokerContext
-from librmq.broker.group_differences import comparable, told_differences
+from librmq.broker.group_differences import comparable, describe_differences
 from librmq.broker.locks import QueueLocks
 from librmq.broker.registry import Changes
 from librmq.errors import RmqError
 from librmq.message.message import MessageQueue, retry_topic
 from librmq.protocol import (
     ChannelClosed,
+    ClientRemoved,
     ConsumerData,
     ConsumerIds,
     ConsumersChanged,
     Endpoint,
-    Forgotten,
     GroupSubscriptions,
     Heartbeat,
     LockQueues,
@@ -122,7 +122,7 @@ class Clients:
         self._compared[group] = compared
         first = compared[client_id]
         differs = any(other != first for other in compared.values())
-        found = told_differences(group, compared) if differs else ""
+        found = describe_differences(group, compared) if differs else ""
         if found != self._differences.get(group, ""):
             if found:
                 _log.warning("%(broker)s: %(differences)s", broker=self._broker_name, differences=found, group=group)
@@ -153,7 +153,7 @@ class Clients:
         changes = self._registry.forget(request.client_id)
         self._held_pulls.forget(request.client_id)
         if client is not None:
-            self._call(client, Forgotten(self._broker_name))
+            self._call(client, ClientRemoved(self._broker_name))
         self._tell(changes)
 
     def consumer_ids(self, request: ConsumerIds) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from librmq.java.hashing import utf16_order
 from librmq.protocol import Subscription
 
-__all__ = ["TopicDifference", "comparable", "group_differences", "told_differences"]
+__all__ = ["TopicDifference", "comparable", "describe_differences", "group_differences"]
 
 
 class TopicDifference(NamedTuple):
@@ -51,7 +51,7 @@ def group_differences(subscriptions: Mapping[str, Mapping[str, Any]]) -> list[To
     return differences
 
 
-def told_differences(group: str, subscriptions: Mapping[str, Mapping[str, Any]]) -> str:
+def describe_differences(group: str, subscriptions: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a sentence about the differences in ``group`` and the remedy; empty if there are none."""
     differences = group_differences(subscriptions)
     if not differences:

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from librmq.broker.group_differences import TopicDifference, group_differences, told_differences
+from librmq.broker.group_differences import TopicDifference, describe_differences, group_differences
 from librmq.cluster.sites import site_of
 from librmq.errors import AllocationError, ConfigError, GroupMismatchError
 from librmq.java.hashing import utf16_order
@@ -33,10 +33,10 @@ __all__ = [
     "allocate_by_site",
     "allocate_consistent_hash",
     "allocate_machine_room_nearby",
+    "describe_differences",
     "group_differences",
     "own_share",
     "refuse_differences",
-    "told_differences",
     "unowned_queues",
 ]
 
@@ -72,9 +72,9 @@ def allocate_averagely(client_id: str, queues: Sequence[MessageQueue], clients: 
     if not _is_member(client_id, queues, clients):
         return []
     index = clients.index(client_id)
-    each, more = divmod(len(queues), len(clients))
-    begin = index * each + min(index, more)
-    return list(queues[begin : begin + each + (index < more)])
+    size, extra = divmod(len(queues), len(clients))
+    begin = index * size + min(index, extra)
+    return list(queues[begin : begin + size + (index < extra)])
 
 
 def allocate_averagely_by_circle(
@@ -86,9 +86,9 @@ def allocate_averagely_by_circle(
     return list(queues[clients.index(client_id) :: len(clients)])
 
 
-def allocate_by_config(chosen: Iterable[MessageQueue]) -> AllocationStrategy:
+def allocate_by_config(queues: Iterable[MessageQueue]) -> AllocationStrategy:
     """Return a strategy that allocates these queues to every client, without any check."""
-    fixed = tuple(chosen)
+    fixed = tuple(queues)
     return lambda client_id, queues, clients: list(fixed)
 
 
@@ -98,16 +98,16 @@ def allocate_by_machine_room(rooms: Collection[str]) -> AllocationStrategy:
     Unlike `allocate_averagely` it deals the rest after equal shares from the end: 0 1 4, 2 3 for five queues and two
     clients.
     """
-    known = frozenset(rooms)
+    room_names = frozenset(rooms)
 
     def allocate(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
         if not _is_member(client_id, queues, clients):
             return []
-        within = [queue for queue in queues if _room_before_at(queue.broker_name) in known]
+        within = [queue for queue in queues if _room_before_at(queue.broker_name) in room_names]
         index = clients.index(client_id)
-        each, more = divmod(len(within), len(clients))
-        rest = each * len(clients) + index
-        return within[index * each : (index + 1) * each] + within[rest : rest + (index < more)]
+        size, extra = divmod(len(within), len(clients))
+        extra_at = size * len(clients) + index
+        return within[index * size : (index + 1) * size] + within[extra_at : extra_at + (index < extra)]
 
     return allocate
 
@@ -125,8 +125,8 @@ def allocate_machine_room_nearby(
 ) -> AllocationStrategy:
     """Return a strategy that keeps queues in their machine room.
 
-    ``inner`` allocates the queues of a room to the clients in it, and those of a room without clients to all clients.
-    The strategy raises `AllocationError` for a queue or client without a room.
+    ``inner`` allocates the queues of a room to the clients in it, or to all clients if the room has none. The strategy
+    raises `AllocationError` for a queue or client without a room.
     """
 
     def allocate(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
@@ -144,7 +144,7 @@ def allocate_machine_room_nearby(
             if not room:
                 raise AllocationError(f"no machine room is known for client {client!r}")
             clients_by_room.setdefault(room, []).append(client)
-        own_room = next(room for room, there in clients_by_room.items() if client_id in there)
+        own_room = next(room for room, members in clients_by_room.items() if client_id in members)
         share: list[MessageQueue] = []
         if own_room in queues_by_room:
             share += inner(client_id, queues_by_room[own_room], clients_by_room[own_room])
@@ -156,10 +156,10 @@ def allocate_machine_room_nearby(
 
 
 def allocate_by_site(inner: AllocationStrategy = allocate_averagely) -> AllocationStrategy:
-    """Return a strategy that keeps queues at their site, as names of brokers and clients say it (`site_of`).
+    """Return a strategy that keeps queues at their site, which names of brokers and clients contain (`site_of`).
 
-    ``inner`` allocates the queues of a site to the clients there, and those of a site without clients to all clients.
-    The strategy raises `AllocationError` for a broker or client without a site.
+    ``inner`` allocates the queues of a site to the clients there, or to all clients if the site has none. The strategy
+    raises `AllocationError` for a broker or client without a site.
     """
     return allocate_machine_room_nearby(inner, lambda queue: site_of(queue.broker_name), site_of)
 
@@ -190,7 +190,7 @@ class _Ring(NamedTuple):
     hashes: npt.NDArray[np.uint32]
     """Places of the nodes, ascending."""
     owners: npt.NDArray[np.intp]
-    """The number of each node's client, then that of the first node's for places after the last node."""
+    """The number of each node's client; at the end the first node's client again, for places after the last node."""
     numbers: dict[str, int]
 
 
@@ -252,9 +252,9 @@ def refuse_differences(group: str, subscriptions: Mapping[str, Mapping[str, Any]
     Raises:
         GroupMismatchError: They have; the message names topics, clients and subscriptions.
     """
-    told = told_differences(group, subscriptions)
-    if told:
-        raise GroupMismatchError(told)
+    differences = describe_differences(group, subscriptions)
+    if differences:
+        raise GroupMismatchError(differences)
 
 
 def unowned_queues(

@@ -1,8 +1,8 @@
-"""A client: the identity of producers and consumers towards the brokers of a route, and its life.
+"""A client: the identity of producers and consumers towards the brokers of a route, and its life cycle.
 
 Mirrors ``MQClientInstance`` and ``ClientConfig.buildMQClientId``. Every producer and consumer makes a client unless it
 gets one. A client of 4.9 repeats its heartbeat every 30 s. This one sends a heartbeat only when something changes: at a
-start, and when subscriptions or brokers change. A broker that has forgotten the client gets one at its next time on
+start, and when subscriptions or brokers change. A broker that has removed the client gets one at its next time on
 the grid of 30 s, which begins 1 s after the start.
 """
 
@@ -25,10 +25,10 @@ from librmq.message.ids import UniqueIds
 from librmq.message.properties import PROPERTY_CORRELATION_ID
 from librmq.protocol import (
     CheckTransaction,
+    ClientRemoved,
     ConsumerData,
     ConsumersChanged,
     Endpoint,
-    Forgotten,
     Heartbeat,
     ReplyArrived,
     Request,
@@ -219,11 +219,11 @@ class Client:
         self._producers: dict[str, Member] = {}
         self._consumers: dict[str, Member] = {}
         self.replies: dict[str, Callable[[ReplyArrived], None]] = {}
-        """What waits for the replies to this client's requests, by correlation id."""
-        self.times_forgotten = 0
-        """How often brokers have forgotten this client and the pulls that they held."""
+        """Receivers of the replies to this client's requests, by correlation id."""
+        self.times_removed = 0
+        """How often brokers have removed this client, and with it the pulls that they held."""
         self._joined_ms = 0
-        self._told: set[str] = set()  # the brokers that know this client
+        self._registered: set[str] = set()  # the brokers that have this client's heartbeat
         self._states = StateLog(_log.with_fields(client=self.client_id), self.client_id)
         self._unwatch: Callable[[], None] | None = None
         self._beat = Step(f"{self.client_id} heartbeat", self._send_heartbeats, self)
@@ -285,7 +285,7 @@ class Client:
                 producer_group=None if is_consumer else member.group,
                 consumer_group=member.group if is_consumer else None,
             )
-            self.tell_all(request)
+            self.send_to_all(request)
             if not self._consumers and not self._producers and self._unwatch is not None:
                 self._unwatch()
                 self._unwatch = None
@@ -293,14 +293,14 @@ class Client:
     def beat(self) -> None:
         """Send each broker a heartbeat now."""
         with self.runner.lock:
-            self._told.clear()
+            self._registered.clear()
             self._send_heartbeats(self.runner.now_ms())
 
-    def forgotten_by(self, broker_name: str) -> None:
-        """Note that a broker, perhaps reopened, has forgotten this client; the next heartbeat registers it again."""
+    def removed_by(self, broker_name: str) -> None:
+        """Note that a broker, perhaps reopened, has removed this client; the next heartbeat registers it again."""
         with self.runner.lock:
-            self.times_forgotten += 1
-            self._told.discard(broker_name)
+            self.times_removed += 1
+            self._registered.discard(broker_name)
             now = self.runner.now_ms()
             self.runner.wake(self._beat, self._next_beat(now))
 
@@ -311,7 +311,7 @@ class Client:
             return first_ms
         return now_ms - (now_ms - first_ms) % HEARTBEAT_MS + HEARTBEAT_MS
 
-    def tell_all(self, request: Request[None]) -> None:
+    def send_to_all(self, request: Request[None]) -> None:
         """Send a request to each reachable broker; log failures."""
         for name in self.route.broker_names():
             try:
@@ -331,9 +331,9 @@ class Client:
 
     def call(self, request: Request[R], /) -> R:
         """Pass a broker's request to the producer or consumer of its group."""
-        if isinstance(request, Forgotten):
+        if isinstance(request, ClientRemoved):
             if not self.dead:
-                self.forgotten_by(request.broker_name)
+                self.removed_by(request.broker_name)
             return cast("R", None)
         if isinstance(request, ReplyArrived):
             waiting = self.replies.pop(request.send.message.properties.get(PROPERTY_CORRELATION_ID, ""), None)
@@ -344,7 +344,7 @@ class Client:
         with self.runner.lock:
             order = (self._producers, self._consumers)
             members = order if isinstance(request, CheckTransaction) else order[::-1]
-            member = next((found[group] for found in members if group in found), None)
+            member = next((by_group[group] for by_group in members if group in by_group), None)
             if member is None or self.dead:
                 raise ClientStateError(f"client {self.client_id} has no producer or consumer of group {group!r}")
             return member.answer(request)
@@ -353,20 +353,20 @@ class Client:
         consumers = tuple(data for member in self._consumers.values() if (data := member.consumer_data()) is not None)
         beat = Heartbeat(self.client_id, self, frozenset(self._producers), consumers)
         for name in self.route.broker_names():
-            if name not in self._told:
+            if name not in self._registered:
                 try:
                     self.route.endpoint(name).call(beat)
                 except ClientError as error:
                     self._states.failing(("heartbeat", name), f"heartbeat to {name}", error)
                     self.runner.wake(self._beat, now_ms + HEARTBEAT_MS)
                 else:
-                    self._told.add(name)
+                    self._registered.add(name)
                     self._states.works(("heartbeat", name), f"heartbeat to {name}")
 
     def _route_changed(self) -> None:
         names = set(self.route.broker_names())
-        self._told &= names
-        if names - self._told:
+        self._registered &= names
+        if names - self._registered:
             now = self.runner.now_ms()
             self.runner.wake(self._beat, self._next_beat(now))
         for group, member in list(self._consumers.items()):

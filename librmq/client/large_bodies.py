@@ -219,8 +219,8 @@ class BodyAssembler:
             if claim in self._done:
                 return None
             pieces = self._waiting.get(claim) or _Pieces()
-            known = pieces.held.get(number)
-            if known is None:
+            part = pieces.held.get(number)
+            if part is None:
                 cost = len(body) + _PART_OVERHEAD
                 if self._held_size + cost > self._held_limit:
                     raise LargeBodyError(
@@ -231,15 +231,15 @@ class BodyAssembler:
                 pieces.held[number] = _Held(body, message.topic, message.queue_id, message.queue_offset)
                 pieces.latest_ms = max(pieces.latest_ms, message.store_timestamp_ms)
                 self._waiting[claim] = pieces
-            elif known.body != body:
+            elif part.body != body:
                 raise LargeBodyError(f"part {number} of {claim.body_id!r} differs from an earlier copy")
             if len(pieces.held) < claim.parts:
                 return None
-            whole = b"".join(pieces.held[at].body for at in range(1, claim.parts + 1))
-            if sha256(whole).hexdigest() != claim.digest:
+            joined = b"".join(pieces.held[at].body for at in range(1, claim.parts + 1))
+            if sha256(joined).hexdigest() != claim.digest:
                 self._drop(claim)
                 raise LargeBodyError(f"{claim.body_id!r}: its {claim.parts} parts do not have its checksum")
-            return whole
+            return joined
 
     def done(self, message: DeliveredBody) -> None:
         """Release the parts of the body to which ``message`` belongs, and ignore late duplicates."""
@@ -293,10 +293,10 @@ class BodyAssembler:
 def _read_part(properties: Mapping[str, str], body_limit: int) -> tuple[int, _Claim]:
     """Return the number of a part, and its description of the body; `LargeBodyError` if they are invalid."""
     size, digest = _read_mark(properties, body_limit)
-    body_id, found = properties.get(ID, ""), _PART.fullmatch(properties[PART])
+    body_id, match = properties.get(ID, ""), _PART.fullmatch(properties[PART])
     if not body_id or len(body_id) > _LONGEST_ID:
         raise LargeBodyError(f"{ID}: expected 1 to {_LONGEST_ID} characters, found {body_id!r:.80}")
-    number, parts = (int(found[1]), int(found[2])) if found else (1, 0)
+    number, parts = (int(match[1]), int(match[2])) if match else (1, 0)
     # The last part must not be empty: 4 bytes in 3 parts would be 2, 2 and nothing.
     if number > parts or parts > size or (parts - 1) * -(-size // parts) >= size:
         raise LargeBodyError(f"{PART}: {size} bytes have no part {properties[PART]!r:.80}")

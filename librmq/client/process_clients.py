@@ -23,15 +23,15 @@ class ProcessClients:
     A producer for cluster B gets the client of a consumer of cluster A, and its sends go to cluster A:
 
         clients = ProcessClients()
-        consumer = PushConsumer(a, "billing", client=clients.of(a))
-        client = clients.of(b)  # logs a warning, and is the client of a
+        consumer = PushConsumer(a, "billing", client=clients.client_for(a))
+        client = clients.client_for(b)  # logs a warning, and is the client of a
         Producer(client.route, "shop", client=client).send("only-in-b", b"x")  # NoRouteError, or stored in a
     """
 
     def __init__(self) -> None:
         self._clients: dict[str, Client] = {}
 
-    def of(self, route: Route, *, instance_name: str | None = None) -> Client:
+    def client_for(self, route: Route, *, instance_name: str | None = None) -> Client:
         """Return the client with that name, by default the process id. The first call binds it to its ``route``."""
         name = str(os.getpid()) if instance_name is None else instance_name
         client = self._clients.get(name)

@@ -15,7 +15,7 @@ from librmq.client.identity import Client, LifeCycle, Startable, State, client_o
 from librmq.client.producer_config import ProducerConfig, ProducerKeywords
 from librmq.client.publish_routes import PublishRoutes
 from librmq.client.queue_selectors import QueueSelector
-from librmq.client.request_reply import ask, reply, reply_properties
+from librmq.client.request_reply import reply, reply_properties, send_request
 from librmq.client.send_attempts import SendAttempts
 from librmq.client.send_result import SendContext, SendHook, SendResult
 from librmq.config import check_kind, to_seconds
@@ -96,10 +96,10 @@ class Producer(Startable):
         validate_group(group)
         self.client = client_of(route, type(self).__name__, client, instance_name)
         self.group = group
-        given: dict[str, Any] = dict(settings)
-        if isinstance(given.get("timeout"), timedelta):
-            given["timeout"] = to_seconds("timeout", given["timeout"])
-        config = ProducerConfig.given_or_default(config).with_settings(given)
+        overrides: dict[str, Any] = dict(settings)
+        if isinstance(overrides.get("timeout"), timedelta):
+            overrides["timeout"] = to_seconds("timeout", overrides["timeout"])
+        config = ProducerConfig.given_or_default(config).with_settings(overrides)
         check_kind("metrics", metrics, Metrics)
         self.route = route
         self.hooks: list[SendHook] = list(hooks)
@@ -120,7 +120,7 @@ class Producer(Startable):
     @config.setter
     def config(self, config: ProducerConfig) -> None:
         self._config = self._attempts.config = config
-        self._usual_timeout_ms = 1000 * config.timeout
+        self._timeout_ms = 1000 * config.timeout
         self._routes.default_topic_queues = config.default_topic_queues
         if config.nearby and self.client.site is None:
             raise ConfigError(
@@ -208,30 +208,32 @@ class Producer(Startable):
             BrokerUnreachableError: No try reached a broker or got its answer.
             SendTimeoutError: The time limit has passed; the message may have been stored anyway.
         """
-        made = self._prepare(message, body, fields)
-        timeout_ms = self._usual_timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
+        prepared = self._prepare(message, body, fields)
+        timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
         if queue is not None:
             if selector is not None:
-                raise _both_queue_and_selector(made.topic)
-            return self._attempts.to(made, self._routes.given(made.topic, queue), timeout_ms)
+                raise _both_queue_and_selector(prepared.topic)
+            return self._attempts.send_to(prepared, self._routes.named_queue(prepared.topic, queue), timeout_ms)
         if selector is not None:
-            return self._send_selected(made, selector, arg, timeout_ms)
-        return self._attempts.in_turn(made, timeout_ms)
+            return self._send_selected(prepared, selector, arg, timeout_ms)
+        return self._attempts.in_turn(prepared, timeout_ms)
 
     def send_batch(self, messages: Iterable[Message], *, queue: MessageQueue | int | None = None) -> SendResult:
         """Send messages of one topic as one batch: either all are stored, in order in one queue, or none.
 
         Raises:
             MessageIllegalError: The messages have several topics or wait flags, one has a delay, or together they have
-                more than 4 MiB; `split_batch` cuts longer lists. Other errors are those of `send`.
+                more than 4 MiB; `split_batch` cuts longer lists. `send` lists the other errors.
         """
         if isinstance(messages, Message) or not isinstance(messages, Iterable):
             raise MessageIllegalError(f"messages: expected a list of Message, found {messages!r:.80}")
         batch = tuple(self._prepare(message, None, {}) for message in map(_checked, messages))
         _check_batch(batch, self.config.max_message_size)
         if queue is not None:
-            return self._attempts.to(batch[0], self._routes.given(batch[0].topic, queue), self._usual_timeout_ms, batch)
-        return self._attempts.in_turn(batch[0], self._usual_timeout_ms, batch)
+            return self._attempts.send_to(
+                batch[0], self._routes.named_queue(batch[0].topic, queue), self._timeout_ms, batch
+            )
+        return self._attempts.in_turn(batch[0], self._timeout_ms, batch)
 
     def send_oneway(
         self,
@@ -247,22 +249,22 @@ class Producer(Startable):
 
         Errors that need no broker are raised as in `send`.
         """
-        made = self._prepare(message, body, fields)
+        prepared = self._prepare(message, body, fields)
         if queue is not None and selector is not None:
-            raise _both_queue_and_selector(made.topic)
+            raise _both_queue_and_selector(prepared.topic)
         if selector is not None:
-            chosen = self._selected(made, selector, arg)
+            target = self._selected(prepared, selector, arg)
         elif queue is not None:
-            chosen = self._routes.given(made.topic, queue)
+            target = self._routes.named_queue(prepared.topic, queue)
         else:
-            chosen = self._attempts.next_queue(self._attempts.queues(made.topic))
+            target = self._attempts.next_queue(self._attempts.queues(prepared.topic))
         try:
-            self._attempts.to(made, chosen, self._usual_timeout_ms, is_one_way=True)
+            self._attempts.send_to(prepared, target, self._timeout_ms, is_one_way=True)
         except (BrokerError, BrokerUnreachableError, SendTimeoutError) as error:
             _log.warning(
                 "group %(group)s: a one-way message to %(queue)s was not stored: %(error)s",
                 group=self.group,
-                queue=chosen,
+                queue=target,
                 error=error,
             )
 
@@ -307,16 +309,16 @@ class Producer(Startable):
             **fields: As for `send`.
 
         Raises:
-            SendTimeoutError: No reply came in time. Other errors are those of `send`.
+            SendTimeoutError: No reply came in time. `send` lists the other errors.
         """
-        made = self._prepare(message, body, fields)
+        prepared = self._prepare(message, body, fields)
         self.start()
 
-        def send(asked: Message, seconds: float) -> object:
-            return self.send(asked, queue=queue, selector=selector, arg=arg, timeout=seconds)
+        def send(request: Message, seconds: float) -> object:
+            return self.send(request, queue=queue, selector=selector, arg=arg, timeout=seconds)
 
         seconds = self.config.timeout if timeout is None else to_seconds("timeout", timeout)
-        return ask(self.client, made, seconds, send)
+        return send_request(self.client, prepared, seconds, send)
 
     async def request_async(
         self,
@@ -354,15 +356,15 @@ class Producer(Startable):
 
         Raises:
             MessageIllegalError: The message is no request, or the reply is refused.
-            BrokerError: The client that has asked is connected no more.
+            BrokerError: The client that sent the request is no longer connected.
             BrokerUnreachableError: No broker can be reached.
         """
         topic, properties = reply_properties(request)
-        made = self._prepare(topic, body, fields)
-        made.properties.update(properties)
+        prepared = self._prepare(topic, body, fields)
+        prepared.properties.update(properties)
         self._start_or_refuse()
-        timeout_ms = self._usual_timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
-        return reply(self.client, self.group, made, getattr(request, "broker_name", None), timeout_ms)
+        timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
+        return reply(self.client, self.group, prepared, getattr(request, "broker_name", None), timeout_ms)
 
     def queues(self, topic: str) -> tuple[MessageQueue, ...]:
         """Return the queues that messages of ``topic`` can be sent to.
@@ -378,8 +380,8 @@ class Producer(Startable):
         """Return a checked copy with a unique id."""
         if isinstance(message, Message):
             if body is not None or fields:
-                given = ", ".join([*(["body"] if body is not None else []), *fields])
-                raise MessageIllegalError(f"{given}: a Message was given, which has its own: give them to Message")
+                names = ", ".join([*(["body"] if body is not None else []), *fields])
+                raise MessageIllegalError(f"{names}: a Message was given, which has its own: give them to Message")
         elif isinstance(message, str):
             message = Message(message, body, **fields)
         else:
@@ -396,12 +398,12 @@ class Producer(Startable):
         if len(message.body) > self.config.max_message_size:
             raise body_too_large(len(message.body), self.config.max_message_size)
         properties = dict(message.properties)
-        made = Message._from_parts(message.topic, message.body, message.flag, properties, message._delays)
+        prepared = Message._from_parts(message.topic, message.body, message.flag, properties, message._delays)
         if _UNIQUE_KEY not in properties:
             properties[_UNIQUE_KEY] = self.client.unique_ids.next()
         if _WAIT not in properties:
             properties[_WAIT] = "true"
-        return made
+        return prepared
 
     def _start_or_refuse(self) -> None:
         with self._runner.lock:

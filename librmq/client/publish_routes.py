@@ -22,7 +22,7 @@ class TopicQueues(NamedTuple):
     queues: tuple[MessageQueue, ...]
     turns: RoundRobin
     near: tuple[MessageQueue, ...]
-    """Those at the client's own site."""
+    """The queues at the client's own site."""
 
 
 class PublishRoutes:
@@ -64,9 +64,9 @@ class PublishRoutes:
         Raises:
             NoRouteError: No broker has the topic, and none creates it.
         """
-        found = self.topics.get(topic)
-        if found is not None:
-            return found
+        topic_queues = self.topics.get(topic)
+        if topic_queues is not None:
+            return topic_queues
         version = self._version
         data = self._route.topic_route(topic)
         is_new = not data
@@ -81,24 +81,24 @@ class PublishRoutes:
                 why = "no broker has it, and none makes it at the first send; create it, as by Broker.create_topic"
             else:
                 why = "none lets it be written"
-            known = f" (brokers: {brokers})" if brokers else ""
-            raise NoRouteError(f"topic {topic!r}, requested by producer group {self.group!r}: {why}{known}")
+            hint = f" (brokers: {brokers})" if brokers else ""
+            raise NoRouteError(f"topic {topic!r}, requested by producer group {self.group!r}: {why}{hint}")
         before = self._topics_before.pop(topic, None)
         if before is not None and before.queues == queues:
-            found = before  # another topic has changed, so this one keeps its turn
+            topic_queues = before  # another topic has changed, so this one keeps its turn
         else:
             count, random = len(queues), self.client.random
             begin = 0 if random is None else random.randrange(count)
             first = self._runner.choose(f"first queue of {topic}", [*range(begin, count), *range(begin)])
             site = self.client.site
             near = () if site is None else tuple(queue for queue in queues if site_of(queue.broker_name) == site)
-            found = TopicQueues(queues, RoundRobin(first), near)
+            topic_queues = TopicQueues(queues, RoundRobin(first), near)
         with self._runner.lock:
             if not is_new and version == self._version:  # the created topic can have another number of queues
-                self.topics[topic] = found
-        return found
+                self.topics[topic] = topic_queues
+        return topic_queues
 
-    def given(self, topic: str, queue: MessageQueue | int) -> MessageQueue:
+    def named_queue(self, topic: str, queue: MessageQueue | int) -> MessageQueue:
         """Return the queue that a caller names; its number is enough if only one broker has the topic."""
         if isinstance(queue, MessageQueue):
             if queue.topic != topic:
@@ -123,8 +123,8 @@ class PublishRoutes:
     ) -> MessageQueue:
         """Return the queue that a selector chooses.
 
-        With ``if_broker_down`` ``refuse`` it chooses among the queues of all brokers, also of those that are gone. With
-        ``another`` brokers that were ``tried`` are left out, as far as there are others.
+        With ``if_broker_down`` ``refuse`` it chooses among the queues of all brokers, including unreachable ones. With
+        ``another`` brokers that were ``tried`` are left out while others remain.
         """
         if not callable(selector):
             raise MessageIllegalError(f"selector: expected a function, found {selector!r:.80}")
@@ -136,19 +136,19 @@ class PublishRoutes:
             queues = queues if registered is None else _writable(topic, registered(topic)) or queues
         elif tried:
             queues = tuple(queue for queue in queues if queue.broker_name not in tried) or queues
-        chosen = selector(queues, message, arg)
-        if chosen not in queues:
+        choice = selector(queues, message, arg)
+        if choice not in queues:
             raise MessageIllegalError(
-                f"topic {topic!r}: the selector chose {chosen!r:.200}, which is not one of the {len(queues)} queues"
+                f"topic {topic!r}: the selector chose {choice!r:.200}, which is not one of the {len(queues)} queues"
             )
-        return chosen
+        return choice
 
 
-def _writable(topic: str, data: Collection[QueueData], most: int | None = None) -> tuple[MessageQueue, ...]:
-    """Return the queues of brokers that let the topic be written, sorted, at most so many of each broker."""
+def _writable(topic: str, data: Collection[QueueData], limit: int | None = None) -> tuple[MessageQueue, ...]:
+    """Return the queues of brokers that let the topic be written, sorted, at most ``limit`` of each broker."""
     return tuple(
         MessageQueue(topic, broker.broker_name, number)
-        for broker in sorted(data, key=lambda of: of.broker_name)
+        for broker in sorted(data, key=lambda entry: entry.broker_name)
         if broker.permission & PERM_WRITE
-        for number in range(broker.write_queues if most is None else min(broker.write_queues, most))
+        for number in range(broker.write_queues if limit is None else min(broker.write_queues, limit))
     )

@@ -109,10 +109,10 @@ def select_by_room(
     rooms: Collection[str], queue_room: Callable[[MessageQueue], str | None], then: QueueSelector
 ) -> QueueSelector:
     """Return a selector by ``then`` among the queues in ``rooms``, or among all queues if there are none."""
-    known = frozenset(rooms)
+    room_names = frozenset(rooms)
 
     def select(queues: Sequence[MessageQueue], message: Message, key: object) -> MessageQueue:
-        return then([queue for queue in queues if queue_room(queue) in known] or queues, message, key)
+        return then([queue for queue in queues if queue_room(queue) in room_names] or queues, message, key)
 
     return select
 
@@ -160,20 +160,20 @@ class BrokerLatencies:
 
     def report(self, broker_name: str, latency_ms: int, *, failed: bool = False) -> None:
         """Record the latency of a send; a failed one counts as 30 s."""
-        judged = _FAILED_LATENCY_MS if failed else latency_ms
-        away_ms = next((away for least, away in self._table if judged >= least), 0)
+        counted_ms = _FAILED_LATENCY_MS if failed else latency_ms
+        away_ms = next((away for threshold_ms, away in self._table if counted_ms >= threshold_ms), 0)
         with self._lock:
             self._brokers[broker_name] = _Latency(latency_ms, self._now_ms() + away_ms)
 
     def is_available(self, broker_name: str) -> bool:
         """Return whether a broker is not being avoided; an unknown one is not."""
-        known = self._brokers.get(broker_name)
-        return known is None or self._now_ms() >= known.away_until_ms
+        latency = self._brokers.get(broker_name)
+        return latency is None or self._now_ms() >= latency.away_until_ms
 
     def choose(self, queues: Sequence[MessageQueue], turns: RoundRobin) -> MessageQueue:
         """Return the next queue of an available broker; without any, of one in the better half.
 
-        A broker that has no queues any more is forgotten. `AllocationError` without queues.
+        The latency of a broker without queues is dropped. `AllocationError` without queues.
         """
         if not queues:
             raise AllocationError("there are no queues to choose from")
@@ -182,7 +182,7 @@ class BrokerLatencies:
             queue = queues[at % len(queues)]
             if self.is_available(queue.broker_name):
                 return queue
-        best = self._least_bad()
+        best = self._fallback_broker()
         of_best = [queue for queue in queues if queue.broker_name == best]
         if of_best:
             return of_best[turns.turn() % len(of_best)]
@@ -190,10 +190,10 @@ class BrokerLatencies:
             self._brokers.pop(best, None)
         return turns.choose(queues)
 
-    def _least_bad(self) -> str:
+    def _fallback_broker(self) -> str:
         """Return in turn one of the better half of brokers: available first, then by latency and end of avoidance."""
         now_ms = self._now_ms()
         with self._lock:
-            known = list(self._brokers.items())
-        known.sort(key=lambda item: (now_ms < item[1].away_until_ms, item[1].latency_ms, item[1].away_until_ms))
-        return known[self._turns.turn() % max(1, len(known) // 2)][0]
+            brokers = list(self._brokers.items())
+        brokers.sort(key=lambda item: (now_ms < item[1].away_until_ms, item[1].latency_ms, item[1].away_until_ms))
+        return brokers[self._turns.turn() % max(1, len(brokers) // 2)][0]

@@ -6,8 +6,8 @@
         ^                                    │ Producer.reply
         └── the broker pushes <── reply topic of the cluster
 
-A reply belongs to its request by the correlation id. It reaches the client that has asked over a broker to which that
-client sends heartbeats.
+A reply belongs to its request by the correlation id. It reaches the requester through a broker to which the requester
+sends heartbeats.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from librmq.message.properties import (
 from librmq.message.topics import reply_topic
 from librmq.protocol import ReplyArrived, ResponseCode, SendMessage, SendReply
 
-__all__ = ["ask", "reply", "reply_properties"]
+__all__ = ["reply", "reply_properties", "send_request"]
 
 _REPLY: Final = "reply"
 _STEP_S: Final = 0.1
@@ -41,7 +41,9 @@ _STEP_S: Final = 0.1
 _MOST_BODY: Final = 64 << 20
 
 
-def ask(client: Client, message: Message, timeout_s: float, send: Callable[[Message, float], object]) -> Message:
+def send_request(
+    client: Client, message: Message, timeout_s: float, send: Callable[[Message, float], object]
+) -> Message:
     """Send a message, and wait for its reply.
 
     Args:
@@ -59,10 +61,10 @@ def ask(client: Client, message: Message, timeout_s: float, send: Callable[[Mess
     message.properties[PROPERTY_CORRELATION_ID] = correlation_id
     message.properties[PROPERTY_REPLY_TO_CLIENT] = client.client_id
     message.properties[PROPERTY_TTL] = str(round(1000 * timeout_s))
-    arrived, found = threading.Event(), list[ReplyArrived]()
+    arrived, replies = threading.Event(), list[ReplyArrived]()
 
     def waiting(reply: ReplyArrived) -> None:
-        found.append(reply)
+        replies.append(reply)
         arrived.set()
 
     client.replies[correlation_id] = waiting
@@ -75,12 +77,12 @@ def ask(client: Client, message: Message, timeout_s: float, send: Callable[[Mess
                 runner.pass_time(min(_STEP_S, left))
     finally:
         client.replies.pop(correlation_id, None)
-    if not found:
+    if not replies:
         raise SendTimeoutError(
             f"topic {message.topic!r}: no reply to the request {correlation_id} came within {timeout_s:g} s; "
             "the request is stored, so a consumer may still handle it"
         )
-    sent = found[0].send
+    sent = replies[0].send
     body = decompress_body(sent.message.body, sent.sys_flag, _MOST_BODY)
     return Message._from_parts(sent.message.topic, body, sent.message.flag, dict(sent.message.properties))
 
@@ -92,15 +94,15 @@ def reply_properties(request: StoredMessage) -> tuple[str, dict[str, str]]:
         MessageIllegalError: The message is no request.
     """
     names = (PROPERTY_CORRELATION_ID, PROPERTY_REPLY_TO_CLIENT, PROPERTY_TTL)
-    asked = request.properties
+    request_properties = request.properties
     for name in (*names, PROPERTY_CLUSTER):
-        if name not in asked:
+        if name not in request_properties:
             raise MessageIllegalError(
                 f"message {request.message_id} is no request, because it has no property {name}: "
                 "reply only to what Producer.request has sent"
             )
-    properties = {name: asked[name] for name in names} | {PROPERTY_MESSAGE_TYPE: _REPLY}
-    return reply_topic(asked[PROPERTY_CLUSTER]), properties
+    properties = {name: request_properties[name] for name in names} | {PROPERTY_MESSAGE_TYPE: _REPLY}
+    return reply_topic(request_properties[PROPERTY_CLUSTER]), properties
 
 
 def reply(client: Client, group: str, message: Message, first_broker: str | None, timeout_ms: float) -> SendResult:

@@ -73,9 +73,9 @@ class SendAttempts:
         Raises:
             NoRouteError: No broker has the topic, and none makes it.
         """
-        found = self._topics.get(topic)
-        if found is not None:
-            return found
+        queues = self._topics.get(topic)
+        if queues is not None:
+            return queues
         if not self._life.is_running:
             self._start()
         return self._routes.queues(topic)
@@ -94,7 +94,7 @@ class SendAttempts:
 
         if choice == "another":
             return self._until_stored(message, timeout_ms, choose)
-        return self.to(message, choose(()), timeout_ms)
+        return self.send_to(message, choose(()), timeout_ms)
 
     def _until_stored(
         self,
@@ -122,7 +122,7 @@ class SendAttempts:
             if attempt and self._metrics is not None:
                 self._metrics.count("send_retries", topic=queue.topic)
             try:
-                result = self.to(message, queue, rest_ms, batch, attempt)
+                result = self.send_to(message, queue, rest_ms, batch, attempt)
             except BrokerBusyError:
                 raise
             except BrokerError as error:
@@ -165,7 +165,7 @@ class SendAttempts:
             return latencies.choose(near, queues.turns)
         return queues.turns.choose(near)
 
-    def to(
+    def send_to(
         self,
         message: Message,
         queue: MessageQueue,
@@ -215,20 +215,20 @@ class SendAttempts:
                     f" the message is stored"
                 )
         except Exception as error:
-            self._told(queue, request, "ERROR")
+            self._record_attempt(queue, request, "ERROR")
             self._run_hooks(after, None, error)
             raise
         if self._metrics is not None or self._latencies is not None:
-            self._told(queue, request, response.status.value)
+            self._record_attempt(queue, request, response.status.value)
         if batch is None:
-            chosen = queue if response.queue_id == queue.queue_id else queue._replace(queue_id=response.queue_id)
+            stored_queue = queue if response.queue_id == queue.queue_id else queue._replace(queue_id=response.queue_id)
             result = _new_result(
                 SendResult,
                 (
                     response.status,
                     message.properties[_UNIQUE_KEY],
                     response.offset_ids[0],
-                    chosen,
+                    stored_queue,
                     response.queue_offset,
                     response.transaction_id,
                 ),
@@ -236,7 +236,7 @@ class SendAttempts:
         else:
             result = SendResult(
                 response.status,
-                ",".join(one.properties[_UNIQUE_KEY] for one in batch),
+                ",".join(part.properties[_UNIQUE_KEY] for part in batch),
                 ",".join(response.offset_ids),
                 queue._replace(queue_id=response.queue_id),
                 response.queue_offset,
@@ -257,7 +257,7 @@ class SendAttempts:
             except Exception:  # a stored message stays stored
                 _log.exception("group %(group)s: a hook has failed after a send", group=self._group)
 
-    def _told(self, queue: MessageQueue, request: SendMessage | SendBatch, status: str) -> None:
+    def _record_attempt(self, queue: MessageQueue, request: SendMessage | SendBatch, status: str) -> None:
         """Count a try, and note its broker's latency."""
         took_ms = self._now_ms() - request.born_timestamp_ms
         if self._latencies is not None:

@@ -112,7 +112,7 @@ class OpenTransaction:
 
 
 class TransactionProducerKeywords(ProducerKeywords, total=False):
-    """Keywords of a `TransactionProducer`: those of `Producer`, for type checkers."""
+    """Keywords of a `TransactionProducer`: the same as `Producer`'s, for type checkers."""
 
     client: Client | None
     instance_name: str | None
@@ -165,13 +165,13 @@ class TransactionProducer(Producer):
                 was stored anyway, the check will find that nothing was committed.
         """
         run = self._local_transaction(execute)
-        made, sent = self._send_half(message)
+        half, sent = self._send_half(message)
         state = TransactionState.ROLLBACK
         if sent.status is SendStatus.SEND_OK:
             self._runner.point(f"local transaction {message.topic}")
             with self._logging_failure(sent):
                 state = TransactionState.UNKNOWN
-                state = _state_of(run(made, arg))
+                state = _state_of(run(half, arg))
         self._end(sent, state)
         return TransactionResult(sent, state)
 
@@ -188,13 +188,13 @@ class TransactionProducer(Producer):
         asks for the outcome.
         """
         run = self._local_transaction(execute)
-        made, sent = await self._runner.offload(lambda: self._send_half(message))
+        half, sent = await self._runner.offload(lambda: self._send_half(message))
         state = TransactionState.ROLLBACK
         if sent.status is SendStatus.SEND_OK:
             self._runner.point(f"local transaction {message.topic}")
             with self._logging_failure(sent):
                 state = TransactionState.UNKNOWN
-                result: Any = run(made, arg)
+                result: Any = run(half, arg)
                 state = _state_of(await result if inspect.isawaitable(result) else result)
         await self._runner.offload(lambda: self._end(sent, state))
         return TransactionResult(sent, state)
@@ -247,10 +247,10 @@ class TransactionProducer(Producer):
             raise MessageIllegalError(f"message: expected Message(topic, body), found {message!r:.80}")
         if message.delay_level > 0 or message._delays is not None:
             raise delayed_transaction(message.topic)
-        made = self._prepare(message, None, {})
-        made.properties[record.PROPERTY_TRANSACTION_PREPARED] = "true"
-        made.properties[record.PROPERTY_PRODUCER_GROUP] = self.group
-        return made, self._attempts.in_turn(made, self._usual_timeout_ms)
+        half = self._prepare(message, None, {})
+        half.properties[record.PROPERTY_TRANSACTION_PREPARED] = "true"
+        half.properties[record.PROPERTY_PRODUCER_GROUP] = self.group
+        return half, self._attempts.in_turn(half, self._timeout_ms)
 
     def _end(self, sent: SendResult, state: TransactionState) -> None:
         """Send the end to the broker; if it gets lost, the broker asks."""
@@ -258,9 +258,9 @@ class TransactionProducer(Producer):
             return
         _, physical_offset = record.parse_offset_message_id(sent.offset_id)
         request = EndTransaction(self.group, state, sent.queue_offset, physical_offset, sent.message_id)
-        self._tell(sent.queue.broker_name, request)
+        self._send_end(sent.queue.broker_name, request)
 
-    def _tell(self, broker_name: str, request: EndTransaction) -> None:
+    def _send_end(self, broker_name: str, request: EndTransaction) -> None:
         self._runner.point(f"end transaction {request.state.name}")
         try:
             self._routes.endpoint(broker_name).call(request)
@@ -321,7 +321,7 @@ class TransactionProducer(Producer):
         end = EndTransaction(
             self.group, state, half.queue_offset, half.physical_offset, half.message_id, from_check=True
         )
-        self._tell(request.broker_name, end)
+        self._send_end(request.broker_name, end)
 
 
 def _state_of(result: object) -> TransactionState:

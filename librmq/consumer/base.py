@@ -89,7 +89,7 @@ class Consumer(Startable, Generic[C]):
         self._leaving = False
         self._saving = Step(f"{self.label} save progress", self._save_due, self.client)
         self._started_ms = 0
-        self._times_forgotten = self.client.times_forgotten
+        self._times_removed = self.client.times_removed
         if (noted := getattr(route, "noted_consumer", None)) is not None:  # a test's route looks for unstarted ones
             noted(self)
 
@@ -357,12 +357,12 @@ class Consumer(Startable, Generic[C]):
 
     def _routes_changed(self) -> None:
         """Pull again from a broker that was reopened or has removed this client, and send it the progress."""
-        forgotten = self.client.times_forgotten != self._times_forgotten
-        self._times_forgotten = self.client.times_forgotten
+        is_removed = self.client.times_removed != self._times_removed
+        self._times_removed = self.client.times_removed
         names = self.route.broker_names()
         for assigned in self.assigned.values():
             name = assigned.queue.broker_name
-            if forgotten or (name in names and self.client.endpoint(name) is not assigned.endpoint):
+            if is_removed or (name in names and self.client.endpoint(name) is not assigned.endpoint):
                 assigned.told = None
                 if assigned.pull.at is None and not assigned.released and not assigned.throttled:
                     self.runner.wake(assigned.pull)

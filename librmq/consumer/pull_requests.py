@@ -115,7 +115,7 @@ class PullRequests:
             )
         except RmqError as error:
             if isinstance(error, BrokerError) and error.code == ResponseCode.SUBSCRIPTION_NOT_EXIST:
-                consumer.client.forgotten_by(queue.broker_name)
+                consumer.client.removed_by(queue.broker_name)
             level = logging.DEBUG if assigned.is_retry else logging.WARNING
             consumer.states.failing(("pull", queue.broker_name, queue.topic), f"pulling {assigned.label}", error, level)
             return now_ms + AFTER_ERROR_MS

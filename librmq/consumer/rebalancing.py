@@ -180,7 +180,7 @@ class Rebalancing:
             else:
                 self._member.states.works(("members", name), f"asking {name} for the group's members")
                 if client.client_id not in clients:
-                    client.forgotten_by(name)
+                    client.removed_by(name)
                 return clients
         return None
 

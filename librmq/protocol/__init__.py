@@ -4,7 +4,7 @@ Clients hold a `Route` to `Endpoint`s; a broker is an endpoint, and a route with
 too, which its brokers call (`Heartbeat.client`). Faults, latency, a wire or a recorder wrap `Endpoint.call`. A refused
 request raises `BrokerError`.
 
-Mirrors the request headers of ``org.apache.rocketmq.common.protocol``; the codes are those of ``ResponseCode``.
+Mirrors the request headers of ``org.apache.rocketmq.common.protocol``; the codes mirror ``ResponseCode``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from librmq.protocol.administration import ResetGroup as ResetGroup
 from librmq.protocol.administration import SetGroup as SetGroup
 from librmq.protocol.administration import ViewMessage as ViewMessage
 from librmq.protocol.callbacks import CheckTransaction as CheckTransaction
+from librmq.protocol.callbacks import ClientRemoved as ClientRemoved
 from librmq.protocol.callbacks import ConsumeDirectly as ConsumeDirectly
 from librmq.protocol.callbacks import ConsumerOffsets as ConsumerOffsets
 from librmq.protocol.callbacks import ConsumersChanged as ConsumersChanged
 from librmq.protocol.callbacks import DescribeInstance as DescribeInstance
 from librmq.protocol.callbacks import DirectlyConsumed as DirectlyConsumed
 from librmq.protocol.callbacks import DirectResult as DirectResult
-from librmq.protocol.callbacks import Forgotten as Forgotten
 from librmq.protocol.callbacks import HeldQueue as HeldQueue
 from librmq.protocol.callbacks import InstanceState as InstanceState
 from librmq.protocol.callbacks import ListenerCall as ListenerCall

@@ -1,4 +1,4 @@
-"""What people and tools ask of a broker."""
+"""Requests of operators and tools to a broker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 @value
 class CreateTopic(Request[None]):
-    """Make a topic, or change its queues and permission; stored messages do not move."""
+    """Create a topic, or change its queues and permission; stored messages do not move."""
 
     topic: str
     read_queues: int = 8
@@ -32,7 +32,7 @@ class CreateTopic(Request[None]):
     message_type: TopicType | None = None
     """What official clients of 5.x may send; None leaves it as it is, MIXED for a new topic."""
     unless_exists: bool = False
-    """Whether a topic that exists is left as it is."""
+    """Whether an existing topic stays as it is."""
 
 
 @value
@@ -52,11 +52,11 @@ class CleanUnusedTopics(Request[tuple[tuple[str, int], ...]]):
 
 @value
 class SetGroup(Request[None]):
-    """Make a consumer group, or change it."""
+    """Create a consumer group, or change it."""
 
     group: str
     settings: Mapping[str, object]
-    """By their names in ``subscriptionGroup.json``; those that are left out remain as they are."""
+    """By their names in ``subscriptionGroup.json``; omitted settings keep their values."""
 
 
 @value

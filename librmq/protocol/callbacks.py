@@ -1,4 +1,4 @@
-"""What brokers ask of their clients."""
+"""Requests of brokers to their clients."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from librmq.protocol.request import Request, value
 
 __all__ = [
     "CheckTransaction",
+    "ClientRemoved",
     "ConsumeDirectly",
     "ConsumerOffsets",
     "ConsumersChanged",
     "DescribeInstance",
     "DirectResult",
     "DirectlyConsumed",
-    "Forgotten",
     "HeldQueue",
     "InstanceState",
     "ListenerCall",
@@ -30,14 +30,14 @@ __all__ = [
 
 @value
 class ConsumersChanged(Request[None]):
-    """Tell a client that the members of its group have changed, so that it rebalances."""
+    """Notify a client that the members of its group have changed, so that it rebalances."""
 
     group: str
 
 
 @value
-class Forgotten(Request[None]):
-    """Tell a client that the broker has removed it. As in 4.9, its next heartbeat registers it again."""
+class ClientRemoved(Request[None]):
+    """Notify a client that the broker has removed it. As in 4.9, its next heartbeat registers it again."""
 
     broker_name: str
 
@@ -54,7 +54,7 @@ class CheckTransaction(Request[None]):
 
 @value
 class ResetOffsets(Request[None]):
-    """Tell a client to continue from these queue offsets in a topic."""
+    """Order a client to continue from these queue offsets in a topic."""
 
     group: str
     topic: str
@@ -79,15 +79,15 @@ class HeldQueue:
 
     queue: MessageQueue
     progress: int | None
-    """Queue offset of the next message to be consumed; None while none was."""
+    """Queue offset of the next message to be consumed; None before the first."""
     stored: int | None
-    """The progress that the broker was last told."""
+    """The progress last reported to the broker."""
     waiting: int
     """Messages that were pulled and not begun."""
     running: int
     """Messages that listeners have."""
     first: int | None
-    """The smallest queue offset held, at which the progress stays; None if nothing is held."""
+    """The smallest queue offset held, where the progress stays; None if nothing is held."""
     first_message_id: str | None
     first_since_ms: int | None
     """When a listener got that message; None if none has it."""
@@ -103,7 +103,7 @@ class HeldQueue:
     is_locked: bool = False
     """Whether the broker has locked the queue for this orderly instance."""
     lock_timestamp_ms: int | None = None
-    """When it last did; None if it never did."""
+    """When the broker last locked it; None if it never did."""
 
 
 @value
@@ -116,7 +116,7 @@ class ListenerCall:
     message_id: str
     messages: int
     since_ms: int | None
-    """None where the consumer does not note it, as an orderly one."""
+    """None where the consumer does not record it, as an orderly consumer."""
     thread: str
     stack: tuple[str, ...]
     """Where the listener's code stands, as ``file:line function``, the outermost call first."""
@@ -141,7 +141,7 @@ class InstanceState:
     """The name of the function that allocates queues."""
     queues: tuple[HeldQueue, ...]
     listeners: tuple[ListenerCall, ...]
-    """Those that run in threads; a coroutine has none."""
+    """The listeners that run in threads, without coroutines."""
     started_ms: int = 0
     """When it joined its group."""
 
@@ -189,7 +189,7 @@ class ConsumeDirectly(Request[None]):
 
 @value
 class ReplyArrived(Request[None]):
-    """Pass a client the reply to one of its requests; one that it no longer waits for is ignored."""
+    """Pass a client the reply to one of its requests; a reply that it no longer waits for is ignored."""
 
     send: SendMessage
     """The reply, as its sender sent it."""

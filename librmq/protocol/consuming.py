@@ -1,4 +1,4 @@
-"""What consumers say: their groups, subscriptions and progress, pulls, and messages sent back."""
+"""Requests of consumers: groups, subscriptions and progress, pulls, and messages sent back."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class CheckSubscription(Request[None]):
 
 @value
 class TopicGroups(Request["Mapping[str, ConsumerData | None]"]):
-    """Return the groups that subscribe to a topic or have progress in it; None for one without a running instance."""
+    """Return the groups that subscribe to a topic or have progress in it, with None if no instance runs."""
 
     topic: str
 
@@ -189,7 +189,7 @@ class PullMessage(Request[PullResponse]):
     """Progress of the group in this queue to store, unless None."""
     notify: Callable[[], None] | None = None
     stay: bool = False
-    """Keep ``notify`` for the next messages even if this pull finds some, unless the next are there already."""
+    """Keep ``notify`` for the next messages even if this pull finds some, unless the next are already stored."""
     subscription_version: int | None = None
     """The least version that the subscription in the group's heartbeats must have, unless None."""
 
@@ -224,7 +224,7 @@ class SendBack(Request["SentBack | None"]):
     cause: str = ""
     """Cause of the failure, which a dead letter keeps as a property."""
     reconsume_times: int = 0
-    """Those of the record, by which a client derives the result if the broker does not report it."""
+    """The record's redeliveries, from which a client derives the result if the broker does not report it."""
 
 
 @value

@@ -1,4 +1,4 @@
-"""What producers send."""
+"""Requests of producers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SendResponse:
     status: SendStatus
     queue_id: int
     queue_offset: int
-    """That of the first message; those of a batch follow it."""
+    """The queue offset of the first message; the others of a batch follow it."""
     physical_offset: int
     offset_ids: tuple[str, ...]
     """The broker's ids, one for each message."""
@@ -76,9 +76,9 @@ class SendMessage(Request[SendResponse]):
     """Number of queues of a topic that this send makes, at most the broker's default."""
     reconsume_times: int = 0
     max_reconsume_times: int | None = None
-    """Of a consumer that sends a message back itself, as an orderly one does."""
+    """The maximum of a consumer that sends a message back itself, as an orderly consumer does."""
     timeout_ms: float | None = None
-    """Time for the answer of a remote broker, None as its route says."""
+    """Milliseconds for the answer of a remote broker; None for its route's timeout."""
     is_one_way: bool = False
     """Whether the sender needs no answer. A remote broker sends none, so places in the response are -1."""
     default_topic: str = AUTO_CREATE_TOPIC
@@ -96,7 +96,7 @@ class SendBatch(Request[SendResponse]):
     born_host: Host
     default_queues: int = 4
     timeout_ms: float | None = None
-    """Time for the answer of a remote broker, None as its route says."""
+    """Milliseconds for the answer of a remote broker; None for its route's timeout."""
     default_topic: str = AUTO_CREATE_TOPIC
     """A missing topic is made like this one."""
 

@@ -81,16 +81,16 @@ class Receive(Request[ReceiveResponse]):
 
 @value
 class CancelReceive(Request[None]):
-    """Forget a receive that is held, by its ``notify``."""
+    """Cancel a receive that is held, by its ``notify``."""
 
     notify: Callable[[], None]
 
 
 @value
 class Acknowledge(Request[tuple[bool, ...]]):
-    """Say that received messages are done with; return for each receipt whether it was good.
+    """Acknowledge received messages; return for each receipt whether it was valid.
 
-    A receipt is no longer good when its message has come again. Acknowledging twice is no error.
+    A receipt is no longer valid when its message has come again. Acknowledging twice is no error.
     """
 
     group: str
@@ -112,7 +112,7 @@ class ChangeInvisible(Request[str]):
     invisible_ms: int
     """0 makes it come again immediately."""
     keeps_receipt: bool = False
-    """Whether the old receipt stays good, as in a renewal on behalf of a client."""
+    """Whether the old receipt stays valid, as in a renewal on behalf of a client."""
 
 
 @value

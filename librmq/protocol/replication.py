@@ -1,4 +1,4 @@
-"""Requests of replicas to their master: bytes of its log, and its tables; and what clients ask of either."""
+"""Requests of replicas to their master, for bytes of its log and for its tables; requests that clients send to both."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class LogBytes:
     """Whether the master calls `FollowLog.notify` when there is more."""
     opened: object = None
     """Another object after the master was reopened, so that a replica compares its end with the master's. None if the
-    master cannot tell: then the replica compares with each answer."""
+    master can't say: then the replica compares with each answer."""
 
 
 @value

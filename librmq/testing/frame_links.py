@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from librmq.broker import Broker
 from librmq.errors import BrokerUnreachableError
-from librmq.protocol import Endpoint, Forgotten
+from librmq.protocol import ClientRemoved, Endpoint
 from librmq.runtime.runner import Runner, Step
 from librmq.wire.remote.connections import Connections
 from librmq.wire.remote.remote_broker import RemoteBroker
@@ -227,7 +227,7 @@ class FrameLinks:
         def lost(address: str, client_id: str, transport: Transport) -> None:
             client = made.client(client_id)
             if client is not None:
-                client.call(Forgotten(broker.name))
+                client.call(ClientRemoved(broker.name))
 
         connections = Connections(dial, runner.clock.monotonic, requested, lost, (0.0, 0.0))
         later = partial(_run_locked, runner)

@@ -376,7 +376,7 @@ class Kit:
         self.observer.forget_pulls()
         for process in self.processes:
             for client in [] if process.dead else process.clients.values():
-                client.forgotten_by(name)
+                client.removed_by(name)
 
     def lose_site(self, site: str, *, down: float | timedelta) -> None:
         """Let all brokers and processes of a site die, and start them again after ``down`` seconds.

@@ -15,11 +15,11 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message, MessageQueue
 from librmq.protocol import (
     ChannelClosed,
+    ClientRemoved,
     ConsumeFrom,
     ConsumerData,
     ConsumerIds,
     ConsumersChanged,
-    Forgotten,
     GroupSubscriptions,
     Heartbeat,
     LockQueues,
@@ -55,7 +55,7 @@ class Told:
         self.forgotten = 0
 
     def call(self, request: Request[Any], /) -> Any:
-        if isinstance(request, Forgotten):
+        if isinstance(request, ClientRemoved):
             self.forgotten += 1
             return
         assert isinstance(request, ConsumersChanged)

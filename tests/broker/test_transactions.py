@@ -15,8 +15,8 @@ from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,
     CheckTransaction,
+    ClientRemoved,
     EndTransaction,
-    Forgotten,
     Heartbeat,
     PullStatus,
     Request,
@@ -109,7 +109,7 @@ def test_a_half_message_is_given_up_after_its_checks(rmq: Kit, broker: Broker) -
     assert len(client.heard) == 1
     broker.call(ChannelClosed("c1"))
     rmq.advance(ms=60_000)  # no producer can be asked, but the checks count
-    assert [type(request) for request in client.heard] == [CheckTransaction, Forgotten]
+    assert [type(request) for request in client.heard] == [CheckTransaction, ClientRemoved]
     assert bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC") == [b"0"]
     assert {"TRANS_CHECK_MAX_TIME_TOPIC", "RMQ_SYS_TRANS_HALF_TOPIC"} <= broker.topics().keys()
     assert "RMQ_SYS_TRANS_OP_HALF_TOPIC" not in broker.topics()

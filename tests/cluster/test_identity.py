@@ -40,15 +40,15 @@ def test_the_old_rule_mixes_clusters_up(clusters: tuple[Cluster, Cluster], caplo
     a.create_topic("in-a")
     b.create_topic("in-b")
     clients = ProcessClients()
-    consumer = PushConsumer(a, "billing", client=clients.of(a))
+    consumer = PushConsumer(a, "billing", client=clients.client_for(a))
     consumer.subscribe("in-a", lambda message: None)
     consumer.start()
-    client = clients.of(b)
+    client = clients.client_for(b)
     assert client is consumer.client
     assert "belongs to <Cluster 'DefaultCluster': a-1> already" in caplog.text
     with pytest.raises(NoRouteError, match=r"'in-b'.*brokers: a-1"):
         Producer(client.route, "shop", client=client).send("in-b", b"x")
-    own = clients.of(b, instance_name="own")
+    own = clients.client_for(b, instance_name="own")
     assert Producer(b, "shop", client=own).send("in-b", b"x").queue.broker_name == "b-1"
     consumer.shutdown()
 

@@ -280,7 +280,7 @@ def test_after_a_lost_lock_a_client_continues_behind_others(one_queue: Kit) -> N
     one_queue.advance(seconds=100)
     assert bodies(one_queue, "g-2") == ["1", "2", "3"]  # the progress past 1 could not be stored
     seam.cut()
-    first.client.forgotten_by("broker-a")
+    first.client.removed_by("broker-a")
     one_queue.advance(seconds=60)
     assert assigned(first) == [0]
     second.shutdown()

@@ -19,10 +19,10 @@ from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol import (
     ChannelClosed,
     CheckTransaction,
+    ClientRemoved,
     ConsumerOffsets,
     ConsumersChanged,
     DescribeInstance,
-    Forgotten,
     Heartbeat,
     ReplyArrived,
     Request,
@@ -90,7 +90,7 @@ class _Client:
                 self._push(send)
             case ConsumerOffsets():
                 return cast(R, {})
-            case Forgotten():
+            case ClientRemoved():
                 self.channel.close()  # as in 4.9; the client registers again over a new connection
             case DescribeInstance():
                 raise BrokerUnreachableError("a client of the wire can't be asked without waiting")
