@@ -24,7 +24,7 @@ from librmq.scheduling.relay import HOP_TOPIC
 
 __all__ = ["Administration"]
 
-_MOST_FOUND: Final = 64
+_MAX_RESULTS: Final = 64
 
 
 class Administration:
@@ -38,7 +38,7 @@ class Administration:
 
     def create_topic(self, request: CreateTopic) -> None:
         """Make or change a topic."""
-        if request.unless_exists and request.topic in self._topics.known:
+        if request.unless_exists and request.topic in self._topics.by_name:
             return
         self._topics.set(
             request.topic, request.read_queues, request.write_queues, request.permission, request.message_type
@@ -50,14 +50,14 @@ class Administration:
 
     def clean_unused_topics(self, request: CleanUnusedTopics) -> tuple[tuple[str, int], ...]:
         """Delete the queue files of topics that do not exist, and the groups' progress in them."""
-        store, topics = self._store, self._topics.known.keys() | {HOP_TOPIC}
+        store, topics = self._store, self._topics.by_name.keys() | {HOP_TOPIC}
         unused = [name for name in store.queues if name[0] not in topics and not is_system_topic(name[0])]
         try:
             return tuple(store.clean_unused_topics(topics))
         finally:  # also for the queues before one that the disk refuses
             for topic, queue_id in unused:
                 if not store.queue_range(topic, queue_id)[1]:
-                    self._offsets.forget(topic, queue_id)
+                    self._offsets.delete_queue(topic, queue_id)
 
     def set_group(self, request: SetGroup) -> None:
         """Make a consumer group, or change it."""
@@ -67,7 +67,7 @@ class Administration:
         """Delete a consumer group, with its progress if that is asked for."""
         self._groups.delete(request.group)
         if request.removes_progress:
-            self._offsets.forget_group(request.group)
+            self._offsets.delete_group(request.group)
 
     def view_message(self, request: ViewMessage) -> StoredMessage | None:
         """Return the message at a physical offset."""
@@ -78,6 +78,6 @@ class Administration:
 
     def query_messages(self, request: QueryMessages) -> tuple[StoredMessage, ...]:
         """Return messages by key: at most 64, as in 4.9."""
-        most = min(request.max_messages, _MOST_FOUND)
-        found = self._store.find_by_key(request.topic, request.key, request.begin_ms, request.end_ms, most)
-        return tuple(found)
+        limit = min(request.max_messages, _MAX_RESULTS)
+        messages = self._store.find_by_key(request.topic, request.key, request.begin_ms, request.end_ms, limit)
+        return tuple(messages)

@@ -38,5 +38,5 @@ class GroupConnections:
     """The group's subscriptions by topic."""
     client_ids: tuple[str, ...]
     """Client ids in the order in which the instances joined."""
-    told: Mapping[str, Mapping[str, Subscription]]
-    """The subscriptions of each instance, by client id and topic."""
+    subscriptions_by_client: Mapping[str, Mapping[str, Subscription]]
+    """The subscriptions of each instance, by topic."""

@@ -81,8 +81,8 @@ class Arrivals:
     ) -> None:
         """Note messages that were stored together: the first of these, as many as there are results."""
         if self._held or self._metrics is not None or self._wake_flush is not None:
-            for one, its, result in zip(prepared, properties, results, strict=False):
-                self.delivered(one.lane.topic, one.lane.queue_id, its, result)
+            for message, message_properties, result in zip(prepared, properties, results, strict=False):
+                self.delivered(message.lane.topic, message.lane.queue_id, message_properties, result)
 
     def delivered(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
         """Note a message that is in its queue, whatever delay its properties name."""

@@ -7,7 +7,7 @@ in ``config``; clients, locks and held pulls in memory, as in 4.9.
 
     call(request) ── producers ──> sending    ──> store ──> held pulls that wait for the message
                   ── consumers ──> pulling, progress, clients (registry, locks)
-                  ── people    ──> topics, groups, store
+                  ── operators ──> topics, groups, store
     steps of the runner: delayed messages, held pulls that time out, saving changes, the store's flushes
 """
 
@@ -68,8 +68,8 @@ from librmq.store.format.broker_tables import BrokerTables
 __all__ = ["Broker"]
 
 R = TypeVar("R")
-_LOOK_FOR_LOCK_S: Final = 0.05
-_LOOK_FOR_LEVEL_S: Final = 0.02
+_LOCK_RETRY_S: Final = 0.05
+_JOIN_STEP_S: Final = 0.02
 
 
 class Broker:
@@ -144,13 +144,13 @@ class Broker:
         waiting = SystemClock()
         deadline = waiting.monotonic() + to_seconds("wait", wait)
         with ExitStack() as undo:
-            own = None
+            own_runner = None
             if runner is None:
-                own = runner = ThreadRunner(clock)
-                undo.callback(own.shutdown)
+                own_runner = runner = ThreadRunner(clock)
+                undo.callback(own_runner.shutdown)
             while True:
                 broker = object.__new__(cls)
-                broker._own_runner, broker._temporary, broker.metrics = own, None, metrics
+                broker._own_runner, broker._temporary, broker.metrics = own_runner, None, metrics
                 broker.name, broker.runner, broker.config, broker.cluster_name = name, runner, config, cluster_name
                 broker._life = life = BrokerLife(name, folder)
                 try:
@@ -166,7 +166,7 @@ class Broker:
                     left = deadline - waiting.monotonic()
                     if left <= 0:
                         raise
-                    waiting.wait(threading.Event(), min(left, _LOOK_FOR_LOCK_S))
+                    waiting.wait(threading.Event(), min(left, _LOCK_RETRY_S))
 
     @classmethod
     async def open_async(
@@ -235,10 +235,18 @@ class Broker:
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the broker's queues of ``topic``; empty if there are none. A closed broker returns the last ones."""
-        found = self._context.topics.known.get(topic)
-        if found is None:
+        config = self._context.topics.by_name.get(topic)
+        if config is None:
             return ()
-        return (QueueData(self.name, found.read_queues, found.write_queues, found.permission, found.message_type),)
+        return (
+            QueueData(
+                self.name,
+                config.read_queues,
+                config.write_queues,
+                config.permission,
+                config.message_type,
+            ),
+        )
 
     def broker_names(self) -> tuple[str, ...]:
         """Return the broker's name while it is open."""
@@ -328,16 +336,16 @@ class Broker:
 
     def topics(self) -> dict[str, QueueData]:
         """Return all topics by name, including the broker's own."""
-        return {name: data for name in sorted(self._context.topics.known) for data in self.topic_route(name)}
+        return {name: data for name in sorted(self._context.topics.by_name) for data in self.topic_route(name)}
 
     def is_ordered(self, group: str) -> bool:
         """Return whether a consumer group receives in order, as `set_group` says."""
-        found = self._parts.context.groups.known.get(group)
-        return found is not None and found.is_ordered
+        settings = self._parts.context.groups.by_name.get(group)
+        return settings is not None and settings.is_ordered
 
     def groups(self) -> dict[str, int]:
         """Return the number of retries of all consumer groups, by name."""
-        return {name: group.retry_max_times for name, group in sorted(self._context.groups.known.items())}
+        return {name: group.retry_max_times for name, group in sorted(self._context.groups.by_name.items())}
 
     def find_by_id(self, message_id: str) -> StoredMessage | None:
         """Return the first record with an id, an offset id or a producer's unique id; None if there is none."""
@@ -438,7 +446,7 @@ class Broker:
             left = deadline - clock.monotonic()
             if left <= 0:
                 raise GroupBehindError(f"{self.name}: not consumed in time: {'; '.join(behind[:8])}")
-            self.runner.pass_time(min(left, _LOOK_FOR_LEVEL_S))
+            self.runner.pass_time(min(left, _JOIN_STEP_S))
 
     async def join_async(self, timeout: float | timedelta = 30) -> None:
         """Wait like `join` without blocking the event loop, on which coroutine listeners can run."""

@@ -67,20 +67,25 @@ class Clients:
         changes = self._registry.heartbeat(request)
         now = self._runner.now_ms()
         for data in request.consumers:
-            for one in data.subscriptions.values():
+            for subscription in data.subscriptions.values():
                 self._registrations.register(
-                    one.topic, data.group, one.expression, one.expression_type, one.version, now
+                    subscription.topic,
+                    data.group,
+                    subscription.expression,
+                    subscription.expression_type,
+                    subscription.version,
+                    now,
                 )
             self._registrations.keep_topics(data.group, set(data.subscriptions), now)
             self._warn_of_differences(data.group, request.client_id)
         self._filters_changed()
-        self._tell(changes)
+        self._notify_members(changes)
 
     def _warn_of_same_id(self, request: Heartbeat) -> None:
         """Log once that two clients use one id and therefore count as one."""
         client_id = request.client_id
-        known = self._registry.endpoint(client_id)
-        if known is not None and known is not request.client and client_id not in self._registry.shared_ids:
+        registered = self._registry.endpoint(client_id)
+        if registered is not None and registered is not request.client and client_id not in self._registry.shared_ids:
             self._registry.shared_ids.add(client_id)
             _log.warning(
                 "%(broker)s: two clients use the id %(client)s. They count as one, and consume the same queues: "
@@ -114,34 +119,37 @@ class Clients:
 
     def _warn_of_differences(self, group: str, client_id: str) -> None:
         """Log each time the group's instances begin or cease to have different subscriptions."""
-        told, known = self._registry.consumers[group].told, self._compared.get(group, {})
+        subscriptions, previous = self._registry.consumers[group].subscriptions_by_client, self._compared.get(group, {})
         # Only those of this client are read again, because each member of a large group sends heartbeats.
         compared = {
-            who: known[who] if who in known and who != client_id else comparable(each) for who, each in told.items()
+            member: previous[member] if member in previous and member != client_id else comparable(topics)
+            for member, topics in subscriptions.items()
         }
         self._compared[group] = compared
         first = compared[client_id]
         differs = any(other != first for other in compared.values())
-        found = describe_differences(group, compared) if differs else ""
-        if found != self._differences.get(group, ""):
-            if found:
-                _log.warning("%(broker)s: %(differences)s", broker=self._broker_name, differences=found, group=group)
+        differences = describe_differences(group, compared) if differs else ""
+        if differences != self._differences.get(group, ""):
+            if differences:
+                _log.warning(
+                    "%(broker)s: %(differences)s", broker=self._broker_name, differences=differences, group=group
+                )
             else:
                 _log.info(
                     "%(broker)s: all instances of group %(group)s subscribe to the same again",
                     broker=self._broker_name,
                     group=group,
                 )
-            self._differences[group] = found
+            self._differences[group] = differences
 
     def unregister(self, request: Unregister) -> None:
         """Remove a client from a group, with its held pulls there."""
         if request.consumer_group is not None:
-            self._held_pulls.forget(request.client_id, request.consumer_group)
+            self._held_pulls.remove_client(request.client_id, request.consumer_group)
         changes = self._registry.leave(request.client_id, request.producer_group, request.consumer_group)
         if self._registry.endpoint(request.client_id) is None:
             self._registry.shared_ids.discard(request.client_id)
-        self._tell(changes)
+        self._notify_members(changes)
 
     def channel_closed(self, request: ChannelClosed) -> None:
         """Remove a lost client from all its groups. Its locks expire by themselves.
@@ -150,11 +158,11 @@ class Clients:
         """
         client = self._registry.endpoint(request.client_id)
         self._registry.shared_ids.discard(request.client_id)
-        changes = self._registry.forget(request.client_id)
-        self._held_pulls.forget(request.client_id)
+        changes = self._registry.remove_client(request.client_id)
+        self._held_pulls.remove_client(request.client_id)
         if client is not None:
             self._call(client, ClientRemoved(self._broker_name))
-        self._tell(changes)
+        self._notify_members(changes)
 
     def consumer_ids(self, request: ConsumerIds) -> tuple[str, ...]:
         """Return the members of a consumer group."""
@@ -164,7 +172,7 @@ class Clients:
     def subscriptions(self, request: GroupSubscriptions) -> Mapping[str, Mapping[str, Subscription]]:
         """Return the last heartbeat data of each member of a consumer group."""
         group = self._registry.consumers.get(request.group)
-        return {} if group is None else dict(group.told)
+        return {} if group is None else dict(group.subscriptions_by_client)
 
     def lock(self, request: LockQueues) -> frozenset[MessageQueue]:
         """Lock queues for a member; return the queues that it holds then."""
@@ -174,7 +182,7 @@ class Clients:
         """Release locks."""
         self._locks.unlock(request.group, request.client_id, request.queues)
 
-    def _tell(self, changes: Changes) -> None:
+    def _notify_members(self, changes: Changes) -> None:
         """Notify the members of changed groups, so that they rebalance, and mark the filters of ended groups dead."""
         now = self._runner.now_ms()
         for name in changes.ended:

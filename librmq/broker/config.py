@@ -32,7 +32,7 @@ class BrokerConfig(Config):
     auto_create_group: bool = True
     """Whether a consumer creates its missing group."""
     default_topic_queues: Annotated[int, Between(1, 1 << 16)] = 8
-    """Most queues of a topic that a send creates."""
+    """Largest number of queues of a topic that a send creates."""
     sweep_pulls_every_s: Annotated[float, Seconds()] = 5
     """Interval at which held pulls are answered if only messages that do not match were stored."""
     lock_expiry_s: Annotated[float, Seconds()] = 60
@@ -50,7 +50,7 @@ class BrokerConfig(Config):
     replica_max_lag: Annotated[int, Between(0)] = 256 << 20
     """Bytes that the nearest replica may lack, before the status of a send is SLAVE_NOT_AVAILABLE."""
     replica_expiry_s: Annotated[float, Seconds()] = 20
-    """Time after which a replica is gone that does not ask for waiting bytes."""
+    """Time after which a replica with unread bytes counts as gone, unless it requests them."""
     replica_of: str | None = None
     """Name of the master whose log this broker's store copies: it answers reads only. `librmq.cluster.Replica` opens
     it so."""
@@ -67,7 +67,7 @@ class BrokerConfig(Config):
 
 
 class OpenKeywords(TypedDict, total=False):
-    """Keywords of `Broker.open_async`: those of `Broker.open`, for type checkers."""
+    """Keywords of `Broker.open` and `Broker.open_async`, for type checkers."""
 
     name: str
     cluster_name: str

@@ -24,7 +24,7 @@ __all__ = ["BrokerContext", "BrokerSteps"]
 
 
 class BrokerSteps:
-    """Makes the turns of one broker, by its name and for as long as it lives."""
+    """Creates the steps of one broker, which bear its name and run until its end."""
 
     def __init__(self, runner: Runner, name: str, owner: Owner) -> None:
         self.runner = runner
@@ -32,7 +32,7 @@ class BrokerSteps:
         self._owner = owner
 
     def step(self, what: str, run_due: Callable[[int], int | None]) -> Step:
-        """Make a step of a function; ``what`` completes its label."""
+        """Return a step that calls a function; ``what`` completes its label."""
         return Step(f"{self.name} {what}", run_due, self._owner)
 
     def aside(self, what: str, wake: Callable[[int], None]) -> Aside | None:
@@ -56,7 +56,7 @@ class BrokerContext:
         *,
         was_killed: bool,
     ) -> None:
-        """Make what stands in the broker's files of ``tables``; ``changed()`` is called when topics change.
+        """Build the shared parts from ``tables``, the broker's files; ``changed()`` is called when topics change.
 
         ``was_killed`` says that the last process did not close the store, so the progress of its last seconds is lost.
         """
@@ -89,9 +89,9 @@ class BrokerContext:
         saving = steps.step("saves progress", self.saving.run_due)
         self.offsets = self.saving.offsets
         with runner.lock:  # before transactions and the relay resume from their progress
-            self.offsets.hold_back(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
+            self.offsets.clamp(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
             if config.replica_of is None:
-                self.topics.check(unlisted_topics(store.queues, store.queue_range, self.topics.known))
+                self.topics.check(unlisted_topics(store.queues, store.queue_range, self.topics.by_name))
         self.registry = Registry()
         sweep_ms = round(1000 * config.sweep_pulls_every_s)
         self.held_pulls = HeldPulls(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))

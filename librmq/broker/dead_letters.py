@@ -27,9 +27,9 @@ _WAIT: Final = record.PROPERTY_WAIT
 _DELAY: Final = record.PROPERTY_DELAY
 _RETRY_TOPIC: Final = record.PROPERTY_RETRY_TOPIC
 _CAUSE: Final = record.PROPERTY_DEAD_LETTER_CAUSE
-_MOST_PROPERTIES: Final = 30_000  # with fewer bytes a dead letter has room for the cause
+_MAX_PROPERTIES_SIZE: Final = 30_000  # with fewer bytes a dead letter has room for the cause
 _FIRST_RETRY_LEVEL: Final = 3
-_OF_THE_LAST_TIME: Final = (
+_DELIVERY_PROPERTIES: Final = (
     record.PROPERTY_DELAY,
     record.PROPERTY_REAL_TOPIC,
     record.PROPERTY_REAL_QUEUE_ID,
@@ -66,27 +66,27 @@ class FailedMessages:
                 f"topic {retries.name!r} is not writable: its permission forbids it (create_topic sets it)",
             )
         name, queue_id = retries.name, retries.next_queue()
-        message = self._look_up(request.physical_offset)
+        message = self._message_at(request.physical_offset)
         times = message.reconsume_times
         properties = dict(message.properties)
         properties.setdefault(_RETRY_TOPIC, message.topic)
         properties[_WAIT] = "false"
-        most = _most_retries(group, request)
-        is_dead = times >= most or request.delay_level < 0
+        max_retries = _max_retries(group, request)
+        is_dead = times >= max_retries or request.delay_level < 0
         if is_dead:
             name, queue_id = self._dead_letters_of(group), 0
             properties[_DELAY] = "0"
-            if request.cause and len(message.properties_raw) < _MOST_PROPERTIES:
+            if request.cause and len(message.properties_raw) < _MAX_PROPERTIES_SIZE:
                 properties[_CAUSE] = request.cause
         else:
             properties[_DELAY] = str(request.delay_level or _FIRST_RETRY_LEVEL + times)
         properties.setdefault(record.PROPERTY_ORIGIN_MESSAGE_ID, message.offset_id)
         if self._earlier is not None and self._was_sent_back(self._earlier, message, group.name, name, properties):
-            return SentBack(is_dead, most)
-        made = Message(name, message.stored_body, flag=message.flag)
-        made.properties = properties
+            return SentBack(is_dead, max_retries)
+        copy = Message(name, message.stored_body, flag=message.flag)
+        copy.properties = properties
         stored = self._put(
-            made,
+            copy,
             queue_id,
             message.born_timestamp_ms,
             message.born_host,
@@ -98,10 +98,10 @@ class FailedMessages:
             kind = "dead_letters" if is_dead else "send_backs"
             self._metrics.count(kind, topic=properties[_RETRY_TOPIC], group=group.name)
         if is_dead:
-            return SentBack(True, most)
+            return SentBack(True, max_retries)
         levels = self._store.levels
         level = levels.cap(parse_level(properties[_DELAY]))
-        return SentBack(False, most, levels.deliver_timestamp_ms(level, stored.store_timestamp_ms))
+        return SentBack(False, max_retries, levels.deliver_timestamp_ms(level, stored.store_timestamp_ms))
 
     def _was_sent_back(
         self, earlier: EarlierCopies, message: StoredMessage, group: str, topic: str, properties: Mapping[str, str]
@@ -111,7 +111,7 @@ class FailedMessages:
         After a reset a message fails on purpose a second time, so it is stored again. A reset by an earlier process
         shows in the last retry, which the group has consumed without a failure.
         """
-        if not earlier.concerns(message.physical_offset) or (group, message.topic) in self._offsets.put_back:
+        if not earlier.concerns(message.physical_offset) or (group, message.topic) in self._offsets.moved_back:
             return False
         name = record.PROPERTY_ORIGIN_MESSAGE_ID
         origin = properties[name]
@@ -139,7 +139,7 @@ class FailedMessages:
         """Make a dead letter of a message that a consumer sent to its retry topic too often; return its queue."""
         with self._runner.lock:
             group = self._groups.get(message.topic.removeprefix(RETRY_PREFIX))
-        if request.reconsume_times < _most_retries(group, request):
+        if request.reconsume_times < _max_retries(group, request):
             return queue_id
         message.topic = self._dead_letters_of(group)
         return 0
@@ -148,7 +148,7 @@ class FailedMessages:
         with self._runner.lock:
             return self._topics.ensure(dead_letter_topic(group.name)).name
 
-    def _look_up(self, physical_offset: int) -> StoredMessage:
+    def _message_at(self, physical_offset: int) -> StoredMessage:
         try:
             message = self._store.message_at(physical_offset)
         except CorruptionError as error:
@@ -158,7 +158,7 @@ class FailedMessages:
         return message
 
 
-def _most_retries(group: Group, request: SendBack | SendMessage) -> int:
+def _max_retries(group: Group, request: SendBack | SendMessage) -> int:
     """Return the number of redeliveries before a message becomes a dead letter."""
     return group.retry_max_times if request.max_reconsume_times is None else request.max_reconsume_times
 
@@ -180,9 +180,9 @@ def retry_of(letter: StoredMessage, group: str | None = None) -> SendMessage:
         )
     if group not in (None, topic.removeprefix(DEAD_LETTER_PREFIX)):
         raise ConfigError(f"{letter.message_id} of topic {topic!r} is not a dead letter of group {group!r}")
-    again = Message(retry_topic(topic.removeprefix(DEAD_LETTER_PREFIX)), letter.body, flag=letter.flag)
-    again.properties.update(letter.properties)
-    for name in _OF_THE_LAST_TIME:
-        again.properties.pop(name, None)
+    retry = Message(retry_topic(topic.removeprefix(DEAD_LETTER_PREFIX)), letter.body, flag=letter.flag)
+    retry.properties.update(letter.properties)
+    for name in _DELIVERY_PROPERTIES:
+        retry.properties.pop(name, None)
     host = letter.born_host or LOCAL_HOST
-    return SendMessage("CLIENT_INNER_PRODUCER", again, 0, letter.born_timestamp_ms, host)
+    return SendMessage("CLIENT_INNER_PRODUCER", retry, 0, letter.born_timestamp_ms, host)

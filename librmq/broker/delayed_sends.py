@@ -69,11 +69,11 @@ class DelayedSends:
         return (message, queue_id) if waiting is None else (waiting, 0)
 
     def _by_level(self, message: Message, delay_ms: int) -> Message:
-        made = _without_time(message)
-        made.properties[record.PROPERTY_DELAY] = str(self._levels.delays_ms.index(delay_ms) + 1)
-        return made
+        delayed = _without_time(message)
+        delayed.properties[record.PROPERTY_DELAY] = str(self._levels.delays_ms.index(delay_ms) + 1)
+        return delayed
 
-    def target_of(self, carried: Message) -> tuple[str, int]:
+    def target_of(self, message: Message) -> tuple[str, int]:
         """Return the destination of a relayed message, as topic and queue.
 
         Raises:
@@ -84,7 +84,7 @@ class DelayedSends:
                 f"topic {HOP_TOPIC!r}: the relay, which delivers its messages, is off: "
                 "open the broker with BrokerConfig(hops=True)"
             )
-        properties = carried.properties
+        properties = message.properties
         topic, queue_id = properties.get(TARGET_TOPIC), java_int(properties.get(TARGET_QUEUE_ID, "0"))
         if topic in (None, HOP_TOPIC) or queue_id is None or java_long(properties.get(TARGET_MS, "")) is None:
             raise MessageIllegalError(
@@ -107,6 +107,6 @@ def time_properties(message: Message) -> dict[str, str]:
 
 
 def _without_time(message: Message) -> Message:
-    made = Message(message.topic, message.body, flag=message.flag)
-    made.properties = {name: value for name, value in message.properties.items() if name not in _TIMES}
-    return made
+    untimed = Message(message.topic, message.body, flag=message.flag)
+    untimed.properties = {name: value for name, value in message.properties.items() if name not in _TIMES}
+    return untimed

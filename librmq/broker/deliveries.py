@@ -72,7 +72,7 @@ class Deliveries:
                 self.arrivals.wake_by_topic[topic]()
 
     def save(self) -> None:
-        """Save the progress of each, whatever happens to the others. Raises the errors of the flush."""
+        """Save the progress of each part, even if another part fails. Raises the errors of the flush."""
         with ExitStack() as saves:
             if self.relay is not None:
                 saves.callback(self.relay.save)
@@ -81,7 +81,7 @@ class Deliveries:
             self.schedule.save(self._runner.now_ms())
 
     def end(self, why: str) -> None:
-        """Write nothing any more, for this reason. Return when nothing is being written. Thread-safe."""
+        """End all writes; later callers get ``why``. Return when no write is running. Thread-safe."""
         if self.timers is not None:
             self.timers.end(why)
 
@@ -94,19 +94,19 @@ class Deliveries:
         self._runner.wake(self._delay, self.schedule.due_for(level, store_timestamp_ms))
         return self._store.levels.cap(level)
 
-    def _delivered(self, waited: StoredMessage, topic: str, queue_id: int, result: AppendResult) -> None:
+    def _delivered(self, message: StoredMessage, topic: str, queue_id: int, result: AppendResult) -> None:
         # The properties are decoded only if a held pull asks for them.
-        properties = waited.properties if (topic, queue_id) in self._held else {}
+        properties = message.properties if (topic, queue_id) in self._held else {}
         self.arrivals.delivered(topic, queue_id, properties, result)
         if self._metrics is not None:
-            self._metrics.count("delayed_out", level=str(level_of_queue_id(waited.queue_id)))
+            self._metrics.count("delayed_out", level=str(level_of_queue_id(message.queue_id)))
 
     def _wake_timers(self) -> None:
         with self._runner.lock:
             self._runner.wake(self._timing)
 
-    def _timed_out(self, waited: StoredMessage, result: AppendResult) -> None:
-        properties = waited.properties
+    def _timed_out(self, message: StoredMessage, result: AppendResult) -> None:
+        properties = message.properties
         self.arrivals.delivered(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result)
 
     def _wake_relay(self) -> None:
@@ -122,11 +122,11 @@ class Deliveries:
     def _make_target(self, topic: str, queue_id: int) -> None:
         """Check that the topic has the queue; recreate a topic that was deleted since the send."""
         with self._runner.lock:
-            found = self._topics.ensure(topic, self._default_queues)
-        if not 0 <= queue_id < found.queues:
-            raise MessageIllegalError(f"topic {topic!r} has {found.queues} queues, but no queue {queue_id}")
+            target = self._topics.ensure(topic, self._default_queues)
+        if not 0 <= queue_id < target.queues:
+            raise MessageIllegalError(f"topic {topic!r} has {target.queues} queues, but no queue {queue_id}")
 
-    def _relayed(self, carried: StoredMessage, result: AppendResult) -> None:
-        arrived = self._store.message_at(result.physical_offset)
-        if arrived is not None:
-            self.arrivals.delivered(arrived.topic, arrived.queue_id, arrived.properties, result)
+    def _relayed(self, hop: StoredMessage, result: AppendResult) -> None:
+        message = self._store.message_at(result.physical_offset)
+        if message is not None:
+            self.arrivals.delivered(message.topic, message.queue_id, message.properties, result)

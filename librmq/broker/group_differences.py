@@ -40,14 +40,16 @@ def group_differences(subscriptions: Mapping[str, Mapping[str, Any]]) -> list[To
         kinds: list[tuple[Any, list[str]]] = []
         for client in clients:
             if topic in subscriptions[client]:
-                wanted = subscriptions[client][topic]
-                same = next((members for kind, members in kinds if kind == wanted), None)
+                subscription = subscriptions[client][topic]
+                same = next((members for kind, members in kinds if kind == subscription), None)
                 if same is None:
-                    kinds.append((wanted, [client]))
+                    kinds.append((subscription, [client]))
                 else:
                     same.append(client)
         if without or len(kinds) > 1:
-            differences.append(TopicDifference(topic, without, tuple((kind, tuple(who)) for kind, who in kinds)))
+            differences.append(
+                TopicDifference(topic, without, tuple((kind, tuple(subscribers)) for kind, subscribers in kinds))
+            )
     return differences
 
 
@@ -64,10 +66,10 @@ def describe_differences(group: str, subscriptions: Mapping[str, Mapping[str, An
 
 def comparable(subscriptions: Mapping[str, Subscription]) -> dict[str, str]:
     """Return subscriptions by topic as `group_differences` compares them: without what may differ."""
-    return {topic: _in_words(subscription) for topic, subscription in subscriptions.items()}
+    return {topic: _description(subscription) for topic, subscription in subscriptions.items()}
 
 
-def _in_words(subscription: Subscription) -> str:
+def _description(subscription: Subscription) -> str:
     if subscription.expression_type not in ("", "TAG"):
         return f"sql {subscription.expression!r}"
     return "all messages" if subscription.expression == "*" else f"tags {subscription.expression!r}"

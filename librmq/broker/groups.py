@@ -33,9 +33,9 @@ _NAMES: Final = {
     "consumeBroadcastEnable": "broadcasts",
 }
 """The names of settings in Python by those in ``subscriptionGroup.json``."""
-_MOST: Final = (1 << 31) - 1
-_BOUNDS: Final = {"retryMaxTimes": (-1, _MOST), "retryQueueNums": (0, MOST_QUEUES)}
-"""The least and the most of a number; of others 0 and `_MOST`."""
+_MAX_INT: Final = (1 << 31) - 1
+_BOUNDS: Final = {"retryMaxTimes": (-1, _MAX_INT), "retryQueueNums": (0, MOST_QUEUES)}
+"""Smallest and largest value of a numeric setting; others range from 0 to `_MAX_INT`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Group:
     broadcasts: bool
     """False: pulls of broadcasting instances are refused."""
     is_ordered: bool
-    """True: receives hand out each queue's messages in order. Pulls are not concerned."""
+    """True: receives hand out each queue's messages in order. Pulls ignore it."""
 
 
 def consumption_is_off(name: str) -> BrokerError:
@@ -66,7 +66,7 @@ def consumption_is_off(name: str) -> BrokerError:
 def group_settings(
     retry_max_times: int | None, is_ordered: bool | None, consumes: bool | None, broadcasts: bool | None
 ) -> dict[str, object]:
-    """Return those settings that are not None by their names in ``subscriptionGroup.json``."""
+    """Return the settings that are not None, by their names in ``subscriptionGroup.json``."""
     settings = {
         "retryMaxTimes": retry_max_times,
         _ORDERED: is_ordered,
@@ -76,14 +76,14 @@ def group_settings(
     return {key: value for key, value in settings.items() if value is not None}
 
 
-def _check(key: str, value: object, usual: object) -> None:
-    """Refuse a setting of another kind than a usual row's, or a number that is out of bounds."""
-    if isinstance(usual, bool):
+def _check(key: str, value: object, default: object) -> None:
+    """Refuse a setting of another type than its default, or a number that is out of bounds."""
+    if isinstance(default, bool):
         expected, is_sound = "True or False", isinstance(value, bool)
     else:
-        least, most = _BOUNDS.get(key, (0, _MOST))
-        expected = f"a whole number from {least} to {most}"
-        is_sound = type(value) is int and least <= value <= most
+        minimum, maximum = _BOUNDS.get(key, (0, _MAX_INT))
+        expected = f"a whole number from {minimum} to {maximum}"
+        is_sound = type(value) is int and minimum <= value <= maximum
     if not is_sound:
         raise BrokerError(
             ResponseCode.SYSTEM_ERROR, f"{_NAMES.get(key, key)}: expected {expected}, found {value!r:.80}"
@@ -107,15 +107,15 @@ class Groups:
         self._now_ms = now_ms
         for name in _BROKERS_OWN:
             table.rows.setdefault(name, group_row(name))
-        self.known: dict[str, Group] = {name: self._group(name) for name in table.rows}
+        self.by_name: dict[str, Group] = {name: self._group(name) for name in table.rows}
         """By name."""
 
     def replace(self, rows: Mapping[str, Any]) -> None:
-        """Take the groups of a master in place of all."""
+        """Replace all groups by a master's."""
         if self._table.replace(rows):
-            self.known.update({name: self._group(name) for name in rows})
-            for name in self.known.keys() - rows.keys():
-                del self.known[name]
+            self.by_name.update({name: self._group(name) for name in rows})
+            for name in self.by_name.keys() - rows.keys():
+                del self.by_name[name]
             self._save(self._table, self._now_ms())
 
     def _group(self, name: str) -> Group:
@@ -131,13 +131,13 @@ class Groups:
 
     def of_users(self) -> list[str]:
         """Return the names of all groups but the broker's own."""
-        return [name for name in self.known if name not in _BROKERS_OWN]
+        return [name for name in self.by_name if name not in _BROKERS_OWN]
 
     def get(self, name: str) -> Group:
         """Return the group, made on demand; `BrokerError` if that is switched off."""
-        found = self.known.get(name)
-        if found is not None:
-            return found
+        group = self.by_name.get(name)
+        if group is not None:
+            return group
         if not self._auto_create:
             raise BrokerError(
                 ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
@@ -152,20 +152,20 @@ class Groups:
         Settings that no row of 4.9 has are ignored, as there, and so is a name: ``name`` is the group's.
         """
         validate_group(name)
-        usual = {**group_row(name), _ORDERED: False}
-        changes = {key: value for key, value in settings.items() if key in usual and key != "groupName"}
+        defaults = {**group_row(name), _ORDERED: False}
+        changes = {key: value for key, value in settings.items() if key in defaults and key != "groupName"}
         for key, value in changes.items():
-            _check(key, value, usual[key])
+            _check(key, value, defaults[key])
         self._table.set(name, {**(self._table.rows.get(name) or group_row(name)), **changes})
         self._save(self._table, self._now_ms())
-        found = self.known[name] = self._group(name)
-        return found
+        group = self.by_name[name] = self._group(name)
+        return group
 
     def delete(self, name: str) -> None:
         """Delete a group; `BrokerError` if it does not exist or is the broker's own."""
         if name in _BROKERS_OWN:
             raise BrokerError(ResponseCode.NO_PERMISSION, f"group {name!r} is the broker's own: it can't be deleted")
-        if self.known.pop(name, None) is None:
+        if self.by_name.pop(name, None) is None:
             raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"consumer group {name!r} does not exist")
         self._table.remove(name)
         self._save(self._table, self._now_ms())

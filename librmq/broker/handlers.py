@@ -173,7 +173,7 @@ class Handlers:
         return handle
 
     def _durable(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:
-        """Do as `_locked`; the handler's changes of tables are durable when it returns."""
+        """Wrap a handler like `_locked`; its changes of tables are durable when it returns."""
         handle = self._locked(handler)
 
         def handle_and_write(request: Q) -> A:

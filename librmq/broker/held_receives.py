@@ -52,14 +52,14 @@ class HeldReceives:
             self._pulls.add(queue, holder, takes, lambda: self._wake(held))
 
     def remove(self, notify: Callable[[], None]) -> None:
-        """Forget a receive, if it is held."""
+        """Remove a receive, if it is held."""
         held = self._by_notify.pop(notify, None)
         if held is not None:
             for queue in held.queues:
-                self._pulls.asked_again(queue, held.holder, held.selection)
+                self._pulls.end_hold(queue, held.holder, held.selection)
 
     def wake(self, group: str, topic: str) -> None:
-        """Have a group's receives from the queues of a topic ask again."""
+        """Notify a group's held receives from a topic, so that they ask again."""
         for held in list(self._by_notify.values()):
             if held.request.group == group and any(queue[0] == topic for queue in held.queues):
                 self._wake(held)

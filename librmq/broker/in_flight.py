@@ -40,18 +40,21 @@ def is_receive_retry(group: str, topic: str) -> bool:
 
 
 class RetryOwners:
-    """Which group has each retry topic: that of group ``a`` and topic ``b_c`` is also that of ``a_b`` and ``c``."""
+    """The group that owns each retry topic.
+
+    Two pairs can share a name: group ``a`` with topic ``b_c``, and group ``a_b`` with topic ``c``.
+    """
 
     def __init__(self, groups: Callable[[str], Iterable[str]]) -> None:
-        """``groups(topic)`` are those with progress in a topic."""
+        """``groups(topic)`` returns the groups with progress in a topic."""
         self._groups = groups
         self._owners: dict[str, str] = {}
 
     def check(self, group: str, topic: str) -> None:
-        """Refuse a group whose retries of a topic are another group's: each would get messages of the other.
+        """Refuse a group whose retry topic belongs to another group: each would get the other's messages.
 
         Raises:
-            BrokerError: They are.
+            BrokerError: Another group owns the retry topic.
         """
         retries = receive_retry_topic(group, topic)
         owner = self._owners.get(retries)
@@ -61,8 +64,8 @@ class RetryOwners:
         if owner != group:
             raise BrokerError(
                 ResponseCode.NO_PERMISSION,
-                f"group {group!r} can't receive from topic {topic!r}: its retry topic {retries!r} is that of group "
-                f"{owner!r} already, and each would get the other's messages; give one of the groups another name",
+                f"group {group!r} can't receive from topic {topic!r}: its retry topic {retries!r} belongs to group "
+                f"{owner!r}, and each would get the other's messages; give one of the groups another name",
             )
 
 
@@ -108,7 +111,7 @@ class Flight:
     ) -> None:
         self.physical_offset = physical_offset
         self.received_ms = received_ms
-        """Note a delivery; `invisible_ms` is that of its receipt."""
+        """Time of the delivery, which its receipt names like `invisible_ms`."""
         self.invisible_ms = invisible_ms
         self.attempt = attempt
         """1 for the first delivery."""
@@ -198,17 +201,17 @@ class QueueFlights:
                 was reset, so everything from there on is visible.
             end: The queue's end; a crash of the machine can have lost messages.
         """
-        made = cls(progress)
+        queue = cls(progress)
         saved = _saved_flights(row)
         if saved is None or row["committed"] > progress:
-            return made
-        made.next_offset = min(max(row["next"], progress), max(end, progress))
+            return queue
+        queue.next_offset = min(max(row["next"], progress), max(end, progress))
         for offset, physical, received, invisible, attempt, visible in saved:
-            if progress <= offset < made.next_offset:
-                made.flights[offset] = Flight(physical, received, invisible, attempt, visible)
-        made.acknowledged = {offset for (offset,) in _numbers(row.get("acknowledged"), 1) or () if offset >= progress}
-        made.counts = {offset: count for offset, count in _numbers(row.get("counts"), 2) or () if offset >= progress}
-        return made
+            if progress <= offset < queue.next_offset:
+                queue.flights[offset] = Flight(physical, received, invisible, attempt, visible)
+        queue.acknowledged = {offset for (offset,) in _numbers(row.get("acknowledged"), 1) or () if offset >= progress}
+        queue.counts = {offset: count for offset, count in _numbers(row.get("counts"), 2) or () if offset >= progress}
+        return queue
 
 
 def _saved_flights(row: Any) -> list[list[int]] | None:  # noqa: ANN401 (it comes from a file)

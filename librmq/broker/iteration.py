@@ -33,7 +33,7 @@ def consume_topic(
     consumer = make(route, group, poll_timeout=timeout)
     consumer.subscribe(topic, tags=tags, sql=sql)
 
-    def handed_out() -> Iterator[StoredMessage]:
+    def messages() -> Iterator[StoredMessage]:
         with consumer:  # leaving the loop early ends this block by an exception
             yield from consumer
             if not route.broker_names():
@@ -41,4 +41,4 @@ def consume_topic(
                     f"topic {topic!r}, group {group!r}: the broker was closed during the iteration"
                 )
 
-    return handed_out()
+    return messages()

@@ -30,10 +30,10 @@ class QueueLocks:
 
     def lock(self, group: str, client_id: str, queues: Iterable[MessageQueue], now_ms: int) -> frozenset[MessageQueue]:
         """Lock queues or renew their locks, and return the queues that the client holds then."""
-        got = frozenset(queue for queue in queues if self.holder(group, queue, now_ms) in (None, client_id))
-        for queue in got:
+        locked = frozenset(queue for queue in queues if self.holder(group, queue, now_ms) in (None, client_id))
+        for queue in locked:
             self._held[group, queue] = client_id, now_ms
-        return got
+        return locked
 
     def unlock(self, group: str, client_id: str, queues: Iterable[MessageQueue]) -> None:
         """Release the client's locks."""

@@ -30,7 +30,7 @@ class _HeldPull:
 
 
 class HeldPulls:
-    """The held pulls of one broker. Called under the runner's lock; `by_queue` is looked into without."""
+    """The held pulls of one broker. Called under the runner's lock; `by_queue` is read without it."""
 
     def __init__(self, sweep_ms: int, now_ms: Callable[[], int], wake: Callable[[int], None]) -> None:
         """``wake(at_ms)`` makes the runner call `run_due` by then."""
@@ -42,7 +42,7 @@ class HeldPulls:
         self._count = itertools.count()
         self.by_queue: dict[_QueueName, dict[_Holder, _HeldPull]] = {}
         """Only queues with holds are in it."""
-        # By whom holds were ended, until the client asks again.
+        # The message that ended each hold, until the client asks again.
         self._ended_by: dict[tuple[_QueueName, _Holder], tuple[Selection, AppendResult]] = {}
 
     def add(
@@ -64,21 +64,21 @@ class HeldPulls:
         if held is not None and held.pop(holder, None) is not None and not held:
             del self.by_queue[queue]
 
-    def asked_again(self, queue: _QueueName, holder: _Holder, selection: Selection) -> AppendResult | None:
+    def end_hold(self, queue: _QueueName, holder: _Holder, selection: Selection) -> AppendResult | None:
         """Remove a held pull; return the matching message that ended the hold, or None."""
-        found = self._ended_by.pop((queue, holder), None)
-        if found is None:
+        ending = self._ended_by.pop((queue, holder), None)
+        if ending is None:
             self.remove(queue, holder)
             return None
-        return found[1] if found[0] is selection else None
+        return ending[1] if ending[0] is selection else None
 
-    def forget(self, client_id: str, group: str | None = None) -> None:
+    def remove_client(self, client_id: str, group: str | None = None) -> None:
         """Remove the held pulls of a client in a group that it leaves or, with None, in all groups of a lost client.
 
         A lost client's pulls are answered: if it is alive, it pulls again and learns that the broker has removed it.
         """
         for queue, held in list(self.by_queue.items()):
-            for holder in [one for one in held if one[0] == client_id and group in (None, one[1])]:
+            for holder in [key for key in held if key[0] == client_id and group in (None, key[1])]:
                 hold = held[holder]
                 self.remove(queue, holder)
                 if group is None:

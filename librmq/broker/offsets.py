@@ -36,18 +36,18 @@ class GroupOffsets:
         self._changed = changed
         self.has_changed = False
         """Whether there are unsaved changes."""
-        self.put_back = set[tuple[str, str]]()
+        self.moved_back = set[tuple[str, str]]()
         """Groups and topics in which progress went back, as after a reset."""
-        self._of: dict[tuple[str, str], dict[int, int]] = {}  # rows of the table in use
+        self._rows: dict[tuple[str, str], dict[int, int]] = {}  # rows of the table in use
 
     def of_topic(self, group: str, topic: str) -> Mapping[int, int]:
         """Return a group's queue offsets in a topic, by queue id; empty without any."""
-        return self._of.get((group, topic)) or self._table.rows.get(f"{topic}@{group}", {})
+        return self._rows.get((group, topic)) or self._table.rows.get(f"{topic}@{group}", {})
 
     def groups(self, topic: str) -> list[str]:
         """Return the groups that have progress in a topic."""
         rows = (name.rpartition("@") for name in list(self._table.rows))
-        return [group for of, _, group in rows if of == topic]
+        return [group for row_topic, _, group in rows if row_topic == topic]
 
     def get(self, group: str, topic: str, queue_id: int) -> int | None:
         """Return a group's queue offset, None if never stored."""
@@ -55,9 +55,9 @@ class GroupOffsets:
 
     def set(self, group: str, topic: str, queue_id: int, queue_offset: int) -> None:
         """Store a group's queue offset; a lower one is allowed, and logged."""
-        row = self._of.get((group, topic))
+        row = self._rows.get((group, topic))
         if row is None:
-            row = self._of[group, topic] = self._table.rows.setdefault(f"{topic}@{group}", {})
+            row = self._rows[group, topic] = self._table.rows.setdefault(f"{topic}@{group}", {})
         old = row.get(queue_id, -1)
         if old == queue_offset:
             return
@@ -68,7 +68,7 @@ class GroupOffsets:
                 f"found {queue_id} and {queue_offset}",
             )
         if queue_offset < old:
-            self.put_back.add((group, topic))
+            self.moved_back.add((group, topic))
             _log.info(
                 "group %(group)s: progress in %(topic)s/%(queue_id)d goes back from %(old)d to %(queue_offset)d",
                 group=group,
@@ -87,13 +87,13 @@ class GroupOffsets:
         for name, row in rows.items():
             if self._table.rows.get(name) != row:
                 topic, _, group = name.rpartition("@")
-                self._of.pop((group, topic), None)
+                self._rows.pop((group, topic), None)
                 self._table.rows[name] = dict(row)
                 if not self.has_changed:
                     self._changed()
                     self.has_changed = True
 
-    def forget(self, topic: str, queue_id: int) -> None:
+    def delete_queue(self, topic: str, queue_id: int) -> None:
         """Delete the groups' progress in a deleted queue."""
         for group in self.groups(topic):
             row = self._table.rows[f"{topic}@{group}"]
@@ -102,19 +102,19 @@ class GroupOffsets:
                 self.has_changed = True
             if not row:
                 self._table.remove(f"{topic}@{group}")
-                self._of.pop((group, topic), None)
+                self._rows.pop((group, topic), None)
 
-    def forget_group(self, group: str) -> None:
+    def delete_group(self, group: str) -> None:
         """Delete a group's progress in all topics."""
         for name in [name for name in self._table.rows if name.rpartition("@")[2] == group]:
             self._table.remove(name)
-            self._of.pop((group, name.rpartition("@")[0]), None)
+            self._rows.pop((group, name.rpartition("@")[0]), None)
             if not self.has_changed:
                 self._changed()
                 self.has_changed = True
 
-    def hold_back(self, end_of: Callable[[str, int], int]) -> None:
-        """Set progress beyond its queue's end back to that end.
+    def clamp(self, end_of: Callable[[str, int], int]) -> None:
+        """Limit all progress to the ends of the queues.
 
         A crash of the machine can lose consumed messages. The next messages get their queue offsets, and must not be
         skipped. Another process can have recovered the store, so this does not depend on the abort marker.

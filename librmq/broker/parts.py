@@ -86,14 +86,14 @@ class BrokerParts:
                 self._runner.wake(self._housekeeping, at)
 
     def stop(self) -> None:
-        """Forget held pulls and hide the gauges. Under the runner's lock."""
+        """Drop held pulls and hide the gauges. Under the runner's lock."""
         self.context.held_pulls.by_queue.clear()
         if self._metrics is not None:
             for name in ("held_pulls", "log_bytes", "disk_used", "replicas"):
                 self._metrics.gauge(name, None)
 
     def save(self) -> None:
-        """Save all progress, each part whatever happens to the others."""
+        """Save all progress, of each part even if another part fails."""
         now_ms = self._runner.now_ms()
         with self._runner.lock, ExitStack() as saves:
             saves.callback(self.context.saving.save_all, now_ms, self._life.why_dead)

@@ -47,12 +47,12 @@ class TableWriter:
         self._flush = flush
         self._wake = wake
         self._waits = aside is None
-        self._rests_on_log: set[ConfigTable] = set()
+        self._after_flush: set[ConfigTable] = set()
         self._latest: dict[ConfigTable, bytes] = {}
         self._written: dict[ConfigTable, bytes] = {}
-        self._one_at_a_time = Lock()
+        self._write_lock = Lock()
         self._watchers: list[Callable[[], None]] = []
-        self._why_over: str | None = None
+        self._end_reason: str | None = None
         self.run_due = FlushAside(
             "topics, groups, progress and filters",
             flush=lambda pending: self.write(),
@@ -63,19 +63,19 @@ class TableWriter:
             aside=aside,
         ).run_due
 
-    def save(self, table: ConfigTable, now_ms: int, *, rests_on_log: bool = False) -> None:
+    def save(self, table: ConfigTable, now_ms: int, *, after_flush: bool = False) -> None:
         """Write the present content of a table. Under the runner's lock.
 
-        It is durable when a later `write` returns. With ``rests_on_log`` the store is flushed first: progress that
+        It is durable when a later `write` returns. With ``after_flush`` the store is flushed first: progress that
         passes a message must not reach the device before the retry copy of that message.
 
         Raises:
             StoreClosedError: After the end, when another process can own the files.
         """
-        self._check_goes_on()
+        self._check_not_ended()
         self.changed()
-        if rests_on_log:
-            self._rests_on_log.add(table)
+        if after_flush:
+            self._after_flush.add(table)
         if self._waits:
             self._write(table, None, now_ms)
         else:
@@ -87,7 +87,7 @@ class TableWriter:
         self._watchers.append(changed)
 
     def changed(self) -> None:
-        """Tell the watchers that a table has changed. Under the runner's lock."""
+        """Notify the watchers that a table has changed. Under the runner's lock."""
         if self._watchers:
             watchers, self._watchers = self._watchers, []
             for changed in watchers:
@@ -100,18 +100,18 @@ class TableWriter:
             StoreIOError: The disk refuses a write, which is kept for the next call.
             StoreClosedError: The writes were ended.
         """
-        self._check_goes_on()  # in a forked child no thread would release the lock
-        with self._one_at_a_time:
-            self._check_goes_on()
+        self._check_not_ended()  # in a forked child no thread would release the lock
+        with self._write_lock:
+            self._check_not_ended()
             while pending := self._pending():
                 table, data = pending[0]
                 self._write(table, data)
                 self._written[table] = data
-                self._check_goes_on()
+                self._check_not_ended()
 
     def _write(self, table: ConfigTable, data: bytes | None, now_ms: int = 0) -> None:
         """Write a snapshot of a table or, with None, its present content, after the flush that it depends on."""
-        if table in self._rests_on_log:
+        if table in self._after_flush:
             self._flush()
         if data is None:
             table.persist(now_ms)
@@ -124,17 +124,17 @@ class TableWriter:
 
     def refuse(self, why: str) -> None:
         """Begin no further write; later callers get ``why``."""
-        self._why_over = why
+        self._end_reason = why
 
     def end(self, why: str) -> None:
         """`refuse`; returns when nothing is being written."""
         self.refuse(why)
-        with self._one_at_a_time:
+        with self._write_lock:
             self._latest.clear()
 
-    def _check_goes_on(self) -> None:
-        if self._why_over is not None:
-            raise StoreClosedError(self._why_over)
+    def _check_not_ended(self) -> None:
+        if self._end_reason is not None:
+            raise StoreClosedError(self._end_reason)
 
 
 class Persistence:
@@ -152,15 +152,15 @@ class Persistence:
     ) -> None:
         """``wake(at_ms)`` makes the runner call `run_due` by then."""
         self._flush = flush
-        self.offsets = GroupOffsets(tables.offsets, partial(writing.save, rests_on_log=True), self._offsets_changed)
+        self.offsets = GroupOffsets(tables.offsets, partial(writing.save, after_flush=True), self._offsets_changed)
         self._tables = tables
         self._writing = writing
         self._registrations = registrations
         self._wake = wake
-        self._are_filters_other = False  # the filters have unsaved changes
+        self._has_filter_changes = False  # the filters have unsaved changes
         self._offsets_saver = FlushAside(
             "the progress of consumers",
-            flush=_rests_on_nothing,  # by itself: `TableWriter` flushes the store before this table
+            flush=_flush_nothing,  # by itself: `TableWriter` flushes the store before this table
             reached=lambda: self.offsets.has_changed or None,
             note=lambda reached: self.offsets.save(now_ms()),
             now_ms=now_ms,
@@ -168,8 +168,8 @@ class Persistence:
         )
         self._filters_saver = FlushAside(
             "the filters of consumers",
-            flush=_rests_on_nothing,
-            reached=lambda: self._are_filters_other or None,
+            flush=_flush_nothing,
+            reached=lambda: self._has_filter_changes or None,
             note=lambda reached: self._save_filters(now_ms()),
             now_ms=now_ms,
             save_every_s=_FILTERS_S,
@@ -181,9 +181,9 @@ class Persistence:
 
     def filters_changed(self) -> None:
         """Note that the filters may differ from the saved ones."""
-        if not self._are_filters_other and (self._tables.filters or any(True for _ in self._registrations)):
+        if not self._has_filter_changes and (self._tables.filters or any(True for _ in self._registrations)):
             self._wake_for(self._filters_saver)
-            self._are_filters_other = True
+            self._has_filter_changes = True
 
     def _wake_for(self, saver: FlushAside[bool]) -> None:
         due = saver.changed()
@@ -206,10 +206,10 @@ class Persistence:
     def _save_filters(self, now_ms: int) -> None:
         self._tables.set_filters(self._registrations.to_document(now_ms)["filterDataByTopic"])
         self._writing.save(self._tables.filter_table, now_ms)
-        self._are_filters_other = False
+        self._has_filter_changes = False
 
 
-def _rests_on_nothing(reached: bool) -> None:
+def _flush_nothing(reached: bool) -> None:
     """Flush nothing."""
 
 

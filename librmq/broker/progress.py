@@ -67,15 +67,15 @@ class Progress:
 
     def groups(self, request: TopicGroups) -> Mapping[str, ConsumerData | None]:
         """Return the groups of a topic."""
-        found: dict[str, ConsumerData | None] = dict.fromkeys(self._offsets.groups(request.topic))
+        groups: dict[str, ConsumerData | None] = dict.fromkeys(self._offsets.groups(request.topic))
         for group in self._registry.consumers.values():
             if request.topic in group.subscriptions:
-                found[group.name] = ConsumerData(
+                groups[group.name] = ConsumerData(
                     group.name, group.kind, group.model, group.consume_from, dict(group.subscriptions)
                 )
-            elif group.name in found:
-                found[group.name] = ConsumerData(group.name, group.kind, group.model, group.consume_from, {})
-        return found
+            elif group.name in groups:
+                groups[group.name] = ConsumerData(group.name, group.kind, group.model, group.consume_from, {})
+        return groups
 
     def end(self, request: MaxOffset) -> int:
         """Return the queue offset after the last message of a queue."""
@@ -120,22 +120,22 @@ class Progress:
             ConfigError: ``to`` is none of these.
             BrokerError: The group, the topic or the queue does not exist.
         """
-        found = self._topics.known.get(topic)
-        if found is None:
+        topic_config = self._topics.by_name.get(topic)
+        if topic_config is None:
             near = suggest(str(topic), self._topics.of_users())
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {topic!r} does not exist; {near}")
-        if group not in self._groups.known and group not in self._offsets.groups(topic):
+        if group not in self._groups.by_name and group not in self._offsets.groups(topic):
             near = suggest(str(group), self._groups.of_users())
             raise BrokerError(
                 ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
                 f"group {group!r} does not exist; {near} (set_group creates a group)",
             )
-        if queue_id is not None and not 0 <= queue_id < found.queues:
+        if queue_id is not None and not 0 <= queue_id < topic_config.queues:
             raise BrokerError(
-                ResponseCode.SYSTEM_ERROR, f"topic {topic!r} has {found.queues} queues, but no queue {queue_id}"
+                ResponseCode.SYSTEM_ERROR, f"topic {topic!r} has {topic_config.queues} queues, but no queue {queue_id}"
             )
-        queues = range(found.queues) if queue_id is None else (queue_id,)
-        offsets = {each: self._offset_of(topic, each, to) for each in queues}
+        queues = range(topic_config.queues) if queue_id is None else (queue_id,)
+        offsets = {number: self._offset_of(topic, number, to) for number in queues}
         self._reset_to(group, topic, offsets)
         return offsets
 
@@ -154,41 +154,41 @@ class Progress:
     def _offset_from(self, topic: str, queue_id: int, timestamp_ms: int) -> int:
         """Return the queue offset of the first message stored at or after a time; the end if there is none."""
         begin, end = self._store.queue_range(topic, queue_id)
-        found = max(self._store.queue_offset_at(topic, queue_id, timestamp_ms), begin)
-        message = next(self._store.messages(topic, queue_id, found, min(found + 1, end)), None) if end > found else None
-        return found if message is None or message.store_timestamp_ms >= timestamp_ms else found + 1
+        first = max(self._store.queue_offset_at(topic, queue_id, timestamp_ms), begin)
+        message = next(self._store.messages(topic, queue_id, first, min(first + 1, end)), None) if end > first else None
+        return first if message is None or message.store_timestamp_ms >= timestamp_ms else first + 1
 
     def behind(self) -> list[str]:
         """Return a text for each queue with messages that a running group has not consumed.
 
         The instances report their progress; messages that still wait, including retries, do not count.
         """
-        found = []
+        lags = []
         for group in list(self._registry.consumers.values()):
             if group.model is MessageModel.BROADCASTING:
                 continue
             for name in group.subscriptions:
-                topic = self._topics.known.get(name)
+                topic = self._topics.by_name.get(name)
                 reached: dict[int, int] = {}
                 for client in list(group.clients.values()):
                     try:
-                        told = client.call(ConsumerOffsets(group.name, name, with_passed=True))
+                        offsets = client.call(ConsumerOffsets(group.name, name, with_passed=True))
                     except RmqError:  # the instance is leaving, so its stored progress counts
                         continue
-                    for queue, queue_offset in told.items():
+                    for queue, queue_offset in offsets.items():
                         if queue.broker_name == self._broker_name:
                             reached[queue.queue_id] = max(queue_offset, reached.get(queue.queue_id, 0))
                 for queue_id in range(0 if topic is None else topic.read_queues):
                     begin, end = self._store.queue_range(name, queue_id)
                     at = reached.get(queue_id, self._offsets.get(group.name, name, queue_id) or 0)
                     if max(at, begin) < end:
-                        found.append(f"group {group.name}: {end - max(at, begin)} messages of {name}/{queue_id}")
-        return found
+                        lags.append(f"group {group.name}: {end - max(at, begin)} messages of {name}/{queue_id}")
+        return lags
 
     def reset(self, request: ResetGroup) -> Mapping[MessageQueue, int]:
         """Send new offsets to a group's running instances, which continue there and save them."""
         group, name = request.group, request.topic
-        topic = self._topics.known.get(name)
+        topic = self._topics.by_name.get(name)
         if topic is None:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"topic {name!r} does not exist")
         offsets = {}
@@ -199,11 +199,11 @@ class Progress:
                     ResponseCode.SYSTEM_ERROR, f"group {group!r} has no progress in queue {queue_id} of {name!r}"
                 )
             if request.timestamp_ms == -1:
-                found = self.end(MaxOffset(name, queue_id))
+                target = self.end(MaxOffset(name, queue_id))
             else:
-                found = self._store.queue_offset_at(name, queue_id, request.timestamp_ms)
+                target = self._store.queue_offset_at(name, queue_id, request.timestamp_ms)
             queue = MessageQueue(name, self._broker_name, queue_id)
-            offsets[queue] = found if request.force or found < stored else stored
+            offsets[queue] = target if request.force or target < stored else stored
         members = self._registry.consumers.get(group)
         if members is None:
             raise BrokerError(

@@ -68,9 +68,9 @@ class PullHandler:
             if request.commit_offset is not None and not self._is_replica:
                 self._offsets.set(request.group, topic, queue_id, request.commit_offset)
             if notify is not None:
-                arrived = held_pulls.asked_again(name, holder, selection)
+                arrived = held_pulls.end_hold(name, holder, selection)
                 if arrived is not None and request.stay and arrived.queue_offset == queue_offset:
-                    response = self._give_last(request, arrived, selection, notify)
+                    response = self._answer_from_log(request, arrived, selection, notify)
                     if response is not None:
                         return response
                 elif store.queue_range(topic, queue_id)[1] == queue_offset:
@@ -91,7 +91,7 @@ class PullHandler:
                 if not is_held:
                     held_pulls.remove(name, holder)
         if status is PullStatus.OFFSET_ILLEGAL:
-            self._tell_moved(request, result.next_offset)
+            self._store_moved_event(request, result.next_offset)
         if result.messages:
             self._count(request, len(result.messages), result.total_size)
         has_others = self._is_replica or self._replication.has_followers
@@ -113,7 +113,7 @@ class PullHandler:
             status = PullStatus.HELD
         return PullResponse(status, request.queue_offset, result.min_offset, result.max_offset, (), is_held)
 
-    def _give_last(
+    def _answer_from_log(
         self, request: PullMessage, arrived: AppendResult, selection: Selection, notify: Callable[[], None]
     ) -> PullResponse | None:
         """Return the message that ended a hold from the log, before its entry is written, and hold the pull again.
@@ -144,10 +144,10 @@ class PullHandler:
                 ResponseCode.SYSTEM_ERROR, f"max_messages: expected 0 or more, found {request.max_messages}"
             )
         name = request.topic
-        group = self._groups.known.get(request.group) or self._groups.get(request.group)
+        group = self._groups.by_name.get(request.group) or self._groups.get(request.group)
         if not group.consumes:
             raise consumption_is_off(group.name)
-        topic = self._topics.known.get(name)
+        topic = self._topics.by_name.get(name)
         if topic is None:
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
         if not topic.permission & PERM_READ:
@@ -182,9 +182,9 @@ class PullHandler:
                 f"group {group.name!r}, topic {name!r}: the last heartbeat has version {subscription.version} of the "
                 f"subscription, and the pull has {request.subscription_version}: send a heartbeat first",
             )
-        found = self._selected.get((group.name, name))
-        if found is not None and found[0] is subscription:
-            return found[1]
+        cached = self._selected.get((group.name, name))
+        if cached is not None and cached[0] is subscription:
+            return cached[1]
         return self._selection_of(group.name, subscription)
 
     def _selection_of(self, group: str, subscription: Subscription) -> Selection:
@@ -199,15 +199,15 @@ class PullHandler:
                     ResponseCode.FILTER_DATA_NOT_EXIST,
                     f"group {group!r} has no filter on topic {topic!r}: its expression did not compile",
                 )
-        made_of: object = registration or subscription
-        found = self._selected.get((group, topic))
-        if found is None or found[0] is not made_of:
+        source: object = registration or subscription
+        cached = self._selected.get((group, topic))
+        if cached is None or cached[0] is not source:
             if registration is None:
                 selection = parse_selection(subscription)
             else:
                 selection = registered_selection(self._registrations, registration)
-            found = self._selected[group, topic] = made_of, selection
-        return found[1]
+            cached = self._selected[group, topic] = source, selection
+        return cached[1]
 
     def check_subscription(self, request: CheckSubscription) -> None:
         """Refuse a subscription that can't be pulled."""
@@ -222,7 +222,7 @@ class PullHandler:
                 "open the broker with StoreConfig(enable_property_filter=True)",
             )
 
-    def _tell_moved(self, request: PullMessage, next_offset: int) -> None:
+    def _store_moved_event(self, request: PullMessage, next_offset: int) -> None:
         """Store an event, as 4.9 does, when a consumer asks for a missing offset."""
         event = {
             "consumerGroup": request.group,

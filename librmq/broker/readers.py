@@ -36,7 +36,7 @@ class StoreReaders:
         timers: Timers | None,
     ) -> None:
         self._store = context.store
-        self._topics = context.topics.known
+        self._topics = context.topics.by_name
         self._offsets = context.offsets
         self._registry = context.registry
         self._metrics = context.metrics
@@ -63,16 +63,16 @@ class StoreReaders:
 
     def _progress_in(self, topic: str) -> dict[str, Mapping[int, int]]:
         """Return the progress of each group that consumes a topic."""
-        found: dict[str, Mapping[int, int]] = {}
+        progress: dict[str, Mapping[int, int]] = {}
         if topic.startswith(RETRY_PREFIX):
-            found[topic.removeprefix(RETRY_PREFIX)] = {}
+            progress[topic.removeprefix(RETRY_PREFIX)] = {}
         for group in list(self._registry.consumers.values()):
             is_counted = group.model is MessageModel.CLUSTERING and group.consume_from is ConsumeFrom.FIRST
             if is_counted and topic in group.subscriptions:
-                found[group.name] = {}
+                progress[group.name] = {}
         for name in self._offsets.groups(topic):
-            found[name] = dict(self._offsets.of_topic(name, topic))
-        return found
+            progress[name] = dict(self._offsets.of_topic(name, topic))
+        return progress
 
     def lost(self, unread: UnreadInFile) -> None:
         """Count messages that were deleted before they were consumed."""

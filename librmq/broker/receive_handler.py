@@ -1,4 +1,4 @@
-"""Receives that hide each message for its own time: POP, in a store that stays one of 4.9.
+"""Receives, which 5.x calls POP: a received message is invisible for a time. The store stays readable by 4.9.
 
 Mirrors ``PopMessageProcessor``, ``AckMessageProcessor``, ``ChangeInvisibleTimeProcessor`` and ``PopReviveService`` of
 5.x, without their records in the log::
@@ -92,7 +92,7 @@ class ReceiveHandler:
         self._store_host = parse_host(context.store.config.store_host)
         self._queues: dict[QueueKey, QueueFlights] = {}
         self._due: list[tuple[int, int, QueueKey, int]] = []
-        self._most_due = _FEW_DUE
+        self._max_due = _FEW_DUE
         self._numbers = itertools.count()
         self._held = HeldReceives(context.held_pulls)
         self._retry_owners = RetryOwners(context.offsets.groups)
@@ -117,22 +117,23 @@ class ReceiveHandler:
     def receive(self, request: Receive) -> ReceiveResponse:
         """Return messages, or hold the request."""
         group, queues, selection = self._check(request)
-        self._note_clock(self._runner.now_ms())
+        self._follow_clock(self._runner.now_ms())
         notify = request.notify
-        found, has_more = self._look(request, group, queues, selection)
-        if found or notify is None:
-            return ReceiveResponse(tuple(found))
+        received, has_more = self._read_queues(request, group, queues, selection)
+        if received or notify is None:
+            return ReceiveResponse(tuple(received))
         if not has_more:
             self._held.add(request, queues, selection, notify)
-            found, has_more = self._look(request, group, queues, selection)  # a writer looks for holds after its append
-            if found or has_more:
+            # Read once more, because a writer looks for held receives after its append.
+            received, has_more = self._read_queues(request, group, queues, selection)
+            if received or has_more:
                 self._held.remove(notify)
-        if has_more and not found:
+        if has_more and not received:
             notify()  # no new message has to come: the next receive reads on
-        return ReceiveResponse(tuple(found), is_held=not found)
+        return ReceiveResponse(tuple(received), is_held=not received)
 
     def cancel(self, request: CancelReceive) -> None:
-        """Forget a held receive."""
+        """Remove a held receive."""
         self._held.remove(request.notify)
 
     def acknowledge(self, request: Acknowledge) -> tuple[bool, ...]:
@@ -170,7 +171,7 @@ class ReceiveHandler:
     def forward(self, request: ForwardToDeadLetters) -> None:
         """Make a message a dead letter."""
         key, receipt, flight = self._in_flight(request.group, request.topic, request.receipt)
-        self._bury(request.group, flight.physical_offset, request.cause)
+        self._make_dead_letter(request.group, flight.physical_offset, request.cause)
         self._finish(key, receipt.queue_offset)
 
     # ---- checks
@@ -193,7 +194,7 @@ class ReceiveHandler:
         group = self._groups.get(request.group)
         if not group.consumes:
             raise consumption_is_off(group.name)
-        topic = self._topics.known.get(name)
+        topic = self._topics.by_name.get(name)
         if topic is None:
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
         if not topic.permission & PERM_READ or not topic.read_queues:
@@ -206,10 +207,10 @@ class ReceiveHandler:
         if not group.is_ordered:
             self._retry_owners.check(group.name, name)
         self._warn_of_pulls(group.name, name)
-        return group, self._in_turn(group, name, topic.read_queues), selection
+        return group, self._queues_in_turn(group, name, topic.read_queues), selection
 
     def _warn_of_pulls(self, group: str, topic: str) -> None:
-        """Log once that a group both pulls and receives: each moves the progress past what the other has."""
+        """Log once that a group both pulls and receives: each way moves progress past the other's messages."""
         members = self._registry.consumers.get(group)
         if members is None or members.kind == "simple" or topic not in members.subscriptions or group in self._mixed:
             return
@@ -224,8 +225,8 @@ class ReceiveHandler:
             kind=members.kind,
         )
 
-    def _in_turn(self, group: Group, topic: str, queues: int) -> list[tuple[str, int]]:
-        """Return the queues of a receive: another first one each time, retries first at every fifth, else last."""
+    def _queues_in_turn(self, group: Group, topic: str, queues: int) -> list[tuple[str, int]]:
+        """Return a receive's queues, from the next one in turn; retries come last, and first in every fifth receive."""
         turn = self._turns.get((group.name, topic), 0)
         self._turns[group.name, topic] = turn + 1
         names = [(topic, (turn + number) % queues) for number in range(queues)]
@@ -234,49 +235,51 @@ class ReceiveHandler:
             names.insert(0 if turn % _RETRIES_FIRST_EVERY == _RETRIES_FIRST_EVERY - 1 else queues, retries)
         return names
 
-    # ---- handing out
+    # ---- reads
 
-    def _look(
+    def _read_queues(
         self, request: Receive, group: Group, queues: list[tuple[str, int]], selection: Selection
     ) -> tuple[list[Received], bool]:
-        """Take messages from the queues in turn, up to the requested number; return whether a queue has unread ones."""
-        found: list[Received] = []
+        """Take messages from the queues in turn, up to the requested number; return also whether a queue has more."""
+        received: list[Received] = []
         has_more = False
         for topic, queue_id in queues:
-            room = request.max_messages - len(found)
+            room = request.max_messages - len(received)
             if room <= 0:
                 break
-            takes = ALL if topic != request.topic else selection  # a redelivered message has matched before
+            queue_selection = ALL if topic != request.topic else selection  # a redelivered message has matched before
             if (topic, queue_id) not in self._store.queues:
                 continue
             try:
-                taken, has_unread = self._take(request, group, (group.name, topic, queue_id), room, takes)
+                messages, has_unread = self._read_queue(
+                    request, group, (group.name, topic, queue_id), room, queue_selection
+                )
             except RmqError:
-                if not found:
+                if not received:
                     raise
-                break  # those found are in flight already, and the next receive meets the error
-            found += taken
+                break  # the received messages are in flight already, and the next receive meets the error
+            received += messages
             has_more |= has_unread
-        if found and self._metrics is not None:
-            size = sum(one.message.size for one in found)
-            self._metrics.count("messages_out", len(found), topic=request.topic, group=group.name)
+        if received and self._metrics is not None:
+            size = sum(item.message.size for item in received)
+            self._metrics.count("messages_out", len(received), topic=request.topic, group=group.name)
             self._metrics.count("bytes_out", size, topic=request.topic, group=group.name)
-        return found, has_more
+        return received, has_more
 
-    def _take(
+    def _read_queue(
         self, request: Receive, group: Group, key: QueueKey, room: int, selection: Selection
     ) -> tuple[list[Received], bool]:
-        """Take messages of one queue; return whether all reads found others only, and there are more."""
+        """Take messages of one queue; return also whether more are unread although no read found a match."""
         now_ms = self._runner.now_ms()
         queue = self._queue(*key)
         if group.is_ordered:
             if queue.is_locked(now_ms):
                 is_same = bool(request.attempt_id) and request.attempt_id == queue.attempt_id
-                return self._again(request, key, queue) if is_same else [], False
+                return self._redelivered(request, key, queue) if is_same else [], False
             queue.read_again()
             queue.attempt_id = request.attempt_id
-        most = group.retry_max_times + 1 if request.max_attempts is None else request.max_attempts
-        found: list[Received] = []
+        max_attempts = group.retry_max_times + 1 if request.max_attempts is None else request.max_attempts
+        received: list[Received] = []
         has_more = False
         for _ in range(_READS_WITHOUT_MESSAGE):
             room = min(room, MAX_IN_FLIGHT - len(queue.flights))
@@ -290,26 +293,32 @@ class ReceiveHandler:
                 attempt = 1 + (
                     queue.counts.get(message.queue_offset, 0) if group.is_ordered else message.reconsume_times
                 )
-                if attempt > max(most, 1):
-                    self._bury(group.name, message.physical_offset, f"not acknowledged in {attempt - 1} attempts")
+                if attempt > max(max_attempts, 1):
+                    self._make_dead_letter(
+                        group.name, message.physical_offset, f"not acknowledged in {attempt - 1} attempts"
+                    )
                     continue
                 flight = Flight(message.physical_offset, now_ms, request.invisible_ms, attempt)
                 queue.add(message.queue_offset, flight)
                 self._wake_at(flight.visible_ms, key, message.queue_offset)
-                found.append(self._received(request.topic, key, message, flight, group.is_ordered))
+                received.append(self._received(request.topic, key, message, flight, group.is_ordered))
             queue.next_offset = result.next_offset
-            if found or result.next_offset == before:
+            if received or result.next_offset == before:
                 break
         else:
             has_more = True
-        if found or queue.progress != queue.committed:
+        if received or queue.progress != queue.committed:
             self._commit(key, queue)
-        return found, has_more
+        return received, has_more
 
-    def _again(self, request: Receive, key: QueueKey, queue: QueueFlights) -> list[Received]:
+    def _redelivered(self, request: Receive, key: QueueKey, queue: QueueFlights) -> list[Received]:
         """Answer a repeated attempt in order with the messages in flight."""
         messages = [(flight, self._store.message_at(flight.physical_offset)) for flight in queue.flights.values()]
-        return [self._received(request.topic, key, one, flight, True) for flight, one in messages if one is not None]
+        return [
+            self._received(request.topic, key, message, flight, True)
+            for flight, message in messages
+            if message is not None
+        ]
 
     def _received(
         self, topic: str, key: QueueKey, message: StoredMessage, flight: Flight, is_ordered: bool
@@ -333,7 +342,7 @@ class ReceiveHandler:
     # ---- messages in flight
 
     def _queue(self, group: str, topic: str, queue_id: int) -> QueueFlights:
-        """Return a queue's messages in flight; start again if the group's progress was moved otherwise."""
+        """Return a queue's messages in flight; start again if a reset or another consumer moved the progress."""
         key = group, topic, queue_id
         queue = self._queues.get(key)
         progress = self._offsets.get(group, topic, queue_id)
@@ -352,7 +361,7 @@ class ReceiveHandler:
         return queue
 
     def _first(self, key: QueueKey, begin: int, end: int) -> int:
-        """Return where a group without progress starts: as in 5.x at the beginning of a new queue, else at the last."""
+        """Return where a group without progress starts, as in 5.x: the begin of a new queue, else its last message."""
         if is_receive_retry(key[0], key[1]):
             return begin
         first = self._progress.query(QueryOffset(*key))
@@ -373,7 +382,7 @@ class ReceiveHandler:
         return start
 
     def _current(self, key: QueueKey) -> QueueFlights | None:
-        """Return a queue's messages in flight; None, and no longer any, if the progress was moved otherwise."""
+        """Return a queue's messages in flight; drop them and return None if their progress was moved by others."""
         queue = self._queues.get(key)
         if queue is not None and queue.committed != self._offsets.get(*key):
             del self._queues[key]
@@ -430,18 +439,18 @@ class ReceiveHandler:
             )
         return key, receipt, flight
 
-    def _bury(self, group: str, physical_offset: int, cause: str) -> None:
+    def _make_dead_letter(self, group: str, physical_offset: int, cause: str) -> None:
         self._sending.failed.send_back(SendBack(group, physical_offset, -1, 0, cause=cause))
 
     # ---- the end of invisible times
 
     def _wake_at(self, at_ms: int, key: QueueKey, queue_offset: int) -> None:
-        if len(self._due) >= self._most_due:
-            self._forget_done()
+        if len(self._due) >= self._max_due:
+            self._drop_finished()
         heapq.heappush(self._due, (at_ms, next(self._numbers), key, queue_offset))
         self._runner.wake(self._step, at_ms)
 
-    def _forget_done(self) -> None:
+    def _drop_finished(self) -> None:
         """Drop the times of messages that are no longer in flight, which would stay for up to 12 hours."""
         self._due[:] = [
             (flight.visible_ms, next(self._numbers), key, queue_offset)
@@ -449,11 +458,11 @@ class ReceiveHandler:
             for queue_offset, flight in queue.flights.items()
         ]
         heapq.heapify(self._due)
-        self._most_due = max(_FEW_DUE, 2 * len(self._due))
+        self._max_due = max(_FEW_DUE, 2 * len(self._due))
 
     def _run_due(self, now_ms: int) -> int | None:
         """Deliver messages again whose invisible time is over."""
-        self._note_clock(now_ms)
+        self._follow_clock(now_ms)
         due = self._due
         while due and due[0][0] <= now_ms:
             _, _, key, queue_offset = heapq.heappop(due)
@@ -476,7 +485,7 @@ class ReceiveHandler:
             self._finish(key, queue_offset)
         return due[0][0] if due else None
 
-    def _note_clock(self, now_ms: int) -> None:
+    def _follow_clock(self, now_ms: int) -> None:
         """After the clock was set back, hide no message for longer than its invisible time from now."""
         if now_ms < self._latest_ms:
             for key, queue in self._queues.items():
@@ -502,11 +511,11 @@ class ReceiveHandler:
             return
         group, topic, _ = key
         retries = topic if is_receive_retry(group, topic) else receive_retry_topic(group, topic)
-        again = Message(self._topics.ensure(retries).name, message.stored_body, flag=message.flag)
-        again.properties.update(message.properties)
-        again.properties.setdefault(_FIRST_POP_TIME, str(flight.received_ms))
+        copy = Message(self._topics.ensure(retries).name, message.stored_body, flag=message.flag)
+        copy.properties.update(message.properties)
+        copy.properties.setdefault(_FIRST_POP_TIME, str(flight.received_ms))
         self._sending.put(
-            again,
+            copy,
             0,
             message.born_timestamp_ms,
             self._store_host,
@@ -515,6 +524,6 @@ class ReceiveHandler:
         )
 
 
-def _check_number(name: str, value: int, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:
-        raise BrokerError(ResponseCode.SYSTEM_ERROR, f"{name}: expected {least} to {most}, found {value!r:.80}")
+def _check_number(name: str, value: int, minimum: int, maximum: int) -> None:
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise BrokerError(ResponseCode.SYSTEM_ERROR, f"{name}: expected {minimum} to {maximum}, found {value!r:.80}")

@@ -1,4 +1,4 @@
-"""The known clients: the groups that they produce and consume for, and each group's subscriptions.
+"""The connected clients: the groups that they produce and consume for, and each group's subscriptions.
 
 Mirrors ``ConsumerManager``, ``ConsumerGroupInfo`` and ``ProducerManager``. A group has one set of subscriptions, from
 all of its instances; for a topic the one with the larger version counts. A heartbeat removes the topics that it does
@@ -36,7 +36,7 @@ class ConsumerGroup:
     consume_from: ConsumeFrom
     clients: dict[str, Endpoint] = field(default_factory=dict)
     """The clients by id, in the order in which they joined."""
-    told: dict[str, Mapping[str, Subscription]] = field(default_factory=dict)
+    subscriptions_by_client: dict[str, Mapping[str, Subscription]] = field(default_factory=dict)
     """The last heartbeat data of each client, by client id."""
     subscriptions: dict[str, Subscription] = field(default_factory=dict)
     """By topic."""
@@ -72,8 +72,8 @@ class Registry:
         for data in beat.consumers:
             if self._join(beat.client_id, beat.client, data):
                 changes.changed.append(data.group)
-        told = {data.group for data in beat.consumers}
-        self._leave_consumers(beat.client_id, [name for name in self.consumers if name not in told], changes)
+        groups = {data.group for data in beat.consumers}
+        self._leave_consumers(beat.client_id, [name for name in self.consumers if name not in groups], changes)
         return changes
 
     def leave(self, client_id: str, producer_group: str | None, consumer_group: str | None) -> Changes:
@@ -85,7 +85,7 @@ class Registry:
             self._leave_consumers(client_id, [consumer_group], changes)
         return changes
 
-    def forget(self, client_id: str) -> Changes:
+    def remove_client(self, client_id: str) -> Changes:
         """Remove a lost client from all its groups."""
         changes = Changes()
         self._leave_producers(client_id, list(self.producers))
@@ -101,16 +101,16 @@ class Registry:
 
     def clients(self) -> tuple[ConnectedClient, ...]:
         """Return all clients, by id."""
-        found: dict[str, tuple[set[str], set[str]]] = {}
+        groups: dict[str, tuple[set[str], set[str]]] = {}
         for name, clients in self.producers.items():
             for client_id in clients:
-                found.setdefault(client_id, (set(), set()))[0].add(name)
+                groups.setdefault(client_id, (set(), set()))[0].add(name)
         for name, group in self.consumers.items():
             for client_id in group.clients:
-                found.setdefault(client_id, (set(), set()))[1].add(name)
+                groups.setdefault(client_id, (set(), set()))[1].add(name)
         return tuple(
             ConnectedClient(client_id, tuple(sorted(producers)), tuple(sorted(consumers)))
-            for client_id, (producers, consumers) in sorted(found.items())
+            for client_id, (producers, consumers) in sorted(groups.items())
         )
 
     def connections(self, name: str) -> GroupConnections | None:
@@ -125,19 +125,19 @@ class Registry:
             group.consume_from,
             dict(group.subscriptions),
             tuple(group.clients),
-            dict(group.told),
+            dict(group.subscriptions_by_client),
         )
 
     def instances(self, name: str) -> dict[str, InstanceState | None]:
         """Return the state of each instance of a consumer group by client id; None for one that does not answer."""
-        found: dict[str, InstanceState | None] = {}
+        states: dict[str, InstanceState | None] = {}
         group = self.consumers.get(name)
         for client_id, client in [] if group is None else list(group.clients.items()):
             try:
-                found[client_id] = client.call(DescribeInstance(name))
+                states[client_id] = client.call(DescribeInstance(name))
             except RmqError:  # it is leaving, or of another kind
-                found[client_id] = None
-        return found
+                states[client_id] = None
+        return states
 
     def client_ids(self) -> tuple[str, ...]:
         """Return the ids of all clients, sorted."""
@@ -152,7 +152,7 @@ class Registry:
         group.kind, group.model, group.consume_from = data.kind, data.model, data.consume_from
         is_new = client_id not in group.clients
         group.clients[client_id] = client
-        group.told[client_id] = data.subscriptions
+        group.subscriptions_by_client[client_id] = data.subscriptions
         return _subscribe(group.subscriptions, data.subscriptions) or is_new
 
     def _leave_producers(self, client_id: str, names: Iterable[str]) -> None:
@@ -166,7 +166,7 @@ class Registry:
             group = self.consumers.get(name)
             if group is None or group.clients.pop(client_id, None) is None:
                 continue
-            del group.told[client_id]
+            del group.subscriptions_by_client[client_id]
             if group.clients:
                 changes.changed.append(name)
             else:
@@ -174,13 +174,13 @@ class Registry:
                 changes.ended.append(name)
 
 
-def _subscribe(known: dict[str, Subscription], told: Mapping[str, Subscription]) -> bool:
+def _subscribe(group_topics: dict[str, Subscription], topics: Mapping[str, Subscription]) -> bool:
     """Merge an instance's subscriptions into its group's, and return whether the group's topics have changed."""
-    before = known.keys() | ()
-    for topic, subscription in told.items():
-        old = known.get(topic)
+    before = group_topics.keys() | ()
+    for topic, subscription in topics.items():
+        old = group_topics.get(topic)
         if old is None or subscription.version > old.version:
-            known[topic] = subscription
-    for topic in before - told.keys():
-        del known[topic]
-    return known.keys() != before
+            group_topics[topic] = subscription
+    for topic in before - topics.keys():
+        del group_topics[topic]
+    return group_topics.keys() != before

@@ -43,7 +43,7 @@ class _Follower:
         self.take: Callable[[int, bytes], int] | None = None
         self.notify: Callable[[], None] | None = None
         self.behind_since_ms: int | None = None
-        """Since when the master has had more bytes than the replica requested; None while the replica has all."""
+        """Time since which the replica has lacked bytes of the master; None while it has all."""
 
 
 _acknowledged: Final = attrgetter("acknowledged")
@@ -105,7 +105,7 @@ class Replication:
                 follower = self._followers[request.replica] = _Follower()
                 self._all = tuple(self._followers.values())
             follower.follow, follower.take = request.follow, request.take
-            self._note(follower, request.physical_offset)
+            self._record(follower, request.physical_offset)
             return follower
 
     def _watch(self, follower: _Follower, request: FollowLog) -> None:
@@ -114,16 +114,16 @@ class Replication:
             follower.notify = request.notify
             is_watched, self._is_watched = self._is_watched, True
         if not is_watched:
-            self._store.watch(request.physical_offset, self._more)
+            self._store.watch(request.physical_offset, self._notify_followers)
 
-    def _note(self, follower: _Follower, acknowledged: int) -> None:
+    def _record(self, follower: _Follower, acknowledged: int) -> None:
         """Record what a replica has, and wake the sends that wait for it. Called under the guard."""
         follower.acknowledged, follower.behind_since_ms = acknowledged, None
         if self._waiting:
             waited_for, self._acknowledged = self._acknowledged, threading.Event()
             waited_for.set()
 
-    def _more(self) -> None:
+    def _notify_followers(self) -> None:
         """Notify the replicas that wait for an append."""
         notified, now_ms = [], self._now_ms()
         with self._guard:
@@ -138,7 +138,7 @@ class Replication:
             notify()
 
     def leave(self, request: LeaveLog) -> None:
-        """Forget a replica."""
+        """Remove a replica."""
         with self._guard:
             self._followers.pop(request.replica, None)
             self._all = tuple(self._followers.values())
@@ -174,7 +174,7 @@ class Replication:
 
     def lag(self) -> int:
         """Return how many bytes the most advanced replica lacks; 0 without replicas."""
-        return min((max(0, self._store.log.end - one.acknowledged) for one in self._available()), default=0)
+        return min((max(0, self._store.log.end - follower.acknowledged) for follower in self._available()), default=0)
 
     def confirm(self, end: int) -> SendStatus:
         """Wait until a replica has the log up to ``end`` or the time is over; return the status of the send."""
@@ -185,10 +185,10 @@ class Replication:
             return SendStatus.SLAVE_NOT_AVAILABLE
         for follower in followers:
             if follower.acknowledged < end and follower.follow is not None:
-                reached = self._let_copy(follower, end)
+                reached = self._copy_to(follower, end)
                 if reached > follower.acknowledged:
                     with self._guard:
-                        self._note(follower, max(reached, follower.acknowledged))  # another send may be ahead
+                        self._record(follower, max(reached, follower.acknowledged))  # another send may be ahead
                 elif follower.behind_since_ms is None:
                     follower.behind_since_ms = self._now_ms()
             if follower.acknowledged >= end and monotonic() <= deadline:
@@ -201,7 +201,7 @@ class Replication:
             with self._guard:
                 self._waiting -= 1
 
-    def _let_copy(self, follower: _Follower, end: int) -> int:
+    def _copy_to(self, follower: _Follower, end: int) -> int:
         """Let a replica copy immediately; return the physical offset up to which it has the log."""
         at, log = follower.acknowledged, self._store.log
         if follower.take is not None and at % log.file_size + end - at < log.file_size and log.begin <= at:
@@ -212,7 +212,7 @@ class Replication:
     def _wait(self, followers: Sequence[_Follower], end: int, deadline: float) -> SendStatus:
         while True:
             acknowledged = self._acknowledged
-            if any(one.acknowledged >= end for one in followers) and self._clock.monotonic() <= deadline:
+            if any(follower.acknowledged >= end for follower in followers) and self._clock.monotonic() <= deadline:
                 return _OK
             left = deadline - self._clock.monotonic()
             if left <= 0 or not moves_by_itself(self._clock):  # a manual clock stands still while a send waits
@@ -226,5 +226,7 @@ class Replication:
             return followers
         now_ms = self._now_ms()
         return tuple(
-            one for one in followers if (since := one.behind_since_ms) is None or now_ms - since < self._expiry_ms
+            follower
+            for follower in followers
+            if (since := follower.behind_since_ms) is None or now_ms - since < self._expiry_ms
         )

@@ -57,8 +57,8 @@ class SavedFlights:
     def __iter__(self) -> Iterator[QueueKey]:
         """Iterate over the queues in the file."""
         for name in list(self._rows):
-            group, _, rest = name.partition("@")
-            topic, _, queue_id = rest.rpartition("@")
+            group, _, queue_name = name.partition("@")
+            topic, _, queue_id = queue_name.rpartition("@")
             if queue_id.isdecimal() and queue_id.isascii():
                 yield group, topic, int(queue_id)
 
@@ -76,7 +76,7 @@ class SavedFlights:
 
     def _save(self) -> None:
         self._fill()
-        self._context.writing.save(self._table, self._context.runner.now_ms(), rests_on_log=True)
+        self._context.writing.save(self._table, self._context.runner.now_ms(), after_flush=True)
         self._has_changed = False
 
     def _fill(self) -> None:
@@ -113,7 +113,7 @@ def _table(context: BrokerContext) -> ConfigTable:
 
 
 def _check_rows(rows: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the rows of this version; those of another count as none."""
+    """Return the rows of this version; the rows of other versions are dropped."""
     queues = rows.get("queues")
     if rows.get("version") != _VERSION or not isinstance(queues, dict):
         queues = {}

@@ -45,11 +45,11 @@ _CLUSTER: Final = record.PROPERTY_CLUSTER
 _WAIT: Final = record.PROPERTY_WAIT
 _DELAY: Final = record.PROPERTY_DELAY
 _PREPARED: Final = record.PROPERTY_TRANSACTION_PREPARED
-_MOST_ODD_LEVELS: Final = 1000
+_MAX_LOGGED_LEVELS: Final = 1000
 _OK: Final = SendStatus.SEND_OK
 _SPECIAL: Final = frozenset((_DELAY, _PREPARED, DELAY_MS, DELAY_SEC, DELIVER_MS))
 """Properties of messages that are not stored as they come."""
-_MOST_TOGETHER: Final = 256
+_MAX_TOGETHER: Final = 256
 """Messages that are stored under one lock."""
 
 
@@ -73,13 +73,13 @@ class SendHandler:
         self._runner = context.runner
         self._store = store
         self._table = context.topics
-        self._topics = context.topics.known
+        self._topics = context.topics.by_name
         self._groups = context.groups
         self._cluster = context.cluster_name
         self._metrics = context.metrics
         self._arrivals = arrivals
         self._delayed_sends = delayed_sends
-        self._odd_levels: set[tuple[str, int]] = set()
+        self._missing_levels: set[tuple[str, int]] = set()
         self._write_tables = write_tables
         self._half_stored = half_stored
         self._waits = store.config.durability == "sync"
@@ -114,23 +114,23 @@ class SendHandler:
         wait = properties.pop(_WAIT, None)  # stored only if 4.9 stores it
         if message._delays is not None:
             properties.update(time_properties(message))
-        made = Message._from_parts(name, message.body, message.flag, properties)
+        stored_message = Message._from_parts(name, message.body, message.flag, properties)
         stored_queue_id = queue_id
         is_half = _PREPARED in properties and properties[_PREPARED].lower() == "true"
         if is_half:
             stored_queue_id = 0
-            sys_flag = self._make_half(made, queue_id, sys_flag, wait)
+            sys_flag = self._make_half(stored_message, queue_id, sys_flag, wait)
         elif topic.is_retry:
-            stored_queue_id = self.failed.redirect(made, queue_id, request)
+            stored_queue_id = self.failed.redirect(stored_message, queue_id, request)
         elif name == HOP_TOPIC:
-            stored_queue_id = self._send_to_relay(made, request)
+            stored_queue_id = self._send_to_relay(stored_message, request)
         elif names_time(properties) and is_timed(properties):
-            made, stored_queue_id = self._delayed_sends.waiting_form(made, queue_id)
-            properties = made.properties
+            stored_message, stored_queue_id = self._delayed_sends.waiting_form(stored_message, queue_id)
+            properties = stored_message.properties
         if _DELAY in properties and self._level(name, properties[_DELAY]) > 0 and wait is not None:
             properties[_WAIT] = wait
         result = self.put(
-            made,
+            stored_message,
             stored_queue_id,
             request.born_timestamp_ms,
             request.born_host,
@@ -138,7 +138,7 @@ class SendHandler:
             request.reconsume_times,
         )
         if is_half:
-            self._half_stored(made.unique_key, result.physical_offset)
+            self._half_stored(stored_message.unique_key, result.physical_offset)
         status = self._flushed(result, wait)
         offset_id = f"{self._id_prefix}{result.physical_offset:016X}"
         return SendResponse(status, queue_id, result.queue_offset, result.physical_offset, (offset_id,))
@@ -146,15 +146,15 @@ class SendHandler:
     def send_plain(self, request: SendPlain) -> list[SendResponse]:
         """Store the first messages of a request under one lock, up to one that is not plain; return their responses.
 
-        It has the usual steps of `send` alone, because a server of the wire spends most of its time here.
+        It runs only the steps of `send` that a plain message needs: a wire server spends most of its time here.
         """
         topics, prepare, cluster = self._topics, self._store.copies.prepare, self._cluster
         prepared: list[Prepared] = []
         stored: list[dict[str, str]] = []
         waits: list[str | None] = []
-        sends = request.sends[:_MOST_TOGETHER]
-        for one in sends:
-            message, queue_id = one.message, one.queue_id
+        sends = request.sends[:_MAX_TOGETHER]
+        for send in sends:
+            message, queue_id = send.message, send.queue_id
             name, properties = message.topic, message.properties
             topic = topics.get(name)
             if (
@@ -168,18 +168,18 @@ class SendHandler:
             properties = properties.copy()
             properties[_CLUSTER] = cluster
             wait = properties.pop(_WAIT, None)
-            found = prepare(
+            prepared_message = prepare(
                 message,
                 properties,
                 queue_id,
-                one.born_timestamp_ms,
-                one.born_host,
-                one.sys_flag,
-                one.reconsume_times,
+                send.born_timestamp_ms,
+                send.born_host,
+                send.sys_flag,
+                send.reconsume_times,
             )
-            if found is None:
+            if prepared_message is None:
                 break
-            prepared.append(found)
+            prepared.append(prepared_message)
             stored.append(properties)
             waits.append(wait)
         if not prepared:
@@ -194,12 +194,12 @@ class SendHandler:
         return [
             SendResponse(
                 _OK if confirms is None else confirms(result, wait),
-                one.queue_id,
+                send.queue_id,
                 result[2],
                 result[0],
                 (f"{prefix}{result[0]:016X}",),
             )
-            for one, wait, result in zip(sends, waits, results, strict=False)
+            for send, wait, result in zip(sends, waits, results, strict=False)
         ]
 
     def send_batch(self, request: SendBatch) -> SendResponse:
@@ -262,10 +262,10 @@ class SendHandler:
         if level is None:
             raise MessageIllegalError(f"topic {topic!r}: {_DELAY} is a delay level, a whole number, found {text!r:.80}")
         levels = self._store.levels
-        is_odd = not 0 <= level <= levels.max_level and not topic.startswith(RETRY_PREFIX)
-        if is_odd and (topic, level) not in self._odd_levels:
-            if len(self._odd_levels) < _MOST_ODD_LEVELS:
-                self._odd_levels.add((topic, level))
+        is_missing = not 0 <= level <= levels.max_level and not topic.startswith(RETRY_PREFIX)
+        if is_missing and (topic, level) not in self._missing_levels:
+            if len(self._missing_levels) < _MAX_LOGGED_LEVELS:
+                self._missing_levels.add((topic, level))
             what = f"waits as level {levels.max_level}, the highest" if level > 0 else "is not delayed"
             _log.warning(
                 "topic %(topic)s: there is no delay level %(level)d, so the message %(_what)s, as in 4.9",

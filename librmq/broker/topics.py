@@ -1,6 +1,6 @@
 """The topics of a broker: their queues and permissions, kept in ``topics.json``.
 
-Mirrors ``TopicConfigManager``. Topics change under the runner's lock; `Topics.known` is read without.
+Mirrors ``TopicConfigManager``. Topics change under the runner's lock; `Topics.by_name` is read without.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Topic:
         self.is_ready = False
         """Whether the topic is writable and durable, so that a send needs no further check."""
         self.is_plain = False
-        """Whether it is ready, and its messages are stored as they come unless they say otherwise."""
+        """Whether it is ready, and messages without special properties are stored unchanged."""
         self._turn = itertools.count()  # counting is one atomic step
 
     def next_queue(self) -> int:
@@ -93,13 +93,13 @@ def unlisted_topics(
     ``range_of(topic, queue_id)`` returns the begin and end of a queue. The topics that RocketMQ or the relay make
     themselves are left out.
     """
-    found: dict[str, int] = {}
+    queue_counts: dict[str, int] = {}
     for topic, queue_id in queues:
         if topic not in listed and not is_system_topic(topic) and topic != HOP_TOPIC:
             begin, end = range_of(topic, queue_id)
             if begin < end:
-                found[topic] = max(found.get(topic, 0), queue_id + 1)
-    return dict(sorted(found.items()))
+                queue_counts[topic] = max(queue_counts.get(topic, 0), queue_id + 1)
+    return dict(sorted(queue_counts.items()))
 
 
 class Topics:
@@ -121,7 +121,7 @@ class Topics:
         self._config = config
         self._now_ms = now_ms
         self._changed = changed
-        self._own = {AUTO_CREATE_TOPIC, broker_name, cluster_name, *NOT_FOR_SENDING}
+        self._own_topics = {AUTO_CREATE_TOPIC, broker_name, cluster_name, *NOT_FOR_SENDING}
         queues = config.default_topic_queues
         defaults = [
             (SELF_TEST_TOPIC, 1, _READ_WRITE),
@@ -135,13 +135,13 @@ class Topics:
         ]
         for name, count, permission in defaults:
             table.rows.setdefault(name, topic_row(name, count, count, permission))
-        self.known: dict[str, Topic] = {name: self._topic(name) for name in table.rows}
+        self.by_name: dict[str, Topic] = {name: self._topic(name) for name in table.rows}
         """By name."""
 
     def check(self, unlisted: Mapping[str, int]) -> None:
-        """Take topics with messages that the table lacks, by their numbers of queues. Under the runner's lock.
+        """Handle topics with messages that the table lacks, by their numbers of queues. Under the runner's lock.
 
-        A store that never had a broker has no table: its topics are made. A table that lacks some is left as it is.
+        A store that never had a broker has no table: its topics are created. An incomplete table stays as it is.
         """
         if not unlisted:
             return
@@ -156,7 +156,7 @@ class Topics:
             return
         for name, queues in unlisted.items():
             self._table.set(name, topic_row(name, min(queues, MOST_QUEUES), min(queues, MOST_QUEUES), _READ_WRITE))
-            self.known[name] = self._topic(name)
+            self.by_name[name] = self._topic(name)
         _log.info(
             "the store has no topics.json, so its topics are those of its queues (%(topics)d): %(names)s",
             topics=len(unlisted),
@@ -165,11 +165,11 @@ class Topics:
         self._save(self._table, self._now_ms())
 
     def replace(self, rows: Mapping[str, Any]) -> None:
-        """Take the topics of a master in place of all."""
+        """Replace all topics by a master's."""
         if self._table.replace(rows):
-            self.known.update({name: self._topic(name) for name in rows})
-            for name in self.known.keys() - rows.keys():
-                del self.known[name]
+            self.by_name.update({name: self._topic(name) for name in rows})
+            for name in self.by_name.keys() - rows.keys():
+                del self.by_name[name]
             self._save(self._table, self._now_ms())
             self._changed()
 
@@ -178,7 +178,7 @@ class Topics:
 
     def of_users(self) -> list[str]:
         """Return the names of all topics but the broker's own."""
-        return [name for name in self.known if name not in self._own and not is_system_topic(name)]
+        return [name for name in self.by_name if name not in self._own_topics and not is_system_topic(name)]
 
     def for_send(self, name: str, default_queues: int, default_topic: str) -> Topic:
         """Return the topic of a send, made on demand like the default topic, with at most ``default_queues`` queues.
@@ -189,11 +189,11 @@ class Topics:
         """
         if name in NOT_FOR_SENDING:
             raise brokers_own(name)
-        return self.known.get(name) or self._make(name, default_queues, default_topic)
+        return self.by_name.get(name) or self._create(name, default_queues, default_topic)
 
-    def _make(self, name: str, default_queues: int, default_topic: str) -> Topic:
+    def _create(self, name: str, default_queues: int, default_topic: str) -> Topic:
         validate_client_topic(name)
-        default = self.known.get(default_topic)
+        default = self.by_name.get(default_topic)
         is_allowed = self._config.auto_create_topic or default_topic != AUTO_CREATE_TOPIC
         if is_allowed and default is not None and default.permission & PERM_INHERIT:
             queues = max(0, min(default_queues, default.write_queues))
@@ -207,8 +207,8 @@ class Topics:
         )
 
     def ensure(self, name: str, queues: int = 1) -> Topic:
-        """Return a topic of the broker's own, such as that of a group's retries, made on demand."""
-        return self.known.get(name) or self._put(name, queues, queues, _READ_WRITE)
+        """Return one of the broker's own topics, such as a group's retry topic, created on demand."""
+        return self.by_name.get(name) or self._put(name, queues, queues, _READ_WRITE)
 
     def set(
         self,
@@ -220,14 +220,14 @@ class Topics:
     ) -> None:
         """Make or change a topic for an administrator."""
         validate_client_topic(name)
-        self._check_of_users(name)
-        for what, value, most in (
+        self._refuse_own_topic(name)
+        for what, value, maximum in (
             ("read_queues", read_queues, MOST_QUEUES),
             ("write_queues", write_queues, MOST_QUEUES),
             ("permission", permission, _READ_WRITE | PERM_INHERIT),
         ):
-            if type(value) is not int or not 0 <= value <= most:
-                raise BrokerError(ResponseCode.SYSTEM_ERROR, f"{what}: expected 0 to {most}, found {value!r:.80}")
+            if type(value) is not int or not 0 <= value <= maximum:
+                raise BrokerError(ResponseCode.SYSTEM_ERROR, f"{what}: expected 0 to {maximum}, found {value!r:.80}")
         if message_type is not None and message_type not in TOPIC_TYPES:
             raise BrokerError(
                 ResponseCode.SYSTEM_ERROR,
@@ -245,15 +245,15 @@ class Topics:
 
     def delete(self, name: str) -> None:
         """Delete a topic; `BrokerError` if it does not exist, `MessageIllegalError` for one of the broker's own."""
-        self._check_of_users(name)
-        if self.known.pop(name, None) is None:
+        self._refuse_own_topic(name)
+        if self.by_name.pop(name, None) is None:
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
         self._table.remove(name)
         self._save(self._table, self._now_ms())
         self._changed()
 
-    def _check_of_users(self, name: str) -> None:
-        if name in self._own or is_system_topic(name):
+    def _refuse_own_topic(self, name: str) -> None:
+        if name in self._own_topics or is_system_topic(name):
             raise MessageIllegalError(f"topic {name!r} is the broker's own: it can't be created, changed or deleted")
 
     def _put(
@@ -265,10 +265,10 @@ class Topics:
         message_type: TopicType | None = None,
     ) -> Topic:
         old = self._table.rows.get(name) or topic_row(name, read_queues, write_queues, permission)
-        asked = {"readQueueNums": read_queues, "writeQueueNums": write_queues, "perm": permission}
-        row = {**old, **asked}
+        settings = {"readQueueNums": read_queues, "writeQueueNums": write_queues, "perm": permission}
+        row = {**old, **settings}
         self._table.set(name, row if message_type is None else with_topic_type(row, message_type))
         self._save(self._table, self._now_ms())
-        topic = self.known[name] = self._topic(name)
+        topic = self.by_name[name] = self._topic(name)
         self._changed()
         return topic

@@ -49,7 +49,7 @@ class BrokerTransactions:
         self._topics = context.topics
         self._arrivals = arrivals
         self._turns: dict[str, int] = {}
-        self._unasked: set[str] = set()  # groups that the log reports as unreachable
+        self._unreachable_groups: set[str] = set()  # groups that the log reports as unreachable
         self._questions: list[CheckBack] = []
         self._finals: deque[FinalMessage] = deque()  # not announced yet
         self._lock = RLock()  # for ends and checks; retention can ask during an end
@@ -151,16 +151,16 @@ class BrokerTransactions:
         """Return whether a producer of the group is connected; log once if none is."""
         if self._registry.producers.get(group):
             return True
-        self._unreachable(group, "none is connected: start a TransactionProducer of the group")
+        self._log_unreachable(group, "none is connected: start a TransactionProducer of the group")
         return False
 
-    def _unreachable(self, group: str, why: object) -> None:
-        if group not in self._unasked:
-            self._unasked.add(group)
+    def _log_unreachable(self, group: str, cause: object) -> None:
+        if group not in self._unreachable_groups:
+            self._unreachable_groups.add(group)
             _log.warning(
                 "producer group %(group)s can't be asked about its open transactions, which wait: %(cause)s",
                 group=group,
-                cause=why,
+                cause=cause,
             )
 
     def _ask(self, question: CheckBack) -> None:
@@ -169,32 +169,32 @@ class BrokerTransactions:
         turn = self._turns.get(question.group, 0)
         self._turns[question.group] = turn + 1
         request = CheckTransaction(question.group, question.half, question.half.unique_key or "", self._broker_name)
-        why: object = "none is connected"
+        cause: object = "none is connected"
         for number in range(len(producers)):
             try:
                 producers[(turn + number) % len(producers)].call(request)
             except RmqError as error:  # an ordinary producer, or one that is leaving
-                why = error
+                cause = error
             except Exception:  # for example a user's executor was shut down; the check continues
                 _log.exception("producer group %(group)s can't be asked about a transaction", group=question.group)
                 return
             else:
-                if question.group in self._unasked:
-                    self._unasked.discard(question.group)
+                if question.group in self._unreachable_groups:
+                    self._unreachable_groups.discard(question.group)
                     _log.info(
                         "producer group %(group)s is asked about its open transactions again", group=question.group
                     )
                 if self._metrics is not None:
                     self._metrics.count("transaction_checks", topic=question.topic)
                 return
-        self._unreachable(question.group, why)
+        self._log_unreachable(question.group, cause)
         with self._lock:
             self._transactions.not_reached(question)
 
     def _discarded(self, half: StoredMessage, check_times: int) -> None:
         self._count("discard", half)
         for hook in self.discard_hooks:
-            self._runner.submit(Work("discard hook", partial(hook, half, check_times), _told))
+            self._runner.submit(Work("discard hook", partial(hook, half, check_times), _log_failed_hook))
 
     def _count(self, outcome: str, half: StoredMessage) -> None:
         if self._metrics is not None:
@@ -202,13 +202,13 @@ class BrokerTransactions:
             self._metrics.count("transactions", topic=topic, outcome=outcome)
 
 
-def _told(result: object, error: Exception | None) -> None:
+def _log_failed_hook(result: object, error: Exception | None) -> None:
     if error is not None:
         _log.error("a hook for discarded half messages failed", exc_info=error)
 
 
 class CheckOffsets:
-    """Store of the check's progress, as that of an internal consumer group."""
+    """Stores the check's progress like an internal consumer group's."""
 
     def __init__(self, offsets: GroupOffsets) -> None:
         self._offsets = offsets

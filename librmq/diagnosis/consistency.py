@@ -47,7 +47,9 @@ def consistency_findings(
                 findings += _not_running(group, waiting)
                 continue
             states = broker.instances(group)
-            differences = group_differences({who: comparable(told) for who, told in connections.told.items()})
+            differences = group_differences(
+                {client_id: comparable(topics) for client_id, topics in connections.subscriptions_by_client.items()}
+            )
             findings += [_difference(group, one, states, waiting) for one in differences]
             findings += _modes(group, states)
             if connections.model is MessageModel.CLUSTERING and not differences and all(states.values()):

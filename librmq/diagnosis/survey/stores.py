@@ -234,7 +234,7 @@ def _instances(view: StoreView, group: str) -> int | None:
     if view.broker is None:
         return None
     connections = view.broker.connections(group)
-    return 0 if connections is None else len(connections.told)
+    return 0 if connections is None else len(connections.subscriptions_by_client)
 
 
 def _causes(view: StoreView, name: str, wanted: ReportScope) -> Iterator[ReportedCause]:
