@@ -306,7 +306,7 @@ class Transactions:
 
     def open_halves(self) -> tuple[int, Callable[[int], bool]]:
         """Return the queue offset from which halves can be open, and a function for whether one has ended."""
-        return self._checks.judged_below(), self._ended_halves().so_far()
+        return self._checks.judged_below(), self._ended_halves().snapshot()
 
     def _ended_halves(self) -> EndedHalves:
         if self._ended is None:
@@ -407,7 +407,7 @@ class Transactions:
 
     def _drop_ended_below(self, queue_offset: int) -> None:
         if self._ended is not None:
-            self._ended.forget_below(queue_offset)
+            self._ended.drop_below(queue_offset)
 
     # -------------------------------------------------------------------------------------------------------- check
 

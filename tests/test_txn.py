@@ -75,7 +75,7 @@ class Desk(ByTime):
     def check(self, later_ms: int = 10_000, **settings: Any) -> list[StoredMessage]:
         """Run a whole pass ``later_ms`` from now; return the copies that producers are asked about."""
         self.clock.advance(ms=later_ms)
-        asked = self.transactions.check(self.clock.now_ms(), TransactionConfig(**settings)).asked
+        asked = self.transactions.check(self.clock.now_ms(), TransactionConfig(**settings)).questions
         return [question.half for question in asked]
 
     def run_due(self, now_ms: int) -> int | None:

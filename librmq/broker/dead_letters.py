@@ -127,7 +127,7 @@ class FailedMessages:
 
         def has_ended_well() -> bool:
             failures = filter(
-                is_failure, (copy for at in (SCHEDULE_TOPIC, *topics) for copy in earlier.like(message, at))
+                is_failure, (copy for at in (SCHEDULE_TOPIC, *topics) for copy in earlier.records_like(message, at))
             )
             last = max(failures, key=lambda copy: (copy.reconsume_times, copy.physical_offset))
             consumed = self._saved.get(f"{last.topic}@{group}", {}).get(last.queue_id, 0)

@@ -30,8 +30,8 @@ _log = EventLog("librmq.txn")
 
 _CHECK: Final = ("check",), "the check of half messages"
 _RESERVED_HOURS: Final = 72
-_MOST_UNCOUNTED: Final = 1 << 16
-_MOST_INT: Final = (1 << 31) - 1
+_MAX_UNCOUNTED: Final = 1 << 16
+_MAX_INT: Final = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +40,15 @@ class TransactionConfig(Config):
 
     timeout_s: Annotated[float, Seconds()] = 6
     """Age of a half message at its first check, unless it has an immunity of its own."""
-    check_max: Annotated[int, Between(1, _MOST_INT)] = 15
+    check_max: Annotated[int, Between(1, _MAX_INT)] = 15
     """Checks after which a half message is discarded."""
     interval_s: Annotated[float, Seconds(0.001)] = 60
     """Time between two check passes."""
     longest_pass_s: Annotated[float, Seconds(0.001)] = 60
     """A pass that takes longer ends early."""
-    reserved_hours: Annotated[int | None, Between(1, _MOST_INT)] = None
+    reserved_hours: Annotated[int | None, Between(1, _MAX_INT)] = None
     """Age at which a half message is discarded; None means the store's ``file_reserved_hours``, or else 72."""
-    most_at_once: Annotated[int, Between(1, _MOST_INT)] = 1000
+    most_at_once: Annotated[int, Between(1, _MAX_INT)] = 1000
     """Half messages in one turn of `Transactions.run_due`; the next turn continues the pass."""
 
 
@@ -81,7 +81,7 @@ class CheckBack(NamedTuple):
 class Checked(NamedTuple):
     """Result of one check pass."""
 
-    asked: list[CheckBack]
+    questions: list[CheckBack]
     """The questions of the pass."""
     discarded: list[tuple[StoredMessage, int]]
     """The halves that were given up, with their numbers of checks."""
@@ -143,7 +143,7 @@ class CheckSchedule:
             "the progress of the check of half messages",
             flush=lambda reached: store.flush(),
             reached=lambda: self._pass if self._is_over else None,
-            note=self._note,
+            note=self._save_progress,
             now_ms=store.clock.now_ms,
             save_every_s=0,
             aside=aside,
@@ -158,14 +158,14 @@ class CheckSchedule:
     def check(self, now_ms: int, config: TransactionConfig | None = None) -> Checked:
         """Make a whole check pass now, independent of `run_due`. Raises the store's errors."""
         self.save()
-        did = Checked([], [])
-        current = self._begin_pass(now_ms, config or self._config, did)
+        result = Checked([], [])
+        current = self._begin_pass(now_ms, config or self._config, result)
         try:
-            while not current.judge(now_ms, self._config.most_at_once):
+            while not current.check_halves(now_ms, self._config.most_at_once):
                 pass
         finally:
             self.save()
-        return did
+        return result
 
     def run_due(self, now_ms: int) -> int | None:
         """Make the due check pass or a part of it; return the time of the next call (ms), None if nothing is pending.
@@ -189,7 +189,7 @@ class CheckSchedule:
                 if self._has_new():
                     self._begin_pass(now_ms, self._config)
             if self._pass is not None and not self._is_over:
-                if not self._pass.judge(now_ms, self._config.most_at_once):
+                if not self._pass.check_halves(now_ms, self._config.most_at_once):
                     return now_ms
                 self._end_pass()
                 self._states.works(*_CHECK)
@@ -217,19 +217,19 @@ class CheckSchedule:
         _, end = self._store.queue_range(HALF_TOPIC, QUEUE)  # report the result although the disk is full
         return end > progress(self._store, self._offsets, HALF_TOPIC)
 
-    def _begin_pass(self, now_ms: int, config: TransactionConfig, did: Checked | None = None) -> CheckPass:
-        """Begin a check pass; ``did`` collects its results, which can be many, unless it is None."""
+    def _begin_pass(self, now_ms: int, config: TransactionConfig, result: Checked | None = None) -> CheckPass:
+        """Begin a check pass; ``result`` collects the questions and discards; None drops them."""
 
         def ask(copy: StoredMessage, check_times: int) -> None:
             question = CheckBack(copy.properties.get(record.PROPERTY_PRODUCER_GROUP, ""), copy, check_times)
             self._hooks.ask(question)
-            if did is not None:
-                did.asked.append(question)
+            if result is not None:
+                result.questions.append(question)
 
         def discarded(half: StoredMessage, check_times: int) -> None:
             self._hooks.discarded(half, check_times)
-            if did is not None:
-                did.discarded.append((half, check_times))
+            if result is not None:
+                result.discarded.append((half, check_times))
 
         self._hooks.make_topic(HALF_TOPIC)
         hours = self._store.config.file_reserved_hours if config.reserved_hours is None else config.reserved_hours
@@ -253,11 +253,11 @@ class CheckSchedule:
         return self._pass
 
     def not_reached(self, question: CheckBack) -> None:
-        """Note that a question reached no producer. Such a check does not count, unless all do as in 4.9.
+        """Note that a question reached no producer. Such a check does not count, unless every check counts as in 4.9.
 
         Kept in memory: after a restart it counts.
         """
-        if self._hooks.is_reachable is not None and len(self._uncounted) < _MOST_UNCOUNTED:
+        if self._hooks.is_reachable is not None and len(self._uncounted) < _MAX_UNCOUNTED:
             self._uncounted.add(question.half.queue_offset)
 
     def save(self) -> None:
@@ -269,12 +269,12 @@ class CheckSchedule:
         self._saver.save()
 
     def _end_pass(self) -> None:
-        """End the pass, whose results are to be saved."""
+        """End the pass; its results are saved later."""
         if self._pass is not None and not self._pass.progress():
             self._pass = None
         self._is_over = self._pass is not None
 
-    def _note(self, current: CheckPass) -> None:
+    def _save_progress(self, current: CheckPass) -> None:
         for topic, queue_offset in current.progress().items():
             self._offsets.set_consumer_offset(topic, CHECK_GROUP, QUEUE, queue_offset)
         below = progress(self._store, self._offsets, HALF_TOPIC)

@@ -21,9 +21,9 @@ __all__ = ["EarlierCopies"]
 
 _log = EventLog("librmq.delay")
 
-_MOST: Final = 4096
-_OF_THE_WAY: Final = (ROLL_TIMES, PROPERTY_REAL_TOPIC)
-"""Properties that differ between records on different ways, such as the retries of two groups in one queue."""
+_MAX_RECORDS: Final = 4096
+_ROUTE_PROPERTIES: Final = (ROLL_TIMES, PROPERTY_REAL_TOPIC)
+"""Properties that differ between records on different routes, such as the retries of two groups in one queue."""
 
 
 class EarlierCopies:
@@ -79,17 +79,17 @@ class EarlierCopies:
         copies = [
             copy.physical_offset
             for topic in topics
-            for copy in self.like(message, topic)
+            for copy in self.records_like(message, topic)
             if copy.reconsume_times == times + deliveries and accepts(copy)
         ]
         if not any(place > message.physical_offset for place in copies):
             self._is_over = self._in_order
             return False
-        way = list(map(message.properties.get, _OF_THE_WAY))
+        route = list(map(message.properties.get, _ROUTE_PROPERTIES))
         equal = [
-            like.physical_offset
-            for like in self.like(message, message.topic)
-            if like.reconsume_times == times and list(map(like.properties.get, _OF_THE_WAY)) == way
+            record.physical_offset
+            for record in self.records_like(message, message.topic)
+            if record.reconsume_times == times and list(map(record.properties.get, _ROUTE_PROPERTIES)) == route
         ]
         if equal == [message.physical_offset]:
             return True
@@ -99,14 +99,14 @@ class EarlierCopies:
         places = sorted([*equal, *(place for place in copies if place > equal[0])])
         return places[::2] == equal
 
-    def like(self, message: StoredMessage, topic: str) -> list[StoredMessage]:
+    def records_like(self, message: StoredMessage, topic: str) -> list[StoredMessage]:
         """Return the records of a topic in the log at the opening that have the id and the birth of a message."""
         if not message.unique_key:
             return []
         return [
-            like
-            for like in self._store.find_by_key(topic, message.unique_key, max_messages=_MOST)
-            if like.unique_key == message.unique_key
-            and like.physical_offset < self._end
-            and like.born_timestamp_ms == message.born_timestamp_ms
+            record
+            for record in self._store.find_by_key(topic, message.unique_key, max_messages=_MAX_RECORDS)
+            if record.unique_key == message.unique_key
+            and record.physical_offset < self._end
+            and record.born_timestamp_ms == message.born_timestamp_ms
         ]

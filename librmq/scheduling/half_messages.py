@@ -1,7 +1,7 @@
 """Half messages and their ends: which halves after the check's progress are pending.
 
-An op message records the end of a half: its body is the half's queue offset in decimal digits. The progress of the
-check in both queues is that of group ``CID_RMQ_SYS_TRANS``. `librmq.txn` describes the records. Mirrors the op queue of
+An op message records the end of a half: its body is the half's queue offset in decimal digits. The check stores its
+progress in both queues as group ``CID_RMQ_SYS_TRANS``. `librmq.txn` describes the records. Mirrors the op queue of
 4.9.4's ``TransactionalMessageServiceImpl``.
 """
 
@@ -65,14 +65,14 @@ class EndedHalves:
         self._base = progress(store, offsets, HALF_TOPIC) & ~7
         self._bits = bytearray()
         self._next_op = progress(store, offsets, OP_TOPIC)
-        self._catch_up()
+        self._read_new_ops()
 
     def __contains__(self, queue_offset: int) -> bool:
         """Return whether the half at ``queue_offset`` has ended; False below the progress."""
         return _is_marked(self._bits, queue_offset - self._base)
 
-    def so_far(self) -> Callable[[int], bool]:
-        """Return a function for another thread that says which halves have ended by now."""
+    def snapshot(self) -> Callable[[int], bool]:
+        """Return a function, for any thread, that returns whether a half has ended by now."""
         base, bits = self._base, bytes(self._bits)
         return lambda queue_offset: _is_marked(bits, queue_offset - base)
 
@@ -82,27 +82,27 @@ class EndedHalves:
             self._next_op += 1
             self._mark(queue_offset)
         else:  # another writer added op messages
-            self._catch_up()
+            self._read_new_ops()
 
-    def forget_below(self, queue_offset: int) -> None:
+    def drop_below(self, queue_offset: int) -> None:
         """Drop halves that the check has passed."""
-        gone = (queue_offset - self._base) >> 3
-        if gone > 0:
-            del self._bits[:gone]
-            self._base += 8 * gone
+        passed_bytes = (queue_offset - self._base) >> 3
+        if passed_bytes > 0:
+            del self._bits[:passed_bytes]
+            self._base += 8 * passed_bytes
 
-    def _catch_up(self) -> None:
+    def _read_new_ops(self) -> None:
         queue = self._store.queue(HALF_TOPIC, QUEUE)
         end = 0 if queue is None else queue.max_offset
         while True:
-            found = self._store.read(OP_TOPIC, QUEUE, self._next_op)
-            for op in found.messages:
+            batch = self._store.read(OP_TOPIC, QUEUE, self._next_op)
+            for op in batch.messages:
                 queue_offset = half_of(op)
                 if queue_offset is not None and queue_offset < end:  # the body of an op message can be anything
                     self._mark(queue_offset)
-            if found.next_offset == self._next_op or found.status is GetStatus.NO_MESSAGE_IN_QUEUE:
+            if batch.next_offset == self._next_op or batch.status is GetStatus.NO_MESSAGE_IN_QUEUE:
                 return
-            self._next_op = found.next_offset
+            self._next_op = batch.next_offset
 
     def _mark(self, queue_offset: int) -> None:
         at = queue_offset - self._base
@@ -114,7 +114,7 @@ class EndedHalves:
 
 
 class RepeatedHalves:
-    """Which of the latest unique ids several halves have: a producer that got no answer sends its half again.
+    """The latest unique ids that several halves share: a producer that got no answer sends its half again.
 
     Thread-safe. It remembers the latest 32,768 ids, and at the opening those of the last 4,096 halves.
     """
@@ -178,5 +178,5 @@ def half_of(op: StoredMessage) -> int | None:
             tags=op.tags,
         )
         return None
-    found = java_long(op.stored_body[:64].decode("utf-8", "replace"))
-    return -1 if found is None else found
+    queue_offset = java_long(op.stored_body[:64].decode("utf-8", "replace"))
+    return -1 if queue_offset is None else queue_offset

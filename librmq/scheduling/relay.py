@@ -6,7 +6,7 @@
     best      the longest level that is not    10 h 1 s: 5 × 2 h and 1 s, 6 hops
               longer than what remains, else level 1
 
-Both deliver late by less than level 1 (1 s) plus one look of the schedule (100 ms), for any number of hops: each hop is
+Both deliver late by less than level 1 (1 s) plus one tick of the schedule (100 ms), for any number of hops: each hop is
 computed from the current time, so lateness does not add up. Messages are never early.
 
 `HopProxy` does this. A message that must wait goes to topic ``SYSTEM_SCHEDULE_MSG``, with its time and its own topic
@@ -57,7 +57,7 @@ TARGET_MS: Final = "SCHEDULE_TARGET_MS"
 TARGET_TOPIC: Final = "SCHEDULE_TARGET_TOPIC"
 TARGET_QUEUE_ID: Final = "SCHEDULE_TARGET_QID"
 
-_OF_THE_WAY: Final = frozenset(
+_HOP_PROPERTIES: Final = frozenset(
     (
         TARGET_MS,
         TARGET_TOPIC,
@@ -131,14 +131,14 @@ def send_at(message: Message, target_ms: int, queue_id: int = 0) -> Message:
     validate_topic(message.topic)
     if record.PROPERTY_DELAY in message.properties:
         raise MessageIllegalError("delay level: expected none for a message with a delivery time")
-    carried = Message(HOP_TOPIC, message.body, flag=message.flag)
-    carried.properties = {
+    relayed = Message(HOP_TOPIC, message.body, flag=message.flag)
+    relayed.properties = {
         **message.properties,
         TARGET_MS: str(target_ms),
         TARGET_TOPIC: message.topic,
         TARGET_QUEUE_ID: str(queue_id),
     }
-    return carried
+    return relayed
 
 
 class HopProxy:
@@ -181,7 +181,7 @@ class HopProxy:
             "the relay's progress",
             flush=lambda reached: store.flush(),
             reached=lambda: self._next_offset if self._next_offset != self._saved_offset else None,
-            note=self._note,
+            note=self._save_progress,
             now_ms=store.clock.now_ms,
             save_every_s=_SAVE_EVERY_S,
             aside=aside,
@@ -208,21 +208,21 @@ class HopProxy:
 
     def _send_all(self, now_ms: int) -> None:
         while True:
-            found = self._store.read(HOP_TOPIC, _QUEUE, self._next_offset, _READ)
-            for message in found.messages:
+            batch = self._store.read(HOP_TOPIC, _QUEUE, self._next_offset, _READ)
+            for message in batch.messages:
                 self._send_on(message, now_ms)
                 self._next_offset = message.queue_offset + 1
-            if found.messages:
+            if batch.messages:
                 continue
-            if found.status is GetStatus.NO_MESSAGE_IN_QUEUE or found.next_offset == self._next_offset:
+            if batch.status is GetStatus.NO_MESSAGE_IN_QUEUE or batch.next_offset == self._next_offset:
                 return
-            self._next_offset = found.next_offset
+            self._next_offset = batch.next_offset
 
     def save(self) -> None:
         """Save the progress, after a flush of the store. Raises the errors of the flush."""
         self._saver.save()
 
-    def _note(self, reached: int) -> None:
+    def _save_progress(self, reached: int) -> None:
         """Save the progress over messages that are on the device."""
         self._offsets.set_consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE, reached)
         self._saved_offset = reached
@@ -239,16 +239,16 @@ class HopProxy:
                 message, (SCHEDULE_TOPIC, topic), lambda copy: _was_sent_on(copy, topic, queue_id)
             ):
                 return
-            arrived = now_ms >= target_ms
-            if arrived:
-                following = {name: value for name, value in properties.items() if name not in _OF_THE_WAY}
+            is_due = now_ms >= target_ms
+            if is_due:
+                new_properties = {name: value for name, value in properties.items() if name not in _HOP_PROPERTIES}
                 validate_topic(topic)
                 self._make_topic(topic, queue_id)
-                result = self._store.appender.append_again(message, topic, queue_id, following)
+                result = self._store.appender.append_again(message, topic, queue_id, new_properties)
             else:
                 level = best_level(target_ms - now_ms, self._store.levels)
-                following = {**properties, record.PROPERTY_DELAY: str(level)}
-                result = self._store.appender.append_again(message, HOP_TOPIC, _QUEUE, following)
+                new_properties = {**properties, record.PROPERTY_DELAY: str(level)}
+                result = self._store.appender.append_again(message, HOP_TOPIC, _QUEUE, new_properties)
         except MessageIllegalError as error:
             _log.error(
                 "the message at queue offset %(queue_offset)d, physical offset %(physical_offset)d is dropped: "
@@ -260,7 +260,7 @@ class HopProxy:
                 queue_id=_QUEUE,
             )
             return
-        if arrived and self._delivered is not None:
+        if is_due and self._delivered is not None:
             self._delivered(message, result)
 
 

@@ -142,15 +142,15 @@ class Timers:
                 f"found {config.timer_log_file_size}: use TimerConfig.of_store"
             )
         now_ms = store.clock.now_ms()
-        found = TimerCheckpoint.read(store.path, self._files)
+        saved = TimerCheckpoint.read(store.path, self._files)
         self._write_ms = self._floor(now_ms)
         self._slots = TimerSlots(
             store.path, 2 * config.slots_total, self._precision_ms, config.timer_log_file_size, self._files
         )
-        checkpoint = found or TimerCheckpoint(queue_offset=0, read_time_ms=self._write_ms)
+        checkpoint = saved or TimerCheckpoint(queue_offset=0, read_time_ms=self._write_ms)
         self._progress = TimerProgress(store, self._slots, config, checkpoint, aside)
         self._progress.read_ms = self._floor(min(max(checkpoint.read_time_ms, 0), now_ms))  # the clock can be set back
-        if found is not None or self._slots.has_wheel or size is not None:
+        if saved is not None or self._slots.has_wheel or size is not None:
             self._recover()
 
     def _floor(self, time_ms: int) -> int:
@@ -192,9 +192,9 @@ class Timers:
         sys_flag = fields.get("sys_flag", 0) & record.TRANSACTION_MASK
         properties = message.properties
         if parse_level(properties.get(record.PROPERTY_DELAY)) > 0:
-            other = Message(message.topic, message.body, flag=message.flag)
-            other.properties = {n: v for n, v in properties.items() if n not in (DELAY_SEC, DELAY_MS, DELIVER_MS)}
-            return self._store.append(other, queue_id, **fields)
+            delayed = Message(message.topic, message.body, flag=message.flag)
+            delayed.properties = {n: v for n, v in properties.items() if n not in (DELAY_SEC, DELAY_MS, DELIVER_MS)}
+            return self._store.append(delayed, queue_id, **fields)
         if sys_flag in (0, record.TRANSACTION_COMMIT) and message.topic != TIMER_TOPIC and is_timed(properties):
             fields.pop("properties_raw", None)
             waiting = self.waiting_form(message, queue_id)
@@ -285,7 +285,7 @@ class Timers:
                 if left == 0:
                     return False
                 physical_offset, size, write_time_ms, magic = units[-4:]
-                self._take(emptying, physical_offset, size, write_time_ms, magic, now_ms)
+                self._handle_unit(emptying, physical_offset, size, write_time_ms, magic, now_ms)
                 del units[-4:]
                 left -= 1
             self._slots.empty(emptying.time_ms, emptying.last)
@@ -306,7 +306,7 @@ class Timers:
                 units.extend((unit.physical_offset, unit.message_size, unit.write_time_ms, unit.magic))
         return _Emptying(time_ms, last, units, deleted)
 
-    def _take(
+    def _handle_unit(
         self, slot: _Emptying, physical_offset: int, size: int, write_time_ms: int, magic: int, now_ms: int
     ) -> None:
         """Deliver the message of a unit, or roll it."""
@@ -343,7 +343,7 @@ class Timers:
         try:
             if not rolls and topic in (TIMER_TOPIC, SCHEDULE_TOPIC, HALF_TOPIC):
                 raise MessageIllegalError(f"REAL_TOPIC: expected a topic for delivery, found {topic}")
-            if self._earlier.concerns(message.physical_offset) and self._was_taken(message, topic, properties):
+            if self._earlier.concerns(message.physical_offset) and self._was_delivered(message, topic, properties):
                 self._progress.changes += 1
                 return
             result = self._store.appender.append_again(message, topic, queue_id, properties, raw=_encoded(properties))
@@ -354,7 +354,7 @@ class Timers:
         if not rolls and self._delivered is not None:
             self._delivered(message, result)
 
-    def _was_taken(self, message: StoredMessage, topic: str, properties: Mapping[str, str]) -> bool:
+    def _was_delivered(self, message: StoredMessage, topic: str, properties: Mapping[str, str]) -> bool:
         """Return whether the log shows that an earlier run delivered or rolled a message."""
         rolls = properties.get(ROLL_TIMES)
 
@@ -409,16 +409,16 @@ class Timers:
         while self._progress.queue_offset < queue.max_offset:
             if left <= 0:
                 return False
-            found = self._store.read(TIMER_TOPIC, _QUEUE, self._progress.queue_offset, _READ)
-            for message in found.messages:
+            batch = self._store.read(TIMER_TOPIC, _QUEUE, self._progress.queue_offset, _READ)
+            for message in batch.messages:
                 self._fill(message, now_ms)
                 self._progress.queue_offset = message.queue_offset + 1
                 self._progress.changes += 1
                 left -= 1
-            if not found.messages:
-                if found.next_offset <= self._progress.queue_offset:
+            if not batch.messages:
+                if batch.next_offset <= self._progress.queue_offset:
                     return True
-                self._progress.queue_offset = found.next_offset
+                self._progress.queue_offset = batch.next_offset
         return True
 
     def _fill(self, message: StoredMessage, now_ms: int) -> None:
@@ -447,7 +447,7 @@ class Timers:
             message.physical_offset,
             message.size,
             string_hash(properties.get(record.PROPERTY_REAL_TOPIC, "")),
-            afresh=self._emptying is not None and self._emptying.time_ms == out_ms,
+            starts_empty=self._emptying is not None and self._emptying.time_ms == out_ms,
         )
 
     # ------------------------------------------------------------------------------------------------ saving, asking
@@ -460,7 +460,7 @@ class Timers:
         self._progress.save()
 
     def end(self, why: str) -> None:
-        """Stop writing for this reason, and wait until no write is running. Thread-safe."""
+        """End all writes; later callers get ``why``. Return when no write is running. Thread-safe."""
         self._progress.end(why)
 
     def passed(self, before: int) -> Callable[[int], bool]:

@@ -78,19 +78,19 @@ class TimerConfig(Config):
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Self | None:
         """Return the settings in a JSON object, with 5.3.3's defaults; None if it has none of a timer."""
-        known = cls.names()
-        named = {name: value for name, value in row.items() if name in known}
+        names = cls.names()
+        named = {name: value for name, value in row.items() if name in names}
         return cls(**named) if named else None
 
     @classmethod
     def of_store(cls, path: str, files: Files) -> Self | None:
         """Return the settings of a store's timer files, with 5.3.3's defaults; None without such files."""
-        told = {}
+        settings = {}
         if size := timer_log_size(path, files):
-            told["timer_log_file_size"] = size
+            settings["timer_log_file_size"] = size
         if size := files.size(TimerWheel.path_in(path)):
-            told["slots_total"] = size // SLOT_SIZE // 2
-        return cls(**told) if told else None
+            settings["slots_total"] = size // SLOT_SIZE // 2
+        return cls(**settings) if settings else None
 
 
 def is_timed(properties: Mapping[str, str]) -> bool:

@@ -24,7 +24,7 @@ class _Reached(NamedTuple):
 
 
 class TimerProgress:
-    """How far the timers have come. Not thread-safe, but for `end`."""
+    """Progress of the timers. Only `end` is thread-safe."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class TimerProgress:
         self.queue_offset = checkpoint.queue_offset
         """The first message of the timer topic that has no unit yet."""
         self.changes = 0
-        """Counted by the timers: what a checkpoint would tell."""
+        """Number of changes that the timers have counted for the checkpoint."""
         self._saved_changes = 0
         self._store = store
         self._slots = slots

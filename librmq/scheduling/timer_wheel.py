@@ -34,7 +34,7 @@ class TimerSlots:
     """The last unit that `recover` has kept, None if there is none."""
 
     def __init__(self, store: str, slots: int, precision_ms: int, log_file_size: int, files: Files) -> None:
-        """Look at the files of a wheel of ``slots`` slots; `CorruptionError` if they differ. Only `put` writes."""
+        """Open the files of a wheel of ``slots`` slots; `CorruptionError` if they differ. Only `put` writes."""
         self._store = store
         self._files = files
         self._slots = slots
@@ -106,12 +106,12 @@ class TimerSlots:
             if times[waiting].max() >= begin + self._slots:
                 return None
             waiting = waiting[np.argsort(times[waiting], kind="stable")]
-            own, firsts = np.unique(times[waiting], return_index=True)
+            slot_times, firsts = np.unique(times[waiting], return_index=True)
             counts = np.add.reduceat(np.where(block["magic"][waiting] & DELETE, -1, 1), firsts)
             lasts = np.append(firsts[1:], len(waiting)) - 1
             places = position + waiting * UNIT_SIZE
             for time, first, latest, count in zip(
-                own.tolist(), places[firsts].tolist(), places[lasts].tolist(), counts.tolist(), strict=True
+                slot_times.tolist(), places[firsts].tolist(), places[lasts].tolist(), counts.tolist(), strict=True
             ):
                 before = slots.get(time)
                 if before is not None:
@@ -128,12 +128,12 @@ class TimerSlots:
 
     def waiting_below(self, physical_offset: int, begin_ms: int) -> set[int]:
         """Return the physical offsets below a limit in units from the slot of ``begin_ms`` on."""
-        begin, found = begin_ms // self._precision_ms, set[int]()
+        begin, offsets = begin_ms // self._precision_ms, set[int]()
         for _, block in self.log.blocks(self.log.end):
             times, sound = self._times(block)
             waits = sound & (times >= begin) & (block["physical_offset"] < physical_offset)
-            found.update(block["physical_offset"][waits].tolist())
-        return found
+            offsets.update(block["physical_offset"][waits].tolist())
+        return offsets
 
     def next_ms(self, begin_ms: int) -> int | None:
         """Return the time of the first slot from ``begin_ms`` on that has messages."""
@@ -189,13 +189,13 @@ class TimerSlots:
         size: int,
         topic_hash: int,
         *,
-        afresh: bool,
+        starts_empty: bool,
     ) -> None:
-        """Put a message into a slot at the wheel's time ``write_ms``; with ``afresh`` the slot starts empty."""
+        """Put a message into a slot at the wheel's time ``write_ms``; with ``starts_empty`` it loses its units."""
         if self._wheel is None:
             self._wheel = TimerWheel.create(self._store, self._slots, files=self._files)
         time = time_ms // self._precision_ms
-        slot = self._wheel.slot(time) if self._waiting[time % self._slots] and not afresh else None
+        slot = self._wheel.slot(time) if self._waiting[time % self._slots] and not starts_empty else None
         previous = -1 if slot is None else slot.last
         position = self.log.append(
             Unit(UNIT_SIZE, previous, magic, write_ms, time_ms - write_ms, physical_offset, size, topic_hash, 0)

@@ -34,7 +34,7 @@ _PREPARED_AT: Final = record.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET
 class CheckPass:
     """One check pass, from the progress to the end of the half queue at the start.
 
-    ``queue_offset`` is that of the next half. Not thread-safe.
+    ``queue_offset`` is the offset of the next half. Not thread-safe.
     """
 
     def __init__(  # noqa: PLR0913 (each is a collaborator or a limit of its own)
@@ -90,41 +90,41 @@ class CheckPass:
         queue = store.queue(HALF_TOPIC, QUEUE)
         self._end = 0 if queue is None else queue.max_offset  # its own copies wait for the next pass
         self._op_begin = self._op_end = self._next_op = progress(store, offsets, OP_TOPIC)
-        self._op_of: dict[int, int] = {}  # op messages by half that were read and not used yet
-        self._done: set[int] = set()  # used op messages from `_op_end` on
+        self._op_by_half: dict[int, int] = {}  # op messages by half that were read and not used yet
+        self._used_ops: set[int] = set()  # used op messages from `_op_end` on
         self._last_born_ms: int | None = None  # of the last op message in the last batch; None for an empty batch
         self._missed = False
         if queue is not None:
-            self._fetch()
+            self._read_ops()
 
     def progress(self) -> dict[str, int]:
         """Return the progress by topic, where it has changed."""
-        found = {HALF_TOPIC: (self._begin, self.queue_offset), OP_TOPIC: (self._op_begin, self._op_end)}
-        return {topic: after for topic, (before, after) in found.items() if before != after}
+        ranges = {HALF_TOPIC: (self._begin, self.queue_offset), OP_TOPIC: (self._op_begin, self._op_end)}
+        return {topic: after for topic, (before, after) in ranges.items() if before != after}
 
-    def judge(self, now_ms: int, most: int) -> bool:
-        """Judge up to ``most`` halves; return True if the pass is over."""
-        for _ in range(most):
+    def check_halves(self, now_ms: int, limit: int) -> bool:
+        """Check up to ``limit`` halves; return True if the pass is over."""
+        for _ in range(limit):
             if now_ms - self._start_ms > self._longest_ms or self.queue_offset >= self._end:
                 return True
-            op = self._op_of.pop(self.queue_offset, None)
+            op = self._op_by_half.pop(self.queue_offset, None)
             if op is not None:
-                self._use(op)
+                self._mark_used(op)
             else:
-                found = self._store.read(HALF_TOPIC, QUEUE, self.queue_offset, 1)
-                if not found.messages:
-                    if self._missed or not _is_illegal(found):
+                batch = self._store.read(HALF_TOPIC, QUEUE, self.queue_offset, 1)
+                if not batch.messages:
+                    if self._missed or not _is_illegal(batch):
                         return True
                     self._missed = True
-                    self.queue_offset = found.next_offset
+                    self.queue_offset = batch.next_offset
                     continue
-                if not self._handle(found.messages[0], now_ms):
+                if not self._check_half(batch.messages[0], now_ms):
                     return True
             self.queue_offset += 1
         return False
 
-    def _handle(self, half: StoredMessage, now_ms: int) -> bool:
-        """Judge a half that has no op message; return False if the pass ends before it."""
+    def _check_half(self, half: StoredMessage, now_ms: int) -> bool:
+        """Check a half that has no op message; return False if the pass ends before it."""
         properties = dict(half.properties)
         check_times = self._times_checked(half) + 1
         if check_times > self._check_max:
@@ -136,9 +136,9 @@ class CheckPass:
         if half.store_timestamp_ms >= self._start_ms:
             return False
         immunity_ms = self._timeout_ms
-        own = properties.get(record.PROPERTY_CHECK_IMMUNITY_TIME)
-        if own is not None:
-            seconds = java_long(own)
+        immunity = properties.get(record.PROPERTY_CHECK_IMMUNITY_TIME)
+        if immunity is not None:
+            seconds = java_long(immunity)
             if seconds is not None and seconds != -1:
                 immunity_ms = 1000 * seconds
             if age_ms < immunity_ms and self._keep_immune(half, properties):
@@ -146,14 +146,14 @@ class CheckPass:
         elif 0 <= age_ms < immunity_ms:
             return False
         while not self._is_due(age_ms, immunity_ms):
-            held = self._last_born_ms
-            self._fetch()
-            op = self._op_of.pop(self.queue_offset, None)
+            previous_born_ms = self._last_born_ms
+            self._read_ops()
+            op = self._op_by_half.pop(self.queue_offset, None)
             if op is not None:
-                self._use(op)
+                self._mark_used(op)
                 return True
-            if held is None and self._last_born_ms is None:
-                break  # no op message yet: 4.9 would look again until the pass times out
+            if previous_born_ms is None and self._last_born_ms is None:
+                break  # no op message yet: 4.9 would read again until the pass times out
         if self._has_ended(half.queue_offset):  # during the pass
             self._find_op()
             return True
@@ -175,9 +175,9 @@ class CheckPass:
             if not self._has_reachable_ahead(now_ms):
                 return False  # nothing is written for halves that all wait for a producer
             properties[_CHECK_TIMES] = str(check_times - 1)
-            self._put_back(half, properties)
+            self._append_copy(half, properties)
             return True
-        copy = self._put_back(half, properties)
+        copy = self._append_copy(half, properties)
         if copy is not None:
             self._ask(copy, check_times)
         return True
@@ -191,23 +191,23 @@ class CheckPass:
         for queue_offset in range(max(self._reachable_at, self.queue_offset + 1), self._end):
             if queue_offset > self.queue_offset + _LOOK_AHEAD:
                 return True
-            if queue_offset in self._op_of or self._has_ended(queue_offset):
+            if queue_offset in self._op_by_half or self._has_ended(queue_offset):
                 continue
-            found = self._store.read(HALF_TOPIC, QUEUE, queue_offset, 1)
-            if not found.messages or 0 <= now_ms - found.messages[0].born_timestamp_ms < self._timeout_ms:
+            batch = self._store.read(HALF_TOPIC, QUEUE, queue_offset, 1)
+            if not batch.messages or 0 <= now_ms - batch.messages[0].born_timestamp_ms < self._timeout_ms:
                 return False
-            if self._is_reachable(found.messages[0].properties.get(record.PROPERTY_PRODUCER_GROUP, "")):
+            if self._is_reachable(batch.messages[0].properties.get(record.PROPERTY_PRODUCER_GROUP, "")):
                 self._reachable_at = queue_offset
                 return True
         return False
 
     def _find_op(self) -> None:
-        """Read op messages up to that of the current half."""
-        while self.queue_offset not in self._op_of:
-            self._fetch()
+        """Read op messages up to the current half's."""
+        while self.queue_offset not in self._op_by_half:
+            self._read_ops()
             if self._last_born_ms is None:
                 return
-        self._use(self._op_of.pop(self.queue_offset))
+        self._mark_used(self._op_by_half.pop(self.queue_offset))
 
     def _is_due(self, age_ms: int, immunity_ms: int) -> bool:
         if self._last_born_ms is None:
@@ -221,16 +221,16 @@ class CheckPass:
             queue_offset = java_long(first)
             if queue_offset is None or queue_offset == -1:
                 return False
-            op = self._op_of.pop(queue_offset, None)
+            op = self._op_by_half.pop(queue_offset, None)
             if op is not None:
-                self._use(op)
+                self._mark_used(op)
                 return True
         properties[record.PROPERTY_WAIT] = "false"
         properties.setdefault(_PREPARED_AT, str(half.queue_offset))
-        self._put_back(half, properties)
+        self._append_copy(half, properties)
         return True
 
-    def _put_back(self, half: StoredMessage, properties: dict[str, str]) -> StoredMessage | None:
+    def _append_copy(self, half: StoredMessage, properties: dict[str, str]) -> StoredMessage | None:
         """Append a copy of a half with these properties; None if the half had to be given up."""
         try:
             result = self._store.appender.append_again(
@@ -272,33 +272,33 @@ class CheckPass:
         self._discarded(half, check_times)
         return True
 
-    def _fetch(self) -> None:
+    def _read_ops(self) -> None:
         """Read the next op messages."""
-        found = self._store.read(OP_TOPIC, QUEUE, self._next_op, _OPS_READ)
-        self._last_born_ms = found.messages[-1].born_timestamp_ms if found.messages else None
-        if _is_illegal(found):
+        batch = self._store.read(OP_TOPIC, QUEUE, self._next_op, _OPS_READ)
+        self._last_born_ms = batch.messages[-1].born_timestamp_ms if batch.messages else None
+        if _is_illegal(batch):
             _log.error(
                 "the check found no op message at %(queue_offset)d, and continues at %(next_offset)d",
                 queue_offset=self._next_op,
-                next_offset=found.next_offset,
+                next_offset=batch.next_offset,
             )
-            self._offsets.set_consumer_offset(OP_TOPIC, CHECK_GROUP, QUEUE, found.next_offset)
-        for op in found.messages:
+            self._offsets.set_consumer_offset(OP_TOPIC, CHECK_GROUP, QUEUE, batch.next_offset)
+        for op in batch.messages:
             half = half_of(op)
             if half is None or half < self._begin:
-                self._use(op.queue_offset)
+                self._mark_used(op.queue_offset)
             else:
-                self._op_of[half] = op.queue_offset
-        if found.status is not GetStatus.NO_MESSAGE_IN_QUEUE:
-            self._next_op = found.next_offset
+                self._op_by_half[half] = op.queue_offset
+        if batch.status is not GetStatus.NO_MESSAGE_IN_QUEUE:
+            self._next_op = batch.next_offset
 
-    def _use(self, op_offset: int) -> None:
-        self._done.add(op_offset)
-        while self._op_end in self._done:
-            self._done.discard(self._op_end)
+    def _mark_used(self, op_offset: int) -> None:
+        self._used_ops.add(op_offset)
+        while self._op_end in self._used_ops:
+            self._used_ops.discard(self._op_end)
             self._op_end += 1
 
 
-def _is_illegal(found: ReadResult) -> bool:
+def _is_illegal(result: ReadResult) -> bool:
     """Return whether a read found nothing although the queue has more entries."""
-    return not found.messages and found.status not in (GetStatus.NO_MESSAGE_IN_QUEUE, GetStatus.OFFSET_OVERFLOW_ONE)
+    return not result.messages and result.status not in (GetStatus.NO_MESSAGE_IN_QUEUE, GetStatus.OFFSET_OVERFLOW_ONE)

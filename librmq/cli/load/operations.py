@@ -365,7 +365,7 @@ class _Operations:
                     "msg_id": half.offset_id,
                     "check_times": str(check_times),
                 }
-                for _, half, check_times in done.asked
+                for _, half, check_times in done.questions
             ],
             "discarded": [
                 {"uniq_key": half.unique_key, "queue_offset": half.queue_offset, "check_times": str(check_times)}
