@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Self
 
 from librmq.broker import Broker
@@ -192,7 +192,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(self, service: Service) -> None:
         self._by_name: dict[str, Any] = {}
         self._called = service.sessions.called
-        calls = CallBounds("calls", of_connection=_OF_CONNECTION, of_address=_OF_ADDRESS, in_all=_THREADS)
+        self._calls = CallBounds("calls", of_connection=_OF_CONNECTION, of_address=_OF_ADDRESS, in_all=_THREADS)
         for name, call in (
             ("QueryRoute", service.routes.query_route),
             ("Heartbeat", service.heartbeat),
@@ -206,20 +206,34 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             ("RecallMessage", service.sends.recall_message),
         ):
             request, response = message_class(f"{name}Request"), message_class(f"{name}Response")
-            self._add(name, _bounded(_one_by_one(call, request), calls), response)
+            self._add_unary(name, call, request, response)
         response = message_class("ReceiveMessageResponse")
-        receive = _one_by_one(service.receives.receive_message, message_class("ReceiveMessageRequest"), is_stream=True)
-        self._add("ReceiveMessage", _bounded(receive, calls), response)
+        request, receive = message_class("ReceiveMessageRequest"), service.receives.receive_message
+        self._add_stream(
+            "ReceiveMessage", lambda requests, call: receive(_parsed(requests, request, call), call), response
+        )
         command = message_class("TelemetryCommand")
-        telemetry = _refusing_nonsense(service.telemetry, command.FromString)
-        self._add("Telemetry", _bounded(telemetry, calls), command)
+        self._add_stream("Telemetry", _refusing_nonsense(service.telemetry, command.FromString), command)
         # Some clients accept their settings only with an address for metrics, and export them here.
         self._by_name[_METRICS_EXPORT] = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
 
-    def _add(self, name: str, call: Callable[..., Any], response: Any) -> None:  # noqa: ANN401
-        # All calls are streams of bytes, which are the same on the wire. A call that sends no request is counted then,
-        # because it reaches its function, and bytes that can't be parsed end it, which gRPC does for no stream.
-        handler = grpc.stream_stream_rpc_method_handler(call, None, response.SerializeToString)
+    # All requests are streams of bytes, which are the same on the wire. A call that sends no request is counted then,
+    # because it reaches its function, and bytes that can't be parsed end it, which gRPC does for no stream.
+
+    def _add_unary(self, name: str, call: Callable[..., Any], request: Any, response: Any) -> None:  # noqa: ANN401
+        def handle(requests: Iterator[bytes], context: Any) -> Any:  # noqa: ANN401
+            with _held(self._calls, context):
+                return call(_parsed(requests, request, context), context)
+
+        handler = grpc.stream_unary_rpc_method_handler(handle, None, response.SerializeToString)
+        self._by_name[f"/{SERVICE}/{name}"] = handler
+
+    def _add_stream(self, name: str, call: Callable[..., Any], response: Any) -> None:  # noqa: ANN401
+        def handle(requests: Iterator[bytes], context: Any) -> Any:  # noqa: ANN401
+            with _held(self._calls, context):
+                yield from call(requests, context)
+
+        handler = grpc.stream_stream_rpc_method_handler(handle, None, response.SerializeToString)
         self._by_name[f"/{SERVICE}/{name}"] = handler
 
     def service(self, details: Any) -> Any:  # noqa: ANN401
@@ -230,38 +244,26 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._by_name.get(details.method)
 
 
-def _bounded(call: Callable[..., Any], calls: CallBounds) -> Callable[..., Any]:
-    """Return a call that is refused where its client has too many already."""
-
-    def handle(requests: Iterator[bytes], context: Any) -> Any:  # noqa: ANN401
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(calls.hold(context.peer()))
-            except Refusal as error:
-                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-            yield from call(requests, context)
-
-    return handle
+@contextmanager
+def _held(calls: CallBounds, context: Any) -> Iterator[None]:  # noqa: ANN401
+    """Count a call while it runs; refuse it where its client has too many already."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(calls.hold(context.peer()))
+        except Refusal as error:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        yield
 
 
-def _one_by_one(call: Callable[..., Any], request: Any, *, is_stream: bool = False) -> Callable[..., Any]:  # noqa: ANN401
-    """Return a call of one request in the form of a stream."""
-
-    def handle(requests: Iterator[bytes], context: Any) -> Any:  # noqa: ANN401
-        for raw in requests:
-            try:
-                parsed = request.FromString(raw)
-            except DecodeError:
-                what = f"expected a {request.DESCRIPTOR.name}, found {len(raw):,} bytes that are none"
-                context.abort(grpc.StatusCode.INTERNAL, what)  # as gRPC does
-            if is_stream:
-                yield from call(parsed, context)
-            else:
-                yield call(parsed, context)
-            return
-        context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"expected a {request.DESCRIPTOR.name}, found none")
-
-    return handle
+def _parsed(requests: Iterator[bytes], request: Any, context: Any) -> Any:  # noqa: ANN401
+    """Return the request of a call that has one."""
+    what = f"expected a {request.DESCRIPTOR.name}, found"
+    for raw in requests:
+        try:
+            return request.FromString(raw)
+        except DecodeError:
+            context.abort(grpc.StatusCode.INTERNAL, f"{what} {len(raw):,} bytes that are none")  # as gRPC does
+    return context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{what} none")
 
 
 def _refusing_nonsense(telemetry: Callable[..., Any], parse: Callable[[bytes], Any]) -> Callable[..., Any]:
