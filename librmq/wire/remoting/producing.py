@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Final
 
 from librmq.broker import Broker
 from librmq.clock import moves_by_itself
 from librmq.errors import BrokerBusyError, MalformedError, MessageIllegalError, RmqError
-from librmq.message.batch import decode_batch
+from librmq.message.batch import check_batch_size, decode_batch
 from librmq.message.hosts import Host
 from librmq.message.message import Message
 from librmq.message.properties import decode_properties
@@ -23,6 +24,7 @@ from librmq.protocol import (
     SendStatus,
     TransactionState,
 )
+from librmq.runtime.locks import Lock
 from librmq.wire.remoting.calls import Handlers, RemotingCall, refused, tried
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.codes import SEND_CODES, RequestCode
@@ -38,6 +40,8 @@ _SEND_BATCH: Final = int(RequestCode.SEND_BATCH_MESSAGE)
 SENDS: Final = frozenset({int(RequestCode.SEND_MESSAGE), int(RequestCode.SEND_MESSAGE_V2), _SEND_BATCH})
 """The codes of requests that `Producing.send_all` answers."""
 _NONE: Final = (0, 0, 0)
+_LARGE_BATCH: Final = 256 << 10
+"""Bytes from which on batches are read one at a time."""
 _STATES: Final = {state.value: state for state in TransactionState}
 
 
@@ -49,6 +53,7 @@ class Producing:
         self._rates = rates
         self._now_ms = broker.runner.now_ms
         self._is_real_time = moves_by_itself(broker.runner.clock)
+        self._batch_lock = Lock()  # a large batch takes fifty times its bytes in memory
         self.handlers: Handlers = {
             RequestCode.SEND_MESSAGE: self.send,
             RequestCode.SEND_MESSAGE_V2: self.send,
@@ -75,15 +80,17 @@ class Producing:
         that saves a third of the time.
         """
         read = self._read
-        asked = [tried(read, channel, frame) for frame in frames]
-        begin_ms = self._now_ms()
-        stored = self._store(channel, asked)
+        with self._batch_lock if any(map(_is_large_batch, frames)) else nullcontext():
+            asked = [tried(read, channel, frame) for frame in frames]
+            begin_ms = self._now_ms()
+            stored = self._store(channel, asked)
         answers: list[tuple[Frame, bytes]] = []
         counts: dict[str, tuple[int, int, int]] = {}
         for frame, request, response in zip(frames, asked, stored, strict=True):
             if isinstance(request, Exception):
                 has_no_topic = frame.code != RequestCode.SEND_MESSAGE and not frame.fields.get("b")
-                answers.append((frame, refused(frame, request, RefusedSendHeader() if has_no_topic else None)))
+                is_refused_send = has_no_topic or isinstance(request, MessageIllegalError)
+                answers.append((frame, refused(frame, request, RefusedSendHeader() if is_refused_send else None)))
                 continue
             topic = request.messages[0].topic if isinstance(request, SendBatch) else request.message.topic
             if isinstance(response, Exception):
@@ -150,6 +157,7 @@ class Producing:
                 header.max_reconsume_times,
                 default_topic=header.default_topic,
             )
+        check_batch_size(len(frame.body), self._broker.store.config.max_message_size)
         try:
             items = decode_batch(frame.body)
         except MessageIllegalError as error:
@@ -191,6 +199,12 @@ class Producing:
             )
         )
         return call.answer()
+
+
+def _is_large_batch(frame: Frame) -> bool:
+    fields = frame.fields
+    is_batch = frame.code == _SEND_BATCH or "true" in (fields.get("m"), fields.get("batch"))
+    return is_batch and len(frame.body) > _LARGE_BATCH
 
 
 def _messages(requests: Iterable[object]) -> list[SendMessage]:

@@ -8,12 +8,14 @@ import random
 import socket
 import ssl
 import threading
+import tracemalloc
 from contextlib import suppress
 from typing import Any, Final
 
 import pytest
 
 from librmq import Broker, ManualRunner
+from librmq.message.batch import BatchItem, encode_batch
 from librmq.wire.certificates import self_signed
 from librmq.wire.remoting import RemotingServer, budgets
 from librmq.wire.remoting import pulling as pulling_module
@@ -190,6 +192,19 @@ def test_a_heartbeat_that_becomes_many_objects_is_refused(client: RawClient, bod
     assert answer.code == 1
     assert "expected at most" in (answer.remark or "")
     assert client.put("t", b"x").code == 0
+
+
+def test_a_batch_that_is_too_large_is_not_read(client: RawClient, broker: Broker) -> None:
+    messages = encode_batch([BatchItem(b"")]) * 400_000
+    client.call(Code.SEND_MESSAGE_V2, b"x", **SENT, queue_id=0)
+    tracemalloc.start()
+    try:
+        answer = client.call(Code.SEND_MESSAGE_V2, messages, **SENT, queue_id=0, batch=True)
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(messages)
+    finally:
+        tracemalloc.stop()
+    assert (answer.code, answer.fields) == (13, {"MSG_REGION": "DefaultRegion", "TRACE_ON": "true"})
+    assert sum(1 for _ in broker.messages("t")) == 1
 
 
 def test_a_large_header_is_refused(client: RawClient) -> None:
