@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -27,12 +28,13 @@ from librmq.testing import Kit
 from librmq.testing.served import ServedKit, serve_grpc, serve_remoting
 from librmq.wire.remoting import listen
 from librmq.wire.remoting.codes import RequestCode
-from librmq.wire.remoting.frames import Frame, answer_to
+from librmq.wire.remoting.frames import VERSION, Frame, answer_to
 from tests.wire.fake_servers import FakeServer
 from tests.wire.stub import Stub, message
 
 ROUTES = ("kit", "kit over tcp", "connect")
 TIMERS = BrokerConfig(timers=TimerConfig())
+V5_0_0 = 413
 SENT = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "0"}
 
 
@@ -232,14 +234,15 @@ def test_a_batch_takes_what_split_batch_cuts(way: str) -> None:
 class Described:
     """A broker that answers with settings, and keeps the properties of what is sent."""
 
-    def __init__(self, settings: str | None) -> None:
+    def __init__(self, settings: str | None, version: int = VERSION) -> None:
         self.properties: list[dict[str, str]] = []
         self._settings = settings
+        self._version = version
 
     def __call__(self, frame: Frame) -> Frame | None:
         if frame.code == RequestCode.GET_BROKER_CONFIG:
             if self._settings is None:
-                return answer_to(frame, 16, "no permission")
+                return replace(answer_to(frame, 16, "no permission"), version=self._version)
             return answer_to(frame, body=self._settings.encode())
         if frame.code in (RequestCode.SEND_MESSAGE_V2, RequestCode.SEND_REPLY_MESSAGE_V2):
             pairs = [pair.split("\1") for pair in frame.fields["i"].split("\2") if pair]
@@ -289,3 +292,10 @@ def test_a_broker_that_hides_its_settings_gets_no_delay() -> None:
             producer.send("t", b"x", delay=5)
         producer.send("t", b"x", delay_level=3)
     assert broker.properties == [{"DELAY": "3"}]
+
+
+def test_a_broker_of_5_that_hides_its_settings_gets_the_properties_of_its_timer() -> None:
+    broker = Described(None, version=V5_0_0)
+    with FakeServer(broker) as server, librmq.connect(server.address) as route, Producer(route, "shop") as producer:
+        producer.send("t", b"x", delay=5)
+    assert broker.properties == [{"TIMER_DELAY_MS": "5000"}]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from librmq.broker.delayed_sends import time_properties
 from librmq.errors import ConfigError, MessageIllegalError
@@ -13,6 +13,9 @@ from librmq.wire.remote.forms import check
 from librmq.wire.remoting.frames import Frame
 
 __all__ = ["BrokerDelays"]
+
+_FIRST_WITH_TIMER: Final = 413
+"""The version of 5.0.0 in answers."""
 
 
 class BrokerDelays(NamedTuple):
@@ -25,11 +28,13 @@ class BrokerDelays(NamedTuple):
 
     @classmethod
     def of(cls, answer: Frame) -> BrokerDelays:
-        """Read the settings of a broker.
+        """Read the settings of a broker; one of 5.x that refuses to say them is asked for its timer.
 
         Raises:
-            BrokerError: The broker refuses to say them.
+            BrokerError: A broker of 4.x refuses.
         """
+        if answer.code and answer.version >= _FIRST_WITH_TIMER:  # without a timer, it refuses the message itself
+            return cls("", True)
         lines = check(answer).body.decode("utf-8", "replace").splitlines()
         settings = {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines)}
         return cls(settings.get("messageDelayLevel", ""), settings.get("timerWheelEnable", "").lower() == "true")
