@@ -27,7 +27,7 @@ from librmq.store.engine.log_copy import CopiedRecords, LogCopier
 from librmq.store.engine.open_store import Parts
 from librmq.store.engine.queue_table import QueueTable
 from librmq.store.engine.read import Transfer
-from librmq.store.engine.store_lock import forget_locks, lock_store, unlock_store
+from librmq.store.engine.store_lock import drop_locks, lock_store, unlock_store
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
 from librmq.store.format.kept_config import write_kept_config
@@ -119,7 +119,7 @@ class StoreHandle:
                 # Before the log, so that a killed replica is known.
                 write_mark(path, ReplicaMark(self.replica_of, None), files)
             if self.read_only:
-                self.view = ReadOnlyView(path, config, files, self.clock, self._bitmap_of, self._show)
+                self.view = ReadOnlyView(path, config, files, self.clock, self._bitmap_of, self._use_view)
             else:
                 import_numpy()
                 self._configure(config or directory.infer_config(path, files))
@@ -135,7 +135,7 @@ class StoreHandle:
             with critical:
                 self._release()
             raise
-        self._take_calls()
+        self._accept_calls()
         _open_handles.add(self)
 
     def _configure(self, config: StoreConfig) -> None:
@@ -150,17 +150,17 @@ class StoreHandle:
         bitmap_of = self._bitmap_of if self.config.enable_calc_filter_bitmap else None
         parts = load(self.path, self.config, self.levels, self.files, self.clock, mode=mode, bitmap_of=bitmap_of)
         with critical:
-            self._take(parts)
+            self._use_parts(parts)
         self.recovered = self.recovered + parts.cuts
 
-    def _show(self, view: ReadOnlyView) -> None:
+    def _use_view(self, view: ReadOnlyView) -> None:
         """Use the present parts of a read-only view."""
         self._configure(view.config)
         with critical:
-            self._take(view.parts)
+            self._use_parts(view.parts)
         self.recovered = view.parts.cuts
 
-    def _take(self, parts: Parts) -> None:
+    def _use_parts(self, parts: Parts) -> None:
         appender = self.appender
         self.log, self.index, self.checkpoint, self.queues = parts.log, parts.index, parts.checkpoint, parts.queues
         self._has_room_until = -1
@@ -189,19 +189,19 @@ class StoreHandle:
             self._expire,
             self.clock.now_ms(),
         )
-        appender.take(parts, self.durability.commit, self.housekeeping)
+        appender.use_parts(parts, self.durability.commit, self.housekeeping)
         self._copier = LogCopier(parts)
 
     def _check_lock(self) -> None:
         if self._file_lock is not None:
             self._file_lock.check()
 
-    def _take_calls(self) -> None:
+    def _accept_calls(self) -> None:
         """Accept calls of users from now on."""
         self.closed = None
         self.appender.accepts = not self.read_only and self.replica_of is None
         if self._in_background:
-            self.thread.allow()
+            self.thread.allow_start()
 
     # ------------------------------------------------------------------------------------------------------ while open
 
@@ -243,7 +243,7 @@ class StoreHandle:
             return self._run_due(now_ms)
 
     def _run_due(self, now_ms: int) -> int | None:
-        self._look_at_disk(now_ms)
+        self._check_disk(now_ms)
         return self.housekeeping.run_due(now_ms)  # a recovery replaces it
 
     def _expire(self, now_ms: int) -> int | None:
@@ -251,9 +251,9 @@ class StoreHandle:
         try:
             return self.retention.run_due(now_ms)
         finally:
-            self._accept_as_far_as_there_is_room()
+            self._update_acceptance()
 
-    def _accept_as_far_as_there_is_room(self) -> None:
+    def _update_acceptance(self) -> None:
         appender, commit = self.appender, self.durability.commit
         with appender.lock.mutex:
             refused = self.closed is not None or commit.failure is not None or self.replica_of is not None
@@ -261,20 +261,20 @@ class StoreHandle:
             if commit.failure is not None:  # a flush failed during the step
                 appender.accepts = False
 
-    def _look_at_disk(self, now_ms: int) -> None:
+    def _check_disk(self, now_ms: int) -> None:
         """Begin or end to refuse messages as soon as the disk is too full, or has room again."""
         with suppress(StoreIOError):  # the next step of retention reports it
-            if self.retention.look_at_disk(now_ms):
+            if self.retention.check_disk(now_ms):
                 self.appender.lock.check_reentry()
                 with critical:
-                    self._accept_as_far_as_there_is_room()
+                    self._update_acceptance()
 
     def check_room(self) -> None:
         """Refuse a send while there is no room for it; see `MessageStore.check_room`."""
         now_ms = self.clock.now_ms()
         if 0 <= now_ms - self._had_room_at_ms < LOOK_MS and self.log.end < self._has_room_until:
             return
-        self._look_at_disk(now_ms)
+        self._check_disk(now_ms)
         retention = self.retention
         error = retention.full_error()
         if error is not None:
@@ -306,7 +306,7 @@ class StoreHandle:
         lock = appender.lock
         if lock.mutex.locked():
             lock.check_reentry()
-        if log.end + len(data) <= log.sure:  # as in an append: `mend` repairs what a signal interrupts
+        if log.end + len(data) <= log.sure:  # as in an append: `repair` completes what a signal interrupts
             with lock.mutex:
                 lock_holder = lock
                 copied = self._copy(physical_offset, data, is_checked)
@@ -328,7 +328,7 @@ class StoreHandle:
             raise self.unusable()
         log = self.log
         if self.appender.dispatcher.writing_at >= 0:  # a signal has interrupted the last copy, perhaps in its middle
-            self.appender.mend()
+            self.appender.repair()
             data = data[max(0, log.end - physical_offset) :]
             physical_offset = max(physical_offset, log.end)
         if not log.sequence.starts:
@@ -389,7 +389,7 @@ class StoreHandle:
                 if between is not None:
                     between()
                 self._load(RecoveryMode.LIVING)
-                self._take_calls()
+                self._accept_calls()
             except BaseException:
                 with critical:
                     self.closed, appender.accepts = "could not be recovered", False
@@ -403,7 +403,7 @@ class StoreHandle:
     def close(self) -> None:
         """Flush the store, mark it as cleanly closed and release it; see `MessageStore.close`."""
         with critical:
-            if not self._end("is closed"):
+            if not self._stop_calls("is closed"):
                 self._release()  # after an open or a recovery that a signal interrupted
                 return
             try:
@@ -419,7 +419,7 @@ class StoreHandle:
     def abandon(self, why: str) -> None:
         """Release the store as a dying process does; see `MessageStore.abandon`."""
         with critical:
-            if not self._end(why):
+            if not self._stop_calls(why):
                 self._release()
                 return
             try:
@@ -429,15 +429,15 @@ class StoreHandle:
             finally:
                 self._release()
 
-    def forget(self) -> None:
+    def after_fork(self) -> None:
         """Leave the store to the parent, in a forked child."""
         self.closed = "was opened before a fork: reopen the store in the child"
-        self.thread.forget()
+        self.thread.after_fork()
         self._file_lock = None  # so that closing does not wait for a thread of the parent
-        self.appender.forget()
-        self.durability.commit.forget(f"{self.path}: this handle {self.closed}")
+        self.appender.after_fork()
+        self.durability.commit.stop_after_fork(f"{self.path}: this handle {self.closed}")
 
-    def _end(self, why: str) -> bool:
+    def _stop_calls(self, why: str) -> bool:
         """Take no more calls; return False if that was so already."""
         self.appender.lock.check_reentry()
         with self.appender.lock.mutex:
@@ -503,10 +503,10 @@ class StoreHandle:
         return ReadOnlyError(f"{self.path}: this handle is read-only: open the store without read_only=True")
 
 
-def _no_writes(path: str, of: str) -> str:
+def _no_writes(path: str, master: str) -> str:
     return (
-        f"{path}: this store is a replica of {of} and takes no writes: write to {of}, read with read_only=True, "
-        "or make it a store of its own by librmq.cluster.promote_replica"
+        f"{path}: this store is a replica of {master} and takes no writes: write to {master}, read with "
+        "read_only=True, or make it a store of its own by librmq.cluster.promote_replica"
     )
 
 
@@ -515,9 +515,9 @@ _open_handles: weakref.WeakSet[StoreHandle] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for handle in list(_open_handles):
-        handle.forget()
+        handle.after_fork()
     _open_handles.clear()
-    forget_locks()
+    drop_locks()
 
 
 if hasattr(os, "register_at_fork"):

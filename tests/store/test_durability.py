@@ -70,7 +70,7 @@ def open_store(
         store.flush()
         store._handle.thread.stop()
         if more.get("background"):
-            store._handle.thread.allow()
+            store._handle.thread.allow_start()
         store._handle.housekeeping.alarm = -1  # as it was before the first append
     if isinstance(files, HeldFiles):
         files.flushes = 0

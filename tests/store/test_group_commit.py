@@ -114,7 +114,7 @@ def device() -> Device:
 @contextmanager
 def held(device: Device) -> Iterator[tuple[Waiters, CountedRow]]:
     """Start the first flush, for 100 bytes, and hold it up."""
-    row = device.commit._row = CountedRow()
+    row = device.commit._waiters = CountedRow()
     device.held = True
     waiters = Waiters(device.commit)
     waiters.start(device.append())
@@ -249,13 +249,13 @@ def test_no_waiter_is_woken_before_its_turn(device: Device) -> None:
     """A waiter whose data is flushed continues and wakes the next; later callers queue behind them."""
     turns: list[int] = []
     commit = device.commit
-    leave = commit._leave
+    leave = commit._pass_turn
 
-    def note(mine: Any) -> None:
+    def note(turn: Any) -> None:
         turns.append(int(threading.current_thread().name))
-        leave(mine)
+        leave(turn)
 
-    commit._leave = note  # type: ignore[method-assign]
+    commit._pass_turn = note  # type: ignore[method-assign]
     with held(device) as (waiters, row):
         for _ in range(20):
             waiters.start(device.append())
@@ -348,7 +348,7 @@ def test_letting_go_waits_for_the_flush_that_runs(device: Device) -> None:
     assert waiters.join() == [100], "flushed messages stay flushed"
 
 
-@pytest.mark.parametrize("let_go", [GroupCommit.stop, GroupCommit.forget])
+@pytest.mark.parametrize("let_go", [GroupCommit.stop, GroupCommit.stop_after_fork])
 def test_waiters_get_an_error_when_the_log_is_released(
     device: Device, let_go: Callable[[GroupCommit, str], Any]
 ) -> None:

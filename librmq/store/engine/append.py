@@ -60,8 +60,8 @@ _new_result = tuple.__new__
 class Appender(AppendState):
     """The only writer of an open store: its lock, and everything that is written under it. Thread-safe.
 
-    It outlives its parts: `take` gives it those of a recovery. Every append and every other change of the parts waits
-    for ``lock``.
+    It outlives its parts: `use_parts` gives it those of a recovery. Every append and every other change of the parts
+    waits for ``lock``.
     """
 
     log: CommitLog
@@ -86,11 +86,11 @@ class Appender(AppendState):
         self._watchers: list[Callable[[], None]] = []
         self._watching = Lock()
 
-    def forget(self) -> None:
+    def after_fork(self) -> None:
         """Leave the store to the parent, in a child process after a fork."""
         self.parts, self.accepts = None, False
         self._watchers, self._watching = [], Lock()
-        self.lock.forget()
+        self.lock.make_locks()
         self.is_locked = self.lock.mutex.locked
 
     def configure(self, config: StoreConfig, levels: DelayLevels) -> None:
@@ -103,7 +103,7 @@ class Appender(AppendState):
         self._sync = config.durability == "sync"
         self.is_usual = not self._sync
 
-    def take(self, parts: Parts, commit: GroupCommit, housekeeping: Housekeeping) -> None:
+    def use_parts(self, parts: Parts, commit: GroupCommit, housekeeping: Housekeeping) -> None:
         """Write to these parts from now on."""
         for name, lane in self.lanes.items():  # callers keep lanes
             lane.queue = parts.queue(*name)
@@ -195,7 +195,7 @@ class Appender(AppendState):
             size = 72 + hosts_size + len(tail)
             lock = self.lock
             if lock.crowd or lock.mutex.locked():
-                lock.let_others_go_on()
+                lock.yield_to_waiters()
             with lock.mutex:
                 lock_holder = lock
                 if not self.accepts:
@@ -324,7 +324,7 @@ class Appender(AppendState):
         batch = prepare_batch(messages, fixed_size, properties, self._max_body_size)
         sizes = batch.sizes
         if self.lock.mutex.locked():
-            self.lock.let_others_go_on()
+            self.lock.yield_to_waiters()
         try:
             with self.lock.mutex:
                 lock_holder = self.lock
@@ -405,7 +405,7 @@ class Appender(AppendState):
         if not wait or end >= self._housekeeping.alarm:
             self._wake()
         if end >= self._housekeeping.watched:
-            self._tell_watchers()
+            self._notify_watchers()
         if wait:
             self._commit.reach(end)
 
@@ -420,9 +420,9 @@ class Appender(AppendState):
             self._watchers.append(appended)
             self._housekeeping.watch(physical_offset)
         if self.log.end > physical_offset:
-            self._tell_watchers()
+            self._notify_watchers()
 
-    def _tell_watchers(self) -> None:
+    def _notify_watchers(self) -> None:
         with self._watching:
             watchers, self._watchers = self._watchers, []
             self._housekeeping.watched = sys.maxsize
@@ -446,14 +446,14 @@ class Appender(AppendState):
     def _delay(self, text: str) -> tuple[int, str, int]:
         """Return the delay level that a text stands for, its name, and its length in ms."""
         level = self._levels.cap(parse_level(text))
-        found = level, str(level), self._levels.delay_ms(level)
+        delay = level, str(level), self._levels.delay_ms(level)
         if len(self._delays) < _DELAYS_KEPT:
-            self._delays[text] = found
-        return found
+            self._delays[text] = delay
+        return delay
 
     # ------------------------------------------------------------------------------------------------ derived from it
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Repair what an interrupted append left, under the lock, before derived data are used."""
         if self.dispatcher.writing_at >= 0:
             assert self.parts is not None
@@ -462,12 +462,12 @@ class Appender(AppendState):
 
     def catch_up(self) -> None:
         """Write all queue entries and keys that are due, under the lock."""
-        self.mend()
+        self.repair()
         self.dispatcher.drain()
 
     def _advance(self) -> None:
         """Repair what an interrupted append left, and write some of the entries or keys that are due."""
-        self.mend()
+        self.repair()
         if len(self.dispatcher.records) >= _BATCH:
             self.dispatcher.advance()
 
@@ -475,7 +475,7 @@ class Appender(AppendState):
         """Write some of the entries or keys that are due, before a compiled append."""
         lock = self.lock
         if lock.mutex.locked():
-            lock.let_others_go_on()
+            lock.yield_to_waiters()
         with lock.mutex:
             lock_holder = lock
             if self.accepts:
@@ -503,7 +503,7 @@ class Appender(AppendState):
             self.lock.check_reentry()
             with self.lock.mutex:
                 lock_holder = self.lock
-                self.mend()
+                self.repair()
                 dispatcher.write_entries()
                 del lock_holder  # `check_reentry` looks for it
 
@@ -519,5 +519,5 @@ class Appender(AppendState):
         """Return the log's end when no append is running."""
         self.lock.check_reentry()
         with critical, self.lock.mutex:
-            self.mend()
+            self.repair()
             return self.log.end

@@ -30,9 +30,9 @@ class AppendLock:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self.forget()
+        self.make_locks()
 
-    def forget(self) -> None:
+    def make_locks(self) -> None:
         """Make new locks in a child process after a fork, because threads of the parent may hold the old ones."""
         self.mutex = Lock()
         self.flushing = RLock()
@@ -61,7 +61,7 @@ class AppendLock:
                 )
             frame = frame.f_back
 
-    def let_others_go_on(self) -> None:
+    def yield_to_waiters(self) -> None:
         """Check for reentry, and give other threads the interpreter before the caller waits for ``mutex``.
 
         A thread that waits inside ``mutex`` owns it as soon as it is released, long before it gets the interpreter. The

@@ -59,7 +59,7 @@ class CopyWriter:
         ):
             return None
         try:
-            made = prepare(
+            prepared = prepare(
                 lane,
                 message,
                 properties,
@@ -71,7 +71,7 @@ class CopyWriter:
             )
         except (MessageIllegalError, struct.error):
             return None
-        return made if made[1] <= self._max_size() else None
+        return prepared if prepared[1] <= self._max_size() else None
 
     def prepare_again(self, record: StoredMessage, target: CopyTarget) -> Prepared:
         """Return the message of a record as `append` takes it, for another queue and with other properties.

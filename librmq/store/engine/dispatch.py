@@ -231,7 +231,7 @@ class Dispatcher(DispatchState):
             self._index.append_many(
                 [(place, stored, key_hashes(prefix, unique, keys)) for place, stored, prefix, unique, keys in records]
             )
-            self._indexed(len(records))
+            self._drop_indexed(len(records))
 
     def _resume(self) -> None:
         """Continue after a failed index call, without indexed records and without the indexed keys of a record."""
@@ -249,9 +249,9 @@ class Dispatcher(DispatchState):
     def _put_block(self, block: KeyBlock) -> None:
         self._indexing = True
         self._index.append_block(*block)
-        self._indexed(len(block.physical_offsets))
+        self._drop_indexed(len(block.physical_offsets))
 
-    def _indexed(self, count: int) -> None:
+    def _drop_indexed(self, count: int) -> None:
         """Note that the keys of the first ``count`` records are in the index."""
         records = self.records
         self.entries += count
@@ -272,9 +272,9 @@ class KeyBlock(NamedTuple):
 
 def key_block(records: Sequence[Pending | RawPending]) -> KeyBlock:
     """Return the keys of many records (`Pending`); texts can be in stored form, in all or in none."""
-    found = None if CORE is None or type(records) is not list else CORE.key_hashes(records)
-    if found is not None:
-        return KeyBlock(*(np.frombuffer(numbers, np.int64) for numbers in found))
+    columns = None if CORE is None or type(records) is not list else CORE.key_hashes(records)
+    if columns is not None:
+        return KeyBlock(*(np.frombuffer(column, np.int64) for column in columns))
     places, stored, prefixes, uniques, keys = zip(*records, strict=True)
     prefix_hashes = np.array(prefixes, np.int64)
     if all(uniques) and all(keys) and not _has_blank(keys):
@@ -290,11 +290,11 @@ def key_block(records: Sequence[Pending | RawPending]) -> KeyBlock:
         texts: list[str] = []
         owners: list[int] = []
         for number, (unique, key) in enumerate(zip(uniques, keys, strict=True)):
-            found = record_format.split_keys(key if key is None or isinstance(key, str) else java_decode(key))
+            key_texts = record_format.split_keys(key if key is None or isinstance(key, str) else java_decode(key))
             if unique:
-                found = [unique if isinstance(unique, str) else java_decode(unique), *found]
-            texts += found
-            owners += [number] * len(found)
+                key_texts = [unique if isinstance(unique, str) else java_decode(unique), *key_texts]
+            texts += key_texts
+            owners += [number] * len(key_texts)
         record_of_key = np.array(owners, np.int64)
         hashes = index_key_hashes(prefix_hashes[record_of_key], texts)
     return KeyBlock(np.array(places, np.int64), np.array(stored, np.int64), record_of_key, hashes)

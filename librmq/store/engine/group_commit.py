@@ -48,13 +48,13 @@ def flush_all(parts: set[_F]) -> None:
 
     ordered = sorted(parts, key=lambda part: part.folder)
     if len(ordered) >= _MANY:
-        begun: list[Future[None]] = []
+        futures: list[Future[None]] = []
         with ThreadPoolExecutor(_AT_A_TIME, "librmq-flush") as pool:
             with suppress(RuntimeError):  # the interpreter starts no thread while it calls exit handlers
-                begun.extend(pool.submit(flush, part) for part in ordered)
-            for done in begun:
-                done.result()
-        ordered = ordered[len(begun) :]
+                futures.extend(pool.submit(flush, part) for part in ordered)
+            for future in futures:
+                future.result()
+        ordered = ordered[len(futures) :]
     for part in ordered:
         flush(part)
 
@@ -79,7 +79,7 @@ class GroupCommit:
         self._flush = flush
         self._on_failure = on_failure
         self._guard = Lock()  # protects the following fields
-        self._row: deque[Lock] = deque()  # the first has its turn, the others are held
+        self._waiters: deque[Lock] = deque()  # the first has its turn, the others are held
         self._stopped: str | None = None
 
     def reach(self, physical_offset: int) -> None:
@@ -92,11 +92,11 @@ class GroupCommit:
         if self.flushed >= physical_offset:
             return
         self.check()
-        self._in_turn(lambda: self._lead(physical_offset))
+        self._in_turn(lambda: self._flush_up_to(physical_offset))
         if self.flushed < physical_offset:
             self.check()
 
-    def _lead(self, physical_offset: int) -> None:
+    def _flush_up_to(self, physical_offset: int) -> None:
         """Flush, unless an earlier caller has."""
         if self.flushed < physical_offset:
             self.check()
@@ -110,36 +110,36 @@ class GroupCommit:
         """Call ``act`` at this caller's turn, in the order of the calls. Ctrl-C waits that long.
 
         Another thread can throw an exception into this one at any moment, as libraries for time limits do. One that
-        comes at the begin of `_leave` would keep the place, so the call is repeated from here, where none can come.
+        comes at the begin of `_pass_turn` would keep the place, so the call is repeated from here, where none can come.
         """
-        mine = Lock()
-        mine.acquire()
+        turn = Lock()
+        turn.acquire()
         with critical:
             try:
                 with self._guard:
-                    self._row.append(mine)
-                    is_first = self._row[0] is mine
+                    self._waiters.append(turn)
+                    is_first = self._waiters[0] is turn
                 if not is_first:
-                    mine.acquire()  # until it is the first
+                    turn.acquire()  # until it is the first
                 act()
             finally:
                 thrown: BaseException | None = None
                 while True:
                     try:
-                        self._leave(mine)
+                        self._pass_turn(turn)
                         break
                     except BaseException as error:
                         thrown = error
                 if thrown is not None:
                     raise thrown
 
-    def _leave(self, mine: Lock) -> None:
+    def _pass_turn(self, turn: Lock) -> None:
         """Give up a place and wake the first caller; a second call does nothing more."""
         with self._guard:
-            if mine in self._row:
-                self._row.remove(mine)
-            if self._row and self._row[0].locked():  # it waits, or has its turn and waits no more
-                self._row[0].release()
+            if turn in self._waiters:
+                self._waiters.remove(turn)
+            if self._waiters and self._waiters[0].locked():  # it waits, or has its turn and waits no more
+                self._waiters[0].release()
 
     def check(self) -> None:
         """Raise `FlushFailedError` if a flush has failed, `StoreClosedError` after `stop`."""
@@ -156,7 +156,7 @@ class GroupCommit:
         self._stopped = why
         self._in_turn(lambda: None)
 
-    def forget(self, why: str) -> None:
+    def stop_after_fork(self, why: str) -> None:
         """Stop in a child process after a fork, where no thread releases the locks."""
         self._stopped = why
 

@@ -63,7 +63,7 @@ class Housekeeping(AlarmState):
         self._expire = expire
         self._flushed_at_ms = self._derived_at_ms = now_ms
         self._expire_at_ms: int | None = now_ms
-        self._said = ""
+        self._last_error = ""
         self._expired_end = -1  # the end of the log's files at the last check of expiry
         self.alarm = -1
         self.watched = sys.maxsize
@@ -153,13 +153,13 @@ class Housekeeping(AlarmState):
         try:
             self._flush_derived()
         except StoreError as error:  # nothing is lost: they can be rebuilt from the log
-            if str(error) != self._said:  # log each error once
+            if str(error) != self._last_error:  # log each error once
                 _log.error(
                     "queues and index could not be flushed: %(error)s", error=error, path=self._log.sequence.folder
                 )
-            self._said = str(error)
+            self._last_error = str(error)
             return now_ms + round(1000 * seconds)
-        self._said = ""
+        self._last_error = ""
         return None
 
 
@@ -173,7 +173,7 @@ class HousekeepingThread:
         self._guard = Lock()
         self._background: Background | None = None
         self._may_start = False
-        self._is_missed = False
+        self._is_warned = False
 
     def wake(self) -> None:
         """Let the thread check for work."""
@@ -186,34 +186,34 @@ class HousekeepingThread:
                     try:
                         self._background = Background(self._run_due, self._clock, "librmq-store")
                     except RuntimeError as error:  # the messages are written nevertheless
-                        self._miss(error)
+                        self._warn_not_started(error)
                         return
-                    self._is_missed = False
+                    self._is_warned = False
 
-    def _miss(self, error: RuntimeError) -> None:
+    def _warn_not_started(self, error: RuntimeError) -> None:
         """Log that no thread can be started; the next append with work for one tries again."""
-        if not self._is_missed:
+        if not self._is_warned:
             _log.warning(
                 "%(path)s: no thread can be started (%(error)s), so stored messages are not flushed or deleted "
                 "periodically; call flush(), or raise the limit of threads",
                 path=self._path,
                 error=error,
             )
-        self._is_missed = True
+        self._is_warned = True
 
-    def allow(self) -> None:
+    def allow_start(self) -> None:
         """Allow the next `wake` to start the thread."""
         self._may_start = True
 
     def stop(self) -> None:
-        """Stop the thread and return when it has ended; none starts until `allow`."""
+        """Stop the thread and return when it has ended; none starts until `allow_start`."""
         with critical:
             with self._guard:
                 background, self._background, self._may_start = self._background, None, False
             if background is not None:
                 background.stop()
 
-    def forget(self) -> None:
+    def after_fork(self) -> None:
         """Leave the thread to the parent, in a forked child."""
         self._background, self._may_start = None, False
         self._guard = Lock()

@@ -62,8 +62,8 @@ class LogCopier:
     def append(self, data: bytes, *, is_checked: bool = False) -> CopiedRecords:
         """Append whole records and blanks of one log file, and dispatch them.
 
-        If a signal interrupts this, `Appender.mend` does the rest. Where the log lacks room the caller is in a critical
-        block.
+        If a signal interrupts this, `Appender.repair` does the rest. Where the log lacks room the caller is in a
+        critical block.
 
         Raises:
             CorruptionError: The bytes are not records; nothing is appended.
@@ -77,7 +77,7 @@ class LogCopier:
         begin = dispatcher.writing_at = log.end
         if is_checked and begin + size <= log.sure and _unpack_size(data)[0] == size:  # a send waits for this record
             log.copy_in(data, size)
-            name = self._note(begin, size, data)
+            name = self._dispatch(begin, size, data)
             queues: Collection[tuple[str, int]] = () if name is None else (name,)
         else:
             try:
@@ -87,7 +87,7 @@ class LogCopier:
                 raise
             queues = names = set[tuple[str, int]]()
             for place, size, raw in items:
-                name = None if raw is None else self._note(place, size, raw)
+                name = None if raw is None else self._dispatch(place, size, raw)
                 if name is not None:
                     names.add(name)
                     if name is _IRREGULAR:
@@ -99,7 +99,7 @@ class LogCopier:
             dispatcher.drain()
         return CopiedRecords(log.end, queues)
 
-    def _note(self, physical_offset: int, size: int, raw: bytes) -> tuple[str, int] | None:
+    def _dispatch(self, physical_offset: int, size: int, raw: bytes) -> tuple[str, int] | None:
         """Collect the entry and the keys of a record; return its queue.
 
         Return None for a record without an entry, and `_IRREGULAR` if it is not the next one in its queue.
@@ -138,5 +138,5 @@ class LogCopier:
         """Return the lane of a queue and the queue's name, which its first record makes."""
         with critical:
             lane = self._parts.lane(java_decode(topic), queue_id)
-            found = self._lanes[topic, queue_id] = lane, (lane.topic, lane.queue_id)
-        return found
+            lane_and_name = self._lanes[topic, queue_id] = lane, (lane.topic, lane.queue_id)
+        return lane_and_name

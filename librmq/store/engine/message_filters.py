@@ -101,7 +101,7 @@ def message_filter(
     clock: Clock,
 ) -> MessageFilter | None:
     """Make a filter of one argument; see `MessageStore.matching`."""
-    if sum(one is not None for one in (tags, sql, registration, predicate)) > 1:
+    if sum(argument is not None for argument in (tags, sql, registration, predicate)) > 1:
         raise ConfigError("matching: expected one of tags, sql, registration, predicate")
     if tags is not None:
         if not isinstance(tags, str):
@@ -121,9 +121,9 @@ def message_filter(
         topic, group = registration
     except (TypeError, ValueError):
         raise wrong_kind("registration", registration, "(topic, group)") from None
-    found = None if filters is None else filters.get(topic, group)
-    if found is None:
+    registered = None if filters is None else filters.get(topic, group)
+    if registered is None:
         raise ConfigError(
             f"group {group!r} has no filter on topic {topic!r}: register it first, in the store's filters"
         )
-    return BySql(found, filters)
+    return BySql(registered, filters)

@@ -57,11 +57,11 @@ class Parts:
         """
         log, dispatcher = self.log, self.dispatcher
         begin = dispatcher.writing_at
-        found = log.walk(begin)
-        if found.damage is not None:
-            log.truncate(found.physical_offset)
-        if found.physical_offset > begin:
-            log.end, log.last_write = found.physical_offset, begin
+        walk = log.walk(begin)
+        if walk.damage is not None:
+            log.truncate(walk.physical_offset)
+        if walk.physical_offset > begin:
+            log.end, log.last_write = walk.physical_offset, begin
         dispatcher.rewind(begin, self.lanes.values())
         for _, _, raw in log.scan(begin):
             if raw is not None:

@@ -277,20 +277,20 @@ def prepare_batch(
     """
     if properties and parse_level(properties.get(record_format.PROPERTY_DELAY)) > 0:
         raise delayed_batch(messages[0].topic)
-    found = [message.properties for message in messages]
-    raws = list(map(record_format.encode_properties, found))
+    decoded = [message.properties for message in messages]
+    raws = list(map(record_format.encode_properties, decoded))
     bodies = [message.body for message in messages]
     body_sizes, raw_sizes = list(map(len, bodies)), list(map(len, raws))
     encoded_size = sum(body_sizes) + sum(raw_sizes) + BATCH_FIXED_SIZE * len(messages)
     if properties:
         added = record_format.encode_properties(properties)
         raws = [record_format.join_properties(raw, added) for raw in raws]
-        found = list(map(record_format.decode_properties, raws))
+        decoded = list(map(record_format.decode_properties, raws))
         raw_sizes = list(map(len, raws))
     check_sizes(max(body_sizes), max(raw_sizes), max_size)
     check_batch_size(encoded_size, max_size)
-    tags = [each.get("TAGS") for each in found]
-    code_of = {each: record_format.tags_code(each) for each in set(tags)}  # few in most batches
+    tags = [pairs.get("TAGS") for pairs in decoded]
+    code_of = {tag: record_format.tags_code(tag) for tag in set(tags)}  # few in most batches
     return PreparedBatch(
         [fixed_size + body_size + raw_size for body_size, raw_size in zip(body_sizes, raw_sizes, strict=True)],
         [message.flag for message in messages],
@@ -299,9 +299,9 @@ def prepare_batch(
         list(map(_pack_short, raw_sizes)),
         raws,
         [crc32(body) & 0x7FFFFFFF for body in bodies],
-        [code_of[each] for each in tags],
-        [each.get("UNIQ_KEY") for each in found],
-        [each.get("KEYS") for each in found],
+        [code_of[tag] for tag in tags],
+        [pairs.get("UNIQ_KEY") for pairs in decoded],
+        [pairs.get("KEYS") for pairs in decoded],
     )
 
 

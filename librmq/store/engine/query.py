@@ -26,13 +26,13 @@ def find_by_key(
     for name, value in (("topic", topic), ("key", key)):
         if not isinstance(value, str):
             raise wrong_kind(name, value, "text")
-    found = []
+    messages = []
     last = -1
     if exact and begin_ms == 0:
         begin_ms = -_EVER  # a clock can be before 1970
     places = parts.index.query(topic, key, begin_ms, end_ms, max_messages)
     if exact and len(places) < max_messages and (begin_ms > 0 or end_ms < _EVER):
-        places = _with_those_before_a_jump(parts, places, topic, key, begin_ms, end_ms)[:max_messages]
+        places = _with_records_before_jump(parts, places, topic, key, begin_ms, end_ms)[:max_messages]
     for physical_offset in sorted(places):
         if exact and physical_offset == last:
             continue
@@ -42,24 +42,24 @@ def find_by_key(
             continue
         if exact and (message.topic != topic or (key != message.unique_key and key not in message.keys)):
             continue
-        found.append(message)
-    return found
+        messages.append(message)
+    return messages
 
 
-def _with_those_before_a_jump(
+def _with_records_before_jump(
     parts: Parts, places: list[int], topic: str, key: str, begin_ms: int, end_ms: int
 ) -> list[int]:
     """Return the places, newest first, including records that the index has at another time.
 
     An index file has no times before its first record. After the clock was set back, that record can be a later one.
     """
-    known, found = set(places), list(places)
+    indexed, merged = set(places), list(places)
     for place in parts.index.query(topic, key, -_EVER, _EVER, _EVER):
-        if place not in known:
+        if place not in indexed:
             stored_ms = parts.log.store_timestamp_ms(place)
             if stored_ms is not None and begin_ms <= stored_ms <= end_ms:
-                found.append(place)
-    return sorted(found, reverse=True)
+                merged.append(place)
+    return sorted(merged, reverse=True)
 
 
 def find_by_id(parts: Parts, message_id: str, known_topics: AbstractSet[str]) -> list[StoredMessage]:
@@ -75,16 +75,16 @@ def find_by_id(parts: Parts, message_id: str, known_topics: AbstractSet[str]) ->
             message = None  # 32 digits can also be a unique id
         if message is not None and message.offset_id == message_id.upper():
             return [message]
-    found = {
+    messages = {
         message.physical_offset: message
         for topic in sorted({topic for topic, _ in parts.queues} | known_topics)
         for message in find_by_key(parts, topic, message_id, 0, (1 << 63) - 1, 1 << 31, True)
         if message.unique_key == message_id
     }
-    if not found:  # unindexed records: of a rollback, or of a topic without a queue
-        found = {
+    if not messages:  # unindexed records: of a rollback, or of a topic without a queue
+        messages = {
             message.physical_offset: message
             for message in parts.log.search(b"UNIQ_KEY\1" + message_id.encode(errors="surrogatepass"))
             if message.unique_key == message_id
         }
-    return [found[physical_offset] for physical_offset in sorted(found)]
+    return [messages[physical_offset] for physical_offset in sorted(messages)]

@@ -31,10 +31,10 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
     Iterating and counting open no queue; `opened` returns the open ones.
     """
 
-    def __init__(self, open_queue: OpenQueue, known: Mapping[QueueName, QueueState | None]) -> None:
-        """``known`` are the queues at the close of the store, with their states or None."""
+    def __init__(self, open_queue: OpenQueue, closed_states: Mapping[QueueName, QueueState | None]) -> None:
+        """``closed_states`` are the queues at the close of the store, with their states or None."""
         self._open_queue = open_queue
-        self._known = dict(known)
+        self._closed_states = dict(closed_states)
         self._open: dict[QueueName, ConsumeQueue] = {}
         self.differs: Callable[[QueueName], bool] = lambda _: False
         """Whether a recovery in memory changed a queue, so that its files are different."""
@@ -46,7 +46,7 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         queue = self._open.get(name)
         if queue is not None:
             return queue
-        state = self._known[name]
+        state = self._closed_states[name]
         queue = self._open_queue(*name)
         opened = self._open.get(name)
         if opened is not None:  # another thread has opened it, and can have written to it
@@ -55,8 +55,8 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
             return self._open.setdefault(name, queue)
         if (queue.max_offset, queue.max_physic_offset) != state[1:]:
             path, position = queue.place_of(min(queue.max_offset, state.max_offset))
-            found = f"expected the end at queue offset {state.max_offset}, as closed, found {queue.max_offset}"
-            raise CorruptionError(path, position, "entry", f"{found}: run librmq recover")
+            mismatch = f"expected the end at queue offset {state.max_offset}, as closed, found {queue.max_offset}"
+            raise CorruptionError(path, position, "entry", f"{mismatch}: run librmq recover")
         queue.min_offset = max(queue.min_offset, state.min_offset)
         return self._open.setdefault(name, queue)
 
@@ -72,7 +72,7 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
             _check(name)
             raise
         if queue is None:
-            if name in self._known:
+            if name in self._closed_states:
                 return self[name]
             _check(name)
         return queue
@@ -82,20 +82,20 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
 
     def __delitem__(self, name: QueueName) -> None:
         del self._open[name]
-        self._known.pop(name, None)
+        self._closed_states.pop(name, None)
 
     def __iter__(self) -> Iterator[QueueName]:
-        return iter([*self._open, *(name for name in self._known if name not in self._open)])
+        return iter([*self._open, *(name for name in self._closed_states if name not in self._open)])
 
     def __len__(self) -> int:
-        return len(self._open.keys() | self._known.keys())
+        return len(self._open.keys() | self._closed_states.keys())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._open or name in self._known
+        return name in self._open or name in self._closed_states
 
     def expect(self, name: QueueName, state: QueueState) -> None:
         """Note how a queue was found that need not be opened yet."""
-        self._known[name] = state
+        self._closed_states[name] = state
 
     def is_open(self, name: QueueName) -> bool:
         """Return whether the queue is open; opening another one takes a quarter of a millisecond."""
@@ -111,7 +111,7 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
             name: QueueState(queue.min_offset, queue.max_offset, queue.max_physic_offset)
             for name, queue in self._open.items()
         }
-        return {**{name: state for name, state in self._known.items() if state is not None}, **opened}
+        return {**{name: state for name, state in self._closed_states.items() if state is not None}, **opened}
 
 
 def _check(name: QueueName) -> None:

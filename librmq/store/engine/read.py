@@ -187,14 +187,14 @@ def _read_all(
     if file is None:
         return None
     limit = min(start + file_size, log_end)
-    found = None
+    batch = None
     if CORE is not None:
-        found = CORE.pull(raw_entries, file.buffer, start, limit, max_count, max_bytes)
-    if found is None:
-        found = _cut_out(raw_entries, file.buffer, start, limit, max_count, max_bytes)
-    if found is None:
+        batch = CORE.pull(raw_entries, file.buffer, start, limit, max_count, max_bytes)
+    if batch is None:
+        batch = _cut_out(raw_entries, file.buffer, start, limit, max_count, max_bytes)
+    if batch is None:
         return None
-    messages, total = found
+    messages, total = batch
     return ReadResult(GetStatus.FOUND, messages, queue_offset + len(messages), low, high, total)
 
 

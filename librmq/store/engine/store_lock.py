@@ -13,7 +13,7 @@ from librmq.files.seam import FileLock, Files
 from librmq.runtime.critical import critical
 from librmq.store.format import directory
 
-__all__ = ["forget_locks", "lock_store", "unlock_store"]
+__all__ = ["drop_locks", "lock_store", "unlock_store"]
 
 _LOOK_AGAIN_S: Final = 0.05
 """Interval at which a lock of another writer is tried."""
@@ -54,8 +54,8 @@ def _lock(handle: object, path: str, files: Files) -> FileLock:
         lost = [lock for lock, holder in list(_held.items()) if holder() is None]
         if not lost:
             raise
-        for each in lost:
-            unlock_store(each)
+        for lost_lock in lost:
+            unlock_store(lost_lock)
         lock = _lock_with_folder(place, files)
     _held[lock] = weakref.ref(handle)
     return lock
@@ -78,6 +78,6 @@ def unlock_store(lock: FileLock) -> None:
             lock.release()
 
 
-def forget_locks() -> None:
+def drop_locks() -> None:
     """Leave the locks to the parent, in a forked child."""
     _held.clear()

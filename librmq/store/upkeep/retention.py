@@ -160,7 +160,7 @@ class Retention:
         self.deleted = []
         is_asked = self._keeps_unconsumed and self._readers() is None
         self._may_have_readers = is_asked and may_have_readers(self._path, self._files)
-        self._look_at_disk(now_ms)
+        self._check_disk(now_ms)
         self.deleted += self._follow()
         self.is_held = False
         if oversized := self._oversized():
@@ -194,7 +194,7 @@ class Retention:
         """
         return self._delete([end for end in self._ends() if end <= physical_offset], f"before {physical_offset}")
 
-    def look_at_disk(self, now_ms: int) -> bool:
+    def check_disk(self, now_ms: int) -> bool:
         """Look at the disk unless it was seen just before; return whether messages are refused otherwise than before.
 
         Any thread may call this.
@@ -205,7 +205,7 @@ class Retention:
         if not self._looks_at_disk or (self._watch_disk and 0 <= now_ms - self._looked_at_ms < LOOK_MS):
             return False
         before = self.refuses_writes
-        self._look_at_disk(now_ms)
+        self._check_disk(now_ms)
         return self.refuses_writes is not before
 
     def refusal(self) -> StoreError:
@@ -317,7 +317,7 @@ class Retention:
     def _forced(self) -> bool:
         return self.used_ratio > self._force_clean
 
-    def _look_at_disk(self, now_ms: int) -> None:
+    def _check_disk(self, now_ms: int) -> None:
         with critical, self._looking:
             self._looked_at_ms = now_ms
             self.used_ratio = self._files.used_ratio(self._path) if self._looks_at_disk else 0.0
