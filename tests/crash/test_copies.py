@@ -118,7 +118,7 @@ def test_cut_records_are_in_the_log_or_kept_aside() -> None:
     found = damaged(filled(SMALL))
     images = crashes(found, lambda files: opened(files, SMALL, thorough=True).close())
     expected = sound(images[0].files()) | sound(images[-1].files())
-    assert salvage.kept(ROOT, images[-1].files())
+    assert salvage.kept_cuts(ROOT, images[-1].files())
     assert len(expected) > 50
     for image in images:
         files = image.files()

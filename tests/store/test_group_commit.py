@@ -174,16 +174,16 @@ def test_an_exception_thrown_into_a_waiter_stops_no_other(device: Device, number
 
 
 def test_an_exception_at_the_end_of_a_turn_stops_no_other(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave = device.commit._leave
+    leave = device.commit._pass_turn
     thrown: list[Exception] = []
 
-    def throw_first(mine: Any) -> None:
+    def throw_first(turn: Any) -> None:
         if not thrown:
             thrown.append(TooLateError())
             raise thrown[0]
-        leave(mine)
+        leave(turn)
 
-    monkeypatch.setattr(device.commit, "_leave", throw_first)
+    monkeypatch.setattr(device.commit, "_pass_turn", throw_first)
     with pytest.raises(TooLateError):
         device.commit.reach(device.append())
     waiters = Waiters(device.commit)

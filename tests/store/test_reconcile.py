@@ -1,4 +1,4 @@
-"""Queues and index compared with the log: differences are reported, and fixed if ``mend`` is true."""
+"""Queues and index compared with the log: differences are reported, and fixed if ``repair`` is true."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Parts:
         self.log.append(encode_record(record))
         return place
 
-    def reconcile(self, begin: int = 0, *, mend: bool = True) -> list[Damage]:
-        return list(reconcile(self.log, self.queues, self.open_queue, self.index, LEVELS, begin, mend=mend))
+    def reconcile(self, begin: int = 0, *, repair: bool = True) -> list[Damage]:
+        return list(reconcile(self.log, self.queues, self.open_queue, self.index, LEVELS, begin, repair=repair))
 
     def entries(self, topic: str = "T", queue_id: int = 0) -> list[tuple[int, int]]:
         """Return queue offset and log position of each entry of a queue, without entries of lost messages."""
@@ -75,8 +75,8 @@ class Parts:
         ]
 
     def settled(self) -> None:
-        """Check that another run finds nothing to mend."""
-        assert self.reconcile(mend=False) == []
+        """Check that another run finds nothing to repair."""
+        assert self.reconcile(repair=False) == []
         assert self.reconcile() == []
 
 
@@ -99,7 +99,7 @@ def test_queues_and_index_are_built_from_the_log(parts: Parts) -> None:
 def test_without_repair_nothing_is_written(parts: Parts) -> None:
     parts.record(0)
     before = len(parts.files.list("/"))
-    assert {damage.kind for damage in parts.reconcile(mend=False)} == {"missing"}
+    assert {damage.kind for damage in parts.reconcile(repair=False)} == {"missing"}
     assert (len(parts.files.list("/")), parts.queues) == (before, {})
 
 
@@ -120,7 +120,7 @@ def test_one_misaddressed_record_is_corrected(parts: Parts, wrong: int, at: int)
     if wrong == at:
         return
     parts.log.patch(places[at] + QUEUE_OFFSET_AT, struct.pack(">q", wrong))
-    damage = parts.reconcile(mend=False)
+    damage = parts.reconcile(repair=False)
     assert [(one.offset, one.kind) for one in damage] == [(places[at], "record")]
     assert f"expected {at}, found {wrong}" in damage[0].what
     assert parts.reconcile() == damage
@@ -202,7 +202,7 @@ def test_a_wrong_entry_is_rewritten(parts: Parts, at: int, entry: tuple[int, int
     parts.files.open(path, writable=True).buffer[position : position + 20] = struct.pack(">qiq", *entry)
     queue.close()
     parts.queues["T", 0] = parts.open_queue("T", 0)
-    damage = parts.reconcile(mend=False)
+    damage = parts.reconcile(repair=False)
     assert damage
     assert all(one.file.startswith("/queues/T/0/") for one in damage)
     parts.reconcile()
@@ -233,7 +233,7 @@ def test_entries_without_a_record_are_cut(parts: Parts) -> None:
     places = [parts.record(n) for n in range(3)]
     parts.reconcile()
     parts.queues["T", 0].append(3, places[1], 40, 0)
-    assert [damage.kind for damage in parts.reconcile(mend=False)] == ["ahead"]
+    assert [damage.kind for damage in parts.reconcile(repair=False)] == ["ahead"]
     parts.reconcile()
     assert parts.entries() == list(enumerate(places))
     parts.settled()
@@ -270,7 +270,7 @@ def test_units_are_those_of_their_records(what: str) -> None:
         entries[32:40] = entries[12:20]
     else:
         entries[12:20], entries[32:40] = entries[32:40], entries[12:20]
-    assert {damage.kind for damage in parts.reconcile(mend=False)} == {"entry"}
+    assert {damage.kind for damage in parts.reconcile(repair=False)} == {"entry"}
     parts.reconcile()
     parts.settled()
     found = queue.entries().tolist()
@@ -323,7 +323,7 @@ def test_a_wrong_index_is_rebuilt(parts: Parts, what: str) -> None:
     places = [parts.record(n) for n in range(10)]
     parts.reconcile()
     ROTTEN[what](parts)
-    damage = parts.reconcile(mend=False)
+    damage = parts.reconcile(repair=False)
     assert damage
     assert {one.file for one in damage} <= {file.path for file in parts.index.files} | {"/index"}
     parts.index = parts.open_index()
@@ -341,7 +341,7 @@ def test_an_index_of_which_only_a_later_file_is_there_and_empty(parts: Parts) ->
     end = struct.pack(">qqqqii", *2 * (START_MS + 700 * 15,), *2 * (places[14],), 0, 0)
     second.file.buffer[:] = end + bytes(second.file.size - len(end))
     parts.index = parts.open_index()
-    assert parts.reconcile(mend=False)
+    assert parts.reconcile(repair=False)
     parts.reconcile()
     parts.settled()
     assert [parts.index.query("T", f"k{n}") for n in range(20)] == [[place] for place in places]
@@ -357,7 +357,7 @@ def test_an_index_file_that_is_not_full_though_another_follows(parts: Parts) -> 
     end = struct.pack(">qqqqii", *2 * (START_MS + 700 * 15,), *2 * (places[14],), 0, 0)
     second.file.buffer[:] = end + bytes(second.file.size - len(end))
     parts.index = parts.open_index()
-    assert [one.offset for one in parts.reconcile(mend=False) if one.file == first.path][:1] == [36]
+    assert [one.offset for one in parts.reconcile(repair=False) if one.file == first.path][:1] == [36]
     parts.reconcile()
     parts.settled()
     assert [parts.index.query("T", f"k{n}") for n in range(20)] == [[place] for place in places]
@@ -384,7 +384,7 @@ def codec_hash(topic: str, key: str) -> int:
 @pytest.mark.many
 @pytest.mark.parametrize("seed", range(5))
 def test_any_mixture_can_be_repaired(parts: Parts, seed: int) -> None:
-    """Whatever queues and index say, nothing is left to mend afterwards."""
+    """Whatever queues and index say, nothing is left to repair afterwards."""
     rng = random.Random(seed)
     counts: dict[tuple[str, int], int] = {}
     for _ in range(150):

@@ -27,7 +27,7 @@ from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.engine.prepared import CopyTarget
 from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.recovery import salvage
-from librmq.store.recovery.open import clear_leftovers, vouched_for
+from librmq.store.recovery.open import clear_leftovers, covered_start
 from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.retention import Retention
 from librmq.testing import FailingFiles, RecordingFiles
@@ -411,7 +411,7 @@ def test_an_unwritten_part_of_a_blank_is_a_crash_hole(there: int) -> None:
     with opened(files) as store:
         assert [message.physical_offset for message in store][-1] == last
         assert store.log.end == 4084
-    assert [cut.records for cut in salvage.kept(ROOT, files)] == [1]
+    assert [cut.records for cut in salvage.kept_cuts(ROOT, files)] == [1]
     assert verify(ROOT, SMALL, files).sound
 
 
@@ -625,7 +625,7 @@ def test_the_first_of_index_files_with_one_end_is_covered() -> None:
     first, second, _ = store.index.files
     assert (first.full, second.full) == (True, True)
     assert store.checkpoint.index_timestamp_ms == START_MS
-    assert vouched_for(store.log, store.checkpoint) > second.header.end_physical_offset
+    assert covered_start(store.log, store.checkpoint) > second.header.end_physical_offset
     found = contents(files)
     path = f"index/{second.name}"
     data = found[path]

@@ -208,7 +208,7 @@ def test_cut_bytes_are_kept() -> None:
     with opened(files, thorough=True) as store:
         assert store.log.end == place
         (cut,) = (cut for cut in store.recovered if "commitlog" in cut.file)
-    (kept,) = salvage.kept(ROOT, files)
+    (kept,) = salvage.kept_cuts(ROOT, files)
     assert (kept.physical_offset, kept.size) == (place, cut.bytes)
     assert kept.records == sum(item.physical_offset > place for item in before)
     assert kept.why == cut.what
@@ -241,7 +241,7 @@ def test_the_same_cut_twice_gives_its_records_once() -> None:
     whole = list(saved(twice).values())
     with opened(twice, thorough=True):
         pass
-    assert len(salvage.kept(ROOT, twice)) == 2
+    assert len(salvage.kept_cuts(ROOT, twice)) == 2
     assert [item for item in salvage.records(ROOT, twice) if isinstance(item, StoredMessage)] == whole
 
 
@@ -252,11 +252,11 @@ def test_a_torn_end_is_kept_too_and_zeros_are_not() -> None:
     torn = in_memory(change(found, end, b"\0\0\0\xaa\xda\xa3\x20\xa7torn"))
     with opened(torn):
         pass
-    assert [(cut.physical_offset, cut.size, cut.records) for cut in salvage.kept(ROOT, torn)] == [(end, 12, 0)]
+    assert [(cut.physical_offset, cut.size, cut.records) for cut in salvage.kept_cuts(ROOT, torn)] == [(end, 12, 0)]
     whole = in_memory(found)
     with opened(whole):
         pass
-    assert salvage.kept(ROOT, whole) == []
+    assert salvage.kept_cuts(ROOT, whole) == []
 
 
 def test_of_cuts_without_a_record_the_newest_eight_are_kept() -> None:
@@ -270,7 +270,7 @@ def test_of_cuts_without_a_record_the_newest_eight_are_kept() -> None:
         store.abandon()
         file.buffer[at : at + 4] = b"torn"
     opened(files).close()
-    cuts = salvage.kept(ROOT, files)
+    cuts = salvage.kept_cuts(ROOT, files)
     assert [cut.records == 0 for cut in cuts] == [False] + [True] * 8
     assert cuts[0].physical_offset == place
     assert cuts[1].cut_timestamp_ms < cuts[-1].cut_timestamp_ms
@@ -281,7 +281,7 @@ def test_manifests_of_any_kind_do_no_harm() -> None:
     files = in_memory(found)
     opened(files, thorough=True).close()
     whole = saved(files)
-    (kept,) = salvage.kept(ROOT, files)
+    (kept,) = salvage.kept_cuts(ROOT, files)
     for text in (
         b"",
         b"[]",
@@ -291,18 +291,18 @@ def test_manifests_of_any_kind_do_no_harm() -> None:
         b'{"version": 1, "records": "x"}',
     ):
         files.write(f"{kept.path}/manifest.json", text)
-        (again,) = salvage.kept(ROOT, files)
+        (again,) = salvage.kept_cuts(ROOT, files)
         assert (again.size, again.records, again.why) == (None, None, "")
         assert saved(files) == whole
     files.write(f"{ROOT}/{SALVAGE}/README", b"a file")
     files.make_folder(f"{ROOT}/{SALVAGE}/someone-else's")
-    assert len(salvage.kept(ROOT, files)) == 1
+    assert len(salvage.kept_cuts(ROOT, files)) == 1
 
 
 def test_leftovers_of_an_interrupted_copy_are_removed() -> None:
     found, place = damaged_in_the_middle()
     files = in_memory({**found, f"{SALVAGE}/{place:020d}-1.part/{place:020d}": b"half"})
-    assert salvage.kept(ROOT, files) == []
+    assert salvage.kept_cuts(ROOT, files) == []
     opened(files, thorough=True).close()
     assert [name for name in contents(files) if ".part" in name] == []
 
@@ -341,7 +341,7 @@ def test_nothing_is_lost_when_a_call_fails_while_cutting(code: int) -> None:
         if error is not None:
             assert (error.call, error.errno) == (call, code)
             refused += 1
-            if not salvage.kept(ROOT, files):
+            if not salvage.kept_cuts(ROOT, files):
                 assert log_of(contents(files)) == log_of(found)
         assert {item.raw for item in saved(files).values()} == {item.raw for item in whole.values()}
         with opened(died(files), thorough=True) as store:
@@ -482,7 +482,7 @@ def test_records_behind_an_unwritten_gap_are_cut_and_kept() -> None:
     with opened(files) as store:
         assert store.log.end == place
         served(store)
-    (kept,) = salvage.kept(ROOT, files)
+    (kept,) = salvage.kept_cuts(ROOT, files)
     assert kept.physical_offset == place
     assert kept.records
     assert saved(files) == whole
@@ -497,7 +497,7 @@ def test_an_open_store_cuts_on_demand() -> None:
         files.open(path, writable=True).buffer[at : at + 3] = b"\xff\x00\xff"
         assert store.recover()
         assert store.log.end == record.physical_offset
-    assert [cut.physical_offset for cut in salvage.kept(ROOT, files)] == [record.physical_offset]
+    assert [cut.physical_offset for cut in salvage.kept_cuts(ROOT, files)] == [record.physical_offset]
 
 
 # ----------------------------------------------------------------------------------------------------- linked files

@@ -38,7 +38,7 @@ from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.index_layout import IndexHeader, file_length
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex
-from librmq.store.recovery.open import vouched_for
+from librmq.store.recovery.open import covered_start
 
 __all__ = ["ATTEMPTS", "GLANCE", "KEPT", "LiveIndex", "LiveParts", "LiveQueue", "LiveQueues"]
 
@@ -375,7 +375,7 @@ class LiveParts:
             self._queues.open_queue,
             [],
         )
-        self._find_end(vouched_for(log, checkpoint) if has_abort(files, path) else log.third_last_file())
+        self._find_end(covered_start(log, checkpoint) if has_abort(files, path) else log.third_last_file())
 
     def _find_end(self, begin: int) -> None:
         """Walk over the log from ``begin``, and take the entries and keys that queues and index can lack.

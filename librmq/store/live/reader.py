@@ -35,7 +35,7 @@ from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Trans
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.live.live_tail import ATTEMPTS, GLANCE, LiveParts
-from librmq.store.recovery.open import load, vouched_for
+from librmq.store.recovery.open import covered_start, load
 from librmq.store.recovery.plan import RecoveryMode
 from librmq.store.recovery.salvage import find_record
 
@@ -112,7 +112,7 @@ class ReadOnlyView:
         if end is None:
             return None
         try:
-            deque(log.scan(vouched_for(log, self.parts.checkpoint), end), maxlen=0)
+            deque(log.scan(covered_start(log, self.parts.checkpoint), end), maxlen=0)
         except CorruptionError as error:
             return Damage(error.file, error.offset, error.kind, error.what, log.end - error.offset)
         return None

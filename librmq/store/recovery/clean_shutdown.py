@@ -121,10 +121,10 @@ def _without_deleted(state: ClosedState, path: str, files: Files) -> ClosedState
     """Leave out topics without a folder that the broker's table of topics does not have either."""
     folders = {entry.name for entry in files.list(os.path.join(path, directory.CONSUMEQUEUE))}
     absent = {topic for topic, _ in state.queues} - folders
-    known = directory.known_topics(path, files) if absent else set()
-    if not known:
+    listed = directory.known_topics(path, files) if absent else set()
+    if not listed:
         return state
-    deleted = absent - known
+    deleted = absent - listed
     return replace(state, queues={name: queue for name, queue in state.queues.items() if name[0] not in deleted})
 
 
@@ -133,21 +133,21 @@ def _state(document: Any) -> ClosedState | None:  # noqa: ANN401 (JSON has any s
         return None
     queues = {}
     for topic, *numbers in document["queues"]:
-        queue_id, *state = map(_whole, numbers)
+        queue_id, *state = map(_checked_number, numbers)
         queues[str(topic), queue_id] = QueueState(*state)
     last = document["last_record"]
     return ClosedState(
-        _whole(document["log_begin"]),
-        _whole(document["log_end"]),
-        None if last is None else _whole(last),
-        _whole(document["last_record_crc32"]),
-        _whole(document["index_files"]),
-        _whole(document["index_end"]),
+        _checked_number(document["log_begin"]),
+        _checked_number(document["log_end"]),
+        None if last is None else _checked_number(last),
+        _checked_number(document["last_record_crc32"]),
+        _checked_number(document["index_files"]),
+        _checked_number(document["index_end"]),
         queues,
     )
 
 
-def _whole(value: object) -> int:
+def _checked_number(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 1 << 63:
         raise ValueError
     return value

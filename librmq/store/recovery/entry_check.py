@@ -35,21 +35,21 @@ class ExpectedEntry(NamedTuple):
 
 
 class EntryCheck:
-    """Compares the entries of one queue; differences are added to ``damages``, and corrected with ``mend``."""
+    """Compares the entries of one queue; differences are added to ``damages``, and corrected with ``repair``."""
 
-    __slots__ = ("_bitmap_of", "_delayed", "_log", "_mend", "_queue", "_topic", "_units", "damages")
+    __slots__ = ("_bitmap_of", "_delayed", "_log", "_queue", "_repair", "_topic", "_units", "damages")
 
     _queue: ConsumeQueue
     _units: Mapping[int, ExpectedEntry]
 
     def __init__(
-        self, log: CommitLog, topic: str, damages: list[Damage], bitmap_of: BitmapOf | None, *, mend: bool
+        self, log: CommitLog, topic: str, damages: list[Damage], bitmap_of: BitmapOf | None, *, repair: bool
     ) -> None:
         self._log = log
         self._topic = topic
         self.damages = damages
         self._bitmap_of = bitmap_of
-        self._mend = mend
+        self._repair = repair
         self._delayed = topic == SCHEDULE_TOPIC
 
     def compare(
@@ -63,7 +63,7 @@ class EntryCheck:
         same = self._count_same(at, entries) if at >= queue.min_offset else 0
         if same < len(entries):
             self._report(at + same, entries[same], len(entries) - same)
-            if self._mend:
+            if self._repair:
                 self._write(at + same, entries[same:])
 
     def _report(self, queue_offset: int, expected: bytes, count: int) -> None:
@@ -74,8 +74,8 @@ class EntryCheck:
         path, position = queue.place_of(queue_offset)
         what = f"lacks entries from queue offset {queue_offset} on"
         if queue.min_offset <= queue_offset < queue.max_offset:
-            found = ENTRY.unpack(queue.read(queue_offset, 1))
-            what = f"queue offset {queue_offset}: expected {ENTRY.unpack(expected)}, found {found}"
+            actual = ENTRY.unpack(queue.read(queue_offset, 1))
+            what = f"queue offset {queue_offset}: expected {ENTRY.unpack(expected)}, found {actual}"
         self.damages.append(Damage(path, position, "missing" if lacking else "entry", what, ENTRY_SIZE * count))
 
     def _write(self, queue_offset: int, entries: Sequence[bytes]) -> None:
@@ -109,32 +109,32 @@ class EntryCheck:
             count = len(raw) // ENTRY_SIZE
             if raw != b"".join(entries[same : same + count]):
                 for number in range(same, same + count):
-                    found = raw[ENTRY_SIZE * (number - same) : ENTRY_SIZE * (number - same + 1)]
-                    if found == entries[number] or self._leads_to(found, entries[number], queue_offset + number):
+                    stored = raw[ENTRY_SIZE * (number - same) : ENTRY_SIZE * (number - same + 1)]
+                    if stored == entries[number] or self._leads_to(stored, entries[number], queue_offset + number):
                         continue
                     following = entries[number + 1] if number + 1 < len(entries) else None
                     if following is None or not _is_made_up(entries[number], following):
                         return number
-                    if not _is_hole(found, following, self._log.file_size):
+                    if not _is_hole(stored, following, self._log.file_size):
                         return number
             same += count
         return same
 
-    def _leads_to(self, found: bytes, expected: bytes, queue_offset: int) -> bool:
+    def _leads_to(self, stored: bytes, expected: bytes, queue_offset: int) -> bool:
         """Return whether a different entry is acceptable: by its unit, or by the rules for delayed messages."""
-        place, size, code = ENTRY.unpack(found)
-        if found[:12] != expected[:12]:
+        place, size, code = ENTRY.unpack(stored)
+        if stored[:12] != expected[:12]:
             return False
         message = record_at(self._log, place, size)
         is_free = message is not None and is_illegible(message)
 
-        def is_wanted(found_code: int) -> bool:
-            if is_free or found_code == ENTRY.unpack(expected)[2]:
+        def is_acceptable(stored_code: int) -> bool:
+            if is_free or stored_code == ENTRY.unpack(expected)[2]:
                 return True
-            return self._delayed and message is not None and _can_wait_until(message, found_code)
+            return self._delayed and message is not None and _can_wait_until(message, stored_code)
 
         if not is_ext_address(code):
-            return is_wanted(code)
+            return is_acceptable(code)
         if self._queue.ext is None:
             return False  # there are no units to which it could point
         if before := self._queue.read(queue_offset - 1, 1):
@@ -144,7 +144,7 @@ class EntryCheck:
         unit, entry = self._queue.ext_unit(code), self._units.get(queue_offset)
         if unit is None or entry is None:
             return False
-        return is_wanted(unit.tags_code) and unit.store_timestamp_ms == entry.store_timestamp_ms
+        return is_acceptable(unit.tags_code) and unit.store_timestamp_ms == entry.store_timestamp_ms
 
 
 def _can_wait_until(message: StoredMessage, code: int) -> bool:
@@ -157,13 +157,13 @@ def _can_wait_until(message: StoredMessage, code: int) -> bool:
     return (waits_ms >= 0 and waits_ms % 1000 == 0) or code == record.tags_code(message.tags)
 
 
-def misaddressed(log: CommitLog, physical_offset: int, at: int, found: int, expected: int, mend: bool) -> Damage:
-    """Return the damage of a field of 8 bytes in a record; correct the field with ``mend``."""
+def misaddressed(log: CommitLog, physical_offset: int, at: int, actual: int, expected: int, repair: bool) -> Damage:
+    """Return the damage of a field of 8 bytes in a record; correct the field with ``repair``."""
     field = "physical offset" if at == record.PHYSICAL_OFFSET_AT else "queue offset"
-    if mend:
+    if repair:
         log.patch(physical_offset + at, _LONG.pack(expected))
     path = log.sequence.path_at(physical_offset)
-    return Damage(path, physical_offset, "record", f"{field}: expected {expected}, found {found}", 8)
+    return Damage(path, physical_offset, "record", f"{field}: expected {expected}, found {actual}", 8)
 
 
 def is_illegible(message: StoredMessage) -> bool:
@@ -200,10 +200,10 @@ def _is_made_up(entry: bytes, following: bytes) -> bool:
     return ENTRY.unpack(entry)[1] == HOLE_SIZE or entry[:12] == following[:12]
 
 
-def _is_hole(found: bytes, following: bytes, file_size: int) -> bool:
+def _is_hole(entry: bytes, following: bytes, file_size: int) -> bool:
     """Return whether readers can skip an entry without a message of its own."""
-    place, size, _ = ENTRY.unpack(found)
+    place, size, _ = ENTRY.unpack(entry)
     next_place = ENTRY.unpack(following)[0]
     if size == HOLE_SIZE:
         return bool(place % file_size == 0 and place + file_size <= next_place)
-    return found[:12] == following[:12]
+    return entry[:12] == following[:12]

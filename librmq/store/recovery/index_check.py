@@ -27,7 +27,7 @@ from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.entry_check import is_illegible
 
-__all__ = ["SETTLED", "IndexCheck", "index_again", "missing_keys"]
+__all__ = ["SETTLED", "IndexCheck", "missing_keys", "rebuild_index"]
 
 _BLOCK: Final = 65_536
 _MOST_BETWEEN: Final = 10_000  # records without keys between two files
@@ -95,11 +95,11 @@ def missing_keys(index: KeyIndex, log: CommitLog, levels: DelayLevels) -> tuple[
 class IndexCheck:
     """Comparison of the key index with the keys of the records, in the order of the log."""
 
-    def __init__(self, index: KeyIndex, begin: int, log: CommitLog, whole: bool, mend: bool) -> None:
+    def __init__(self, index: KeyIndex, begin: int, log: CommitLog, is_complete: bool, repair: bool) -> None:
         self._log = log
         self.damages: list[Damage] = []
         self._index = index
-        self._mend = mend
+        self._repair = repair
         self._runs = _runs(index, begin)
         self._run = next(self._runs, None)
         self.lacking: list[RawPending] = []
@@ -111,7 +111,7 @@ class IndexCheck:
         self._none = all(file.header.index_count <= 1 for file in index.files)
         self.sound = not (self._none and self._end > begin)  # files show whether others existed before them
         """Whether the index can be completed; otherwise it must be rebuilt."""
-        self._checked = index.files if whole else []  # rebuilt parts need no check
+        self._checked = index.files if is_complete else []  # rebuilt parts need no check
         for file in self._checked[:-1]:
             if not file.full:
                 self.sound = False
@@ -138,23 +138,23 @@ class IndexCheck:
             self._damaged(run, f"points to {run.physical_offset}, where there is no record with keys")
             run = self._run = next(self._runs, None)
         expected = key_hashes(prefix_hash, unique_key, keys)
-        there: list[int] = []
+        stored_hashes: list[int] = []
         last = run
         while run is not None and run.physical_offset == physical_offset:
-            there += run.hashes
+            stored_hashes += run.hashes
             self._check_times(run, store_timestamp_ms)
             last = run
             run = self._run = next(self._runs, None)
-        if there == expected or last is None:
+        if stored_hashes == expected or last is None:
             return
-        if set(there) == set(expected) and not Counter(expected) - Counter(there):
+        if set(stored_hashes) == set(expected) and not Counter(expected) - Counter(stored_hashes):
             return  # 4.9 indexes a record again after an unclean exit
-        if there and self._is_illegible(physical_offset):
+        if stored_hashes and self._is_illegible(physical_offset):
             return
-        if run is not None or not there or there != expected[: len(there)]:
-            self._damaged(last, f"keys of {physical_offset}: expected hashes {expected}, found {there}")
+        if run is not None or not stored_hashes or stored_hashes != expected[: len(stored_hashes)]:
+            self._damaged(last, f"keys of {physical_offset}: expected hashes {expected}, found {stored_hashes}")
         else:  # a crash came between the keys of the last indexed record
-            texts = [*([unique_key] if unique_key else []), *split_keys(keys)][len(there) :]
+            texts = [*([unique_key] if unique_key else []), *split_keys(keys)][len(stored_hashes) :]
             self.lacking.append((physical_offset, store_timestamp_ms, prefix_hash, None, " ".join(texts).encode()))
 
     def _is_illegible(self, physical_offset: int) -> bool:
@@ -180,7 +180,7 @@ class IndexCheck:
     def settle(self) -> None:
         """Count missing keys, and write them if that completes the index."""
         self._lacking += sum(1 for record in self.lacking if record[3] or record[4])
-        if self._mend and self.sound and self.lacking:
+        if self._repair and self.sound and self.lacking:
             self._index.append_block(*key_block(self.lacking))
         self.lacking.clear()
 
@@ -197,10 +197,10 @@ class IndexCheck:
             self._damaged(self._run, f"points to {self._run.physical_offset}, where there is no record")
             self._run = next(self._runs, None)
         for file in self._checked:
-            found = find_flaw(file)
-            if found is not None:
+            flaw = find_flaw(file)
+            if flaw is not None:
                 self.sound = False
-                position, what = found
+                position, what = flaw
                 self.damages.append(Damage(file.path, position, "index", what))
         files = self._index.files
         self.settle()
@@ -209,7 +209,7 @@ class IndexCheck:
             self.damages.append(Damage(place, 0, "missing", f"lacks keys of the log's last {self._lacking} records"))
 
 
-def index_again(log: CommitLog, index: KeyIndex) -> None:
+def rebuild_index(log: CommitLog, index: KeyIndex) -> None:
     """Rebuild the whole key index."""
     for file in index.files:
         index.delete(file.name)

@@ -30,11 +30,11 @@ from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.clean_shutdown import ClosedState, read_closed_state
-from librmq.store.recovery.plan import Planner, RecordLook, RecoveryMode
+from librmq.store.recovery.plan import Planner, RecoveryMode, WalkFindings
 from librmq.store.recovery.recover import Recovery
 from librmq.store.recovery.unclean_queues import UncleanQueues
 
-__all__ = ["Settled", "clear_leftovers", "describe_recovery", "load", "settle", "vouched_for"]
+__all__ = ["Settled", "clear_leftovers", "covered_start", "describe_recovery", "load", "settle"]
 
 _T = TypeVar("_T")
 
@@ -54,24 +54,24 @@ def clear_leftovers(path: str, files: Files, *, queues: bool = True) -> list[Dam
     it.
     """
     log = os.path.join(path, directory.COMMITLOG)
-    found = _empty_at_end(log, files)
+    leftovers = _empty_at_end(log, files)
     log_begin = min((int(os.path.basename(file)) for file, _ in _numbered(log, files)), default=0)
     for ext in (False, True) if queues else (True,):
         for topic, queue_id in directory.list_queues(path, files, ext=ext):
             folder = directory.queue_folder(path, topic, queue_id, ext=ext)
-            found += _beside_missing(folder, files, 0 if ext else log_begin)
+            leftovers += _beside_missing(folder, files, 0 if ext else log_begin)
     folder = os.path.join(path, directory.INDEX)
-    found += reversed([name for name, _ in itertools.dropwhile(lambda file: file[1], _numbered(folder, files))])
+    leftovers += reversed([name for name, _ in itertools.dropwhile(lambda file: file[1], _numbered(folder, files))])
     checkpoint = os.path.join(path, directory.CHECKPOINT)
     if files.size(checkpoint) == 0:
-        found.append(checkpoint)
-    return _clear(found, files)
+        leftovers.append(checkpoint)
+    return _clear(leftovers, files)
 
 
-def _clear(found: Sequence[str], files: Files) -> list[Damage]:
-    _delete(found, files)
+def _clear(leftovers: Sequence[str], files: Files) -> list[Damage]:
+    _delete(leftovers, files)
     what = "a file of length zero, or beside a missing one, left by a crash"
-    return [Damage(file, 0, "size", what) for file in found]
+    return [Damage(file, 0, "size", what) for file in leftovers]
 
 
 def _delete(paths: Sequence[str], files: Files) -> None:
@@ -92,7 +92,7 @@ def _numbered(folder: str, files: Files) -> list[tuple[str, int]]:
 
 def _empty_at_end(folder: str, files: Files) -> list[str]:
     backwards = reversed(_numbered(folder, files))
-    return [path for path, _ in itertools.takewhile(lambda found: not found[1], backwards)]
+    return [path for path, _ in itertools.takewhile(lambda file: not file[1], backwards)]
 
 
 def _beside_missing(folder: str, files: Files, log_begin: int) -> list[str]:
@@ -101,19 +101,19 @@ def _beside_missing(folder: str, files: Files, log_begin: int) -> list[str]:
     If the last entry before the gap belongs to a deleted message, they are the files before the gap, which were being
     deleted. Otherwise they are those after it, the last first.
     """
-    found = _numbered(folder, files)
-    if len({size for _, size in found if size}) > 1:
+    sequence = _numbered(folder, files)
+    if len({size for _, size in sequence if size}) > 1:
         return []  # no crash does that
-    gone: list[str] = []
-    for number, (path, size) in enumerate(found):
-        before, length = found[number - 1] if number else (path, 0)
+    leftovers: list[str] = []
+    for number, (path, size) in enumerate(sequence):
+        before, length = sequence[number - 1] if number else (path, 0)
         if size and int(os.path.basename(path)) == int(os.path.basename(before)) + length:
             continue
         place, entry_size, _ = ENTRY.unpack(files.open(before).buffer[-ENTRY.size :]) if size else (0, 0, 0)
         if not (entry_size > 0 and place < log_begin):
-            return gone + [path for path, _ in reversed(found[number:])]
-        gone = [path for path, _ in found[:number]]
-    return gone
+            return leftovers + [path for path, _ in reversed(sequence[number:])]
+        leftovers = [path for path, _ in sequence[:number]]
+    return leftovers
 
 
 def load(  # noqa: C901 (a step for each part of a store)
@@ -144,9 +144,11 @@ def load(  # noqa: C901 (a step for each part of a store)
     cuts: list[Damage] = []
     if mode not in (None, RecoveryMode.LIVING, RecoveryMode.COPY) and (thorough or not clean):
         cuts = clear_leftovers(path, files, queues=not at_check)
-    mend = cuts if writable and thorough else None
+    repairs = cuts if writable and thorough else None
     place = os.path.join(path, directory.CHECKPOINT)
-    checkpoint = _opened(lambda: Checkpoint.open(place, files=files, writable=writable), files, mend, [place])
+    checkpoint = _open_or_remove(
+        lambda: Checkpoint.open(place, files=files, writable=writable), files, repairs, [place]
+    )
 
     closed = read_closed_state(path, files) if clean and not thorough else None
     trusted: ClosedState | None = None
@@ -161,7 +163,7 @@ def load(  # noqa: C901 (a step for each part of a store)
             return closed.log_end
         if clean:
             return log.third_last_file()
-        begin = vouched_for(log, checkpoint)
+        begin = covered_start(log, checkpoint)
         if not is_brief or log.sequence.end - begin < _WORTH_PASSING:  # asking queues would cost more than it saves
             return begin
         covered = _covered_record(path, config, files, log, checkpoint)
@@ -170,20 +172,20 @@ def load(  # noqa: C901 (a step for each part of a store)
         walked_from = covered
         return covered
 
-    look = RecordLook(checkpoint.min_timestamp_ms)
+    findings = WalkFindings(checkpoint.min_timestamp_ms)
     log = CommitLog.open(
         os.path.join(path, directory.COMMITLOG),
         config.commitlog_file_size,
         files=files,
         writable=writable,
         scan_from=scan_from,
-        look=look if writable and not clean else None,
+        look=findings if writable and not clean else None,
     )
     pool = MappingPool(config.mapped_files)
 
     def open_queue(topic: str, queue_id: int) -> ConsumeQueue:
         folder, ext_folder = (directory.queue_folder(path, topic, queue_id, ext=ext) for ext in (False, True))
-        return _opened(
+        return _open_or_remove(
             lambda: ConsumeQueue.open(
                 folder,
                 config.consumequeue_file_size,
@@ -194,13 +196,13 @@ def load(  # noqa: C901 (a step for each part of a store)
                 ext_file_size=config.consumequeue_ext_file_size,
             ),
             files,
-            mend,
+            repairs,
             [folder, ext_folder],
             _QUEUE_DIGITS,
         )
 
     folder = os.path.join(path, directory.INDEX)
-    index = _opened(
+    index = _open_or_remove(
         lambda: KeyIndex.open(
             folder,
             slots=config.max_hash_slot_num,
@@ -210,11 +212,11 @@ def load(  # noqa: C901 (a step for each part of a store)
             writable=writable,
         ),
         files,
-        mend if clean or not writable else cuts,
+        repairs if clean or not writable else cuts,
         [folder],
         _INDEX_DIGITS,
         only=None if thorough else "header",  # a crash can leave one incomplete
-        forget=checkpoint.forget_index,
+        before_removal=checkpoint.forget_index,
     )
     names = directory.list_queues(path, files)
     lost: frozenset[QueueName] | None = None
@@ -241,7 +243,7 @@ def load(  # noqa: C901 (a step for each part of a store)
         recovery.cut_queue(queue)
         return queue
 
-    known: Mapping[QueueName, QueueState | None] = {} if trusted is None else trusted.queues
+    closed_states: Mapping[QueueName, QueueState | None] = {} if trusted is None else trusted.queues
     if at_check:
         for name in names:
             try:
@@ -253,8 +255,8 @@ def load(  # noqa: C901 (a step for each part of a store)
                     raise
                 cuts += _clear(left, files)
                 unclean.list(name)
-        known = dict.fromkeys(names)
-    queues = QueueTable(open_listed if at_check else open_queue, known)
+        closed_states = dict.fromkeys(names)
+    queues = QueueTable(open_listed if at_check else open_queue, closed_states)
     if trusted is not None:
         log.last_write = trusted.last_record
     elif not at_check:
@@ -267,7 +269,7 @@ def load(  # noqa: C901 (a step for each part of a store)
     elif mode is not None:
         begin = walked_from if walked_from is not None else scan_from(log) if bodies_from is None else bodies_from
         planner = Planner(path, parts, mode, begin, is_clean=clean)
-        plan = planner.plan(look, lost)
+        plan = planner.plan(findings, lost)
         set_abort(files, path)  # only now, because a refused store must not change
         make_folders(files, log.sequence.folder)  # a store is recognised by it
         recovery = Recovery(
@@ -289,14 +291,14 @@ def load(  # noqa: C901 (a step for each part of a store)
     return parts
 
 
-def describe_recovery(path: str, log_end: int, found: Sequence[Damage], took_ms: int) -> str:
+def describe_recovery(path: str, log_end: int, damages: Sequence[Damage], took_ms: int) -> str:
     """Return one line for the log: what a recovery after an unclean exit cut, and how long it took."""
-    cut = [damage for damage in found if damage.kind == "record" and damage.bytes]
+    cuts = [damage for damage in damages if damage.kind == "record" and damage.bytes]
     what = "nothing was cut"
-    if cut:
-        size, place = sum(damage.bytes for damage in cut), os.path.join(directory.OWN, "salvage")
-        what = f"{size} bytes were cut from {cut[0].offset} on ({cut[0].what}); the nonzero bytes are kept in {place}"
-    others = len(found) - len(cut)
+    if cuts:
+        size, place = sum(damage.bytes for damage in cuts), os.path.join(directory.OWN, "salvage")
+        what = f"{size} bytes were cut from {cuts[0].offset} on ({cuts[0].what}); the nonzero bytes are kept in {place}"
+    others = len(damages) - len(cuts)
     again = f", {others} parts of queues and index were rebuilt" if others else ""
     seconds = took_ms / 1000
     return f"{path}: recovered in {seconds:.1f} s, because it was not closed: the log ends at {log_end}, {what}{again}"
@@ -324,23 +326,23 @@ def settle(path: str, config: StoreConfig, files: Files, clock: Clock, *, keep_d
     mode = RecoveryMode.COPY if keep_deleted else RecoveryMode.WHOLE_LOG
     parts = load(path, config, levels, files, clock, mode=mode)
     ends = {name: queue.max_offset for name, queue in parts.queues.items()}
-    found = Settled(parts.log.begin, parts.log.end, ends, parts.cuts)
+    settled = Settled(parts.log.begin, parts.log.end, ends, parts.cuts)
     parts.close()
     clear_abort(files, path)
-    return found
+    return settled
 
 
-def _opened(
+def _open_or_remove(
     open_part: Callable[[], _T],
     files: Files,
-    mend: list[Damage] | None,
+    repairs: list[Damage] | None,
     places: Sequence[str],
     digits: int = 0,
     *,
     only: str | None = None,
-    forget: Callable[[], None] | None = None,
+    before_removal: Callable[[], None] | None = None,
 ) -> _T:
-    """Open a part derived from the log; with ``mend``, remove a part with impossible files and note it there.
+    """Open a part derived from the log; with ``repairs``, remove a part with impossible files and note it there.
 
     ``places`` are its files and folders, in which names have so many ``digits``. If other names are there too, the part
     is refused and nothing is removed. The same holds for another kind of damage than ``only``, if given. ``forget()``
@@ -349,24 +351,24 @@ def _opened(
     try:
         return open_part()
     except CorruptionError as error:
-        if mend is None or error.kind != (only or error.kind) or (error.kind == "name" and digits != _QUEUE_DIGITS):
+        if repairs is None or error.kind != (only or error.kind) or (error.kind == "name" and digits != _QUEUE_DIGITS):
             raise
-        gone = []
+        deleted = []
         for place in places:
             if not files.is_folder(place):
                 if files.size(place) is not None:
-                    gone.append(place)
+                    deleted.append(place)
                 continue
             for entry in files.list(place):
                 named = entry.name.isascii() and entry.name.isdigit() and len(entry.name) == digits
                 if entry.is_folder or (not named and digits == _QUEUE_DIGITS):
                     raise
                 if named:
-                    gone.append(os.path.join(place, entry.name))
-        if forget is not None:
-            forget()
-        _delete(gone, files)
-        mend.append(Damage(error.file, error.offset, error.kind, f"{error.what}: removed, to be rebuilt"))
+                    deleted.append(os.path.join(place, entry.name))
+        if before_removal is not None:
+            before_removal()
+        _delete(deleted, files)
+        repairs.append(Damage(error.file, error.offset, error.kind, f"{error.what}: removed, to be rebuilt"))
         return open_part()
 
 
@@ -404,7 +406,7 @@ def _covered_record(path: str, config: StoreConfig, files: Files, log: CommitLog
     return last
 
 
-def vouched_for(log: CommitLog, checkpoint: Checkpoint) -> int:
+def covered_start(log: CommitLog, checkpoint: Checkpoint) -> int:
     """Return the start of the newest file whose first record the checkpoint covers, or else of the oldest file."""
     for start in reversed(log.sequence.starts):
         stored = log.first_store_timestamp_ms(start)

@@ -23,7 +23,7 @@ from librmq.store.engine.queue_table import QueueName
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
 
-__all__ = ["Planner", "RecordLook", "RecoveryMode", "RecoveryPlan", "unvouched_index"]
+__all__ = ["Planner", "RecoveryMode", "RecoveryPlan", "WalkFindings", "uncovered_index_files"]
 
 _SECTOR: Final = 512
 _WORD: Final = 8
@@ -59,43 +59,43 @@ class Suspect(NamedTuple):
     """Whether it names no queue, so that it cannot be delivered."""
 
 
-_unpack_look = record.header_struct("magic", "sys_flag", "body_length").unpack_from
+_unpack_fields = record.header_struct("magic", "sys_flag", "body_length").unpack_from
 
 
-class RecordLook:
+class WalkFindings:
     """Findings of the walk over the log after an unclean exit.
 
     A sector that was not written holds zeros. In topic or properties they lead to an impossible queue, or to zeros that
     `_is_torn` recognises. The latter are searched after the first record that the checkpoint does not cover.
     """
 
-    def __init__(self, vouched_for_ms: int) -> None:
-        self._vouched_for_ms = vouched_for_ms
-        self._known: set[tuple[bytes, bool]] = set()
-        self.unvouched: int | None = None
+    def __init__(self, covered_ms: int) -> None:
+        self._covered_ms = covered_ms
+        self._checked_names: set[tuple[bytes, bool]] = set()
+        self.uncovered: int | None = None
         """Place of the first record that the checkpoint does not cover."""
         self.suspects: list[Suspect] = []
 
     def __call__(self, log: CommitLog, physical_offset: int, raw: bytes) -> None:
         """Check the next record."""
         # As `Derivation` does: the walk has checked the record, so its frame is only worked out where it is unusual.
-        magic, sys_flag, body_size = _unpack_look(raw)
+        magic, sys_flag, body_size = _unpack_fields(raw)
         if magic != record.MESSAGE_MAGIC or sys_flag & record.HOSTS_V6:
             _, _, topic_at, topic_end, properties_at, _ = record.frame(raw, 0, len(raw))
         else:
             topic_at = 89 + body_size if body_size > 0 else 89
             topic_end = topic_at + raw[topic_at - 1]
             properties_at = topic_end + 2
-        if self.unvouched is None and record.store_timestamp_ms(raw) > self._vouched_for_ms:
-            self.unvouched = physical_offset
+        if self.uncovered is None and record.store_timestamp_ms(raw) > self._covered_ms:
+            self.uncovered = physical_offset
         topic = raw[topic_at:topic_end]
         what = None
-        if (topic, raw[record.QUEUE_ID_AT] > 127) not in self._known:
-            what = names_no_queue(raw, topic, self._known)
+        if (topic, raw[record.QUEUE_ID_AT] > 127) not in self._checked_names:
+            what = names_no_queue(raw, topic, self._checked_names)
         if what is not None:
             self.suspects.append(Suspect(physical_offset, what, True))
         elif (
-            self.unvouched is not None
+            self.uncovered is not None
             and raw.find(b"\0", properties_at) >= 0
             and _is_torn(log, physical_offset, raw, properties_at)
         ):
@@ -116,7 +116,7 @@ class RecoveryPlan:
     """Planned end of the log."""
     cut: int
     """Number of bytes to cut there."""
-    unvouched_from: int
+    uncovered_from: int
     """After an unclean exit, the place of the first record that the checkpoint does not cover."""
     lost: frozenset[QueueName] | None
     """Queues deleted or added since the store was closed; None if queues and index are unchanged."""
@@ -132,7 +132,7 @@ class Planner:
         self._begin = begin
         self._clean = is_clean
 
-    def plan(self, look: RecordLook, lost: frozenset[QueueName] | None) -> RecoveryPlan:
+    def plan(self, findings: WalkFindings, lost: frozenset[QueueName] | None) -> RecoveryPlan:
         """Return the planned end of the log, by the findings of the walk.
 
         Raises:
@@ -140,18 +140,18 @@ class Planner:
                 thorough.
         """
         log = self._parts.log
-        end, unvouched = log.found_end, log.end
+        end, uncovered = log.found_end, log.end
         if not self._clean:
-            torn, unvouched = self._first_torn(look)
+            torn, uncovered = self._first_torn(findings)
             end = torn or end
         cut = self._bytes_behind(end)
         if not self._mode.is_thorough:
             self.check_cut(end, cut)
             if not self._clean and self._mode is not RecoveryMode.PREVIEW:
                 self._check_walk(end.physical_offset)
-        return RecoveryPlan(self._mode, self._clean, self._begin, end, cut, unvouched, lost)
+        return RecoveryPlan(self._mode, self._clean, self._begin, end, cut, uncovered, lost)
 
-    def _first_torn(self, look: RecordLook) -> tuple[LogEnd | None, int]:
+    def _first_torn(self, findings: WalkFindings) -> tuple[LogEnd | None, int]:
         """Return the first record that did not reach the device completely (but its body did), and the covered bytes.
 
         Like a broker, librmq delivers a suspect record that no crash explains, because only its body has a checksum.
@@ -160,16 +160,16 @@ class Planner:
             CorruptionError: The record names no queue, so it cannot be delivered, and the mode is not thorough.
         """
         log = self._parts.log
-        unvouched = log.end if look.unvouched is None else look.unvouched
-        for at, what, is_nameless in look.suspects:
+        uncovered = log.end if findings.uncovered is None else findings.uncovered
+        for at, what, is_nameless in findings.suspects:
             torn = LogEnd(at, CorruptionError(log.sequence.path_at(at), at, "record", what))
             if self._mode is not RecoveryMode.LIVING and self._explained_by_crash(at, log.sequence.end):
-                return torn, min(unvouched, at)
+                return torn, min(uncovered, at)
             if is_nameless:
                 if not self._mode.is_thorough:
                     self.check_cut(torn, log.data_behind(at))
-                return None, min(unvouched, at)  # nothing after it stays
-        return None, unvouched
+                return None, min(uncovered, at)  # nothing after it stays
+        return None, uncovered
 
     def _check_walk(self, log_end: int) -> None:
         """Refuse, before any change, damage in the part of the log before the walk.
@@ -177,15 +177,15 @@ class Planner:
         The check begins at the end of the remaining index. Covered bytes are cut only on demand.
         """
         log, index = self._parts.log, self._parts.index
-        stale = unvouched_index(self._parts)
+        stale = uncovered_index_files(self._parts)
         left = [file for file in index.files if file not in stale and file.header.end_physical_offset < log_end]
         begin = max(left[-1].header.end_physical_offset, log.begin) if left else log.begin
-        known: set[tuple[bytes, bool]] = set()
+        checked: set[tuple[bytes, bool]] = set()
         for physical_offset, size, raw in log.scan(begin, min(self._begin, log_end), check_body=False):
             if raw is None:
                 continue
             _, _, topic_at, topic_end, _, _ = record.frame(raw, 0, size)
-            what = names_no_queue(raw, raw[topic_at:topic_end], known)
+            what = names_no_queue(raw, raw[topic_at:topic_end], checked)
             if what is not None:
                 what += f": `librmq recover {self._path}` would cut the log here and keep the cut bytes aside"
                 raise CorruptionError(log.sequence.path_at(physical_offset), physical_offset, "record", what)
@@ -238,11 +238,11 @@ class Planner:
             return True
         place = following % log.file_size
         stored_ms = record.store_timestamp_ms(log.sequence.file(following - place).buffer, place)
-        vouched_for = stored_ms <= self._parts.checkpoint.min_timestamp_ms
-        return not self._clean and not vouched_for and (unfinished > 0 or _may_be_unwritten(log, at, following))
+        is_covered = stored_ms <= self._parts.checkpoint.min_timestamp_ms
+        return not self._clean and not is_covered and (unfinished > 0 or _may_be_unwritten(log, at, following))
 
 
-def unvouched_index(parts: Parts) -> Sequence[IndexFile]:
+def uncovered_index_files(parts: Parts) -> Sequence[IndexFile]:
     """Return the index files after the checkpoint, which can be incomplete on the device."""
     files, limit = parts.index.files, parts.checkpoint.index_timestamp_ms
     for number, file in enumerate(files):
@@ -254,16 +254,16 @@ def unvouched_index(parts: Parts) -> Sequence[IndexFile]:
     return []
 
 
-def names_no_queue(raw: bytes, topic: bytes, known: set[tuple[bytes, bool]]) -> str | None:
-    """Return why a record's queue is impossible, None if it is possible; ``known`` holds checked queues."""
+def names_no_queue(raw: bytes, topic: bytes, checked: set[tuple[bytes, bool]]) -> str | None:
+    """Return why a record's queue is impossible, None if it is possible; ``checked`` holds checked queues."""
     name = topic, raw[record.QUEUE_ID_AT] > 127
-    if name not in known:
+    if name not in checked:
         queue_id = int.from_bytes(raw[record.QUEUE_ID_AT : record.QUEUE_ID_AT + 4], "big", signed=True)
         try:
             validate_queue(java_decode(topic), queue_id)
         except MessageIllegalError as error:
             return f"its queue is impossible: {error}"
-        known.add(name)
+        checked.add(name)
     return None
 
 

@@ -49,7 +49,7 @@ class _Others(Protocol):
         """Return the queue of that name, made if there is none."""
         ...
 
-    def look_at_all(self) -> None:
+    def open_all(self) -> None:
         """Open every queue now, because a record out of one count can belong to any other."""
         ...
 
@@ -68,22 +68,22 @@ class QueueCheck:
         "_delayed",
         "_entry_check",
         "_held",
+        "_is_complete",
         "_log",
-        "_mend",
         "_next",
         "_opened",
         "_queue_id",
+        "_repair",
         "_topic",
         "_units",
-        "_whole",
         "damages",
         "entries",
         "expected",
         "first",
-        "gave_all_away",
         "left_out",
         "name",
         "prefix_hash",
+        "released_all",
     )
 
     def __init__(
@@ -92,30 +92,30 @@ class QueueCheck:
         log: CommitLog,
         name: QueueName,
         begin: int,
-        whole: bool,
-        mend: bool,
+        is_complete: bool,
+        repair: bool,
         bitmap_of: BitmapOf | None,
         prefix_hash: int,
     ) -> None:
-        """Begin at physical offset ``begin``; ``whole`` means that no record of the queue is before it."""
+        """Begin at physical offset ``begin``; ``is_complete`` means that no record of the queue is before it."""
         self.name = name
         topic, self._queue_id = name
         self._checks = checks
         self._topic = topic
         self.left_out = 0
         """Number of excluded records of a deleted topic with this name."""
-        self.gave_all_away = False
+        self.released_all = False
         """Whether the only record that names the queue belongs to another one."""
         self.damages: list[Damage] = []
-        self._entry_check = EntryCheck(log, topic, self.damages, bitmap_of, mend=mend)
+        self._entry_check = EntryCheck(log, topic, self.damages, bitmap_of, repair=repair)
         self.prefix_hash = prefix_hash
         self.entries: list[bytes] = []
         self.expected = _NONE
         self._log = log
         self._opened: ConsumeQueue | None = None
         self._begin = begin
-        self._whole = whole
-        self._mend = mend
+        self._is_complete = is_complete
+        self._repair = repair
         self._delayed = topic == SCHEDULE_TOPIC
         self._claimed = -1  # until the queue is opened: the queue offset that the first record names
         self.first = -1
@@ -151,7 +151,7 @@ class QueueCheck:
             return None
         if expected and (first != self._claimed or self.expected != end):
             return None
-        if not (older or first == 0 or self._whole):
+        if not (older or first == 0 or self._is_complete):
             return None  # earlier records may be missing
         min_offset, log_begin = start, self._log.begin
         if older:
@@ -159,8 +159,8 @@ class QueueCheck:
             places, sizes = block["physical_offset"], block["size"]
             if not ((places >= 0) & (places < self._begin) & (sizes > 0) & (sizes < HOLE_SIZE)).all():
                 return None
-            gone = np.count_nonzero(places < log_begin) if log_begin else 0
-            min_offset += int(gone) if expected or gone < len(places) else 0
+            deleted = np.count_nonzero(places < log_begin) if log_begin else 0
+            min_offset += int(deleted) if expected or deleted < len(places) else 0
         place, size, _ = ENTRY.unpack_from(stored, len(stored) - ENTRY_SIZE)
         self.first, self._next, self._claimed = first, end, -1
         return QueueState(min_offset, end, place + size)
@@ -168,7 +168,7 @@ class QueueCheck:
     def is_plain(self) -> bool:
         """Open the queue, and return whether all records are in its count and it ends with them."""
         if self.first < 0:
-            self._look()
+            self._find_first()
             if self._claimed >= 0:
                 return False
         if self._held is not None:
@@ -177,17 +177,17 @@ class QueueCheck:
             self._next = self.expected
         return self.queue.max_offset <= (self.first if self._next is None else self._next)
 
-    def look(self) -> None:
+    def open(self) -> None:
         """Open the queue; earlier records that do not continue its count are taken again."""
         if self.first < 0:
-            self._look()
+            self._find_first()
         if self._claimed >= 0:
             claimed, self._claimed = self._claimed, -1
             entries, self.entries, self.expected = self.entries, [], _NONE
             for queue_offset, packed in enumerate(entries, claimed):
                 self.offer(queue_offset, ExpectedEntry(packed, 0, b""))
 
-    def _look(self) -> None:
+    def _find_first(self) -> None:
         """Find the beginning of the records in the queue, and take the collected entries if they follow there."""
         queue, entries, claimed = self.queue, self.entries, self._claimed
         at = queue.min_offset
@@ -196,7 +196,7 @@ class QueueCheck:
         self._next = self.first if self.first > at else None
         if not entries:
             return
-        if self._next is None and (claimed == 0 or self._whole):
+        if self._next is None and (claimed == 0 or self._is_complete):
             is_new = queue.max_offset == 0 and len(entries) > 1 and claimed < _LARGEST_OFFSET
             if is_new or (is_there and claimed == at):
                 self.first = self._next = claimed
@@ -229,9 +229,9 @@ class QueueCheck:
     def settle(self) -> None:
         """Take over the records of the short cut."""
         if self.first < 0:
-            self._look()
+            self._find_first()
             if self._claimed >= 0:
-                self._checks.look_at_all()
+                self._checks.open_all()
         if self.expected != _NONE:
             self._next = self.expected
         if len(self.entries) >= COMPARED:
@@ -247,7 +247,7 @@ class QueueCheck:
                 self._claimed, self.expected = queue_offset, queue_offset + 1
                 self.entries.append(entry.packed)
                 return
-            self._checks.look_at_all()
+            self._checks.open_all()
         self.settle()
         if self._held is not None:
             claimed, held = self._held
@@ -260,11 +260,11 @@ class QueueCheck:
             self._checks.strays.add(queue_offset, Stray(self, entry))
         self._expect()
 
-    def give_away(self, entry: ExpectedEntry) -> None:
+    def release(self, entry: ExpectedEntry) -> None:
         """Leave a record to the queue to which it belongs."""
         if self._held is not None and self._held[1] is entry:
             self._held = None
-            self.gave_all_away = self._next is None and self.queue.max_offset == 0
+            self.released_all = self._next is None and self.queue.max_offset == 0
             self._expect()
 
     def _settle(self, claimed: int, entry: ExpectedEntry, following: int | None) -> None:
@@ -281,7 +281,7 @@ class QueueCheck:
         elif following == due > self.first:  # one of two records with the same place belongs to another queue
             if claimed == due - 1 and self._points_at(claimed, entry) and self.entries:
                 replaced, self.entries[-1] = self.entries[-1], entry.packed
-                self._checks.strays.forget(claimed, entry.physical_offset)
+                self._checks.strays.remove(claimed, entry.physical_offset)
                 self._checks.strays.add(claimed, Stray(self, ExpectedEntry(replaced, 0, b"")))
                 if self.queue.ext is not None:
                     self._units[claimed] = entry
@@ -289,7 +289,7 @@ class QueueCheck:
         elif possible:
             jumps = following == claimed + 1 if following is not None else self._points_at(claimed, entry)
             due = claimed if jumps else due
-        self._checks.strays.forget(claimed, entry.physical_offset)
+        self._checks.strays.remove(claimed, entry.physical_offset)
         self._accept(claimed, entry, due)
 
     def _points_at(self, queue_offset: int, entry: ExpectedEntry) -> bool:
@@ -301,9 +301,9 @@ class QueueCheck:
     def _accept(self, claimed: int, entry: ExpectedEntry, queue_offset: int) -> None:
         if queue_offset != claimed:
             at = record.QUEUE_OFFSET_AT
-            self.damages.append(misaddressed(self._log, entry.physical_offset, at, claimed, queue_offset, self._mend))
+            self.damages.append(misaddressed(self._log, entry.physical_offset, at, claimed, queue_offset, self._repair))
         if self._next is None:
-            if queue_offset and not self._whole:
+            if queue_offset and not self._is_complete:
                 raise GapError((self._topic, self._queue_id))
             self.first = queue_offset
         elif queue_offset != self._next:
@@ -319,19 +319,19 @@ class QueueCheck:
         """Continue the count at another queue offset."""
         assert self._next is not None
         gap = queue_offset - self._next
-        if gap > 0 and not self._whole:
+        if gap > 0 and not self._is_complete:
             raise GapError((self._topic, self._queue_id))
         if 0 < gap <= _LARGEST_GAP:
             after = ENTRY.unpack(self.entries[-1])[0] if self.entries else self._place_before(self._next)
             for lacking in range(self._next, queue_offset):
-                found = self._lacking(lacking, after, following.physical_offset)
-                if found is None:
+                entry = self._find_missing(lacking, after, following.physical_offset)
+                if entry is None:
                     self.entries.append(hole(self._log, following))
                     continue
-                after = found.physical_offset
-                self.entries.append(found.packed)
+                after = entry.physical_offset
+                self.entries.append(entry.packed)
                 if self.queue.ext is not None:
-                    self._units[lacking] = found
+                    self._units[lacking] = entry
             return
         # The topic was made again, or too many records are missing, so the queue consists of the later records.
         self.damages[:] = [damage for damage in self.damages if damage.kind == "record"]
@@ -351,7 +351,7 @@ class QueueCheck:
         raw = self.queue.read(queue_offset - 1, 1)
         return ENTRY.unpack(raw)[0] if raw else -1
 
-    def _lacking(self, queue_offset: int, after: int, before: int) -> ExpectedEntry | None:
+    def _find_missing(self, queue_offset: int, after: int, before: int) -> ExpectedEntry | None:
         """Find the record of a missing queue offset between two physical offsets.
 
         One changed byte of its topic or queue id can make it a record of another queue. The earlier entry still leads
@@ -361,24 +361,24 @@ class QueueCheck:
         place, size, tags_code = ENTRY.unpack(raw) if raw else (-1, 0, 0)
         message = record_at(self._log, place, size) if after < place < before else None
         if message is None or message.queue_offset != queue_offset:
-            stray = None if self._delayed else self._checks.strays.take(queue_offset, after, before, self)
+            stray = None if self._delayed else self._checks.strays.pop_between(queue_offset, after, before, self)
             if stray is None:
                 return None
-            stray.check.give_away(stray.entry)
+            stray.check.release(stray.entry)
             place, size, _ = ENTRY.unpack(stray.entry.packed)
             message = record_at(self._log, place, size)
             if message is None:
                 return None
         else:
-            found = self._checks.strays.at(queue_offset, place)
-            if found is not None:
-                found.check.give_away(found.entry)
-        self._claim_back(message)
+            stray = self._checks.strays.pop_at(queue_offset, place)
+            if stray is not None:
+                stray.check.release(stray.entry)
+        self._reclaim(message)
         if not self._delayed:
             tags_code = message.tags_code
         return ExpectedEntry(ENTRY.pack(place, size, tags_code), message.store_timestamp_ms, message.properties_raw)
 
-    def _claim_back(self, message: StoredMessage) -> None:
+    def _reclaim(self, message: StoredMessage) -> None:
         """Report and correct a record that names a wrong queue."""
         topic, at = self._topic.encode(), message.physical_offset
         _, _, topic_at, topic_end, _, _ = message.frame
@@ -386,7 +386,7 @@ class QueueCheck:
             return
         what = f"topic and queue id: expected {self._topic} {self._queue_id}, found {message.topic} {message.queue_id}"
         self.damages.append(Damage(self._log.sequence.path_at(at), at, "record", what, message.size))
-        if self._mend:
+        if self._repair:
             self._log.patch(at + topic_at, topic)
             self._log.patch(at + record.QUEUE_ID_AT, self._queue_id.to_bytes(4, "big"))
 
@@ -408,28 +408,28 @@ class QueueCheck:
         queue = self.queue
         if self._next is None:  # without any record, every entry must belong to an older one
             self._next = self.first
-        while queue.max_offset > self._next and not self.gave_all_away:
-            found = self._lacking(self._next, self._place_before(self._next), self._log.end)
-            if found is None:
+        while queue.max_offset > self._next and not self.released_all:
+            entry = self._find_missing(self._next, self._place_before(self._next), self._log.end)
+            if entry is None:
                 break
-            self.entries.append(found.packed)
+            self.entries.append(entry.packed)
             if queue.ext is not None:
-                self._units[self._next] = found
+                self._units[self._next] = entry
             self._next += 1
         self._compare()
         if queue.max_offset > self._next:
             self._report_ahead(self._next)
-            if self._mend:
+            if self._repair:
                 queue.truncate_to(self._next)
-        if self._whole:
+        if self._is_complete:
             self._check_older()
-        elif not self._mend:
+        elif not self._repair:
             return
         stale = queue.data_behind_end()
         if stale:
             path, position = queue.place_of(queue.max_offset)
             self.damages.append(Damage(path, position, "tail", "bytes after the last entry", stale))
-            if self._mend:
+            if self._repair:
                 queue.recover()
 
     def _report_ahead(self, queue_offset: int) -> None:
@@ -449,15 +449,15 @@ class QueueCheck:
         path, position = queue.place_of(wrong)
         what = f"queue offset {wrong}: points to no record of this queue"
         self.damages.append(Damage(path, position, "entry", what, ENTRY_SIZE))
-        if not self._mend:
+        if not self._repair:
             return
-        kept = queue.entries(self.first)
-        units = [queue.ext_unit(code) for code in kept["tags_code"].tolist()]
+        entries = queue.entries(self.first)
+        units = [queue.ext_unit(code) for code in entries["tags_code"].tolist()]
         queue.truncate_to(wrong)
         queue.append_many(wrong, _FILLER * (self.first - wrong))
         if queue.ext is not None:
             for number, unit in enumerate(units):
                 if unit is not None:
-                    kept["tags_code"][number] = queue.ext.put(unit.tags_code, unit.store_timestamp_ms, unit.bitmap)
-        queue.append_many(self.first, kept.tobytes())
+                    entries["tags_code"][number] = queue.ext.put(unit.tags_code, unit.store_timestamp_ms, unit.bitmap)
+        queue.append_many(self.first, entries.tobytes())
         queue.advance(self._begin)

@@ -43,7 +43,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         queues: MutableMapping[tuple[str, int], ConsumeQueue],
         open_queue: OpenQueue,
         scope: Scope,
-        mend: bool,
+        repair: bool,
         bitmap_of: BitmapOf | None,
         *,
         has_ext: bool = True,
@@ -64,8 +64,8 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         self._queues = queues
         self._open_queue = open_queue
         self._scope = scope
-        self._mend = mend
-        self._made: set[QueueName] = set()
+        self._repair = repair
+        self._new_queues: set[QueueName] = set()
         self._by_name: dict[tuple[str, int], QueueCheck] = {}
         self.strays = Strays()
         """Records that may be those of another queue."""
@@ -93,9 +93,9 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         queue = self._queues.get(name)
         if queue is None:
             queue = self._open_queue(*name)
-            if self._mend:
+            if self._repair:
                 self._queues[name] = queue
-                self._made.add(name)
+                self._new_queues.add(name)
         return queue
 
     def _check(self, name: QueueName) -> QueueCheck:
@@ -105,21 +105,23 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
             since = scope.since.get(name, scope.absent_before if absent else begin)
             if absent and scope.known_topics and name[0] not in scope.known_topics:
                 since = self._log.end
-        whole = begin <= self._log.begin
+        is_complete = begin <= self._log.begin
         prefix_hash = self._prefix_hashes.get(name[0])
         if prefix_hash is None:
             prefix_hash = self._prefix_hashes[name[0]] = string_hash(name[0] + "#")
-        check = QueueCheck(self, self._log, name, max(begin, since), whole, self._mend, self._bitmap_of, prefix_hash)
+        check = QueueCheck(
+            self, self._log, name, max(begin, since), is_complete, self._repair, self._bitmap_of, prefix_hash
+        )
         self._by_name[name] = check
         if not self.puts_off:
-            check.look()
+            check.open()
         return check
 
-    def look_at_all(self) -> None:
+    def open_all(self) -> None:
         """Check every queue now, because a record outside of one count can belong to any other."""
         self.puts_off = False
         for check in sorted(self._by_name.values(), key=lambda check: len(check.entries)):
-            check.look()  # a single record first, because it can belong to another queue
+            check.open()  # a single record first, because it can belong to another queue
 
     def finish(self) -> Iterator[QueueCheck]:
         """Finish the checks of all queues after the last record, also of queues without records."""
@@ -136,7 +138,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
             else:
                 left.append(check)
         if left:
-            self.look_at_all()
+            self.open_all()
         # Checks that wait for another record come last, because their record can belong to another queue.
         for check in sorted(left, key=lambda check: check.waits):
             self._finish(check)
@@ -157,8 +159,8 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         if self._unclean is not None:
             self._unclean.finish(check.queue, check.first)
 
-    def forget_empty(self) -> None:
+    def remove_empty(self) -> None:
         """Remove queues without a record of their own."""
-        for name in self._made:
+        for name in self._new_queues:
             if self._queues[name].max_offset == 0:
                 del self._queues[name]

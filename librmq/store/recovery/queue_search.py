@@ -13,18 +13,18 @@ from librmq.message.message import StoredMessage
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.queue_table import QueueName
 
-__all__ = ["first_at", "first_not_older", "made_again"]
+__all__ = ["first_at", "first_not_older", "recreated_queues"]
 
 _BLOCK: Final = 4096
 _FILLER_SIZE: Final = HOLE_SIZE.to_bytes(4)
 
 
-def made_again(log: CommitLog, queues: Mapping[QueueName, ConsumeQueue]) -> dict[QueueName, int]:
+def recreated_queues(log: CommitLog, queues: Mapping[QueueName, ConsumeQueue]) -> dict[QueueName, int]:
     """Return the beginning of the records of each queue that counts from 0 again, by its first entry.
 
     A topic deleted on a broker leaves its records in the log. A new topic of that name counts from 0 again.
     """
-    found = {}
+    begins = {}
     for name, queue in queues.items():
         raw = queue.read(0, 1) if queue.stored_begin == 0 else b""
         place, size, _ = ENTRY.unpack(raw) if raw else (-1, 0, 0)
@@ -33,8 +33,8 @@ def made_again(log: CommitLog, queues: Mapping[QueueName, ConsumeQueue]) -> dict
                 data = log.read(place, size)
                 message = None if data is None else StoredMessage(data)
                 if message is not None and (message.topic, message.queue_id, message.queue_offset) == (*name, 0):
-                    found[name] = place
-    return found
+                    begins[name] = place
+    return begins
 
 
 def first_not_older(queue: ConsumeQueue, end: int, begin: int, log_file_size: int) -> int | None:

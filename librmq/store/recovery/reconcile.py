@@ -19,7 +19,7 @@ from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.queue_table import OpenQueue, QueueName
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.entry_check import ExpectedEntry, misaddressed
-from librmq.store.recovery.index_check import SETTLED, IndexCheck, index_again
+from librmq.store.recovery.index_check import SETTLED, IndexCheck, rebuild_index
 from librmq.store.recovery.queue_check import COMPARED
 from librmq.store.recovery.queue_checks import QueueChecks, Scope
 from librmq.store.recovery.unclean_queues import UncleanQueues
@@ -37,7 +37,7 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     levels: DelayLevels,
     begin: int,
     *,
-    mend: bool,
+    repair: bool,
     scope: Scope | None = None,
     left_out: dict[QueueName, int] | None = None,
     bitmap_of: BitmapOf | None = None,
@@ -48,7 +48,7 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
 ) -> Iterator[Damage]:
     """Compare queues and index with the records from ``begin`` on, and yield the differences.
 
-    With ``mend`` differences are rewritten; without it nothing is changed. ``scope`` excludes records for the queues,
+    With ``repair`` differences are rewritten; without it nothing is changed. ``scope`` excludes records for the queues,
     and ``left_out`` counts them by queue. From ``bodies_from`` on, bodies are compared with their checksums.
     ``open_queue`` makes missing queues, ``bitmap_of`` computes the bitmaps of rebuilt extension units, and
     ``forget_index()`` is called before the index is rebuilt.
@@ -59,9 +59,9 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     """
     begin = max(begin, log.begin)
     checks = QueueChecks(
-        log, queues, open_queue, scope or Scope(begin), mend, bitmap_of, has_ext=has_ext, unclean=unclean
+        log, queues, open_queue, scope or Scope(begin), repair, bitmap_of, has_ext=has_ext, unclean=unclean
     )
-    keys = None if index is None else IndexCheck(index, begin, log, begin <= log.begin, mend)
+    keys = None if index is None else IndexCheck(index, begin, log, begin <= log.begin, repair)
     derive = Derivation(levels).derive
     unchecked_end = log.end if bodies_from is None else max(begin, bodies_from)
     items = chain(log.scan(begin, unchecked_end, check_body=False), log.scan(unchecked_end))
@@ -83,7 +83,7 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
         ) = derive(place, item_size, raw)
         check = checks.get((topic, queue_id)) or checks.make(topic, queue_id, physical_offset)
         if address != physical_offset:
-            yield misaddressed(log, physical_offset, record_format.PHYSICAL_OFFSET_AT, address, physical_offset, mend)
+            yield misaddressed(log, physical_offset, record_format.PHYSICAL_OFFSET_AT, address, physical_offset, repair)
         if code is not None:
             entry = _pack_entry(physical_offset, size, code)
             if queue_offset == check.expected:  # as nearly always
@@ -107,11 +107,11 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
         if left_out is not None and check.left_out:
             left_out[check.name] = check.left_out
         yield from check.damages
-    checks.forget_empty()
+    checks.remove_empty()
     if index is not None and keys is not None:
         keys.finish()
         yield from keys.damages
-        if mend and not keys.sound:
+        if repair and not keys.sound:
             if forget_index is not None:
                 forget_index()
-            index_again(log, index)
+            rebuild_index(log, index)

@@ -20,10 +20,10 @@ from librmq.files.seam import Files
 from librmq.store.engine.open_store import Parts
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
-from librmq.store.recovery.plan import Planner, RecoveryMode, RecoveryPlan, unvouched_index
+from librmq.store.recovery.plan import Planner, RecoveryMode, RecoveryPlan, uncovered_index_files
 from librmq.store.recovery.queue_check import GapError
 from librmq.store.recovery.queue_checks import Scope
-from librmq.store.recovery.queue_search import made_again
+from librmq.store.recovery.queue_search import recreated_queues
 from librmq.store.recovery.reconcile import reconcile
 from librmq.store.recovery.unclean_queues import UncleanQueues
 
@@ -60,7 +60,7 @@ class Recovery:
         parts, self._plan, self._planner = self._parts, plan, planner
         self._is_preview = plan.mode is RecoveryMode.PREVIEW
         if not plan.is_clean and not self._is_preview:
-            self._unclean.unvouched_from = plan.unvouched_from
+            self._unclean.uncovered_from = plan.uncovered_from
         self._cut_log(plan.end, plan.cut)
         for queue in parts.queues.opened():
             self.cut_queue(queue)
@@ -114,11 +114,11 @@ class Recovery:
 
     def _write_again(self) -> set[str]:
         """Write uncovered bytes again, because the writer can have died before a flush; return the folders to flush."""
-        log, begin = self._parts.log, self._plan.unvouched_from
+        log, begin = self._parts.log, self._plan.uncovered_from
         log.sequence.write_again(begin, log.end)
         above = {self._path}
         if self._plan.mode.is_thorough:  # otherwise those that the checkpoint does not cover are rebuilt
-            for file in unvouched_index(self._parts):
+            for file in uncovered_index_files(self._parts):
                 file.write_again()
                 above.add(self._parts.index.folder)
         return above
@@ -128,7 +128,7 @@ class Recovery:
         if cut:
             why = f"no record: {end.damage.what}" if end.damage else "bytes after the last record"
             if not self._is_preview:
-                salvage.keep(self._path, log, end.physical_offset, cut, why, self._files, self._clock.now_ms())
+                salvage.keep_cut(self._path, log, end.physical_offset, cut, why, self._files, self._clock.now_ms())
             path = log.sequence.path_at(end.physical_offset)
             self._parts.cuts.append(Damage(path, end.physical_offset, "record", why, cut))
         if self._is_preview:
@@ -153,7 +153,7 @@ class Recovery:
         log, index = parts.log, parts.index
         if self._plan.mode.is_thorough:
             absent_before = self._dispatched() if self._plan.mode is RecoveryMode.COPY else 0
-            return log.begin, Scope(log.begin, since=made_again(log, parts.queues), absent_before=absent_before)
+            return log.begin, Scope(log.begin, since=recreated_queues(log, parts.queues), absent_before=absent_before)
         if self._plan.is_clean:
             dispatched = self._dispatched()
             begin = log.begin if self._plan.lost is not None else min(dispatched, index.end_physical_offset)
@@ -161,7 +161,7 @@ class Recovery:
         elif parts.walked_from is not None:
             return self._plan.begin, Scope(self._plan.begin)
         else:
-            self._drop_index(unvouched_index(self._parts), "the checkpoint")
+            self._drop_index(uncovered_index_files(self._parts), "the checkpoint")
             begin, scope = min(self._plan.begin, index.end_physical_offset), Scope(self._plan.begin)
         ahead = [file for file in index.files if file.header.end_physical_offset >= log.end]
         begin = min(begin, self._drop_index(ahead, "the log's end"))
@@ -181,9 +181,9 @@ class Recovery:
     def _reconcile(self, begin: int, scope: Scope) -> None:
         parts = self._parts
         while True:
-            found: list[Damage] = []
+            damages: list[Damage] = []
             try:
-                found.extend(
+                damages.extend(
                     reconcile(
                         parts.log,
                         parts.queues,
@@ -191,7 +191,7 @@ class Recovery:
                         parts.index if parts.walked_from is None else None,
                         parts.levels,
                         begin,
-                        mend=True,
+                        repair=True,
                         scope=scope,
                         bitmap_of=parts.dispatcher.bitmap_of,
                         forget_index=parts.checkpoint.forget_index,
@@ -214,10 +214,10 @@ class Recovery:
                     self._planner.check_cut(end, cut)
                     if error.offset < self._plan.begin and not self._is_preview:
                         raise  # covered bytes are cut only on demand
-                parts.cuts += found
+                parts.cuts += damages
                 self._cut_log(end, cut)
                 for queue in parts.queues.values():  # unopened ones can have been compared too
                     self.cut_queue(queue)
                 continue
-            parts.cuts += found
+            parts.cuts += damages
             return

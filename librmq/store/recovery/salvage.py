@@ -3,7 +3,7 @@
 ::
 
     librmq/salvage/00000000000000088235-1700000000000/      one cut: its physical offset, and when it was made (ms)
-        manifest.json                                       version, and the fields of `Kept`
+        manifest.json                                       version, and the fields of `KeptCut`
         00000000000000088235                                the bytes of the log from this physical offset on
         00000000000000131072                                the same from the next file of the log
 
@@ -33,7 +33,7 @@ from librmq.message.message import StoredMessage
 from librmq.runtime.headway import advance
 from librmq.store.format.directory import COMMITLOG, OWN, check_kind
 
-__all__ = ["Gap", "Kept", "cut_records", "find_record", "keep", "kept", "log_records", "records"]
+__all__ = ["Gap", "KeptCut", "cut_records", "find_record", "keep_cut", "kept_cuts", "log_records", "records"]
 
 _VERSION: Final = 1
 MANIFEST: Final = "manifest.json"
@@ -62,7 +62,7 @@ class Gap(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptCut:
     """A kept cut: ``size`` bytes from ``physical_offset`` on; None for fields that its manifest lacks."""
 
     path: str
@@ -100,8 +100,8 @@ def _find(
 ) -> int | None:
     """Search one buffer whose first byte is at ``start``, for a record that begins before ``until``."""
     until = end if until is None else min(end, until)
-    for found in _ANY_MAGIC.finditer(buffer, begin + record.MAGIC_AT, min(end, until + record.MAGIC_AT + 3)):
-        place = found.start() - record.MAGIC_AT
+    for match in _ANY_MAGIC.finditer(buffer, begin + record.MAGIC_AT, min(end, until + record.MAGIC_AT + 3)):
+        place = match.start() - record.MAGIC_AT
         if place + record.FIXED_SIZE > end or place >= until:
             return None
         if _LONG.unpack_from(buffer, place + record.PHYSICAL_OFFSET_AT)[0] != start + place:
@@ -190,11 +190,11 @@ def log_records(path: str, files: Files) -> Iterator[StoredMessage | Gap]:
 def cut_records(path: str, files: Files) -> Iterator[StoredMessage | Gap]:
     """Yield the part of `records` that only cuts hold."""
     earlier = _sources(os.path.join(path, COMMITLOG), files)
-    for cut in kept(path, files):
-        found = _sources(cut.path, files)
-        for source in found:
+    for cut in kept_cuts(path, files):
+        sources = _sources(cut.path, files)
+        for source in sources:
             yield from _read(source, earlier, files)
-        earlier = earlier + found
+        earlier = earlier + sources
 
 
 def _sources(folder: str, files: Files) -> list[_Source]:
@@ -224,7 +224,10 @@ def _read(source: _Source, earlier: list[_Source], files: Files) -> Iterator[Sto
         advance(size)
         physical_offset = source.start + place
         raw = buffer[place : place + size] if what is None or others else b""
-        if any(other[physical_offset - of.start : physical_offset - of.start + size] == raw for of, other in others):
+        if any(
+            other[physical_offset - holder.start : physical_offset - holder.start + size] == raw
+            for holder, other in others
+        ):
             continue
         if what is not None:
             yield Gap(physical_offset, size, source.path, what)
@@ -237,20 +240,20 @@ def _read(source: _Source, earlier: list[_Source], files: Files) -> Iterator[Sto
 # ------------------------------------------------------------------------------------------------------- keeping
 
 
-def kept(path: str, files: Files | None = None) -> list[Kept]:
+def kept_cuts(path: str, files: Files | None = None) -> list[KeptCut]:
     """Return the kept cuts of the store in ``path``, the oldest first."""
     files = files or DiskFiles()
     folder = os.path.join(path, OWN, "salvage")
-    found = []
+    cuts = []
     for entry in files.list(folder):
         named = _CUT_NAME.fullmatch(entry.name)
         if named is None or not named[0].isascii() or not entry.is_folder:
             continue
         place = os.path.join(folder, entry.name)
-        told = _manifest(os.path.join(place, MANIFEST), files)
-        size, count, why = (told.get(name) for name in ("bytes", "records", "why"))
-        found.append(
-            Kept(
+        manifest = _manifest(os.path.join(place, MANIFEST), files)
+        size, count, why = (manifest.get(name) for name in ("bytes", "records", "why"))
+        cuts.append(
+            KeptCut(
                 place,
                 int(named[1]),
                 int(named[2]),
@@ -259,19 +262,19 @@ def kept(path: str, files: Files | None = None) -> list[Kept]:
                 why if isinstance(why, str) else "",
             )
         )
-    return sorted(found, key=lambda cut: (cut.cut_timestamp_ms, cut.physical_offset))
+    return sorted(cuts, key=lambda cut: (cut.cut_timestamp_ms, cut.physical_offset))
 
 
 def _manifest(path: str, files: Files) -> dict[str, Any]:
     """Return the fields of a manifest, none if it is unreadable."""
     with contextlib.suppress(ValueError, RecursionError, StoreError):
-        told = json.loads(files.read(path, _MANIFEST_LIMIT))
-        if isinstance(told, dict) and told.get("version") == _VERSION:
-            return told
+        manifest = json.loads(files.read(path, _MANIFEST_LIMIT))
+        if isinstance(manifest, dict) and manifest.get("version") == _VERSION:
+            return manifest
     return {}
 
 
-def keep(path: str, log: CommitLog, physical_offset: int, size: int, why: str, files: Files, now_ms: int) -> str:
+def keep_cut(path: str, log: CommitLog, physical_offset: int, size: int, why: str, files: Files, now_ms: int) -> str:
     """Keep the ``size`` bytes of the log from ``physical_offset`` on before a cut, and return their folder.
 
     They are on the device when it returns.
@@ -283,18 +286,18 @@ def keep(path: str, log: CommitLog, physical_offset: int, size: int, why: str, f
     files.make_folder(parent)
     files.flush_folder(os.path.dirname(parent))
     files.flush_folder(path)
-    taken = {entry.name for entry in files.list(parent)}
-    for name in taken:
+    names = {entry.name for entry in files.list(parent)}
+    for name in names:
         if name.endswith(_PART):  # of a process that died
             files.delete(os.path.join(parent, name))
-    while (name := f"{physical_offset:020d}-{now_ms}") in taken:
+    while (name := f"{physical_offset:020d}-{now_ms}") in names:
         now_ms += 1
     folder = os.path.join(parent, name)
     part = folder + _PART
     try:
         files.make_folder(part)
         count = _copy(log, physical_offset, part, files)
-        told = {
+        manifest = {
             "version": _VERSION,
             "physical_offset": physical_offset,
             "bytes": size,
@@ -303,14 +306,14 @@ def keep(path: str, log: CommitLog, physical_offset: int, size: int, why: str, f
             "records": count,
         }
         # The last file: writing it also flushes the names of the others.
-        files.write(os.path.join(part, MANIFEST), json.dumps(told, indent=1).encode())
+        files.write(os.path.join(part, MANIFEST), json.dumps(manifest, indent=1).encode())
         files.rename(part, folder)
         files.flush_folder(parent)
     except BaseException:
         with contextlib.suppress(StoreError):
             files.delete(part)
         raise
-    without = [cut for cut in kept(path, files) if cut.records == 0]
+    without = [cut for cut in kept_cuts(path, files) if cut.records == 0]
     for cut in without[:-_WITHOUT_RECORDS_KEPT]:
         files.delete(cut.path)
     return folder

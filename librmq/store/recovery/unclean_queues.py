@@ -40,7 +40,7 @@ class UncleanQueues:
         self._overwritten: list[str] = []
         self.states: dict[QueueName, QueueState] = {}
         """Queues that agree with the log, and need not be opened."""
-        self.unvouched_from: int | None = None
+        self.uncovered_from: int | None = None
         """Place of the log from which on entries are written again; None: none are."""
 
     def list(self, name: QueueName) -> None:
@@ -80,7 +80,7 @@ class UncleanQueues:
         """
         folder, start, _ = self._listed.pop(name)
         assert start is not None
-        if entries and self.unvouched_from is not None and state.max_physic_offset > self.unvouched_from:
+        if entries and self.uncovered_from is not None and state.max_physic_offset > self.uncovered_from:
             path = self._path_read
             self._files.overwrite(path, first * ENTRY_SIZE - start, b"".join(entries))
             self._overwritten.append(path)
@@ -90,7 +90,7 @@ class UncleanQueues:
 
     def finish(self, queue: ConsumeQueue, first: int) -> None:
         """Write entries of an opened queue again, as `leave` does; ``first`` is the first checked one."""
-        begin = self.unvouched_from
+        begin = self.uncovered_from
         if begin is not None and queue.max_physic_offset > begin:
             queue.write_again(first if queue.max_offset - first < COMPARED else first_at(queue, begin))
             self._written |= {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}

@@ -31,14 +31,14 @@ from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.clean_shutdown import read_closed_state
 from librmq.store.recovery.queue_checks import Scope
-from librmq.store.recovery.queue_search import made_again
+from librmq.store.recovery.queue_search import recreated_queues
 from librmq.store.recovery.reconcile import reconcile
 
 __all__ = ["MISSING_LOG", "Verdict", "verify"]
 
 _T = TypeVar("_T")
 
-_LOOKS: Final = 4  # for a store with a running writer
+_PASSES: Final = 4  # for a store with a running writer
 
 MISSING_LOG: Final = "deleted"
 """Kind of the damage that the first files of the log are missing."""
@@ -83,10 +83,10 @@ def verify(path: str | os.PathLike[str], config: StoreConfig | None = None, file
 def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | None = None) -> Verdict:
     """Check with these settings; ``writer`` names the process whose log can be ahead, if any."""
     closed = writer is None and not has_abort(files, path)
-    look = _Look(path, config, files, closed=closed, written=writer is not None)
-    damage = look.damage()
+    check = _StoreCheck(path, config, files, closed=closed, written=writer is not None)
+    damage = check.damage()
     notes = [UNKNOWABLE]
-    for (topic, queue_id), count in sorted(look.left_out.items()):
+    for (topic, queue_id), count in sorted(check.left_out.items()):
         notes.append(f"queue {queue_id} of topic {topic} was deleted: {count} of its records are still in the log")
     if has_abort(files, path) and writer is None:
         notes.append("there is an abort marker: the store was not closed")
@@ -96,15 +96,15 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         notes.append(f"a broker can't open the store: {error}: restore the file from a copy, or move it away")
     if writer is not None:
         notes.append(f"{writer} is writing: queues and index may be behind the log")
-        damage = [one for one in damage if one.kind not in ("missing", "ahead", "tail")]
-        for _ in range(_LOOKS - 1):
+        damage = [item for item in damage if item.kind not in ("missing", "ahead", "tail")]
+        for _ in range(_PASSES - 1):
             if damage:  # a second look rules out bytes of a running write
-                again = set(_Look(path, config, files, closed=False, written=True).damage())
-                damage = [one for one in damage if one in again]
+                again = set(_StoreCheck(path, config, files, closed=False, written=True).damage())
+                damage = [item for item in damage if item in again]
     return Verdict(tuple(damage), tuple(notes))
 
 
-class _Look:
+class _StoreCheck:
     """One check of a store."""
 
     def __init__(self, path: str, config: StoreConfig, files: Files, *, closed: bool, written: bool) -> None:
@@ -113,23 +113,23 @@ class _Look:
         self._path = path
         self._config = config
         self._files = files
-        self._found: list[Damage] = []
+        self._damages: list[Damage] = []
         self._closed_folders: set[str] = set()  # those of queues that can't be opened
 
     def damage(self) -> list[Damage]:
         log = self._part(self._open_log)
         if log is None:
-            return self._found
+            return self._damages
         end = log.found_end
         if end.damage is not None and log.walk(end.physical_offset).damage is not None:  # no running write
             if not self._written or not log.unfinished_at(end.physical_offset):
-                self._note(end.damage)
+                self._report(end.damage)
         else:
             behind = log.data_behind(end.physical_offset)
             if behind:
                 place = log.sequence.path_at(end.physical_offset)
                 what = f"expected zeros after the last record, found {behind} bytes up to the last nonzero one"
-                self._found.append(Damage(place, end.physical_offset, "tail", what, behind))
+                self._damages.append(Damage(place, end.physical_offset, "tail", what, behind))
         if self._closed:
             self._first_files(log)
         queues = self._queues()
@@ -138,7 +138,7 @@ class _Look:
             self._derived(log, queues, index)
         stored = log.store_timestamp_ms(end.last_record) if end.last_record is not None else None
         self._checkpoint(max(stored or 0, 0))
-        return self._found
+        return self._damages
 
     def _first_files(self, log: CommitLog) -> None:
         """Note that the log has lost its first files since librmq closed it."""
@@ -146,17 +146,17 @@ class _Look:
         if closed is not None and closed.lacks_files(log):
             what = f"expected the log to begin at {closed.log_begin}, as closed, found {log.begin}"
             place = log.sequence.path(closed.log_begin)
-            self._found.append(Damage(place, closed.log_begin, MISSING_LOG, what, log.begin - closed.log_begin))
+            self._damages.append(Damage(place, closed.log_begin, MISSING_LOG, what, log.begin - closed.log_begin))
 
     def _part(self, open_part: Callable[[], _T]) -> _T | None:
         try:
             return open_part()
         except CorruptionError as error:
-            self._note(error)
+            self._report(error)
             return None
 
-    def _note(self, error: CorruptionError) -> None:
-        self._found.append(Damage(error.file, error.offset, error.kind, error.what))
+    def _report(self, error: CorruptionError) -> None:
+        self._damages.append(Damage(error.file, error.offset, error.kind, error.what))
 
     def _open_log(self) -> CommitLog:
         return CommitLog.open(
@@ -210,26 +210,28 @@ class _Look:
         levels = DelayLevels.parse(self._config.message_delay_level)
         try:
             scope, begin = self._scope(log, queues), log.begin
-            look = reconcile(
-                log, queues, self._open_queue, index, levels, begin, mend=False, scope=scope, left_out=self.left_out,
+            damages = reconcile(
+                log, queues, self._open_queue, index, levels, begin, repair=False, scope=scope, left_out=self.left_out,
                 has_ext=self._config.enable_consumequeue_ext,
             )  # fmt: skip
-            self._found.extend(one for one in look if os.path.dirname(one.file) not in self._closed_folders)
+            self._damages.extend(
+                damage for damage in damages if os.path.dirname(damage.file) not in self._closed_folders
+            )
         except CorruptionError as error:
-            self._note(error)
+            self._report(error)
 
     def _scope(self, log: CommitLog, queues: dict[QueueName, ConsumeQueue]) -> Scope:
         """Exclude the records of topics that were deleted on a broker."""
-        scope = Scope(log.begin, since=made_again(log, queues))
+        scope = Scope(log.begin, since=recreated_queues(log, queues))
         if not self._closed:
             return scope
-        known = frozenset(directory.known_topics(self._path, self._files))
+        topics = frozenset(directory.known_topics(self._path, self._files))
         closed = read_closed_state(self._path, self._files)
         if closed is not None and closed.agrees_with(log):
             lost = frozenset(closed.queues) - queues.keys()
-            return replace(scope, absent_before=closed.log_end, all_of=lost, known_topics=known)
+            return replace(scope, absent_before=closed.log_end, all_of=lost, known_topics=topics)
         dispatched = max((queue.max_physic_offset for queue in queues.values()), default=log.begin)
-        return replace(scope, absent_before=dispatched, known_topics=known)
+        return replace(scope, absent_before=dispatched, known_topics=topics)
 
     def _checkpoint(self, last_timestamp_ms: int) -> None:
         path = os.path.join(self._path, directory.CHECKPOINT)
@@ -241,4 +243,4 @@ class _Look:
         ):
             if timestamp_ms > last_timestamp_ms:
                 what = f"expected at most {last_timestamp_ms}, the store time of the last record, found {timestamp_ms}"
-                self._found.append(Damage(path, 8 * place, "checkpoint", what, 8))
+                self._damages.append(Damage(path, 8 * place, "checkpoint", what, 8))
