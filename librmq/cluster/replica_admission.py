@@ -70,7 +70,7 @@ def check_origin(path: str, mark: ReplicaMark | None, log: CommitLog, described:
     """
     folder = described.place[1]
     if mark is not None and log.begin < log.end <= described.begin and not mark.is_of(described.name, folder):
-        of = mark.of if mark.folder in (None, mark.of) else f"{mark.of} in {mark.folder}"
+        of = mark.master if mark.folder in (None, mark.master) else f"{mark.master} in {mark.folder}"
         raise ReplicaError(
             f"{path}: it is the replica of {of}, and {described.name} in {folder} no longer has bytes to compare "
             "with it, so this copy would be deleted: name another folder, or delete this one if nothing in it is needed"

@@ -102,7 +102,7 @@ class StoreHandle:
         kind = directory.check_kind(path, files, writable=not self.read_only)
         mark = None if self.read_only else read_mark(path, files)
         if mark is not None and self.replica_of is None:
-            raise ReadOnlyError(_no_writes(path, mark.of))
+            raise ReadOnlyError(_no_writes(path, mark.master))
         if mark is None and self.replica_of is not None and directory.recognise(path, files).has_log:
             raise ReplicaError(f"{path}: expected a new folder or a replica, found a store of its own")
         was_killed, begin_ms = False, 0
@@ -115,7 +115,7 @@ class StoreHandle:
                 was_killed, begin_ms = has_abort(files, path), self.clock.now_ms()
             if config is not None:
                 config = directory.complete_config(path, config, files)
-            if self.replica_of is not None and (mark is None or mark.of != self.replica_of):
+            if self.replica_of is not None and (mark is None or mark.master != self.replica_of):
                 # Before the log, so that a killed replica is known.
                 write_mark(path, ReplicaMark(self.replica_of, None), files)
             if self.read_only:

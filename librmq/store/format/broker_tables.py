@@ -95,8 +95,8 @@ class BrokerTables:
 
     def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:
         """Return a group's progress in a queue, the queue offset of its next message; None if never stored."""
-        found: int | None = self.offsets.rows.get(f"{topic}@{group}", {}).get(queue_id)
-        return found
+        queue_offset: int | None = self.offsets.rows.get(f"{topic}@{group}", {}).get(queue_id)
+        return queue_offset
 
     def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
         """Set a group's progress in a queue."""
@@ -105,8 +105,8 @@ class BrokerTables:
 
     def delay_offset(self, level: int) -> int:
         """Return the progress of a delay level's delivery in its queue."""
-        found: int = self.delays.rows.get(level, 0)
-        return found
+        queue_offset: int = self.delays.rows.get(level, 0)
+        return queue_offset
 
     def set_delay_offset(self, level: int, queue_offset: int) -> None:
         """Set the progress of a delay level's delivery."""
@@ -154,7 +154,7 @@ def topic_type(row: Mapping[str, Any]) -> TopicType:
     if not isinstance(attributes, Mapping):
         return "MIXED"
     named = attributes.get(_TOPIC_TYPE) or attributes.get(f"+{_TOPIC_TYPE}")
-    return next((one for one in TOPIC_TYPES if one == named), "MIXED")
+    return next((kind for kind in TOPIC_TYPES if kind == named), "MIXED")
 
 
 def with_topic_type(row: dict[str, Any], message_type: TopicType) -> dict[str, Any]:
@@ -234,10 +234,10 @@ class ConfigTable:
         return java_json.dumps(document).encode()
 
     def _as_written(self, key: object, row: object) -> java_json.Written:
-        known = self._written.get(key)
-        if known is None or known[0] is not row:
-            known = self._written[key] = row, _written(row)
-        return known[1]
+        cached = self._written.get(key)
+        if cached is None or cached[0] is not row:
+            cached = self._written[key] = row, _written(row)
+        return cached[1]
 
     def write(self, data: bytes) -> None:
         """Write a snapshot if the file's content changes; durable when it returns.
@@ -273,16 +273,16 @@ class ConfigTable:
 
     def _complete(self, document: object) -> dict[str, Any]:
         """Check the values of ``document`` and fill in missing parts; raise `MalformedError` for a wrong kind."""
-        found = _object(document, "the file")
+        fields = _object(document, "the file")
         complete: dict[str, Any] = {}
         if self._versioned:
-            version = _object(found.get(_DATA_VERSION), _DATA_VERSION)
+            version = _object(fields.get(_DATA_VERSION), _DATA_VERSION)
             for field in ("counter", "timestamp"):
                 if type(version.setdefault(field, 0)) is not int:
                     raise MalformedError(f"{_DATA_VERSION}: expected a number as {field}")
             complete[_DATA_VERSION] = version
-        complete[self._name] = self._check(_object(found.get(self._name), self._name))
-        return {**found, **complete} if found else complete
+        complete[self._name] = self._check(_object(fields.get(self._name), self._name))
+        return {**fields, **complete} if fields else complete
 
 
 def _written(row: object) -> java_json.Written:

@@ -101,8 +101,8 @@ _MAX_FILE_SIZE: Final = 1 << 31
 _BLANK_SIZE: Final = 8  # that stay behind the last record of a log file
 _MAX_SLOTS: Final = 1 << 29
 # This many queues, and this many files of a folder, suffice to find the length of files.
-_QUEUES_ASKED: Final = 64
-_FILES_ASKED: Final = 64
+_QUEUES_READ: Final = 64
+_FILES_READ: Final = 64
 _NO_KEPT_RETENTION: Final[dict[str, Any]] = {
     "max_total_size": None,
     "file_reserved_hours": None,
@@ -158,7 +158,7 @@ def recognise(path: str, files: Files) -> StoreKind:
     queues = {entry.name for entry in files.list(os.path.join(path, CONSUMEQUEUE)) if not entry.is_folder}
     if "CURRENT" in queues and any(name.startswith("MANIFEST-") for name in queues):
         return StoreKind.V5_ROCKSDB
-    if any(files.is_folder(made) or files.size(made) is not None for made in _paths(path, _MADE_BY_5)):
+    if any(files.is_folder(place) or files.size(place) is not None for place in _paths(path, _MADE_BY_5)):
         return StoreKind.V5
     return StoreKind.V4
 
@@ -178,7 +178,7 @@ def is_4_with_timers(path: str, files: Files) -> bool:
     if recognise(path, files) is not StoreKind.V5:
         return False
     others = set(_MADE_BY_5) - set(_OF_TIMERS)
-    return not any(files.is_folder(made) or files.size(made) is not None for made in _paths(path, tuple(others)))
+    return not any(files.is_folder(place) or files.size(place) is not None for place in _paths(path, tuple(others)))
 
 
 # Allowed in the folder of a new store: remains of a killed maker, files of the broker's tools or of a file system.
@@ -225,10 +225,10 @@ def _paths(path: str, names: tuple[str, ...]) -> Iterator[str]:
 def _refuse_part_of_log(path: str, files: Files) -> None:
     """Refuse a log on several paths, which has every second (third, …) file on each; a gap or two are damage."""
     folder = os.path.join(path, COMMITLOG)
-    found = _sequence(folder, files)
-    lengths = {size for _, size in found}
-    gaps = {after - before for (before, _), (after, _) in itertools.pairwise(found)}
-    if len(found) >= 3 and len(lengths) == 1 and len(gaps) == 1:
+    sequence = _sequence(folder, files)
+    lengths = {size for _, size in sequence}
+    gaps = {after - before for (before, _), (after, _) in itertools.pairwise(sequence)}
+    if len(sequence) >= 3 and len(lengths) == 1 and len(gaps) == 1:
         (length,), (gap,) = lengths, gaps
         if length and gap > length and gap % length == 0:
             raise NotAStoreError(
@@ -304,17 +304,17 @@ def infer_config(path: str, files: Files, base: StoreConfig | None = None) -> St
     disagree, the majority decides, and opening the others raises `CorruptionError`. Empty files, and lengths that no
     setting produces, are ignored.
     """
-    told = {**read_kept_config(path, files), **_told_by_files(path, files)}
+    settings = {**read_kept_config(path, files), **_file_settings(path, files)}
     if base is None:
         base = StoreConfig()
         if files.is_folder(os.path.join(path, COMMITLOG)):
-            if told.get("commitlog_file_size") != base.commitlog_file_size:
+            if settings.get("commitlog_file_size") != base.commitlog_file_size:
                 base = StoreConfig.broker()
             base = dataclasses.replace(base, **_NO_KEPT_RETENTION)
-    total, file_size = told.get("max_total_size"), told.get("commitlog_file_size", base.commitlog_file_size)
+    total, file_size = settings.get("max_total_size"), settings.get("commitlog_file_size", base.commitlog_file_size)
     if total is not None and total < file_size:
-        del told["max_total_size"]  # it was kept for files of another size
-    return dataclasses.replace(base, **told)
+        del settings["max_total_size"]  # it was kept for files of another size
+    return dataclasses.replace(base, **settings)
 
 
 def complete_config(path: str, config: StoreConfig, files: Files) -> StoreConfig:
@@ -326,17 +326,17 @@ def complete_config(path: str, config: StoreConfig, files: Files) -> StoreConfig
     Raises:
         ConfigError: A named setting contradicts a file, or they contradict each other.
     """
-    told = _told_by_files(path, files)
-    own: dict[str, Any] = {}
+    file_settings = _file_settings(path, files)
+    settings: dict[str, Any] = {}
     if files.is_folder(os.path.join(path, COMMITLOG)):
-        own = dict(_NO_KEPT_RETENTION)
-    own |= {**read_kept_config(path, files), **told}
-    own = {name: value for name, value in own.items() if name not in config.named}
-    total, file_size = own.get("max_total_size"), own.get("commitlog_file_size", config.commitlog_file_size)
+        settings = dict(_NO_KEPT_RETENTION)
+    settings |= {**read_kept_config(path, files), **file_settings}
+    settings = {name: value for name, value in settings.items() if name not in config.named}
+    total, file_size = settings.get("max_total_size"), settings.get("commitlog_file_size", config.commitlog_file_size)
     if total is not None and total < file_size:
-        own["max_total_size"] = None  # it was kept beside files of another size
-    config = config.with_settings(own)
-    _check_told(path, config, told)
+        settings["max_total_size"] = None  # it was kept beside files of another size
+    config = config.with_settings(settings)
+    _check_file_settings(path, config, file_settings)
     return config
 
 
@@ -346,12 +346,12 @@ def check_config(path: str, config: StoreConfig, files: Files) -> None:
     Raises:
         ConfigError: A setting contradicts a file.
     """
-    _check_told(path, config, _told_by_files(path, files))
+    _check_file_settings(path, config, _file_settings(path, files))
 
 
-def _check_told(path: str, config: StoreConfig, told: Mapping[str, Any]) -> None:
-    slots, entries = told.get("max_hash_slot_num"), told.get("max_index_num")
-    for name, value in told.items():
+def _check_file_settings(path: str, config: StoreConfig, file_settings: Mapping[str, Any]) -> None:
+    slots, entries = file_settings.get("max_hash_slot_num"), file_settings.get("max_index_num")
+    for name, value in file_settings.items():
         if name in ("max_hash_slot_num", "max_index_num"):
             continue
         ours = getattr(config, name)
@@ -373,24 +373,24 @@ def _json(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _told_by_files(path: str, files: Files) -> dict[str, Any]:
-    told: dict[str, Any] = {}
-    length = _usual_length([_sequence(os.path.join(path, COMMITLOG), files)], 1)
+def _file_settings(path: str, files: Files) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    length = _majority_length([_sequence(os.path.join(path, COMMITLOG), files)], 1)
     if length is not None and length >= 256:
-        told["commitlog_file_size"] = length
-    length = _usual_length(_queues(path, CONSUMEQUEUE, files), ENTRY_SIZE)
+        settings["commitlog_file_size"] = length
+    length = _majority_length(_queues(path, CONSUMEQUEUE, files), ENTRY_SIZE)
     if length is not None:
-        told["consumequeue_file_size"] = length
+        settings["consumequeue_file_size"] = length
     ext = list(_queues(path, CONSUMEQUEUE_EXT, files))
     if ext:
-        told["enable_consumequeue_ext"] = True
-        length = _usual_length(ext, 1)
+        settings["enable_consumequeue_ext"] = True
+        length = _majority_length(ext, 1)
         if length is not None and length >= 64:
-            told["consumequeue_ext_file_size"] = length
-    found = _usual_geometry(path, files)
-    if found is not None:
-        told["max_hash_slot_num"], told["max_index_num"] = found
-    return told
+            settings["consumequeue_ext_file_size"] = length
+    slots_and_entries = _majority_geometry(path, files)
+    if slots_and_entries is not None:
+        settings["max_hash_slot_num"], settings["max_index_num"] = slots_and_entries
+    return settings
 
 
 Sequence = list[tuple[int, int]]
@@ -399,35 +399,35 @@ Sequence = list[tuple[int, int]]
 
 def _sequence(folder: str, files: Files) -> Sequence:
     """Return the first files of a folder, because a look at the length of each takes long where they are many."""
-    found: Sequence = []
+    sequence: Sequence = []
     for name in files.names(folder):
         if len(name) == 20 and name.isascii() and name.isdigit():
             path = os.path.join(folder, name)
             size = None if files.is_folder(path) else files.size(path)
             if size is not None:
-                found.append((int(name), size))
-                if len(found) == _FILES_ASKED:
+                sequence.append((int(name), size))
+                if len(sequence) == _FILES_READ:
                     break
-    return found
+    return sequence
 
 
 def _queues(path: str, name: str, files: Files) -> Iterator[Sequence]:
     """Return the files of some queues, or of all if they are few."""
-    left = _QUEUES_ASKED
+    left = _QUEUES_READ
     root = os.path.join(path, name)
     for topic in files.list(root):
         if topic.is_folder:
             for queue in files.list(os.path.join(root, topic.name)):
                 if queue.is_folder:
-                    found = _sequence(os.path.join(root, topic.name, queue.name), files)
-                    if found:
-                        yield found
+                    sequence = _sequence(os.path.join(root, topic.name, queue.name), files)
+                    if sequence:
+                        yield sequence
                         left -= 1
                         if not left:
                             return
 
 
-def _usual_length(sequences: list[Sequence] | Iterator[Sequence], unit: int) -> int | None:
+def _majority_length(sequences: list[Sequence] | Iterator[Sequence], unit: int) -> int | None:
     """Return the length of most files, which is also the distance between their names."""
     votes: Counter[int] = Counter()
     for sequence in sequences:
@@ -437,31 +437,31 @@ def _usual_length(sequences: list[Sequence] | Iterator[Sequence], unit: int) -> 
     return max(plausible)[1] if plausible else None
 
 
-def _usual_geometry(path: str, files: Files) -> tuple[int, int] | None:
+def _majority_geometry(path: str, files: Files) -> tuple[int, int] | None:
     """Return slots and entries of most index files.
 
     They are those that the store keeps, if these give the files' length, otherwise those of the oldest file of that
     length.
     """
     folder = os.path.join(path, INDEX)
-    found = [entry for entry in files.list(folder) if entry.name.isdigit() and entry.size and not entry.is_folder]
-    if not found:
+    index_files = [entry for entry in files.list(folder) if entry.name.isdigit() and entry.size and not entry.is_folder]
+    if not index_files:
         return None
-    length = Counter(entry.size for entry in found).most_common(1)[0][0]
-    kept = read_kept_config(path, files)
-    slots, entries = kept.get("max_hash_slot_num"), kept.get("max_index_num")
+    length = Counter(entry.size for entry in index_files).most_common(1)[0][0]
+    settings = read_kept_config(path, files)
+    slots, entries = settings.get("max_hash_slot_num"), settings.get("max_index_num")
     if slots is not None and entries is not None and file_length(slots, entries) == length:
         return slots, entries
-    name = next(entry.name for entry in found if entry.size == length)
+    name = next(entry.name for entry in index_files if entry.size == length)
     try:
-        told = find_geometry(files.open(os.path.join(folder, name)))
+        shape = find_geometry(files.open(os.path.join(folder, name)))
     except CorruptionError:
         return None  # opening the index names the damage
     except StoreIOError as error:
         if error.errno != errno.ENOENT:  # a writer can have deleted a file
             raise
         return None
-    return told if told and told[0] <= _MAX_SLOTS else geometry(length)
+    return shape if shape and shape[0] <= _MAX_SLOTS else geometry(length)
 
 
 # ------------------------------------------------------------------------------------------------ broker.conf

@@ -37,8 +37,8 @@ def find_flaw(file: IndexFile) -> tuple[int, str] | None:
     wrong = np.flatnonzero(previous != entries["previous"])
     if len(wrong):
         number = int(wrong[0]) + 1
-        found, expected = int(entries["previous"][number - 1]), int(previous[number - 1])
-        return file.entry_position(number) + 16, f"entry {number}: previous is {found}, expected {expected}"
+        actual, expected = int(entries["previous"][number - 1]), int(previous[number - 1])
+        return file.entry_position(number) + 16, f"entry {number}: previous is {actual}, expected {expected}"
     last = np.flatnonzero(np.diff(slots[order], append=-1) != 0)
     table = file.slots()
     expected_slots = np.stack([slots[order[last]], numbers[order[last]]], axis=1)
@@ -60,7 +60,7 @@ def _first_byte(file: IndexFile, begin: int, end: int) -> int | None:
     """Return the position of the first byte that is not zero."""
     for at in range(begin, end, _CHUNK):
         block = file.file.buffer[at : min(end, at + _CHUNK)]
-        rest = block.lstrip(b"\0")
-        if rest:
-            return at + len(block) - len(rest)
+        used = block.lstrip(b"\0")
+        if used:
+            return at + len(block) - len(used)
     return None

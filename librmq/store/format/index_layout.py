@@ -86,8 +86,8 @@ def file_length(slots: int, entries: int) -> int:
 
 def geometry(length: int) -> tuple[int, int] | None:
     """Return slots and entries of a file of ``length`` bytes with four entries to a slot, None if impossible."""
-    slots, rest = divmod(length - HEADER_SIZE, SLOT_SIZE + 4 * ENTRY_SIZE)
-    return (slots, 4 * slots) if slots > 0 and not rest else None
+    slots, remainder = divmod(length - HEADER_SIZE, SLOT_SIZE + 4 * ENTRY_SIZE)
+    return (slots, 4 * slots) if slots > 0 and not remainder else None
 
 
 def find_geometry(file: File) -> tuple[int, int] | None:
@@ -96,15 +96,15 @@ def find_geometry(file: File) -> tuple[int, int] | None:
     The newest entry belongs to the header's last record, and its slot points to it. Four entries to a slot, 4.9's
     default, are tried first, and are the answer for a file without entries.
     """
-    usual, room = geometry(file.size), file.size - HEADER_SIZE
+    default, room = geometry(file.size), file.size - HEADER_SIZE
     if room < SLOT_SIZE + 2 * ENTRY_SIZE or room % SLOT_SIZE:
         return None
     header = IndexHeader(*HEADER.unpack(file.buffer[:HEADER_SIZE]))
     number, slots_an_entry = header.index_count - 1, ENTRY_SIZE // SLOT_SIZE
     if number < 1:
-        return usual
+        return default
 
-    def leads(slots: int) -> bool:
+    def fits(slots: int) -> bool:
         """Return whether the newest entry is where it would be with this many slots."""
         at = HEADER_SIZE + SLOT_SIZE * slots + ENTRY_SIZE * number
         value, physical_offset, _, _ = unpack_entry(file.buffer, at)
@@ -113,17 +113,17 @@ def find_geometry(file: File) -> tuple[int, int] | None:
         at = HEADER_SIZE + SLOT_SIZE * (value % slots)
         return bool(int.from_bytes(file.buffer[at : at + SLOT_SIZE], "big") == number)
 
-    least = room // SLOT_SIZE % slots_an_entry or slots_an_entry
-    most = (room - ENTRY_SIZE * header.index_count) // SLOT_SIZE
-    if usual is not None and usual[0] <= most and leads(usual[0]):
-        return usual
-    if most < least:
+    min_slots = room // SLOT_SIZE % slots_an_entry or slots_an_entry
+    max_slots = (room - ENTRY_SIZE * header.index_count) // SLOT_SIZE
+    if default is not None and default[0] <= max_slots and fits(default[0]):
+        return default
+    if max_slots < min_slots:
         return None
-    first = HEADER_SIZE + SLOT_SIZE * least + ENTRY_SIZE * number + 4
-    shape = ((most - least) // slots_an_entry + 1,)
+    first = HEADER_SIZE + SLOT_SIZE * min_slots + ENTRY_SIZE * number + 4
+    shape = ((max_slots - min_slots) // slots_an_entry + 1,)
     places = np.ndarray(shape, ">i8", file.buffer, first, (ENTRY_SIZE,))
-    for slots in (least + slots_an_entry * np.flatnonzero(places == header.end_physical_offset)).tolist():
-        if leads(slots):
+    for slots in (min_slots + slots_an_entry * np.flatnonzero(places == header.end_physical_offset)).tolist():
+        if fits(slots):
             return slots, (room - SLOT_SIZE * slots) // ENTRY_SIZE
     return None
 

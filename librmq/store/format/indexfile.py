@@ -75,12 +75,12 @@ class IndexFile:
     ) -> None:
         """Call `create` or `open` instead. ``on_map`` is called with every mapping of the file."""
         if slots is None or entries is None:
-            found = geometry(file.size)
-            if found is None:
+            shape = geometry(file.size)
+            if shape is None:
                 raise CorruptionError(
                     file.path, file.size, "size", f"expected the size of an index file, found {file.size} bytes"
                 )
-            slots, entries = found
+            slots, entries = shape
         check_geometry(slots, entries)
         self.path = file.path
         self.writable = file.writable
@@ -225,17 +225,17 @@ class IndexFile:
         """Return the slots that are not zero, ascending, as `slot_dtype`."""
         table = np.frombuffer(self.file.buffer, ">i4", self.max_slots, HEADER_SIZE)
         used = np.flatnonzero(table)
-        found = np.empty(len(used), slot_dtype())
-        found["slot"] = used
-        found["number"] = table[used]
-        return found
+        rows = np.empty(len(used), slot_dtype())
+        rows["slot"] = used
+        rows["number"] = table[used]
+        return rows
 
     def entry_position(self, number: int) -> int:
         """Return the position of an entry in the file."""
         return HEADER_SIZE + SLOT_SIZE * self.max_slots + ENTRY_SIZE * number
 
-    def query(self, key_hash: int, begin_ms: int, end_ms: int, max_results: int, found: list[int]) -> None:
-        """Append to ``found`` the physical offsets of a hash, the newest first, until it has ``max_results``.
+    def query(self, key_hash: int, begin_ms: int, end_ms: int, max_results: int, places: list[int]) -> None:
+        """Append to ``places`` the physical offsets of a hash, the newest first, until it has ``max_results``.
 
         An entry's time is exact to the second. A chain ends after its first entry before ``begin_ms``, and in a
         damaged file where 4.9's search ends. Thread-safe.
@@ -254,14 +254,14 @@ class IndexFile:
             return
         first_timestamp, first_position = header.begin_timestamp_ms, self.entry_position(0)
         forward: set[int] = set()
-        while len(found) < max_results and number < self.max_entries:
+        while len(places) < max_results and number < self.max_entries:
             position = first_position + ENTRY_SIZE * number
             entry_hash, physical, seconds, previous = unpack_entry(buffer, position)
             if seconds < 0:
                 return
             timestamp = first_timestamp + 1000 * seconds
             if entry_hash == key_hash and begin_ms <= timestamp <= end_ms:
-                found.append(physical)
+                places.append(physical)
             if not 0 < previous <= count or previous == number or timestamp < begin_ms:
                 return
             if previous > number:  # chains lead backwards; one that does not can be a circle

@@ -51,9 +51,9 @@ class JobNote:
             CorruptionError: The file holds no note.
         """
         try:
-            found = json.loads(files.read(path))
-            begin, end, records = (int(found[name]) for name in ("begin", "end", "records"))
-            return cls(begin, end, bytes.fromhex(found["first"]), records, found.get("done") is True)
+            fields = json.loads(files.read(path))
+            begin, end, records = (int(fields[name]) for name in ("begin", "end", "records"))
+            return cls(begin, end, bytes.fromhex(fields["first"]), records, fields.get("done") is True)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CorruptionError(path, 0, "config", f"expected the note of a write: {error}") from None
 

@@ -43,11 +43,11 @@ def read_kept_config(path: str, files: Files) -> dict[str, Any]:
         document = json.loads(files.read(place, _MAX_FILE_SIZE))
         if document["version"] != _VERSION:
             return {}
-        found = {name: document[name] for name in _KEPT if name in document}
-        StoreConfig(**{"commitlog_file_size": _SMALLEST_LOG_FILE, **found})
+        settings = {name: document[name] for name in _KEPT if name in document}
+        StoreConfig(**{"commitlog_file_size": _SMALLEST_LOG_FILE, **settings})
     except (ValueError, TypeError, KeyError, RecursionError, ConfigError, CorruptionError):
         return {}
-    return found
+    return settings
 
 
 def write_kept_config(path: str, config: StoreConfig, files: Files) -> None:
@@ -56,17 +56,17 @@ def write_kept_config(path: str, config: StoreConfig, files: Files) -> None:
     A full disk does not prevent opening the store; the next opening tries again. If retention deletes more than before,
     a warning says so once.
     """
-    found = {name: getattr(config, name) for name in _KEPT}
+    settings = {name: getattr(config, name) for name in _KEPT}
     before = read_kept_config(path, files)
-    if found == before:
+    if settings == before:
         return
-    stricter = [name for name in before if _is_stricter(name, found[name], before[name])]
+    stricter = [name for name in before if _is_stricter(name, settings[name], before[name])]
     if stricter:
-        changes = ", ".join(f"{name} is {found[name]} and was {before[name]}" for name in stricter)
+        changes = ", ".join(f"{name} is {settings[name]} and was {before[name]}" for name in stricter)
         _log.warning("%(path)s: retention deletes more from now on: %(changes)s", path=path, changes=changes)
     try:
         files.make_folder(os.path.join(path, os.path.dirname(FILE)))
-        files.write(os.path.join(path, FILE), json.dumps({"version": _VERSION, **found}, indent=1).encode())
+        files.write(os.path.join(path, FILE), json.dumps({"version": _VERSION, **settings}, indent=1).encode())
     except StoreIOError as error:
         if error.errno != errno.ENOSPC:
             raise

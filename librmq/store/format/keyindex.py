@@ -100,7 +100,7 @@ class KeyIndex:
         return cls(os.fspath(folder), slots, entries, files or DiskFiles(), now_ms or SystemClock().now_ms, writable)
 
     def _open_all(self) -> list[IndexFile]:
-        length, found = file_length(self.max_slots, self.max_entries), []
+        length, opened = file_length(self.max_slots, self.max_entries), []
         for entry in self._listed():
             if not (entry.name.isascii() and entry.name.isdigit()):
                 continue
@@ -111,10 +111,10 @@ class KeyIndex:
                 raise CorruptionError(
                     path, min(entry.size, length), "size", f"expected {length} bytes, found {entry.size}"
                 )
-            found.append(self._open_file(path))
-        if self.writable and len(found) > 1 and found[-1].header == FRESH:
-            found[-1].begin_after(found[-2].header)  # the process that made the file died before it set its begin
-        return found
+            opened.append(self._open_file(path))
+        if self.writable and len(opened) > 1 and opened[-1].header == FRESH:
+            opened[-1].begin_after(opened[-2].header)  # the process that made the file died before it set its begin
+        return opened
 
     def _listed(self) -> list[FolderEntry]:
         return self._files.list(self.folder)
@@ -188,19 +188,19 @@ class KeyIndex:
         """
         self._check_open()
         key_hash = index_key_hash(topic, key)
-        found: list[int] = []
+        places: list[int] = []
         for file in reversed(self._list):
             try:
                 header = file.header
                 if header.overlaps(begin_ms, end_ms):
-                    file.query(key_hash, begin_ms, end_ms, max_results, found)
+                    file.query(key_hash, begin_ms, end_ms, max_results, places)
             except StoreIOError:
                 if file in self._list:
                     raise
                 continue  # deleted meanwhile
-            if header.begin_timestamp_ms < begin_ms or len(found) >= max_results:
+            if header.begin_timestamp_ms < begin_ms or len(places) >= max_results:
                 break
-        return found
+        return places
 
     # ------------------------------------------------------------------------------------------ for the writer
 
@@ -257,13 +257,13 @@ class KeyIndex:
             np.ascontiguousarray(numbers, np.int64)
             for numbers in (physical_offsets, timestamps, record_of_key, key_hashes)
         )
-        found = None if CORE is None else CORE.spread(places, stored, record_of_key, tail.end_physical)
+        spread = None if CORE is None else CORE.spread(places, stored, record_of_key, tail.end_physical)
         physical, times = (
             (places[record_of_key], stored[record_of_key])
-            if found is None
-            else (np.frombuffer(found[0], np.int64), np.frombuffer(found[1], np.int64))
+            if spread is None
+            else (np.frombuffer(spread[0], np.int64), np.frombuffer(spread[1], np.int64))
         )
-        if found is None and len(hashes) and (physical[0] < tail.end_physical or (physical[1:] < physical[:-1]).any()):
+        if spread is None and len(hashes) and (physical[0] < tail.end_physical or (physical[1:] < physical[:-1]).any()):
             keep = physical >= np.maximum(np.maximum.accumulate(physical), tail.end_physical)
             record_of_key, physical = record_of_key[keep], physical[keep]
             times, hashes = times[keep], hashes[keep]
@@ -306,12 +306,12 @@ class KeyIndex:
     def delete_before(self, physical_offset: int) -> list[str]:
         """Delete files that end before ``physical_offset``, except the newest, and return their paths."""
         self._check_writable()
-        gone = []
+        deleted = []
         for file in self._list[:-1]:
             if file.header.end_physical_offset >= physical_offset:
                 break
-            gone.append(self._delete(file))
-        return gone
+            deleted.append(self._delete(file))
+        return deleted
 
     def delete(self, name: str) -> str:
         """Delete the file with this name, and return its path.

@@ -27,14 +27,14 @@ _MAX_FILE_SIZE: Final = 1 << 16
 class ReplicaMark(NamedTuple):
     """The master of a copy."""
 
-    of: str
+    master: str
     """Its name."""
     folder: str | None
     """The folder of its store; None if unknown."""
 
     def is_of(self, name: str, folder: str) -> bool:
         """Return whether the master is the store in this folder, or has this name if its folder is unknown."""
-        return self.of == name if self.folder is None else self.folder == folder
+        return self.master == name if self.folder is None else self.folder == folder
 
 
 def read_mark(path: str, files: Files) -> ReplicaMark | None:
@@ -48,9 +48,9 @@ def read_mark(path: str, files: Files) -> ReplicaMark | None:
         return None
     try:
         document = json.loads(files.read(place, _MAX_FILE_SIZE))
-        of, folder = document["of"], document.get("folder")
-        if document["version"] == _VERSION and isinstance(of, str) and isinstance(folder, str | None):
-            return ReplicaMark(of, folder)
+        master, folder = document["of"], document.get("folder")
+        if document["version"] == _VERSION and isinstance(master, str) and isinstance(folder, str | None):
+            return ReplicaMark(master, folder)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     raise CorruptionError(place, 0, "config", f"expected version {_VERSION} of a replica's mark")
@@ -59,7 +59,7 @@ def read_mark(path: str, files: Files) -> ReplicaMark | None:
 def write_mark(path: str, mark: ReplicaMark, files: Files) -> None:
     """Mark the store in ``path`` as the copy of this master. The mark is durable on return."""
     files.make_folder(os.path.join(path, os.path.dirname(FILE)))
-    document = {"version": _VERSION, "of": mark.of}
+    document = {"version": _VERSION, "of": mark.master}
     if mark.folder is not None:
         document["folder"] = mark.folder
     files.write(os.path.join(path, FILE), json.dumps(document, indent=1).encode())

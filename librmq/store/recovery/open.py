@@ -216,7 +216,7 @@ def load(  # noqa: C901 (a step for each part of a store)
         [folder],
         _INDEX_DIGITS,
         only=None if thorough else "header",  # a crash can leave one incomplete
-        before_removal=checkpoint.forget_index,
+        before_removal=checkpoint.clear_index_time,
     )
     names = directory.list_queues(path, files)
     lost: frozenset[QueueName] | None = None
@@ -345,8 +345,8 @@ def _open_or_remove(
     """Open a part derived from the log; with ``repairs``, remove a part with impossible files and note it there.
 
     ``places`` are its files and folders, in which names have so many ``digits``. If other names are there too, the part
-    is refused and nothing is removed. The same holds for another kind of damage than ``only``, if given. ``forget()``
-    is called before a removal.
+    is refused and nothing is removed. The same holds for another kind of damage than ``only``, if given.
+    ``before_removal()`` is called first.
     """
     try:
         return open_part()

@@ -41,7 +41,7 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     scope: Scope | None = None,
     left_out: dict[QueueName, int] | None = None,
     bitmap_of: BitmapOf | None = None,
-    forget_index: Callable[[], None] | None = None,
+    before_rebuild: Callable[[], None] | None = None,
     has_ext: bool = True,
     unclean: UncleanQueues | None = None,
     bodies_from: int | None = None,
@@ -51,7 +51,7 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     With ``repair`` differences are rewritten; without it nothing is changed. ``scope`` excludes records for the queues,
     and ``left_out`` counts them by queue. From ``bodies_from`` on, bodies are compared with their checksums.
     ``open_queue`` makes missing queues, ``bitmap_of`` computes the bitmaps of rebuilt extension units, and
-    ``forget_index()`` is called before the index is rebuilt.
+    ``before_rebuild()`` is called before the index is rebuilt.
 
     Raises:
         GapError: A queue lacks entries from before ``begin``, and cannot be repaired from there.
@@ -112,6 +112,6 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
         keys.finish()
         yield from keys.damages
         if repair and not keys.sound:
-            if forget_index is not None:
-                forget_index()
+            if before_rebuild is not None:
+                before_rebuild()
             rebuild_index(log, index)

@@ -194,7 +194,7 @@ class Recovery:
                         repair=True,
                         scope=scope,
                         bitmap_of=parts.dispatcher.bitmap_of,
-                        forget_index=parts.checkpoint.forget_index,
+                        before_rebuild=parts.checkpoint.clear_index_time,
                         has_ext=self._has_ext,
                         bodies_from=self._bodies_from,
                         unclean=None if self._plan.is_clean else self._unclean,
