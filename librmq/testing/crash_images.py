@@ -3,9 +3,8 @@
 ::
 
     written and flushed          present
-    written since the last flush each sector (512 bytes) or page (4,096) in its state after any of the writes since
-    then,
-                                 independently of the others; the last write can be there in part
+    written since the last flush each sector (512 bytes) or page (4,096) in its state after any write since the last
+                                 flush, independently of the others; the last write can be there in part
     ... when a flush failed      the same, whatever is flushed later: the kernel drops what it could not write
     the length of a file         0 until its first flush, or the created length
     names made, deleted, renamed each possibly, until the folder is flushed; also the folder's own name
@@ -48,8 +47,8 @@ class Image:
     """A line for each unflushed change that reached the disk."""
 
     def __str__(self) -> str:
-        told = "".join(f"\n  {choice}" for choice in self.choices)
-        return f"image of seed {self.seed!r} at crash point {self.crash_point}:{told or ' nothing was unflushed'}"
+        lines = "".join(f"\n  {choice}" for choice in self.choices)
+        return f"image of seed {self.seed!r} at crash point {self.crash_point}:{lines or ' nothing was unflushed'}"
 
     def write_to(self, files: Files) -> None:
         """Write the image to ``files``, in which its paths must not exist."""
@@ -224,8 +223,8 @@ class _Choosing:
 
     rng: random.Random
     contents: dict[str, bytes | None] = field(default_factory=dict)
-    told: list[str] = field(default_factory=list)
-    made: dict[_File, bytes] = field(default_factory=dict)
+    choices: list[str] = field(default_factory=list)
+    by_file: dict[_File, bytes] = field(default_factory=dict)
     """One choice for each file, also if it has several names."""
 
     def __post_init__(self) -> None:
@@ -239,16 +238,16 @@ class _Choosing:
 
     def folder(self, path: str, folder: _Folder) -> None:
         names = dict(folder.names)
-        late: set[str] = set()
+        missing: set[str] = set()
         for changes in folder.changes:
             touched = {name for name, _ in changes}
             # A later change of a name is never there without the earlier ones.
-            if late & touched or self.rng.random() >= self.named:
-                late |= touched
-                self.told.append(f"{path or os.sep}: not there: {_tell_changes(changes)}")
+            if missing & touched or self.rng.random() >= self.named:
+                missing |= touched
+                self.choices.append(f"{path or os.sep}: not there: {_describe(changes)}")
                 continue
             if len(folder.changes) > 1:
-                self.told.append(f"{path or os.sep}: there: {_tell_changes(changes)}")
+                self.choices.append(f"{path or os.sep}: there: {_describe(changes)}")
             for name, node in changes:
                 _set(names, name, node)
         for name, node in names.items():
@@ -260,13 +259,13 @@ class _Choosing:
                 self.contents[place] = self.file(place, node)
 
     def file(self, path: str, file: _File) -> bytes:
-        if file not in self.made:
-            self.made[file] = self._made(path, file)
-        return self.made[file]
+        if file not in self.by_file:
+            self.by_file[file] = self._content(path, file)
+        return self.by_file[file]
 
-    def _made(self, path: str, file: _File) -> bytes:  # noqa: C901 (a case for each way of a crash)
+    def _content(self, path: str, file: _File) -> bytes:  # noqa: C901 (a case for each way of a crash)
         if not file.sized and self.rng.random() >= self.named:
-            self.told.append(f"{path}: of length 0")
+            self.choices.append(f"{path}: of length 0")
             return b""
         writes = file.unflushed()
         if not writes:
@@ -289,7 +288,7 @@ class _Choosing:
                     pages[page] = until, torn, self.rng.randint(0, until)
                 until, torn, before = pages[page]
                 seen[sector] = until if sector % (PAGE // SECTOR) < torn else before
-        found = bytearray(file.data)
+        content = bytearray(file.data)
         for number, (at, data) in enumerate(writes):
             end = at + len(data)
             if number == count - 1 and self.torn:  # it was running
@@ -298,25 +297,25 @@ class _Choosing:
                 if number < seen[sector]:
                     low, high = max(at, sector * SECTOR), min(end, (sector + 1) * SECTOR)
                     if low < high:
-                        found[low:high] = data[low - at : high - at]
-        self._tell(path, seen, count)
-        return bytes(found)
+                        content[low:high] = data[low - at : high - at]
+        self._note_sectors(path, seen, count)
+        return bytes(content)
 
     def _seen(self, count: int) -> int:
         if self.rng.random() < self.written:
             return count
         return self.rng.randint(0, count) if self.rng.random() < self.older else 0
 
-    def _tell(self, path: str, seen: Mapping[int, int], count: int) -> None:
+    def _note_sectors(self, path: str, seen: Mapping[int, int], count: int) -> None:
         parts = []
         for sector, until in sorted(seen.items()):
             if until < count:
                 parts.append(f"{sector}" if not until else f"{sector} ({until})")
         lacking = f"without sectors (or with so many of {count} writes) {', '.join(parts)}" if parts else "whole"
-        self.told.append(f"{path}: {lacking}{', the last write perhaps in part' if self.torn else ''}")
+        self.choices.append(f"{path}: {lacking}{', the last write perhaps in part' if self.torn else ''}")
 
 
-def _tell_changes(changes: _Change) -> str:
+def _describe(changes: _Change) -> str:
     return " and ".join(f"{name} {'deleted' if node is None else 'made'}" for name, node in changes)
 
 
@@ -353,7 +352,7 @@ class CrashImages:
         choosing.folder("", self._disk.root)
         if crash_point < len(self._trace):
             self._under_way(self._trace[crash_point], choosing)
-        return Image(seed, crash_point, choosing.contents, tuple(choosing.told))
+        return Image(seed, crash_point, choosing.contents, tuple(choosing.choices))
 
     def images(self, seed: int | str, count: int) -> Iterator[Image]:
         """Yield ``count`` images at random crash points, in ascending order."""
@@ -371,7 +370,7 @@ class CrashImages:
         kind = choosing.rng.choice(("old", "beside", "new"))
         if kind == "new":
             choosing.contents[path] = data
-            choosing.told.append(f"{path}: the new one")
+            choosing.choices.append(f"{path}: the new one")
         elif kind == "beside":
             choosing.contents[path + ".tmp"] = data[: choosing.rng.randint(0, len(data))]
-            choosing.told.append(f"{path}: the old one, the new one beside it")
+            choosing.choices.append(f"{path}: the old one, the new one beside it")

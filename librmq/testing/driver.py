@@ -31,14 +31,14 @@ class Elapsed(Awaitable["Elapsed"]):
 
     time: timedelta
     """How far the clock has moved."""
-    _rest: Callable[[], Awaitable[timedelta]] | None = None
+    _resume: Callable[[], Awaitable[timedelta]] | None = None
     place: str = ""
     """The line of the test that has to await it; empty if nothing is left to await."""
 
     def __await__(self) -> Generator[Any, None, Elapsed]:
-        if self._rest is None:
+        if self._resume is None:
             return self
-        return Elapsed((yield from self._rest().__await__()))
+        return Elapsed((yield from self._resume().__await__()))
 
 
 class Driver:
@@ -48,28 +48,28 @@ class Driver:
         self.runner = runner
         self.clock = runner.manual_clock
         self._start = start
-        self._rest_of: Elapsed | None = None
+        self._unawaited: Elapsed | None = None
         self._async_calls: list[tuple[Coroutine[Any, Any, object], str]] = []
 
     def run(self, until: Callable[[], int], *, again: bool = False) -> Elapsed:
         """Take all turns up to the time that ``until()`` returns; with ``again``, repeat until time no longer moves."""
-        self._check_rest()
+        self._check_awaited()
         begin = self.clock.now_ms()
         self._start()
         while True:
             at = until()
             self.take_turns(at)
             if self.runner.has_tasks:
-                rest = partial(self._rest, until, at, begin, again)
-                self._rest_of = Elapsed(timedelta(0), rest, _place_of_caller())
-                return self._rest_of
+                resume = partial(self._resume, until, at, begin, again)
+                self._unawaited = Elapsed(timedelta(0), resume, _place_of_caller())
+                return self._unawaited
             self.clock.move_to(max(at, self.clock.now_ms()))
             if not again or until() <= self.clock.now_ms():
                 return Elapsed(timedelta(milliseconds=self.clock.now_ms() - begin))
 
-    async def _rest(self, until: Callable[[], int], at: int, begin: int, again: bool) -> timedelta:
-        """Do the rest of `run` in the test's event loop, where coroutines of listeners continue."""
-        self._rest_of = None
+    async def _resume(self, until: Callable[[], int], at: int, begin: int, again: bool) -> timedelta:
+        """Finish `run` in the test's event loop, where coroutines of listeners continue."""
+        self._unawaited = None
         while True:
             await self.runner.advance_async(max(0, at - self.clock.now_ms()))
             self.take_turns(at)
@@ -92,7 +92,9 @@ class Driver:
 
     def noted_async_call(self, call: Coroutine[Any, Any, _T], what: str) -> Coroutine[Any, Any, _T]:
         """Record a coroutine that the test or a listener has to await, and return it."""
-        self._async_calls = [one for one in self._async_calls if inspect.getcoroutinestate(one[0]) != "CORO_CLOSED"]
+        self._async_calls = [
+            entry for entry in self._async_calls if inspect.getcoroutinestate(entry[0]) != "CORO_CLOSED"
+        ]
         self._async_calls.append((call, f"{what} at {_place_of_caller()}"))
         return call
 
@@ -102,7 +104,7 @@ class Driver:
         Raises:
             NotAwaitedError: A call was not awaited; the message names its line.
         """
-        self._check_rest()
+        self._check_awaited()
         calls, self._async_calls = self._async_calls, []
         forgotten = [what for call, what in calls if inspect.getcoroutinestate(call) == "CORO_CREATED"]
         for call, _ in calls:
@@ -110,8 +112,8 @@ class Driver:
         if forgotten:
             raise NotAwaitedError(f"{', '.join(forgotten)} sent nothing: write `await` before the call")
 
-    def _check_rest(self) -> None:
-        elapsed, self._rest_of = self._rest_of, None
+    def _check_awaited(self) -> None:
+        elapsed, self._unawaited = self._unawaited, None
         if elapsed is not None:
             raise NotAwaitedError(
                 f"the call that moves time at {elapsed.place} was not awaited, so that coroutines of listeners did not "

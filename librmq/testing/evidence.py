@@ -47,8 +47,8 @@ class Evidence:
         self._history = history
         self._subscribed: dict[tuple[str, str], Subscribed] = {}
         self._sent_to: set[str] = set()
-        self._looked_at: set[str] = set()
-        self._asked: set[str] = set()  # groups whose deliveries the test has asked for
+        self._read_topics: set[str] = set()
+        self._checked_groups: set[str] = set()  # groups whose deliveries the test has asked for
         self.fixture: str = "rmq"
         """The name of the fixture that the test uses, for advice."""
 
@@ -68,23 +68,23 @@ class Evidence:
 
     def note_read(self, topic: str) -> None:
         """Note that the test has read the messages of a topic."""
-        self._looked_at.add(topic)
+        self._read_topics.add(topic)
 
     def note_received(self, group: str, topic: str) -> None:
         """Note that a client of the group got a message of the topic by its own request."""
         if (group, topic) in self._subscribed:
             self._subscribed[group, topic].was_read = True
         else:
-            self._looked_at.add(topic)
+            self._read_topics.add(topic)
 
     # ---- questions of the test: the methods of `Kit`
 
     def delivered(self, group: str) -> list[DeliveryAttempt]:
         """Return each delivery to the group's listeners, in order."""
         self._check_group(group)
-        self._asked.add(group)
-        for one in self._subscribed.values():
-            one.was_read |= one.group == group
+        self._checked_groups.add(group)
+        for subscriber in self._subscribed.values():
+            subscriber.was_read |= subscriber.group == group
         return list(self._history.delivered(group, self.message_at))
 
     def retries(self, group: str) -> list[StoredMessage]:
@@ -111,15 +111,18 @@ class Evidence:
 
     def messages(self, topic: str) -> list[StoredMessage]:
         """Return the messages of a topic in log order."""
-        self._looked_at.add(topic)
+        self._read_topics.add(topic)
         return self._in_order(topic)
 
     def _in_order(self, topic: str) -> list[StoredMessage]:
         """Return the messages of a topic in log order; those of several brokers by time."""
         network = self._scene.network
-        found = [sorted(network.messages(name, topic), key=lambda one: one.physical_offset) for name in network.by_name]
-        messages = [message for of_broker in found for message in of_broker]
-        return messages if len(found) == 1 else sorted(messages, key=lambda message: message.store_timestamp_ms)
+        of_brokers = [
+            sorted(network.messages(name, topic), key=lambda message: message.physical_offset)
+            for name in network.by_name
+        ]
+        messages = [message for of_broker in of_brokers for message in of_broker]
+        return messages if len(of_brokers) == 1 else sorted(messages, key=lambda message: message.store_timestamp_ms)
 
     def message_at(self, broker_name: str, physical_offset: int) -> StoredMessage:
         """Return the message at a physical offset of a broker.
@@ -136,19 +139,19 @@ class Evidence:
 
     def about(self, call: Call) -> str:
         """Return the place and the messages of a listener's call, as the history shows them."""
-        shown: list[str] = []
+        descriptions: list[str] = []
         for message in call.messages or [self.message_at(*address) for address in call.about]:
             times = f", attempt {message.reconsume_times + 1}" if message.reconsume_times else ""
-            shown.append(f"{show(message)}{times}")
-        return f"{call.where} {', '.join(shown)}"
+            descriptions.append(f"{show(message)}{times}")
+        return f"{call.where} {', '.join(descriptions)}"
 
     def undelivered(self) -> list[str]:
         """Return a sentence for each thing that reached no listener, or was left open."""
         brokers = self._scene.brokers()
         if any(broker.dead for broker in brokers):
             return []
-        for one in self._subscribed.values():
-            one.was_read |= self._history.was_given(one.group, one.subscription.topic)
+        for subscriber in self._subscribed.values():
+            subscriber.was_read |= self._history.has_delivered(subscriber.group, subscriber.subscription.topic)
 
         def next_offset(group: str, message: StoredMessage) -> int:
             return max(broker.consumer_offsets(group, message.topic).get(message.queue_id, 0) for broker in brokers)
@@ -161,8 +164,8 @@ class Evidence:
         unread = undelivered(
             self._subscribed.values(),
             topics,
-            self._sent_to - self._looked_at,
-            self._looked_at,
+            self._sent_to - self._read_topics,
+            self._read_topics,
             lambda topic: [message for broker in brokers for message in broker.messages(topic)],
             next_offset,
             self.fixture,
@@ -177,7 +180,7 @@ class Evidence:
             if consumer.was_started:
                 started.add(consumer.group)
         for group, of_group in missed.items():
-            if group not in started and (names := ", ".join(map(repr, sorted(of_group - self._looked_at)))):
+            if group not in started and (names := ", ".join(map(repr, sorted(of_group - self._read_topics)))):
                 yield f"{group} got nothing of {names}: its consumer was never started, call its start()"
 
     def _dropped(self) -> Iterator[str]:
@@ -186,9 +189,9 @@ class Evidence:
             for topic, predicate in getattr(consumer, "predicates", ()):
                 counts.setdefault((consumer.group, topic), []).append(predicate.counts)
         for (group, topic), of_group in counts.items():
-            calls = sum(part.calls for part in of_group)
-            if calls and group not in self._asked and not any(part.matched for part in of_group):
-                errors = sum(one.failed for one in of_group)
+            calls = sum(count.calls for count in of_group)
+            if calls and group not in self._checked_groups and not any(count.matched for count in of_group):
+                errors = sum(count.failed for count in of_group)
                 raised = f"; it raised an error on {errors:,} of them" if errors else ""
                 yield f"the predicate of {group} dropped all {calls:,} messages of {topic!r} that it saw{raised}"
 
@@ -198,7 +201,7 @@ class Evidence:
                 continue
             halves = [half for _, half in open_halves(broker.store, broker.tables)]
             for topic, count in Counter(half.properties.get("REAL_TOPIC", "") for half in halves).items():
-                if topic in self._looked_at:
+                if topic in self._read_topics:
                     continue
                 many = "1 transaction is" if count == 1 else f"{count:,} transactions are"
                 yield (
@@ -211,15 +214,19 @@ class Evidence:
             yield from process.made
 
     def _groups(self) -> Collection[str]:
-        known = {name for name, _ in self._subscribed}
-        return known | {consumer.group for process in self._scene.processes for consumer in process.consumers}
+        subscribed_groups = {name for name, _ in self._subscribed}
+        return subscribed_groups | {
+            consumer.group for process in self._scene.processes for consumer in process.consumers
+        }
 
     def _check_group(self, group: str) -> None:
-        known, letters = self._groups(), dead_letter_topic(group)
-        if group in known or any(group in one.groups() or letters in one.topics() for one in self._scene.brokers()):
+        groups, letters = self._groups(), dead_letter_topic(group)
+        if group in groups or any(
+            group in broker.groups() or letters in broker.topics() for broker in self._scene.brokers()
+        ):
             return
-        near = closest_name(group, known)
+        near = closest_name(group, groups)
         raise UnknownGroupError(
             f"no consumer of this test has the group {group!r}"
-            + (f"; did you mean {near!r}?" if near else f"; its groups are {', '.join(sorted(known)) or 'none'}")
+            + (f"; did you mean {near!r}?" if near else f"; its groups are {', '.join(sorted(groups)) or 'none'}")
         )

@@ -107,27 +107,27 @@ class Exploration:
 
     def report(self) -> str:
         """Return a readable report of the failure; empty without one."""
-        found = self.found
-        if found is None:
+        failure = self.found
+        if failure is None:
             return ""
-        lines = [f"failed in run {found.run:,} of {self.runs:,}: {_short(found.error)}"]
-        if not found.decisions:
+        lines = [f"failed in run {failure.run:,} of {self.runs:,}: {_short(failure.error)}"]
+        if not failure.decisions:
             lines.append("the usual schedule fails")
         else:
-            number = len(found.decisions)
+            number = len(failure.decisions)
             decisions = "1 decision that is not" if number == 1 else f"{number} decisions that are not"
             lines.append(
                 f"the shortest schedule that fails so has {decisions} as usual "
-                f"(found with {found.first_decisions}, made shorter in {self.shrinking_runs} runs):"
+                f"(found with {failure.first_decisions}, made shorter in {self.shrinking_runs} runs):"
             )
-            lines += [f"  {decision}" for decision in found.decisions]
-        if not found.trace.replayable:
+            lines += [f"  {decision}" for decision in failure.decisions]
+        if not failure.trace.replayable:
             lines.append("listeners waited for each other, so another run can differ")
-        if found.on_disk is not None:
-            lines.append(_compared(found.error, found.on_disk))
-        lines += ["what happened:", found.history]
-        if found.decisions:
-            lines.append(f"run it again with the seed {found.seed}")
+        if failure.on_disk is not None:
+            lines.append(_compared(failure.error, failure.on_disk))
+        lines += ["what happened:", failure.history]
+        if failure.decisions:
+            lines.append(f"run it again with the seed {failure.seed}")
         return "\n".join(lines)
 
 
@@ -136,7 +136,7 @@ class Exploration:
 
 def encode_schedule(decisions: Sequence[Decision]) -> str:
     """Return a schedule as a short text, the seed that runs it again."""
-    document = json.dumps([[*place, chosen] for place, chosen in decisions], separators=(",", ":"))
+    document = json.dumps([[*place, label] for place, label in decisions], separators=(",", ":"))
     return _SEED_PREFIX + base64.urlsafe_b64encode(zlib.compress(document.encode(), 9)).decode().rstrip("=")
 
 
@@ -159,7 +159,8 @@ def decode_schedule(text: str) -> tuple[Decision, ...]:
         document = json.loads(text)
         rows = document["decisions"] if isinstance(document, dict) else document
         decisions = [
-            Decision(Place(str(kind), str(usual), int(number)), str(chosen)) for kind, usual, number, chosen in rows
+            Decision(Place(str(kind), str(usual_label), int(number)), str(label))
+            for kind, usual_label, number, label in rows
         ]
     except (OSError, ValueError, TypeError, KeyError, zlib.error) as error:
         raise InputError(f"schedule: expected a seed ({_SEED_PREFIX}…), or a file that has one: {error}") from error
@@ -172,10 +173,10 @@ def read_seed(text: str) -> tuple[Decision, ...] | None:
     return decode_schedule(text) if is_schedule else None
 
 
-def schedule_document(test: str, found: Found) -> str:
+def schedule_document(test: str, failure: Found) -> str:
     """Return a schedule as a file that people and `decode_schedule` can read."""
-    rows = [[*place, chosen] for place, chosen in found.decisions]
-    return json.dumps({"test": test, "error": _short(found.error), "decisions": rows}, indent=1) + "\n"
+    rows = [[*place, label] for place, label in failure.decisions]
+    return json.dumps({"test": test, "error": _short(failure.error), "decisions": rows}, indent=1) + "\n"
 
 
 # --------------------------------------------------------------------------------------------------------- strategies
@@ -183,14 +184,14 @@ def schedule_document(test: str, found: Found) -> str:
 
 def as_decided(decisions: Sequence[Decision]) -> Strategy:
     """Make the usual choices except for these decisions; ignore a decision whose label is not on offer."""
-    chosen: Mapping[Place, str] = dict(decisions)
+    labels_by_place: Mapping[Place, str] = dict(decisions)
 
     def choose(place: Place, labels: Sequence[str]) -> int:
-        label = chosen.get(place)
+        label = labels_by_place.get(place)
         return 0 if label is None or label not in labels else labels.index(label)
 
     pausing = [place.usual for place, _ in decisions if place.kind == PAUSE]
-    return Strategy(choose, lambda label: any(usual.startswith(f"{label}: ") for usual in pausing))
+    return Strategy(choose, lambda label: any(usual_label.startswith(f"{label}: ") for usual_label in pausing))
 
 
 def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> Strategy:
@@ -230,7 +231,9 @@ def _drawn(seed: str, what: object) -> int:
 
 def singles(reached: Sequence[tuple[Place, tuple[str, ...]]], seed: str) -> Iterator[Decision]:
     """Yield all schedules that differ in one decision from the one that met ``reached``; kinds alternate."""
-    lanes = [iter(sorted(lane, key=lambda one: _drawn(seed, one))) for _, lane in sorted(_by_kind(reached).items())]
+    lanes = [
+        iter(sorted(lane, key=lambda decision: _drawn(seed, decision))) for _, lane in sorted(_by_kind(reached).items())
+    ]
     while lanes:
         for lane in list(lanes):
             decision = next(lane, None)
@@ -257,10 +260,10 @@ def _by_kind(reached: Sequence[tuple[Place, tuple[str, ...]]]) -> dict[str, list
 def pairs(failing: Sequence[Trace], seed: str) -> Iterator[tuple[Decision, Decision]]:
     """Yield schedules of a fault and one more decision, most often a pause; kinds of faults alternate."""
     kinds: dict[str, list[tuple[Decision, dict[str, list[Decision]]]]] = {}
-    for one in failing:
-        fault = one.decisions[0]
+    for trace in failing:
+        fault = trace.decisions[0]
         kind = f"{fault.chosen.rpartition(' ')[2]} {fault.place.usual in RESTING}"
-        kinds.setdefault(kind, []).append((fault, _by_kind(one.reached)))
+        kinds.setdefault(kind, []).append((fault, _by_kind(trace.reached)))
     names = sorted(kinds)
     for number in count() if names else ():
         lane = kinds[names[number % len(names)]]
@@ -308,15 +311,15 @@ class _Search:
 
     def search(self, replay: Sequence[Decision] | None) -> Exploration:
         """Run the schedule to replay, or try schedules until one fails or the runs are used up."""
-        usual = self._counted(as_decided(replay or ()))
-        if usual.error is not None:
-            self.result.found = self._found(usual, is_replayed=replay is not None)
+        usual_attempt = self._counted(as_decided(replay or ()))
+        if usual_attempt.error is not None:
+            self.result.found = self._found(usual_attempt, is_replayed=replay is not None)
         elif replay is None:
-            for strategy in islice(self._strategies(usual), max(0, self._runs - 1)):
-                made = self._counted(strategy)
-                if made.error is not None:
-                    shortest = _shorten(made, usual, self._attempt, self.result)
-                    self.result.found = self._found(shortest, len(made.trace.decisions))
+            for strategy in islice(self._strategies(usual_attempt), max(0, self._runs - 1)):
+                attempt = self._counted(strategy)
+                if attempt.error is not None:
+                    shortest = _shorten(attempt, usual_attempt, self._attempt, self.result)
+                    self.result.found = self._found(shortest, len(attempt.trace.decisions))
                     break
         return self.result
 
@@ -331,17 +334,17 @@ class _Search:
         return Attempt(trace, error)
 
     def _counted(self, strategy: Strategy) -> Attempt:
-        made = self._attempt(strategy)
-        decisions = made.trace.decisions
+        attempt = self._attempt(strategy)
+        decisions = attempt.trace.decisions
         self._seen.add(tuple(decisions))
         self.result.runs += 1
         self.result.schedules = len(self._seen)
         if len(decisions) == 1 and decisions[0].chosen.startswith(FAULT):
-            self._failing.append(made.trace)
-        return made
+            self._failing.append(attempt.trace)
+        return attempt
 
-    def _strategies(self, usual: Attempt) -> Iterator[Strategy]:
-        for decision in islice(singles(usual.trace.reached, self._seed), self._runs // 2):
+    def _strategies(self, usual_attempt: Attempt) -> Iterator[Strategy]:
+        for decision in islice(singles(usual_attempt.trace.reached, self._seed), self._runs // 2):
             yield as_decided([decision])
         two_each = pairs(self._failing, self._seed)
         for number in count():
@@ -357,7 +360,9 @@ class _Search:
         return Found(decisions, error, trace.history, self.result.runs, first_decisions, trace, again)
 
 
-def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Attempt], result: Exploration) -> Attempt:
+def _shorten(
+    failed: Attempt, usual_attempt: Attempt, attempt: Callable[[Strategy], Attempt], result: Exploration
+) -> Attempt:
     """Return the same failure with the fewest decisions found."""
     signature = failed.signature
     shortest = failed
@@ -370,9 +375,9 @@ def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Atte
             return False
         tried.add(key)
         result.shrinking_runs += 1
-        made = attempt(as_decided(decisions))
-        if made.signature == signature and len(made.trace.decisions) < len(shortest.trace.decisions):
-            shortest = made
+        candidate = attempt(as_decided(decisions))
+        if candidate.signature == signature and len(candidate.trace.decisions) < len(shortest.trace.decisions):
+            shortest = candidate
             return True
         return False
 
@@ -387,13 +392,13 @@ def _shorten(failed: Attempt, usual: Attempt, attempt: Callable[[Strategy], Atte
         else:
             size = max(1, min(size, len(shortest.trace.decisions) // 2))
     labels = {decision.chosen for decision in failed.trace.decisions}
-    met = dict.fromkeys((*usual.trace.reached, *shortest.trace.reached))
+    met = dict.fromkeys((*usual_attempt.trace.reached, *shortest.trace.reached))
     others = [Decision(place, label) for place, offered in met for label in offered[1:] if label in labels]
     # Places are counted, so one decision can just shift another: the same labels elsewhere may fail with fewer.
     if len(shortest.trace.decisions) > 1:
-        any(still_fails([one]) for one in others)
-    for kept in [one for one in shortest.trace.decisions if len(shortest.trace.decisions) > 2]:
-        if any(still_fails([kept, one]) for one in others if one.place != kept.place):
+        any(still_fails([decision]) for decision in others)
+    for first in [decision for decision in shortest.trace.decisions if len(shortest.trace.decisions) > 2]:
+        if any(still_fails([first, decision]) for decision in others if decision.place != first.place):
             break
     return shortest
 

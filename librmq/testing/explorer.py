@@ -147,11 +147,11 @@ class Explorer(KitRunner):
         self.trace.reached.append((place, tuple(labels)))
         index = self.strategy.choose(place, labels)
         if index:
-            chosen = labels[index]
-            self.trace.decisions.append(Decision(place, chosen))
-            if chosen.startswith(FAULT):
+            label = labels[index]
+            self.trace.decisions.append(Decision(place, label))
+            if label.startswith(FAULT):
                 self._faults += 1
-            self.kit.note("explored", f"{chosen.removeprefix(FAULT)}, instead of: {labels[0]}")
+            self.kit.note("explored", f"{label.removeprefix(FAULT)}, instead of: {labels[0]}")
         return index
 
     def settles(self) -> bool:
@@ -161,7 +161,7 @@ class Explorer(KitRunner):
     def choose(self, kind: str, options: Sequence[_T]) -> _T:
         """Return one of the options that a real cluster has."""
         name = "answer" if kind.startswith("answer") else "choose"
-        labels = [str(one) if str(one).startswith(FAULT) else f"{kind}: {one}" for one in options]
+        labels = [str(option) if str(option).startswith(FAULT) else f"{kind}: {option}" for option in options]
         return options[self.decide(name, labels)]
 
     def _take_turns(self, until_ms: int) -> None:
@@ -186,8 +186,8 @@ class Explorer(KitRunner):
             else:
                 faults = self._possible_faults()
                 if faults:
-                    usual = "idle" if first is None else first.label
-                    index = self.decide("fault", [usual, *(label for label, _ in faults)])
+                    usual_label = "idle" if first is None else first.label
+                    index = self.decide("fault", [usual_label, *(label for label, _ in faults)])
                     if index:
                         faults[index - 1][1]()
                         turns = self._alive(self.options(self._until_ms))
@@ -203,7 +203,7 @@ class Explorer(KitRunner):
         return None
 
     def _alive(self, options: Iterator[Turn]) -> list[Turn]:
-        """Return the turns of living processes, and forget those of dead ones."""
+        """Return the turns of living processes, and drop the turns of dead ones."""
         while True:
             turns = list(options)
             dead = [turn for turn in turns if is_dead(turn)]
@@ -214,7 +214,7 @@ class Explorer(KitRunner):
             options = self.options(self._until_ms)
 
     def drop(self, turn: Turn) -> None:
-        """Forget a turn of a dead process."""
+        """Remove a turn of a dead process."""
         if isinstance(turn, Work) and turn in self.ready:
             self.ready.remove(turn)
         elif isinstance(turn, Step):
@@ -223,32 +223,37 @@ class Explorer(KitRunner):
     def _possible_faults(self) -> list[tuple[str, Callable[[], object]]]:
         """Return the faults that are possible now, as label and call."""
         kit = self.kit
-        found: list[tuple[str, Callable[[], object]]] = []
+        faults: list[tuple[str, Callable[[], object]]] = []
         living = [process for process in kit.processes if not process.is_test and not process.dead and process.clients]
         for process in living:
             dies, starts_again, is_lost, joins = _fault_labels(process.label)
-            found.append((dies, partial(kit.crash, process)))
-            if not any(self._of(work, process) for work in self._pieces.values()):
-                found.append((starts_again, partial(kit.restart, process)))
-            found.append((is_lost, partial(kit.lose, process)))
+            faults.append((dies, partial(kit.crash, process)))
+            if not any(self._belongs_to(work, process) for work in self._pieces.values()):
+                faults.append((starts_again, partial(kit.restart, process)))
+            faults.append((is_lost, partial(kit.lose, process)))
             if sum(other.factory is process.factory for other in living) < MOST_INSTANCES:
-                found.append((joins, partial(kit.join, process)))
+                faults.append((joins, partial(kit.join, process)))
         if kit.network.is_whole_cluster:
             for copy in kit.network.copies:
-                found.append((f"{FAULT}{copy.name} crashes", partial(copy.crash, down=DOWN_S)))
+                faults.append((f"{FAULT}{copy.name} crashes", partial(copy.crash, down=DOWN_S)))
                 cut = partial(kit.faults.cut, copy.master_name, copy.name, seconds=DOWN_S)
-                found.append((f"{FAULT}{copy.name} unreachable", cut))
+                faults.append((f"{FAULT}{copy.name} unreachable", cut))
             for name in kit.network.by_name:
-                found.append((f"{FAULT}{name} crashes", partial(kit.crash_broker, name, down=DOWN_S)))
-                found.append((f"{FAULT}{name} unreachable", partial(kit.faults.isolate, name, DOWN_S)))
+                faults.append((f"{FAULT}{name} crashes", partial(kit.crash_broker, name, down=DOWN_S)))
+                faults.append((f"{FAULT}{name} unreachable", partial(kit.faults.isolate, name, DOWN_S)))
             for site in kit.network.table.sites() if any(process.site for process in living) else ():
-                if not any(self._of(work, one) for work in self._pieces.values() for one in living if one.site == site):
-                    found.append((f"{FAULT}site {site} dark", partial(kit.lose_site, site, down=DOWN_S)))
-                found.append((f"{FAULT}site {site} unreachable", partial(kit.faults.isolate, site, DOWN_S)))
-        return found
+                if not any(
+                    self._belongs_to(work, process)
+                    for work in self._pieces.values()
+                    for process in living
+                    if process.site == site
+                ):
+                    faults.append((f"{FAULT}site {site} dark", partial(kit.lose_site, site, down=DOWN_S)))
+                faults.append((f"{FAULT}site {site} unreachable", partial(kit.faults.isolate, site, DOWN_S)))
+        return faults
 
     @staticmethod
-    def _of(work: Work, process: Process) -> bool:
+    def _belongs_to(work: Work, process: Process) -> bool:
         return work.owner is process or any(work.owner is client for client in process.clients.values())
 
     # ---- user code that can pause
@@ -374,7 +379,7 @@ class Explorer(KitRunner):
     def unwind(self, process: Process) -> None:
         """End the paused code of a dead process: it raises `ProcessDied` at its place."""
         super().unwind(process)
-        for paused in [one for one in self.paused if self._of(one, process)]:
+        for paused in [work for work in self.paused if self._belongs_to(work, process)]:
             assert isinstance(paused, _Paused)
             self.paused.remove(paused)
             self._let_run(paused.piece)

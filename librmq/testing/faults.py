@@ -51,11 +51,11 @@ class _Host(Protocol):
     @property
     def runner(self) -> _Runner: ...
 
-    def note(self, who: str, what: str) -> None: ...
+    def note(self, actor: str, what: str) -> None: ...
 
-    def cut(self, one: str, other: str) -> int: ...
+    def cut(self, end: str, other: str) -> int: ...
 
-    def heal(self, one: str, other: str, number: int | None = None) -> bool: ...
+    def heal(self, end: str, other: str, number: int | None = None) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -114,36 +114,36 @@ class Faults:
         _check_times(times)
         self._slow.setdefault(group, []).extend([round(1000 * _seconds(seconds))] * times)
 
-    def cut(self, one: str, other: str, *, seconds: float | timedelta | None = None) -> None:
+    def cut(self, end: str, other: str, *, seconds: float | timedelta | None = None) -> None:
         """Cut the link of a broker or site to a replica, site or process, for ``seconds`` or until `heal`."""
-        link = f"the link of {one} and {other}"
+        link = f"the link of {end} and {other}"
         self._kit.note("fault", f"{link} is cut")
-        number = self._kit.cut(one, other)
+        number = self._kit.cut(end, other)
 
-        def end() -> None:
-            if self._kit.heal(one, other, number):  # unless another cut lasts longer
+        def heal() -> None:
+            if self._kit.heal(end, other, number):  # unless another cut lasts longer
                 self._kit.note("fault", f"{link} works again")
 
         if seconds is not None:
-            self._kit.runner.after(seconds, link, end)
+            self._kit.runner.after(seconds, link, heal)
 
-    def isolate(self, one: str, seconds: float | timedelta) -> None:
+    def isolate(self, end: str, seconds: float | timedelta) -> None:
         """Cut all links of a broker to processes, or all links between a site and others, for ``seconds``."""
-        for other in self._kit.network.others(one, [process for process in self._kit.processes if not process.dead]):
-            self.cut(one, other, seconds=seconds)
+        for other in self._kit.network.others(end, [process for process in self._kit.processes if not process.dead]):
+            self.cut(end, other, seconds=seconds)
 
-    def delay(self, one: str, other: str, seconds: float | timedelta) -> None:
+    def delay(self, end: str, other: str, seconds: float | timedelta) -> None:
         """Let sends, pulls and replicas' copies over the link of two brokers, replicas, sites or processes take time.
 
         0 ends this. Other calls take no time.
         """
-        self._kit.note("fault", f"the link of {one} and {other} takes {_seconds(seconds):g} s")
-        self._kit.network.delay(one, other, _seconds(seconds), self._kit.processes)
+        self._kit.note("fault", f"the link of {end} and {other} takes {_seconds(seconds):g} s")
+        self._kit.network.delay(end, other, _seconds(seconds), self._kit.processes)
 
-    def heal(self, one: str, other: str) -> None:
+    def heal(self, end: str, other: str) -> None:
         """Restore a link, however many times `cut` has cut it."""
-        self._kit.note("fault", f"the link of {one} and {other} works again")
-        self._kit.heal(one, other)
+        self._kit.note("fault", f"the link of {end} and {other} works again")
+        self._kit.heal(end, other)
 
     def skew_clock(self, process: Process, seconds: float | timedelta) -> None:
         """Set the clock of a process, and thus all its timestamps, ahead (below 0: back)."""
@@ -189,7 +189,7 @@ class Faults:
     def after_send(self, process: Process, topic: str, broker: str, response: SendResponse) -> None:
         """Lose or delay the answer, if a fault is due."""
         self.lose(process, topic, broker, response)
-        self._kit.clock.advance(seconds=self.late(process, topic, broker))
+        self._kit.clock.advance(seconds=self.take_delay_s(process, topic, broker))
 
     def lose(self, process: Process, topic: str, broker: str, response: SendResponse) -> None:
         """Lose the answer, if that is due."""
@@ -202,8 +202,8 @@ class Faults:
             kit.note("fault", f"the answer to {process.label} is lost; {topic}/{response.queue_id} has the message")
             raise BrokerUnreachableError(f"the answer was lost (topic {topic!r})")
 
-    def late(self, process: Process, topic: str, broker: str) -> float:
-        """Return how many seconds the answer takes."""
+    def take_delay_s(self, process: Process, topic: str, broker: str) -> float:
+        """Return the delay of the answer in seconds, 0 if no fault is due."""
         due = self._take("late", topic, broker) if self._due else None
         if due is None:
             return 0.0

@@ -54,13 +54,13 @@ class _Cable:
         for begin in range(0, len(raw), _PIECE):
             piece = raw[begin : begin + _PIECE]
             source.sendall(piece)
-            rest = len(piece)
-            while rest:
-                found = target.recv(rest)
-                if not found:
+            missing = len(piece)
+            while missing:
+                received = target.recv(missing)
+                if not received:
                     raise BrokerUnreachableError("the test has ended")
-                came += found
-                rest -= len(found)
+                came += received
+                missing -= len(received)
         return bytes(came)
 
     def close(self) -> None:
@@ -143,14 +143,14 @@ class _TurnTransport:
         channel.arrive, channel.end = self._arrive, self.close
 
     def ask(self, frame: Frame, timeout_s: float) -> Frame:
-        found: list[object] = []
-        self.begin(frame, found.append)
-        if not found:
+        outcomes: list[object] = []
+        self.begin(frame, outcomes.append)
+        if not outcomes:
             self._channel.work()
-        if not found or not isinstance(found[0], Frame):
+        if not outcomes or not isinstance(outcomes[0], Frame):
             self._ended.pop(frame.opaque, None)
             raise BrokerUnreachableError("no answer came")
-        return found[0]
+        return outcomes[0]
 
     def begin(self, frame: Frame, ended: Ended) -> None:
         self._number = frame.opaque = self._number + 1
@@ -209,12 +209,12 @@ class FrameLinks:
         if server is None or server.broker is not broker:  # reopened
             server = self._servers[broker.name] = _Server(broker)
         key = process.label, broker.name
-        known = self._brokers.get(key)
-        if known is None or known[0] is not server:
-            known = self._brokers[key] = server, self._made(process, server)
-        return known[1]
+        link = self._brokers.get(key)
+        if link is None or link[0] is not server:
+            link = self._brokers[key] = server, self._connect(process, server)
+        return link[1]
 
-    def _made(self, process: _Peer, server: _Server) -> RemoteBroker:
+    def _connect(self, process: _Peer, server: _Server) -> RemoteBroker:
         broker, runner, label = server.broker, self._runner, f"{process.label} frames of {server.broker.name}"
 
         def dial(address: str, requested: Requested, lost: Callable[[Transport], None]) -> Transport:
@@ -222,17 +222,17 @@ class FrameLinks:
             return _TurnTransport(self._cable, server, channel, requested, lost, self._take_repeat)
 
         def requested(address: str, client_id: str, transport: Transport, frame: Frame) -> None:
-            made.requested(client_id, transport, frame)
+            remote.requested(client_id, transport, frame)
 
         def lost(address: str, client_id: str, transport: Transport) -> None:
-            client = made.client(client_id)
+            client = remote.client(client_id)
             if client is not None:
                 client.call(ClientRemoved(broker.name))
 
         connections = Connections(dial, runner.clock.monotonic, requested, lost, (0.0, 0.0))
         later = partial(_run_locked, runner)
-        made = RemoteBroker(broker.name, broker.name, connections, runner, later, lambda topic: None, _TIMEOUT_S)
-        return made
+        remote = RemoteBroker(broker.name, broker.name, connections, runner, later, lambda topic: None, _TIMEOUT_S)
+        return remote
 
     def _take_repeat(self) -> str | None:
         what, self.repeat = self.repeat, None

@@ -97,23 +97,23 @@ class History:
     _notes: list[tuple[int, str, str | Callable[[], str]]] = field(default_factory=list)
     _open: dict[int, Call] = field(default_factory=dict)
 
-    def note(self, now_ms: int, who: str, what: str | Callable[[], str]) -> None:
+    def note(self, now_ms: int, actor: str, what: str | Callable[[], str]) -> None:
         """Add an event; a function is called when the history is read."""
-        self._notes.append((now_ms - self.begin_ms, who, what))
+        self._notes.append((now_ms - self.begin_ms, actor, what))
 
     def begin(self, now_ms: int, work: Work, about: Callable[[Call], str]) -> Call | None:
         """Note the call of a listener; return None for other work."""
         if not work.about:
             return None
-        who, _, rest = work.label.partition(" ")
-        place, _, queue_offset = rest.rpartition(" ")
+        actor, _, place_and_offset = work.label.partition(" ")
+        place, _, queue_offset = place_and_offset.rpartition(" ")
         topic, broker_name, queue_id = place.rsplit("/", 2) if place.count("/") > 1 else (place, "", "")
-        group, _, process = who.partition("@")
+        group, _, process = actor.partition("@")
         where = f"{self.place(topic, broker_name, queue_id)}:{queue_offset}"
         call = Call(group, process, where, work.about, now_ms - self.begin_ms)
         self.calls.append(call)
         self._open[id(work)] = call
-        self.note(now_ms, who, lambda: f"gets {about(call)}")
+        self.note(now_ms, actor, lambda: f"gets {about(call)}")
         return call
 
     def begin_remote(
@@ -130,8 +130,8 @@ class History:
         call = self._open.pop(id(work), None)
         if call is not None:
             call.ended_ms, call.outcome, call.error = now_ms - self.begin_ms, outcome, error
-            said = f"{outcome}: {error!r}" if error is not None else outcome
-            self.note(now_ms, work.label.partition(" ")[0], f"{said} ({call.where})")
+            text = f"{outcome}: {error!r}" if error is not None else outcome
+            self.note(now_ms, work.label.partition(" ")[0], f"{text} ({call.where})")
 
     def place(self, topic: str, broker_name: str, queue_id: int | str) -> str:
         """Return a queue as the history shows it."""
@@ -153,7 +153,7 @@ class History:
                         broker_name,
                     )
 
-    def was_given(self, group: str, topic: str) -> bool:
+    def has_delivered(self, group: str, topic: str) -> bool:
         """Return whether a listener of the group got a message of the topic."""
         return any(call.group == group and call.where.startswith(f"{topic}/") for call in self.calls)
 
@@ -166,11 +166,11 @@ class History:
 
     def settle(self) -> None:
         """Read everything that is otherwise read on demand, because the broker is about to close."""
-        self._notes = [(at_ms, who, what if isinstance(what, str) else what()) for at_ms, who, what in self._notes]
+        self._notes = [(at_ms, actor, what if isinstance(what, str) else what()) for at_ms, actor, what in self._notes]
 
     def __iter__(self) -> Iterator[HistoryLine]:
-        for at_ms, who, what in self._notes:
-            yield HistoryLine(at_ms, who, what if isinstance(what, str) else what())
+        for at_ms, actor, what in self._notes:
+            yield HistoryLine(at_ms, actor, what if isinstance(what, str) else what())
 
     def __len__(self) -> int:
         return len(self._notes)

@@ -179,20 +179,20 @@ class Kit:
         self, group: str = "test", *, site: str | None = None, **settings: Unpack[ProducerArguments]
     ) -> Producer:
         """Return the test's own producer of a group, or with ``settings``, those of `Producer`, a new one."""
-        found = None if settings else self._producers.get((group, site))
-        if found is None:
-            found = self._test_at(site).producer(group, **settings)
+        producer = None if settings else self._producers.get((group, site))
+        if producer is None:
+            producer = self._test_at(site).producer(group, **settings)
             if not settings:
-                self._producers[group, site] = found
-        return found
+                self._producers[group, site] = producer
+        return producer
 
     def _test_at(self, site: str | None) -> Process:
         """Return the test's own process at a site."""
-        found = self._tests.get(site)
-        if found is None:
-            found = self._tests[site] = self._process_table.make(f"test-{site}", lambda process: None, site=site)
-            found.is_test = True
-        return found
+        process = self._tests.get(site)
+        if process is None:
+            process = self._tests[site] = self._process_table.make(f"test-{site}", lambda process: None, site=site)
+            process.is_test = True
+        return process
 
     def consumer(
         self, group: str, *, site: str | None = None, fail_fast: bool = True, **settings: Unpack[ConsumerArguments]
@@ -202,14 +202,14 @@ class Kit:
         ``settings`` are those of `PushConsumer`. Errors of its listeners fail the test, except `ReconsumeLater` and
         `SuspendQueue`; with ``fail_fast`` False they are failed deliveries, as in production.
         """
-        made: list[PushConsumer] = []
+        consumers: list[PushConsumer] = []
 
         def again(process: Process) -> PushConsumer:
             consumer = process.consumer(group, **settings)
-            if made:  # a restarted or added one gets the listeners of the first
-                consumer.subscribe_like(made[0])
+            if consumers:  # a restarted or added one gets the listeners of the first
+                consumer.subscribe_like(consumers[0])
             else:
-                made.append(consumer)
+                consumers.append(consumer)
             return consumer
 
         if not fail_fast:
@@ -218,7 +218,7 @@ class Kit:
         self.observer.declared.add(process.name)
         process.state = again(process)
         self._unstarted += process.consumers
-        return made[0]
+        return consumers[0]
 
     def app(
         self, name: str, factory: Callable[[Process], Any], *, site: str | None = None, fail_fast: bool = True
@@ -312,7 +312,7 @@ class Kit:
     def died(self, process: Process) -> None:
         """Let the broker notice the death of a process, and restart the process unless it must stay dead."""
         self.runner.unwind(process)
-        self._forget(process)
+        self._unregister_clients(process)
         if process.starts_again:
             self._again(process)
 
@@ -347,9 +347,9 @@ class Kit:
         """
         process = self._process_table.living(process)
         self.note("fault", f"{process.label} is lost to the broker, and does not notice")
-        self._forget(process)
+        self._unregister_clients(process)
 
-    def _forget(self, process: Process) -> None:
+    def _unregister_clients(self, process: Process) -> None:
         for broker in self.brokers():
             for client_id in () if broker.dead else process.clients:
                 broker.forget(client_id)
@@ -373,7 +373,7 @@ class Kit:
             return
         label = name if self.network.is_cluster else "the broker"
         self.note("fault", f"{label} {'joins' if is_new else 'is back'}")
-        self.observer.forget_pulls()
+        self.observer.clear_pulls()
         for process in self.processes:
             for client in [] if process.dead else process.clients.values():
                 client.removed_by(name)
@@ -386,7 +386,9 @@ class Kit:
         """
         seconds = to_seconds("down", down)
         brokers = [broker for broker in self.network.at(site) if not broker.dead]
-        lost = [one for one in self.processes if one.site == site and not one.dead and not one.is_test]
+        lost = [
+            process for process in self.processes if process.site == site and not process.dead and not process.is_test
+        ]
         for broker in brokers:
             self.crash_broker(broker.name, down=down)
         for process in lost:
@@ -402,18 +404,18 @@ class Kit:
 
         self.runner.after(down, f"site {site} is back", start_again)
 
-    def cut(self, one: str, other: str) -> int:
+    def cut(self, end: str, other: str) -> int:
         """Cut the link between two ends, and return the number of the cut; see `Faults.cut`."""
-        number, lost = self.network.cut(one, other, self.processes)
+        number, lost = self.network.cut(end, other, self.processes)
         for process, broker in lost:
             for client_id in process.clients:
                 broker.forget(client_id)
         self.network.table.changed()
         return number
 
-    def heal(self, one: str, other: str, number: int | None = None) -> bool:
+    def heal(self, end: str, other: str, number: int | None = None) -> bool:
         """End all cuts of a link, or one of them; return whether this restored the link."""
-        return self.network.heal(one, other, number)
+        return self.network.heal(end, other, number)
 
     def _again(self, process: Process) -> Process:
         new = self._process_table.make(process.name, process.factory, process.generation + 1, process.site)
@@ -490,9 +492,9 @@ class Kit:
 
     # ---- called by runner, processes, faults and observer
 
-    def note(self, who: str, what: str | Callable[[], str]) -> None:
+    def note(self, actor: str, what: str | Callable[[], str]) -> None:
         """Add a line to the history."""
-        self._history.note(self.clock.now_ms(), who, what)
+        self._history.note(self.clock.now_ms(), actor, what)
 
     def noted_async_call(self, call: Coroutine[Any, Any, _T], what: str) -> Coroutine[Any, Any, _T]:
         """Record a coroutine that the test or a listener has to await; `close` checks it."""

@@ -36,7 +36,7 @@ class _Host(Protocol):
     runner: KitRunner
     observer: KitObserver
 
-    def note(self, who: str, what: str) -> None: ...
+    def note(self, actor: str, what: str) -> None: ...
 
 
 class _MasterLink:
@@ -148,11 +148,11 @@ class KitReplica:
 
 
 def open_replica(
-    kit: _Host, of: str | None, site: str | None, config: ReplicaConfig | None, *, sync: bool, is_late: bool
+    kit: _Host, master_name: str | None, site: str | None, config: ReplicaConfig | None, *, sync: bool, is_late: bool
 ) -> KitReplica:
     """Open a replica of a broker for `Kit.replica`; ``is_late`` says whether the test has made clients."""
     network = kit.network
-    master = network.first if of is None else network.named(of)
+    master = network.first if master_name is None else network.named(master_name)
     if site is not None:
         check_site(site)
     name = f"{master.name}-copy" if site is None else f"{site}-{master.name}-copy"

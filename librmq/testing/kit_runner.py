@@ -67,7 +67,7 @@ class TurnObserver(Protocol):
         """What the runner reports user code to."""
         ...
 
-    def note(self, who: str, what: str) -> None:
+    def note(self, actor: str, what: str) -> None:
         """Add a line to the history."""
         ...
 

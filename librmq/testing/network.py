@@ -132,7 +132,7 @@ class Network:
         """The route that all processes use."""
         self.by_name: dict[str, Broker] = {first.name: first}
         """The brokers as they were opened last."""
-        self._end_watch = self.table.watch(self._look)
+        self._end_watch = self.table.watch(self._refresh_brokers)
 
     def _open(self) -> Broker:
         return Broker.open(
@@ -169,10 +169,10 @@ class Network:
         self.first.close()
         self.table = self._cluster = cluster
         self.by_name = {broker.name: broker for broker in cluster.brokers()}
-        self._end_watch = cluster.watch(self._look)
+        self._end_watch = cluster.watch(self._refresh_brokers)
         return cluster
 
-    def _look(self) -> None:
+    def _refresh_brokers(self) -> None:
         """Take in brokers that were reopened or added since. Called under the runner's lock."""
         for broker in self.table.brokers():
             name = broker.name
@@ -197,10 +197,10 @@ class Network:
         Raises:
             NoRouteError: There is none.
         """
-        found = self.by_name.get(name)
-        if found is None:
+        broker = self.by_name.get(name)
+        if broker is None:
             raise NoRouteError(f"unknown broker {name!r}; expected one of {', '.join(self.by_name)}")
-        return found
+        return broker
 
     def reopen(self, name: str) -> Broker:
         """Reopen a broker that has died."""
@@ -262,10 +262,10 @@ class Network:
         Raises:
             ConfigError: The site has no brokers.
         """
-        found = [broker for name, broker in self.by_name.items() if site_of(name) == site]
-        if not found:
+        brokers = [broker for name, broker in self.by_name.items() if site_of(name) == site]
+        if not brokers:
             raise ConfigError(f"site {site!r} has no broker; brokers are {', '.join(self.by_name)}")
-        return found
+        return brokers
 
     # ---- messages
 
@@ -274,11 +274,11 @@ class Network:
         broker = self.by_name[name]
         if not broker.dead:
             return broker.store
-        found = self._read_only.get(name)
-        if found is None:
-            found = MessageStore.open(broker.store.path, self._store_config, read_only=True, files=self._files)
-            self._read_only[name] = found
-        return found
+        store = self._read_only.get(name)
+        if store is None:
+            store = MessageStore.open(broker.store.path, self._store_config, read_only=True, files=self._files)
+            self._read_only[name] = store
+        return store
 
     def stores(self, name: str) -> list[MessageStore]:
         """Return the store of a broker, then those of the brokers whose place it has taken."""
@@ -287,7 +287,11 @@ class Network:
     def messages(self, name: str, topic: str) -> list[StoredMessage]:
         """Return a broker's messages in a topic, queue by queue. The broker may be down."""
         store = self.store(name)
-        return [one for queue in sorted(of for of in store.queues if of[0] == topic) for one in store.messages(*queue)]
+        return [
+            message
+            for queue in sorted(name_and_id for name_and_id in store.queues if name_and_id[0] == topic)
+            for message in store.messages(*queue)
+        ]
 
     # ---- route
 
@@ -305,7 +309,7 @@ class Network:
 
     # ---- links
 
-    def cut(self, one: str, other: str, processes: Sequence[M]) -> tuple[int, list[tuple[M, Broker]]]:
+    def cut(self, end: str, other: str, processes: Sequence[M]) -> tuple[int, list[tuple[M, Broker]]]:
         """Cut the link between two ends.
 
         Return the number of the cut, and the processes that lose a broker, each with that broker.
@@ -313,10 +317,10 @@ class Network:
         Raises:
             ConfigError: An end is not a broker, a process or a site.
         """
-        ends = {end for process in processes for end in (process.name, process.site)}
-        self._check_ends(one, other, ends)
+        ends = {name for process in processes for name in (process.name, process.site)}
+        self._check_ends(end, other, ends)
         number = next(self._cut_ids)
-        self._cuts.setdefault(frozenset((one, other)), set()).add(number)
+        self._cuts.setdefault(frozenset((end, other)), set()).add(number)
         return number, [
             (process, broker)
             for process in processes
@@ -324,24 +328,24 @@ class Network:
             if not process.dead and not broker.dead and self._is_cut(process, name)
         ]
 
-    def _check_ends(self, one: str, other: str, ends: set[str | None]) -> None:
+    def _check_ends(self, end: str, other: str, ends: set[str | None]) -> None:
         """Refuse unknown ends of a link; ``ends`` are those of the processes."""
         names = [*self.by_name, *(copy.name for copy in self.copies)]
-        known = {*filter(None, ends), *names, *filter(None, map(site_of, names))}
-        for end in (one, other):
-            if end not in known:
+        allowed = {*filter(None, ends), *names, *filter(None, map(site_of, names))}
+        for name in (end, other):
+            if name not in allowed:
                 raise ConfigError(
-                    f"{end!r} is not a broker, a process or a site: expected one of {', '.join(sorted(known))}"
+                    f"{name!r} is not a broker, a process or a site: expected one of {', '.join(sorted(allowed))}"
                 )
 
-    def delay(self, one: str, other: str, seconds: float, processes: Sequence[Peer]) -> None:
+    def delay(self, end: str, other: str, seconds: float, processes: Sequence[Peer]) -> None:
         """Set the latency of the link between two ends.
 
         Raises:
             ConfigError: An end is not a broker, a replica, a process or a site.
         """
-        self._check_ends(one, other, {end for process in processes for end in (process.name, process.site)})
-        self._latencies[frozenset((one, other))] = seconds
+        self._check_ends(end, other, {name for process in processes for name in (process.name, process.site)})
+        self._latencies[frozenset((end, other))] = seconds
 
     def repeat_frame(self, what: str | None) -> bool:
         """Let the next request, or its answer, arrive twice; return False if requests do not cross a connection.
@@ -353,27 +357,27 @@ class Network:
         self._frames.repeat = what
         return True
 
-    def latency(self, one: str, other: str, site: str | None = None) -> float:
-        """Return the seconds that the link of a broker (``other``) takes; ``site`` is that of a process ``one``."""
+    def latency(self, end: str, other: str, site: str | None = None) -> float:
+        """Return the seconds that the link of a broker (``other``) takes; ``site`` is that of a process ``end``."""
         if not self._latencies:
             return 0.0
-        return max(self._latencies.get(pair, 0.0) for pair in _links(one, other, site))
+        return max(self._latencies.get(pair, 0.0) for pair in _links(end, other, site))
 
-    def is_cut(self, one: str, other: str, site: str | None = None) -> bool:
+    def is_cut(self, end: str, other: str, site: str | None = None) -> bool:
         """Return whether the link to the broker ``other`` is cut, or that of its site."""
-        return bool(self._cuts) and any(pair in self._cuts for pair in _links(one, other, site))
+        return bool(self._cuts) and any(pair in self._cuts for pair in _links(end, other, site))
 
-    def others(self, one: str, processes: Iterable[Peer]) -> list[str]:
+    def others(self, end: str, processes: Iterable[Peer]) -> list[str]:
         """Return the ends of the links that isolate a broker or a site from everything else."""
-        if one in self.by_name:
-            copies = {copy.name for copy in self.copies if copy.master_name == one}
+        if end in self.by_name:
+            copies = {copy.name for copy in self.copies if copy.master_name == end}
             return sorted({process.name for process in processes} | copies)
         outside = {process.site or process.name for process in processes} | set(self.table.sites())
-        return sorted(outside - {one})
+        return sorted(outside - {end})
 
-    def heal(self, one: str, other: str, number: int | None = None) -> bool:
+    def heal(self, end: str, other: str, number: int | None = None) -> bool:
         """End all cuts of the link between two ends, or one of them; return whether this restored the link."""
-        pair = frozenset((one, other))
+        pair = frozenset((end, other))
         cuts = self._cuts.get(pair, set())
         ended = cuts & {number} if number is not None else set(cuts)
         cuts -= ended
@@ -429,22 +433,22 @@ class Network:
     def _close_readers(self) -> None:
         if self._frames is not None:
             self._frames.close()
-        for store in (*self._read_only.values(), *(store for kept in self._retired.values() for store in kept)):
+        for store in (*self._read_only.values(), *(store for stores in self._retired.values() for store in stores)):
             store.close()
 
     def damage(self) -> list[str]:
         """Return a line for each damaged place in the closed stores."""
-        found = []
+        lines = []
         paths = {name: broker.store.path for name, broker in self.by_name.items()}
         paths |= {copy.name: copy.path for copy in self.copies}
         for name, path in paths.items():
-            of = f"{name}: " if len(paths) > 1 else ""
+            prefix = f"{name}: " if len(paths) > 1 else ""
             damage = verify(path, self._store_config, self._files).damage
-            found += [f"{of}{one.file} at {one.offset}: {one.what}" for one in damage]
-        return found
+            lines += [f"{prefix}{finding.file} at {finding.offset}: {finding.what}" for finding in damage]
+        return lines
 
 
-def _links(one: str, other: str, site: str | None) -> list[frozenset[str]]:
+def _links(end: str, other: str, site: str | None) -> list[frozenset[str]]:
     """Return the links on the way to the broker ``other``: of each end, itself and its site."""
-    ends, others = {one, site or one}, {other, site_of(other) or other}
+    ends, others = {end, site or end}, {other, site_of(other) or other}
     return [frozenset((first, second)) for first in ends for second in others]

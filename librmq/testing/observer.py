@@ -26,7 +26,7 @@ class _Observed(Protocol):
     runner: KitRunner
     faults: Faults
 
-    def note(self, who: str, what: str | Callable[[], str]) -> None: ...
+    def note(self, actor: str, what: str | Callable[[], str]) -> None: ...
 
 
 class KitObserver:
@@ -63,11 +63,12 @@ class KitObserver:
 
     def noted_receive(self, process: Process, request: Receive, broker_name: str, messages: Sequence[Received]) -> None:
         """Note what a simple consumer received."""
-        for one in messages:
+        for received in messages:
             self._evidence.note_received(request.group, request.topic)
-            where = f"{self.place(one.message.topic, broker_name, one.message.queue_id)}:{one.message.queue_offset}"
-            attempt = f", attempt {one.attempt}" if one.attempt > 1 else ""
-            self._kit.note(f"{request.group}@{process.label}", f"receives {where} {show(one.message)}{attempt}")
+            message = received.message
+            where = f"{self.place(message.topic, broker_name, message.queue_id)}:{message.queue_offset}"
+            attempt = f", attempt {received.attempt}" if received.attempt > 1 else ""
+            self._kit.note(f"{request.group}@{process.label}", f"receives {where} {show(message)}{attempt}")
 
     def noted_remote_send(self, topic: str) -> None:
         """Note that a client over the wire sends to a topic."""
@@ -81,8 +82,8 @@ class KitObserver:
         """Note that a client over the wire got a message of a topic."""
         self._evidence.note_received(group, topic)
 
-    def forget_pulls(self) -> None:
-        """Forget which process pulls which queue, because a broker came."""
+    def clear_pulls(self) -> None:
+        """Clear the record of which process pulls which queue, because a broker joined."""
         self._pulled_by.clear()
 
     def noted_heartbeat(self, process: Process, request: Heartbeat) -> None:

@@ -39,7 +39,7 @@ def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
     if request.config.getoption("rmq_over_tcp"):
         settings.setdefault("over_tcp", True)
     explorer = node.stash.get(_EXPLORER, None)
-    with _made(settings) if explorer is None else explored_kit(explorer, **settings) as kit:
+    with _opened(settings) if explorer is None else explored_kit(explorer, **settings) as kit:
         node.stash[_KIT] = kit
         try:
             yield kit
@@ -65,9 +65,9 @@ def served_kit_of(request: pytest.FixtureRequest, *, remoting: bool = False) -> 
 
         listening = listen()
         config = settings.get("store_config") or SMALL_FILES
-        own = format_host(listening.getsockname())  # clients of 4.x dial the store's address
-        settings["store_config"], serve = replace(config, store_host=own), serve_remoting(listening)
-    with _made(settings) as kit:
+        store_host = format_host(listening.getsockname())  # clients of 4.x dial the store's address
+        settings["store_config"], serve = replace(config, store_host=store_host), serve_remoting(listening)
+    with _opened(settings) as kit:
         node.stash[_KIT] = kit
         try:
             with ServedKit(kit, serve) as served:
@@ -82,9 +82,9 @@ def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Return the settings of the kit that the marker ``rmq`` names."""
     marker = request.node.get_closest_marker("rmq")
     settings: dict[str, Any] = dict(marker.kwargs) if marker is not None else {}
-    known = ["on_disk", *KitKeywords.__annotations__]
-    if unknown := sorted(settings.keys() - set(known)):
-        raise ConfigError(f"the marker rmq has no setting {', '.join(unknown)}; its settings are {', '.join(known)}")
+    names = ["on_disk", *KitKeywords.__annotations__]
+    if unknown := sorted(settings.keys() - set(names)):
+        raise ConfigError(f"the marker rmq has no setting {', '.join(unknown)}; its settings are {', '.join(names)}")
     if settings.pop("on_disk", False):
         folder = request.getfixturevalue("tmp_path") / "broker"
         folder.mkdir()
@@ -93,7 +93,7 @@ def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @contextmanager
-def _made(settings: dict[str, Any]) -> Iterator[Kit]:
+def _opened(settings: dict[str, Any]) -> Iterator[Kit]:
     kit = Kit(**settings)
     try:
         yield kit
@@ -147,8 +147,8 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     marker = item.get_closest_marker("rmq_explore")
     assert marker is not None
     runs = marker.args[0] if marker.args else marker.kwargs.get("runs", 200)
-    given = config.getoption("rmq_seed")
-    seed = str(given if given is not None else marker.kwargs.get("seed", "0"))
+    option = config.getoption("rmq_seed")
+    seed = str(option if option is not None else marker.kwargs.get("seed", "0"))
     try:
         replay = read_seed(seed)
     except InputError as error:

@@ -146,7 +146,7 @@ class ProcessHost(Protocol):
         """Call a function after ``seconds``."""
         ...
 
-    def note(self, who: str, what: str | Callable[[], str]) -> None:
+    def note(self, actor: str, what: str | Callable[[], str]) -> None:
         """Add a line to the history."""
         ...
 
@@ -430,7 +430,8 @@ def _skewed(request: Request[R], skew_ms: int) -> Request[R]:
         consumers = []
         for data in request.consumers:
             subscriptions = {
-                topic: replace(one, version=one.version + skew_ms) for topic, one in data.subscriptions.items()
+                topic: replace(subscription, version=subscription.version + skew_ms)
+                for topic, subscription in data.subscriptions.items()
             }
             consumers.append(replace(data, subscriptions=subscriptions))
         skewed = replace(request, consumers=tuple(consumers))

@@ -34,7 +34,7 @@ class ProcessTable:
         order = "after" if not count else self._choose(f"client ids of {name}", ("after", "before"))
         host = f"10.0.0.{254 - count % 150}" if order == "before" else f"10.0.1.{100 + count % 150}"
         process = Process(self._host, name, generation, host, factory, site)
-        before = next((one for one in self.processes if one.name == name), None)
+        before = next((earlier for earlier in self.processes if earlier.name == name), None)
         if before is not None:
             process.restarts(before)
         self.processes.append(process)
@@ -57,9 +57,9 @@ class ProcessTable:
         """
         if not isinstance(process, Process):
             raise wrong_kind("process", process, A_PROCESS)
-        for one in reversed(self.processes):
-            if one.name == process.name and not one.dead:
-                return one
+        for latest in reversed(self.processes):
+            if latest.name == process.name and not latest.dead:
+                return latest
         raise ProcessStateError(f"{process.name} has ended and was not restarted: name a living process")
 
     def process_of(self, work: Work) -> Process | None:

@@ -33,10 +33,10 @@ class ReplicaLink:
         answer = self.master.call(request)
         if self.seconds and isinstance(answer, LogBytes) and answer.data:
             self._clock.advance(seconds=self.seconds)
-        most = self.most_bytes
-        if most is not None and isinstance(answer, LogBytes) and len(answer.data) > most:
+        most_bytes = self.most_bytes
+        if most_bytes is not None and isinstance(answer, LogBytes) and len(answer.data) > most_bytes:
             self.most_bytes, self.is_cut = None, True
-            return cast(R, replace(answer, data=answer.data[:most]))
+            return cast(R, replace(answer, data=answer.data[:most_bytes]))
         return answer
 
     def cut(self) -> None:

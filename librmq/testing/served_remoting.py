@@ -78,10 +78,10 @@ class ServedRemoting:
     def is_settled(self) -> bool:
         """Return whether push consumers have consumed everything, and producers answered all checks."""
         with self._kit.runner.lock:
-            late = list(self._pulls.late())
-        for queue in late:
+            queues = list(self._pulls.unsettled())
+        for queue in queues:
             self._server.release_pulls(queue)
-        return not late and not self._pulls.open_checks
+        return not queues and not self._pulls.open_checks
 
     def missing(self) -> list[str]:
         """Return the clients of the former server that have not registered again."""
@@ -111,14 +111,14 @@ class _Pulls:
         self.open_checks: set[int] = set()
         """The physical offsets of half messages whose checks have no answer."""
 
-    def late(self) -> Iterator[Queue]:
-        """Yield the queues in which a group of push consumers has not come to the end."""
+    def unsettled(self) -> Iterator[Queue]:
+        """Yield the queues whose last messages a group of push consumers has not consumed."""
         broker = self._kit.broker
         for group in {data for client in broker.clients() for data in client.consumer_groups}:
-            found = broker.connections(group)
-            if found is None or found.kind != "push" or found.model is MessageModel.BROADCASTING:
+            connections = broker.connections(group)
+            if connections is None or connections.kind != "push" or connections.model is MessageModel.BROADCASTING:
                 continue
-            for topic in found.subscriptions:
+            for topic in connections.subscriptions:
                 for queue_id in range(sum(data.read_queues for data in broker.topic_route(topic))):
                     end = broker.store.queue_range(topic, queue_id)[1]
                     consumed = broker.consumer_offset(group, topic, queue_id) or 0
@@ -136,13 +136,15 @@ class _PullingClient:
         self._client = client
         self._pulls = pulls
         self._calls: dict[Queue, dict[int, tuple[int, Call]]] = {}
-        self._asked: dict[Endpoint, _Asked] = {}
+        self._checked_clients: dict[Endpoint, _CheckedClient] = {}
 
     def call(self, request: Request[R], /) -> R:
         """Pass a request to the broker, with the kit's history and faults."""
         if isinstance(request, Heartbeat):
-            asked = self._asked.setdefault(request.client, _Asked(request.client, self._pulls.open_checks))
-            registered = self._client.call(replace(request, client=asked))
+            endpoint = self._checked_clients.setdefault(
+                request.client, _CheckedClient(request.client, self._pulls.open_checks)
+            )
+            registered = self._client.call(replace(request, client=endpoint))
             self._pulls.missing.discard(request.client_id)
             return cast(R, registered)
         if isinstance(request, SendBack):
@@ -158,9 +160,9 @@ class _PullingClient:
             elif isinstance(request, EndTransaction):
                 self._pulls.open_checks.discard(request.physical_offset)
             elif isinstance(request, ChannelClosed):
-                known = self._pulls.delivered
-                for queue in [queue for queue, (_, client) in known.items() if client is self]:
-                    del known[queue]
+                delivered = self._pulls.delivered
+                for queue in [queue for queue, (_, client) in delivered.items() if client is self]:
+                    del delivered[queue]
         return cast(R, answer)
 
     def _pulled(self, request: PullMessage, response: PullResponse) -> None:
@@ -204,7 +206,7 @@ class _PullingClient:
         self._client.note(f"{what} ({call.where})", call.group)
 
 
-class _Asked:
+class _CheckedClient:
     """A client that the broker asks about transactions. Called under the runner's lock."""
 
     def __init__(self, client: Endpoint, open_checks: set[int]) -> None:

@@ -100,7 +100,7 @@ class WireClient:
         if DELETE_KEY in request.message.properties:
             self.note(f"recalls a message of {topic}")
             return self._kit.broker.call(request)
-        late: threading.Event | None = None
+        due: threading.Event | None = None
         with kit.runner.lock:  # so that time is not moved between the message and its fault
             kit.faults.before_send(process, topic, kit.broker.name)
             response: SendResponse = self._kit.broker.call(request)
@@ -108,15 +108,15 @@ class WireClient:
             place = f"{topic}/{response.queue_id}:{response.queue_offset}"
             self.note(f"sends {place} {show(request.message)}")
             kit.faults.lose(process, topic, kit.broker.name, response)
-            late_s = kit.faults.late(process, topic, kit.broker.name)
+            late_s = kit.faults.take_delay_s(process, topic, kit.broker.name)
             if late_s:
-                late = self._due_in(late_s)
-        if late is not None and not SystemClock().wait(late, _LATE_S):
+                due = self._due_in(late_s)
+        if due is not None and not SystemClock().wait(due, _LATE_S):
             raise BrokerUnreachableError(f"the answer is {late_s:g} s late, and the test did not move the clock")
         return response
 
     def _due_in(self, seconds: float) -> threading.Event:
-        """Return what is set when the test has moved the clock by that much."""
+        """Return an event that is set once the test has moved the clock by ``seconds``."""
         runner, is_due = self._kit.runner, threading.Event()
         runner.wake(Step("a late answer", lambda now_ms: is_due.set()), runner.now_ms() + round(1000 * seconds))
         return is_due
@@ -125,15 +125,15 @@ class WireClient:
 
     def _received(self, request: Receive, messages: tuple[Received, ...]) -> None:
         kit = self._kit
-        for one in messages:
-            stored = one.message
+        for received in messages:
+            stored = received.message
             where = f"{stored.topic}/{stored.queue_id}:{stored.queue_offset}"
             with kit.runner.lock:
                 kit.observer.noted_remote_receive(request.group, request.topic)
-                self._calls[one.receipt] = kit.history().begin_remote(
+                self._calls[received.receipt] = kit.history().begin_remote(
                     kit.clock.now_ms(), request.group, self.process.label, where, (kit.broker.name, stored)
                 )
-            attempt = f", attempt {one.attempt}" if one.attempt > 1 else ""
+            attempt = f", attempt {received.attempt}" if received.attempt > 1 else ""
             self.note(f"gets {where} {show(stored)}{attempt}", request.group)
 
     def _ended(self, receipt: str, outcome: str, what: str) -> None:

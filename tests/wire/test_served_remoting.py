@@ -160,15 +160,15 @@ def test_time_stands_still_between_a_message_and_its_fault(
 ) -> None:
     """The message is stored and visible, and a thread of the server is about to find that its answer is late."""
     faults, runner, is_stored = rmq_remoting.kit.faults, rmq_remoting.kit.runner, threading.Event()
-    lock, find = Noticed(runner.lock), faults.late
+    lock, take = Noticed(runner.lock), faults.take_delay_s
     monkeypatch.setattr(runner, "lock", lock)
 
-    def find_later(*arguments: Any) -> float:
+    def take_later(*arguments: Any) -> float:
         is_stored.set()
         assert lock.is_waited_for.wait(60)
-        return find(*arguments)
+        return take(*arguments)
 
-    monkeypatch.setattr(faults, "late", find_later)
+    monkeypatch.setattr(faults, "take_delay_s", take_later)
     faults.late_answer(5, "t")
     with ThreadPoolExecutor(1) as threads:
         sent = threads.submit(client.put, "t", b"x")

@@ -167,7 +167,7 @@ def check_script(deployment: Deployment, script: Script, minutes: float) -> list
             raise ConfigError(f"replicas: expected another site than those of a cluster, found {cluster!r} at {site!r}")
     if deployment.brokers < 1 or deployment.consumers < 1:
         raise ConfigError("deployment: expected at least one broker and one consumer at each site")
-    faults = [Fault(*one) for one in script]
+    faults = [Fault(*row) for row in script]
     for fault in faults:
         if fault.verb not in get_args(Verb):
             raise ConfigError(f"script: unknown verb {fault.verb!r}; expected one of {', '.join(get_args(Verb))}")

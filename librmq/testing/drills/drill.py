@@ -93,7 +93,7 @@ class _Drill:
         self._closing.callback(self._router.close)
         if deployment.switched == "by probe":
             self._router.probe()
-        self._switches_told = 0
+        self._switches_reported = 0
         self._producers = {site: self._router.producer(site, self._producer) for site in deployment.homes}
         self._consumers: dict[str, list[RoutedClient[PushConsumer]]] = {site: [] for site in deployment.homes}
         for site in deployment.homes:
@@ -146,7 +146,7 @@ class _Drill:
         """Send an order for a user of a site: there or, if the site is lost, at the next one."""
         sites = list(self.deployment.homes)
         at = sites.index(users_of)
-        site = next((one for one in [*sites[at:], *sites[:at]] if one not in self._dark), None)
+        site = next((name for name in [*sites[at:], *sites[:at]] if name not in self._dark), None)
         minute, report = self._minute(), self.report
         body = b"%d" % (report.sent + report.refused)
         self._sent_ms[body] = self.runner.now_ms()
@@ -172,7 +172,7 @@ class _Drill:
 
     def _at(self, minute: float, call: Callable[[], None]) -> None:
         self._due.append((self.begin_ms + round(minute * _MINUTE_MS), call))
-        self._due.sort(key=lambda one: one[0])
+        self._due.sort(key=lambda event: event[0])
 
     def do_due(self) -> None:
         """Apply the failures that are due, and record switches and the lag."""
@@ -184,10 +184,10 @@ class _Drill:
         self.report.most_waiting = max(self.report.most_waiting, lag)
 
     def _note_switches(self) -> None:
-        for one in self._router.switches[self._switches_told :]:
-            minute = (one.at_ms - self.begin_ms) / _MINUTE_MS
-            self._note(f"{one.site} switches from {one.before} to {one.after}: {one.why}", minute)
-        self._switches_told = len(self._router.switches)
+        for switch in self._router.switches[self._switches_reported :]:
+            minute = (switch.at_ms - self.begin_ms) / _MINUTE_MS
+            self._note(f"{switch.site} switches from {switch.before} to {switch.after}: {switch.why}", minute)
+        self._switches_reported = len(self._router.switches)
 
     def _note(self, what: str, minute: float | None = None) -> None:
         at = (self.runner.now_ms() - self.begin_ms) / _MINUTE_MS if minute is None else minute
@@ -233,7 +233,9 @@ class _Drill:
         return site_of(broker_name) or ""
 
     def _master(self, broker_name: str) -> Broker:
-        return next(broker for one in self._clusters.values() for broker in one.brokers() if broker.name == broker_name)
+        return next(
+            broker for cluster in self._clusters.values() for broker in cluster.brokers() if broker.name == broker_name
+        )
 
     # ---- replicas
 

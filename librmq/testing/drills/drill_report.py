@@ -77,10 +77,10 @@ class DrillReport:
             if not span:
                 continue
             consumed = sum((minute.consumed for minute in span), Counter[tuple[str, str]]())
-            flows = ", ".join(f"{who} from {where} {count}" for (who, where), count in sorted(consumed.items()))
-            refused, again = sum(one.refused for one in span), sum(one.duplicates for one in span)
-            rest = f"{f', {refused} sends refused' if refused else ''}{f', {again} duplicates' if again else ''}"
-            lines.append(f"        consumed: {flows or 'nothing'}; lag {span[-1].lag}{rest}")
+            flows = ", ".join(f"{user} from {where} {count}" for (user, where), count in sorted(consumed.items()))
+            refused, again = sum(minute.refused for minute in span), sum(minute.duplicates for minute in span)
+            problems = f"{f', {refused} sends refused' if refused else ''}{f', {again} duplicates' if again else ''}"
+            lines.append(f"        consumed: {flows or 'nothing'}; lag {span[-1].lag}{problems}")
         return "\n".join(lines)
 
     @staticmethod
@@ -91,12 +91,12 @@ class DrillReport:
             "sends to another site | deliveries from another site | lost |",
             "|---|---|---|---|---|---|---|---|",
         ]
-        for one in reports:
-            wait = f"{one.longest_wait_s:,.0f} s"
+        for report in reports:
+            wait = f"{report.longest_wait_s:,.0f} s"
             rows.append(
-                f"| {one.name} | {_part(one.refused, one.sent + one.refused)} | {one.most_waiting:,} | {wait} | "
-                f"{one.duplicates:,} | {_part(one.sends_across, one.sent)} | "
-                f"{_part(one.deliveries_across, one.delivered)} | {one.lost:,} |"
+                f"| {report.name} | {_part(report.refused, report.sent + report.refused)} | {report.most_waiting:,} | "
+                f"{wait} | {report.duplicates:,} | {_part(report.sends_across, report.sent)} | "
+                f"{_part(report.deliveries_across, report.delivered)} | {report.lost:,} |"
             )
         return "\n".join(rows)
 
@@ -147,7 +147,7 @@ class DrillReport:
         else:
             title, colours = "sends refused", ["#c0392b"]
             stacks = [[minute.refused] for minute in self.minutes]
-        most = max((sum(stack) for stack in stacks), default=0)
+        highest = max((sum(stack) for stack in stacks), default=0)
         high, base = _LANE - 40, top + _LANE - 14
         width = (_WIDTH - _LEFT - _EDGE) / max(1, len(stacks))
         parts = [
@@ -155,13 +155,13 @@ class DrillReport:
             f'<line x1="{_LEFT}" y1="{base}" x2="{_WIDTH - _EDGE}" y2="{base}" stroke="#888"/>',
             f'<text x="{_LEFT - 6}" y="{base}" text-anchor="end">0</text>',
         ]
-        if most:
-            parts.append(f'<text x="{_LEFT - 6}" y="{base - high + 8}" text-anchor="end">{most:,}</text>')
+        if highest:
+            parts.append(f'<text x="{_LEFT - 6}" y="{base - high + 8}" text-anchor="end">{highest:,}</text>')
         for minute, stack in enumerate(stacks):
             y = float(base)
             for count, colour in zip(stack, colours, strict=True):
                 if count:
-                    tall = high * count / most
+                    tall = high * count / highest
                     y -= tall
                     parts.append(
                         f'<rect x="{self._x(minute):.1f}" y="{y:.1f}" width="{max(0.5, width - 1):.1f}" '
@@ -176,12 +176,12 @@ class DrillReport:
             x, y = self._x(row.minute), self._top() - 22 + 11 * (number % 2)
             parts.append(f'<path d="M{x:.1f} {y + 2}V{bottom - 28}" stroke="#333" stroke-dasharray="2 3"/>')
             numbers.append(f'<text x="{x:.1f}" y="{y}" font-size="11" text-anchor="middle" {_HALO}>{number + 1}</text>')
-            told = f"{number + 1}  minute {row.minute:g}, {row.what}"
-            parts.append(f'<text x="{_EDGE}" y="{bottom + 14 + 17 * number}">{escape(told)}</text>')
+            caption = f"{number + 1}  minute {row.minute:g}, {row.what}"
+            parts.append(f'<text x="{_EDGE}" y="{bottom + 14 + 17 * number}">{escape(caption)}</text>')
         for minute in range(0, len(self.minutes) + 1, max(1, len(self.minutes) // 6)):
             parts.append(f'<text x="{self._x(minute):.1f}" y="{bottom - 12}" text-anchor="middle">{minute}</text>')
         return parts + numbers  # after all lines, whose neighbours would strike them through
 
 
-def _part(count: int, of: int) -> str:
-    return f"{count:,} ({100 * count / of:.0f} %)" if count and of else f"{count:,}"
+def _part(count: int, total: int) -> str:
+    return f"{count:,} ({100 * count / total:.0f} %)" if count and total else f"{count:,}"
