@@ -43,13 +43,15 @@ class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
         if isinstance(columns, list) and set(columns) <= set(schema.names):
             # A batch without columns loses its number of rows, so read a cheap column, which the scanner drops.
             schema = pa.schema([schema.field(name) for name in columns or schema.names[:1]])
-        known = {name: settings[name] for name in ("use_threads", "memory_pool", "batch_size") if name in settings}
+        scan_settings = {
+            name: settings[name] for name in ("use_threads", "memory_pool", "batch_size") if name in settings
+        }
         scan = _Scan(batches_of(options, schema, processes, files))
-        return ds.Scanner.from_batches(scan, schema=schema, columns=columns, **known)
+        return ds.Scanner.from_batches(scan, schema=schema, columns=columns, **scan_settings)
 
     def _both(self, expression: pc.Expression | None) -> ReaderKeywords:
-        own = self._settings.get("filter")
-        both = own if expression is None else expression if own is None else own & expression
+        store_filter = self._settings.get("filter")
+        both = store_filter if expression is None else expression if store_filter is None else store_filter & expression
         return self._settings | ReaderKeywords(filter=both)
 
     def filter(self, expression: pc.Expression) -> StoreDataset:

@@ -43,10 +43,10 @@ def note_clean_end(path: str, logs: Mapping[str, int], fetch: _Fetch) -> bool:
 
         queues = QueueTable(open_queue, dict.fromkeys(directory.list_queues(path, files)))
         last = [queue.entry(queue.max_offset - 1) for queue in queues.values() if queue.max_offset > queue.min_offset]
-        found = [(entry.physical_offset, entry.size) for entry in last if entry is not None]
-        if not found:
+        spans = [(entry.physical_offset, entry.size) for entry in last if entry is not None]
+        if not spans:
             return False
-        place, size = max(found)
+        place, size = max(spans)
         ranges = []
         for name, length in logs.items():
             start = int(name.rpartition("/")[2])

@@ -104,14 +104,14 @@ class Block:
         sound &= body_end + lengths <= end
         topic_at = body_end + 1
         topic_length = raw[self._of_sound(body_end)].astype(np.int64)
-        most: Any = record.MAX_TOPIC_SIZE
+        max_size: Any = record.MAX_TOPIC_SIZE
         if second is not None:
             wide = gather(raw, np.where(sound & second, body_end, 0), ">u2").astype(np.int64)
             topic_length = np.where(second, wide, topic_length)
             topic_at = topic_at + second
-            most = np.where(second, record.MAX_TOPIC_SIZE_V2, most)
+            max_size = np.where(second, record.MAX_TOPIC_SIZE_V2, max_size)
         topic_end = topic_at + topic_length
-        sound &= (topic_length <= most) & (topic_end + 2 <= end)
+        sound &= (topic_length <= max_size) & (topic_end + 2 <= end)
         properties_at = topic_end + 2
         properties_length = gather(raw, self._of_sound(topic_end), ">u2").astype(np.int64)
         properties_length[properties_length > record.MAX_PROPERTIES_SIZE] = 0
@@ -168,7 +168,7 @@ class Block:
             at = at + self._born_shift
         at = self._of_sound(at)
         long = (self._flags & bit) != 0
-        found = np.empty(len(at), object)
+        hosts = np.empty(len(at), object)
         for rows, size in ((np.flatnonzero(~long), 8), (np.flatnonzero(long), 20)):
             if len(rows):
                 # There are few distinct hosts: format each once.
@@ -176,8 +176,8 @@ class Block:
                 _, first, which = np.unique(raws, return_index=True, return_inverse=True)
                 padded = gather(self._raw, at[rows][first], f"V{size}")
                 names = [record.format_host(record.decode_host(host.tobytes())) for host in padded]
-                found[rows] = np.array(names, object)[which]
-        return pa.array(found, pa.string())
+                hosts[rows] = np.array(names, object)[which]
+        return pa.array(hosts, pa.string())
 
     def topic(self) -> pa.StringArray:
         """Return the topics in the records."""
@@ -206,11 +206,11 @@ class Block:
     def bad_checksums(self) -> dict[int, RecordError]:
         """Return the errors of rows whose stored body does not match its checksum."""
         expected = self._head["body_crc"]
-        found = self._checksums().astype(np.int64) & 0x7FFFFFFF
+        checksums = self._checksums().astype(np.int64) & 0x7FFFFFFF
         begins, ends = self._body
-        wrong = (found != expected) & self.sound & (ends > begins)
+        wrong = (checksums != expected) & self.sound & (ends > begins)
         return {
-            int(row): RecordError(f"body checksum: expected {expected[row]:08x}, found {found[row]:08x}", 8)
+            int(row): RecordError(f"body checksum: expected {expected[row]:08x}, found {checksums[row]:08x}", 8)
             for row in np.flatnonzero(wrong)
         }
 
@@ -222,8 +222,8 @@ class Block:
         offsets, data = offsets_and_bytes(self.stored_body)
         if len(data) > _SHORT_BODY * len(self):
             view = self._raw.data
-            found = [crc32(view[a:b]) for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
-            return np.array(found, np.uint32)
+            checksums = [crc32(view[a:b]) for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
+            return np.array(checksums, np.uint32)
         # A copy of few bytes costs less than a view.
         bodies = map(io.BytesIO(data.data).read, np.diff(offsets).tolist())
         return np.fromiter(map(crc32, bodies), np.uint32, len(self))

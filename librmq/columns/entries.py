@@ -21,26 +21,26 @@ from librmq.store.format import directory
 __all__ = ["slice_entries"]
 
 
-def slice_entries(part: Part, one: Slice, files: Files, gone: list[str]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Yield the entries of a slice, each time with the first queue offset; add deleted files to ``gone``."""
+def slice_entries(part: Part, share: Slice, files: Files, deleted: list[str]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """Yield the entries of a slice, each time with the first queue offset; add deleted files to ``deleted``."""
     per_file = part.queue_file_size // ENTRY_SIZE
-    at, stored_end = one.begin, min(one.end, one.late_from)
+    at, stored_end = share.begin, min(share.end, share.inline_from)
     while at < stored_end:
         start = at - at % per_file
         until = min(stored_end, start + per_file)
         name = file_name(start * ENTRY_SIZE)
-        path = os.path.join(directory.queue_folder(part.path, one.topic, one.queue_id), name)
+        path = os.path.join(directory.queue_folder(part.path, share.topic, share.queue_id), name)
         try:
             file = files.open(path)
         except StoreIOError as error:
             if error.errno != errno.ENOENT:
                 raise
-            gone.append(path)
+            deleted.append(path)
         else:
             if file.size < (until - start) * ENTRY_SIZE:
                 raise CorruptionError(path, file.size, "size", f"expected {part.queue_file_size} bytes")
             # A copy: a mapping holds a descriptor, and there can be many queues.
             yield at, np.frombuffer(file.buffer, entry_dtype(), until - at, (at - start) * ENTRY_SIZE).copy()
         at = until
-    if one.late and at < one.end:
-        yield max(at, one.late_from), np.frombuffer(one.late, entry_dtype())
+    if share.inline and at < share.end:
+        yield max(at, share.inline_from), np.frombuffer(share.inline, entry_dtype())

@@ -63,12 +63,12 @@ class ExportState:
         if files.size(path) is None:
             return None
         try:
-            found = json.loads(files.read(path))
-            if found.pop("version") != _VERSION:
+            document = json.loads(files.read(path))
+            if document.pop("version") != _VERSION:
                 raise ValueError("another version")
             for name in ("columns", "partition_by", "shown", "last", "told"):
-                found[name] = tuple(found[name])
-            return cls(**found)
+                document[name] = tuple(document[name])
+            return cls(**document)
         except (ValueError, TypeError, KeyError) as error:
             raise CorruptionError(path, 0, "config", f"expected the state of an export: {error}") from None
 
@@ -118,7 +118,7 @@ class ParquetFolder:
             return [], 0
         names = [*schema.names, *(name for name in self._partition_by if name not in schema.names)]
         kinds = TYPES | {DATE: pa.string()}
-        wanted = pa.schema([(name, kinds[name]) for name in names])
+        file_schema = pa.schema([(name, kinds[name]) for name in names])
 
         def arranged() -> Iterator[pa.RecordBatch]:
             batch: pa.RecordBatch | None = first
@@ -131,47 +131,49 @@ class ParquetFolder:
         template = f"part-{self._steps:06d}-{{i}}.parquet{_UNFINISHED}"
         try:
             with _named_errors(self._path):
-                made = self._written(arranged(), wanted, template)
+                names_written = self._written(arranged(), file_schema, template)
         except BaseException:
             with contextlib.suppress(OSError):  # the next call deletes what is left
                 self._delete_unfinished()
             raise
         self._steps += 1
-        return made, 0
+        return names_written, 0
 
-    def _written(self, batches: Iterator[pa.RecordBatch], wanted: pa.Schema, template: str) -> list[str]:
+    def _written(self, batches: Iterator[pa.RecordBatch], file_schema: pa.Schema, template: str) -> list[str]:
         """Write and flush files; return their names."""
         if self._partition_by:
-            made = self._partitioned(batches, wanted, template)
+            names = self._partitioned(batches, file_schema, template)
         else:  # a dataset of one file takes a quarter longer
-            made = [template.format(i=0)]
-            with pq.ParquetWriter(os.path.join(self._path, made[0]), wanted) as writer:
+            names = [template.format(i=0)]
+            with pq.ParquetWriter(os.path.join(self._path, names[0]), file_schema) as writer:
                 for group in _groups(batches):
-                    writer.write_table(pa.Table.from_batches(group, wanted))
-        for name in made:
+                    writer.write_table(pa.Table.from_batches(group, file_schema))
+        for name in names:
             with open(os.path.join(self._path, name), "rb") as file:
                 os.fsync(file.fileno())
-        self._flush_folders(made)
-        return made
+        self._flush_folders(names)
+        return names
 
-    def _partitioned(self, batches: Iterator[pa.RecordBatch], wanted: pa.Schema, template: str) -> list[str]:
+    def _partitioned(self, batches: Iterator[pa.RecordBatch], file_schema: pa.Schema, template: str) -> list[str]:
         import pyarrow.dataset as ds
 
-        made: list[str] = []
+        names: list[str] = []
         ds.write_dataset(
             batches,
             self._path,
-            schema=wanted,
+            schema=file_schema,
             format="parquet",
             basename_template=template,
-            partitioning=ds.partitioning(pa.schema([wanted.field(name) for name in self._partition_by]), flavor="hive"),
+            partitioning=ds.partitioning(
+                pa.schema([file_schema.field(name) for name in self._partition_by]), flavor="hive"
+            ),
             existing_data_behavior="overwrite_or_ignore",
             preserve_order=True,  # without threads alone, the batches of a partition still overtake each other
             min_rows_per_group=_GROUP_ROWS,
             max_partitions=1 << 16,
-            file_visitor=lambda file: made.append(os.path.relpath(file.path, self._path)),
+            file_visitor=lambda file: names.append(os.path.relpath(file.path, self._path)),
         )
-        return made
+        return names
 
     def _flush_folders(self, names: Sequence[str]) -> None:
         """Flush the folders of files and their parents, so that the names reach the device before the state."""
@@ -186,9 +188,9 @@ class ParquetFolder:
     def show(self, state: ExportState) -> None:
         """Make the files of a committed step visible."""
         for name in state.shown:
-            made = os.path.join(self._path, name)
+            path = os.path.join(self._path, name)
             with contextlib.suppress(FileNotFoundError):  # already visible
-                os.replace(made, made.removesuffix(_UNFINISHED))
+                os.replace(path, path.removesuffix(_UNFINISHED))
         self._flush_folders(state.shown)
 
 
@@ -228,10 +230,10 @@ class TextFile:
     def write(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> tuple[list[str], int]:
         """Write a step after the committed data; return the file's name and its new length."""
         names = list(schema.names)
-        found = os.path.getsize(self._path) if os.path.exists(self._path) else 0
-        if found < self._size:
+        size = os.path.getsize(self._path) if os.path.exists(self._path) else 0
+        if size < self._size:
             raise CorruptionError(
-                self._path, found, "size", f"expected the {self._size} bytes that are exported: export to another path"
+                self._path, size, "size", f"expected the {self._size} bytes that are exported: export to another path"
             )
         try:
             with _named_errors(self._path), open(self._path, "r+b" if os.path.exists(self._path) else "wb") as raw:
@@ -257,19 +259,19 @@ class TextFile:
         if self._form == "jsonl":
             encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
             return lambda row: text.write(encode(_plain(row)) + "\n")
-        columns = [each for name in names for each in ([name, f"{name}_b64"] if _is_bytes(name) else [name])]
+        columns = [column for name in names for column in ([name, f"{name}_b64"] if _is_bytes(name) else [name])]
         # Python 3.11 leaves a lone carriage return unquoted, where readers of CSV end the row.
-        usual, quoted = (
-            csv.DictWriter(text, columns, lineterminator="\n", quoting=each)
-            for each in (csv.QUOTE_MINIMAL, csv.QUOTE_NONNUMERIC)
+        minimal, quoted = (
+            csv.DictWriter(text, columns, lineterminator="\n", quoting=quoting)
+            for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_NONNUMERIC)
         )
         if not self._size:
-            usual.writeheader()
+            minimal.writeheader()
 
         def line(row: dict[str, Any]) -> None:
             plain = _cells(row)
             has_return = any(isinstance(value, str) and "\r" in value for value in plain.values())
-            (quoted if has_return else usual).writerow(plain)
+            (quoted if has_return else minimal).writerow(plain)
 
         return line
 
@@ -285,8 +287,8 @@ def _with_times_as_texts(batch: pa.RecordBatch) -> pa.RecordBatch:
     for at, column in enumerate(batch.schema):
         if pa.types.is_timestamp(column.type):
             times = pc.divide(batch.column(at).view(pa.int64()), 1000)
-            usual = pc.and_(pc.greater_equal(times, _FIRST_MS), pc.less(times, _END_MS))
-            texts = pc.strftime(pc.if_else(usual, times, None).cast(pa.timestamp("ms")), "%Y-%m-%dT%H:%M:%SZ")
+            in_range = pc.and_(pc.greater_equal(times, _FIRST_MS), pc.less(times, _END_MS))
+            texts = pc.strftime(pc.if_else(in_range, times, None).cast(pa.timestamp("ms")), "%Y-%m-%dT%H:%M:%SZ")
             batch = batch.set_column(at, column.name, pc.coalesce(texts, times.cast(pa.string())))
     return batch
 

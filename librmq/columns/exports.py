@@ -105,7 +105,7 @@ def export(
     if not isinstance(store, str | os.PathLike | RemoteStore):
         raise ConfigError(f"store: expected one store, found {store!r:.80}; export each to a path of its own")
     pattern = _pattern(grep)
-    path = _local(out)
+    path = _local_path(out)
     form = _format_of(path, format)
     partition_by = _partitions(partition_by, form)
     options, schema, processes, source_files = selection(store, settings)
@@ -133,35 +133,35 @@ def export(
             options.paths[0], options.wanted, options.mode, source_files, as_recovered=options.as_recovered
         ) as planned:
             # Include queues whose entries the writer has not written yet, and which therefore have no folder.
-            known = {(topic, str(queue_id)): of.end for (topic, queue_id), of in planned.queues.items()}
+            ends = {(topic, str(queue_id)): queue.end for (topic, queue_id), queue in planned.queues.items()}
             if state.last and not planned.has_message(*state.last):
                 raise ConfigError(
                     f"store: {options.paths[0]} lacks the last message that was exported to {path}, at physical offset "
                     f"{state.last[0]}: it is another store, or a crash has cut its log; export it to another path"
                 )
-        state = state if options.fail_on_data_loss else _without_deleted(state, known)
+        state = state if options.fail_on_data_loss else _without_deleted(state, ends)
         starting = {
-            topic: {number: at for number, at in reached.items() if (topic, number) in known}
+            topic: {number: at for number, at in reached.items() if (topic, number) in ends}
             for topic, reached in state.offsets.items()
         }
-        whole = _read_columns(schema, partition_by, grep, options)
+        columns = _read_columns(schema, partition_by, grep, options)
         rows = written = damaged = 0
         drops = options.mode == "DROPMALFORMED"
         mode: Mode = "PERMISSIVE" if drops else options.mode  # the reports are counted
         options = replace(options, starting=starting, mode=mode, reports_all_damage=True)
-        total = left = _left(known, starting)
+        total = left = _remaining(ends, starting)
         with closing(
             _Steps(
-                batches_of(options, whole, processes, source_files, is_busy=processes > 2),
+                batches_of(options, columns, processes, source_files, is_busy=processes > 2),
                 state,
                 pattern,
                 drops_damaged=drops,
             )
         ) as source:
             while source.more():
-                shown, size = target.write(source.step(), schema)
+                files_written, size = target.write(source.step(), schema)
                 rows, damaged = rows + source.rows, damaged + source.damaged
-                written += len(shown) if source.rows else 0
+                written += len(files_written) if source.rows else 0
                 steps = state.steps + 1
                 state = replace(
                     state,
@@ -169,26 +169,26 @@ def export(
                     last=source.last,
                     size=size,
                     steps=steps,
-                    shown=tuple(shown),
-                    told=source.told,
+                    shown=tuple(files_written),
+                    told=source.reports,
                 )
                 state.write(state_path, files)
                 target.show(state)
-                before, left = left, _left(known, source.offsets)
+                before, left = left, _remaining(ends, source.offsets)
                 advance(before - left, total)
         if not state.steps:
             target.write(iter(()), schema)
         if options.wanted.end_ms is None:  # else unwanted messages that are deleted later would count as lost
-            for (topic, number), end in known.items():
-                own = source.offsets.setdefault(topic, {})
-                own[number] = max(own.get(number, 0), end)
+            for (topic, number), end in ends.items():
+                queue_offsets = source.offsets.setdefault(topic, {})
+                queue_offsets[number] = max(queue_offsets.get(number, 0), end)
             replace(state, offsets=source.offsets).write(state_path, files)
         return Exported(os.fspath(out), rows, written, damaged)
     finally:
         lock.release()
 
 
-def _local(out: object) -> str:
+def _local_path(out: object) -> str:
     text = os.fspath(out) if isinstance(out, str | os.PathLike) else ""
     if not text or "\0" in text:
         raise ConfigError(f"out: expected the path of a folder or file, found {out!r:.80}")
@@ -217,8 +217,8 @@ def _read_columns(schema: pa.Schema, partition_by: Sequence[str], grep: str | No
 
 def _conditions(options: ReadOptions, settings: ReaderKeywords, grep: str | None) -> dict[str, str]:
     """Return the conditions that select among the messages of a queue."""
-    given = {"tags": options.wanted.tags, "sql": options.selector, "filter": settings.get("filter"), "grep": grep}
-    return {name: str(value) for name, value in given.items() if value is not None}
+    conditions = {"tags": options.wanted.tags, "sql": options.selector, "filter": settings.get("filter"), "grep": grep}
+    return {name: str(value) for name, value in conditions.items() if value is not None}
 
 
 def _pattern(grep: str | None) -> re.Pattern[str] | None:
@@ -230,21 +230,21 @@ def _pattern(grep: str | None) -> re.Pattern[str] | None:
         raise ConfigError(f"grep: {error} in {grep!r:.80}") from None
 
 
-def _partitions(asked: object, form: str) -> Sequence[str]:
-    names: list[Any] = [asked] if isinstance(asked, str | bytes) or not isinstance(asked, Iterable) else list(asked)
+def _partitions(value: object, form: str) -> Sequence[str]:
+    names: list[Any] = [value] if isinstance(value, str | bytes) or not isinstance(value, Iterable) else list(value)
     for name in names:
         if name not in _PARTITIONS or form != "parquet" or names.count(name) > 1:
-            wanted = f"expected some of {', '.join(_PARTITIONS)}, each once, for Parquet"
-            raise ConfigError(f"partition_by: {wanted}, found {name!r}")
+            expected = f"expected some of {', '.join(_PARTITIONS)}, each once, for Parquet"
+            raise ConfigError(f"partition_by: {expected}, found {name!r}")
     return names
 
 
-def _format_of(path: str, asked: str | None) -> str:
-    known = get_args(ExportFormat)
-    if asked is not None:
-        if asked not in known:
-            raise ConfigError(f"format: expected one of {', '.join(known)}, found {asked!r:.80}")
-        return asked
+def _format_of(path: str, form: str | None) -> str:
+    forms = get_args(ExportFormat)
+    if form is not None:
+        if form not in forms:
+            raise ConfigError(f"format: expected one of {', '.join(forms)}, found {form!r:.80}")
+        return form
     ending = os.path.splitext(path)[1].lower().removeprefix(".")
     if ending in _NOT_WRITTEN:
         raise ConfigError(f"out: .{ending} is no format of an export; use .csv or .jsonl, or name the format")
@@ -260,10 +260,10 @@ def _check_outside(path: str, store: str) -> None:
 def _check_free(path: str, form: str) -> None:
     """Refuse a path that holds anything but an export."""
     if form == "parquet" and os.path.isdir(path):
-        taken = any(not name.startswith("_librmq") for name in os.listdir(path))
+        exists = any(not name.startswith("_librmq") for name in os.listdir(path))
     else:
-        taken = os.path.lexists(path)
-    if taken:
+        exists = os.path.lexists(path)
+    if exists:
         raise ConfigError(f"out: {path} holds something that is no export; name a path that does not exist")
 
 
@@ -276,7 +276,7 @@ def _without_deleted(state: ExportState, ends: Mapping[tuple[str, str], int]) ->
     return replace(state, offsets=offsets)
 
 
-def _left(ends: Mapping[tuple[str, str], int], offsets: Mapping[str, Mapping[str, int]]) -> int:
+def _remaining(ends: Mapping[tuple[str, str], int], offsets: Mapping[str, Mapping[str, int]]) -> int:
     """Return how many messages there are between queue offsets and the queues' ends."""
     return sum(max(0, end - offsets.get(topic, {}).get(number, 0)) for (topic, number), end in ends.items())
 
@@ -292,8 +292,8 @@ class _Unit:
     """Rows with a topic, a queue id and the largest queue offset."""
     last: tuple[int, ...]
     """See `ExportState.last`."""
-    told: tuple[str, ...]
-    """See `ExportState.told`; those of earlier units too."""
+    reports: tuple[str, ...]
+    """See `ExportState.told`, with the reports of earlier units."""
 
 
 class _Steps:
@@ -315,15 +315,15 @@ class _Steps:
         self._batches = batches
         self._pattern = pattern
         self._drops_damaged = drops_damaged
-        self._told_ahead = state.told
-        self._beside = ThreadPoolExecutor(1)
-        self._coming = deque([self._beside.submit(self._read)])
+        self._reports_ahead = state.told
+        self._executor = ThreadPoolExecutor(1)
+        self._coming = deque([self._executor.submit(self._read)])
         self._following: _Unit | None = None
         self.offsets = {topic: dict(queues) for topic, queues in state.offsets.items()}
         """The offsets at the end of the last step."""
         self.last = state.last
         """The same for `ExportState.last`."""
-        self.told = state.told
+        self.reports = state.told
         """The same for `ExportState.told`."""
         self.rows = self.damaged = 0
 
@@ -333,13 +333,13 @@ class _Steps:
             self._following = self._coming.popleft().result()
             size = 0 if self._following is None else self._following.size
             while len(self._coming) < max(1, min(_AHEAD, _AHEAD_BYTES // max(1, size))):
-                self._coming.append(self._beside.submit(self._read))
+                self._coming.append(self._executor.submit(self._read))
         return self._following is not None
 
     def _read(self) -> _Unit | None:
         """Return the next unit."""
         places: list[pa.RecordBatch] = []
-        chosen: list[pa.RecordBatch] = []
+        batches: list[pa.RecordBatch] = []
         last: tuple[int, ...] = ()
         read = size = damaged = 0
         while read < min(_UNIT_BYTES, _STEP_BYTES) and (batch := next(self._batches, None)) is not None:
@@ -347,21 +347,21 @@ class _Steps:
                 continue
             places.append(batch.select(list(_PLACE)))
             last = max(last, _last_in_log(batch))
-            wanted, reasons = self._chosen(batch)
+            rows, reasons = self._rows_to_write(batch)
             damaged += reasons
             read += batch.nbytes
-            if wanted.num_rows:
-                chosen.append(wanted)
-                size += wanted.nbytes
+            if rows.num_rows:
+                batches.append(rows)
+                size += rows.nbytes
         if not places:
             return None
         queues = pa.Table.from_batches(places).group_by(["topic", "queueId"], use_threads=False)
         reached = queues.aggregate([("queueOffset", "max")]).to_pylist()
-        return _Unit(chosen, size, damaged, reached, last, self._told_ahead)
+        return _Unit(batches, size, damaged, reached, last, self._reports_ahead)
 
     def close(self) -> None:
         """End the read."""
-        self._beside.shutdown(cancel_futures=True)
+        self._executor.shutdown(cancel_futures=True)
         self._batches.close()
 
     def step(self) -> Iterator[pa.RecordBatch]:
@@ -375,29 +375,29 @@ class _Steps:
                 yield batch
             size += unit.size
             self.damaged += unit.damaged
-            self.last, self.told = max(self.last, unit.last), unit.told
+            self.last, self.reports = max(self.last, unit.last), unit.reports
             for row in unit.offsets:
                 if row["topic"] is not None:  # a damaged record may have no topic
                     self.offsets.setdefault(row["topic"], {})[str(row["queueId"])] = row["queueOffset_max"] + 1
 
-    def _chosen(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
+    def _rows_to_write(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
         """Return the rows to write, and the number of damaged places among the rows read."""
         damaged = 0
         if CORRUPT in batch.schema.names:
             reasons = batch.column(CORRUPT)
             damaged = len(reasons) - reasons.null_count
             if damaged:
-                batch = batch.filter(reasons.is_null() if self._drops_damaged else self._untold(batch))
+                batch = batch.filter(reasons.is_null() if self._drops_damaged else self._unreported(batch))
         return (batch if self._pattern is None else _with_body(batch, self._pattern)), damaged
 
-    def _untold(self, batch: pa.RecordBatch) -> pa.Array:
+    def _unreported(self, batch: pa.RecordBatch) -> pa.Array:
         """Return which rows to write: not reports that an earlier call wrote, and that no queue offset passes."""
         keep = []
         for topic, reason in zip(batch.column("topic").to_pylist(), batch.column(CORRUPT).to_pylist(), strict=True):
             is_apart = reason is not None and topic is None
-            keep.append(not is_apart or reason not in self._told_ahead)
-            if is_apart and reason not in self._told_ahead:
-                self._told_ahead += (reason,)
+            keep.append(not is_apart or reason not in self._reports_ahead)
+            if is_apart and reason not in self._reports_ahead:
+                self._reports_ahead += (reason,)
         return pa.array(keep, pa.bool_())
 
 
@@ -407,17 +407,17 @@ def _last_in_log(batch: pa.RecordBatch) -> tuple[int, ...]:
     if place.null_count == len(place):  # only damage
         return ()
     row = batch.slice(pc.index(place, pc.max(place)).as_py(), 1)
-    *known, born = (row.column(name).cast(pa.int64())[0].as_py() for name in _IDENTITY)
-    return () if None in (*known, born) else (*known, born // 1000)  # of a damaged record less is known
+    *identity, born = (row.column(name).cast(pa.int64())[0].as_py() for name in _IDENTITY)
+    return () if None in (*identity, born) else (*identity, born // 1000)  # of a damaged record less is known
 
 
 def _with_body(batch: pa.RecordBatch, pattern: re.Pattern[str]) -> pa.RecordBatch:
     """Return the rows whose bodies have a text, and those about damage, which have no body."""
-    found = [
+    matches = [
         body is not None and pattern.search(body.decode(errors="backslashreplace")) is not None
         for body in batch.column("body").to_pylist()
     ]
-    wanted = pa.array(found, pa.bool_())
+    keep = pa.array(matches, pa.bool_())
     if CORRUPT in batch.schema.names:
-        wanted = pc.or_(wanted, batch.column(CORRUPT).is_valid())
-    return batch.filter(wanted)
+        keep = pc.or_(keep, batch.column(CORRUPT).is_valid())
+    return batch.filter(keep)

@@ -30,14 +30,14 @@ class ReadingProcessError(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Entries of a queue from ``begin`` to ``end``; those from ``late_from`` on are in ``late``, not in files."""
+    """Entries of a queue from ``begin`` to ``end``; those from ``inline_from`` on are in ``inline``, not in files."""
 
     topic: str
     queue_id: int
     begin: int
     end: int
-    late_from: int
-    late: bytes = b""
+    inline_from: int
+    inline: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class PlannedStore:
 
     @classmethod
     def open(
-        cls, path: str, wanted: Wanted, mode: Mode, files: Files | None = None, *, as_recovered: bool = False
+        cls, path: str, conditions: Wanted, mode: Mode, files: Files | None = None, *, as_recovered: bool = False
     ) -> PlannedStore:
         """Open the store in ``path``, and plan its wanted queues.
 
@@ -99,19 +99,19 @@ class PlannedStore:
         planned = cls(path, directory.infer_config(path, files), 0, 0, {}, damage, store, files)
         planned._as_recovered = as_recovered
         try:
-            planned._look(wanted, mode)
+            planned._plan_queues(conditions, mode)
         except BaseException:
             planned.close()
             raise
         return planned
 
-    def refresh(self, wanted: Wanted, mode: Mode) -> None:
+    def refresh(self, conditions: Wanted, mode: Mode) -> None:
         """Plan again with what the writer has stored since."""
         if self._store is not None:
             self._store.refresh()
-        self._look(wanted, mode)
+        self._plan_queues(conditions, mode)
 
-    def _look(self, wanted: Wanted, mode: Mode) -> None:
+    def _plan_queues(self, conditions: Wanted, mode: Mode) -> None:
         files, store = self._files, self._store
         cut = None if store is None else store.cut_short
         if cut is not None and mode == "FAILFAST" and not self._as_recovered:
@@ -129,7 +129,7 @@ class PlannedStore:
         self.log_end = whole_end if store is None or not self._ends_as_recovered else store.log.end
         states = {} if store is None else store.queues.states()
         for name in sorted(self._names()):
-            if wanted.queue(*name):
+            if conditions.queue(*name):
                 try:
                     self.queues[name] = self._queue(name, states.get(name), mode)
                 except CorruptionError as error:
@@ -171,9 +171,9 @@ class PlannedStore:
         begin, end = self._first_kept(queue), queue.max_offset
         if differs:
             return self._recovered(name, queue, begin, mode)
-        late_from = queue.stored_end
-        late = queue.entries(late_from, end).tobytes() if late_from < end else b""
-        return QueueRange(begin, end, late_from, late, queue)
+        inline_from = queue.stored_end
+        inline = queue.entries(inline_from, end).tobytes() if inline_from < end else b""
+        return QueueRange(begin, end, inline_from, inline, queue)
 
     def _stored_queue(self, name: QueueName) -> ConsumeQueue:
         """Return a queue as its files have it."""
@@ -203,9 +203,9 @@ class PlannedStore:
                 return QueueRange(begin, stored.max_offset, stored.max_offset, b"", stored)
             if not has_abort(self._files, self.path):  # it was closed, so the messages were in the log
                 self._report_lost(name, range(end, stored.max_offset), mode)
-        late_from = _first_difference(queue, stored, thorough=bool(self._store.recovered))
-        late = queue.entries(late_from, end).tobytes() if late_from < end else b""
-        return QueueRange(begin, end, late_from, late, queue)
+        inline_from = _first_difference(queue, stored, thorough=bool(self._store.recovered))
+        inline = queue.entries(inline_from, end).tobytes() if inline_from < end else b""
+        return QueueRange(begin, end, inline_from, inline, queue)
 
     def _report_lost(self, name: QueueName, offsets: range, mode: Mode) -> None:
         lost = Damage(
@@ -246,30 +246,30 @@ class PlannedStore:
 
     # ------------------------------------------------------------------------------------------------ where to begin
 
-    def offset_of(self, name: QueueName, offsets: OffsetBounds, usual: int) -> int:
+    def offset_of(self, name: QueueName, offsets: OffsetBounds, default: int) -> int:
         """Return the queue offset to which ``startingOffsets`` or ``endingOffsets`` refers for a queue.
 
-        ``usual`` is `EARLIEST` for a begin and `LATEST` for an end, which also serve where times can't be looked up.
+        ``default`` is `EARLIEST` for a begin and `LATEST` for an end, which also serve where times can't be looked up.
         """
         queue = self.queues[name]
-        asked: Any = usual
+        bound: Any = default
         if offsets == "earliest":
-            asked = EARLIEST
+            bound = EARLIEST
         elif offsets == "latest":
-            asked = LATEST
+            bound = LATEST
         else:
-            asked = self._own(offsets).get(name[0], {}).get(str(name[1]), usual)
-            if isinstance(offsets, OffsetTimes) and asked >= 0:
+            bound = self._bounds_of_store(offsets).get(name[0], {}).get(str(name[1]), default)
+            if isinstance(offsets, OffsetTimes) and bound >= 0:
                 if self._has_times:
-                    return self.first_at(name, asked)
-                asked = usual
-        return queue.begin if asked == EARLIEST else queue.end if asked == LATEST else int(asked)
+                    return self.first_at(name, bound)
+                bound = default
+        return queue.begin if bound == EARLIEST else queue.end if bound == LATEST else int(bound)
 
-    def _own(self, offsets: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _bounds_of_store(self, offsets: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the offsets for this store: its own where they are by store, else all."""
         by_store = any(isinstance(below, Mapping) for ids in offsets.values() for below in ids.values())
-        found: Mapping[str, Any] = offsets.get(self.path, {}) if by_store else offsets
-        return found
+        bounds: Mapping[str, Any] = offsets.get(self.path, {}) if by_store else offsets
+        return bounds
 
     @property
     def _has_times(self) -> bool:
@@ -286,8 +286,8 @@ class PlannedStore:
             return queue.begin
 
         def stored(queue_offset: int) -> int:
-            found = self.stored_at(name, queue_offset)
-            return -1 if found is None else found
+            timestamp_ms = self.stored_at(name, queue_offset)
+            return -1 if timestamp_ms is None else timestamp_ms
 
         return bisect_left(range(queue.end), timestamp_ms, queue.begin, queue.end, key=stored)
 
@@ -307,8 +307,8 @@ class PlannedStore:
             return False
         self._fetch(physical_offset, _IDENTITY.size)
         raw = self._store.log.data_at(physical_offset, _IDENTITY.size)
-        found = _IDENTITY.unpack(raw) if len(raw) == _IDENTITY.size else ()
-        return found == (queue_id, queue_offset, physical_offset, born_ms)
+        identity = _IDENTITY.unpack(raw) if len(raw) == _IDENTITY.size else ()
+        return identity == (queue_id, queue_offset, physical_offset, born_ms)
 
     def _fetch(self, physical_offset: int, size: int) -> None:
         """Fetch bytes of the log, if the store is remote."""
@@ -316,10 +316,10 @@ class PlannedStore:
         fetch(self._files, self.path, file_name(physical_offset - place), [(place, place + size)])
 
     def narrowed(
-        self, wanted: Wanted, starting: OffsetBounds, ending: OffsetBounds, *, strict: bool
+        self, conditions: Wanted, starting: OffsetBounds, ending: OffsetBounds, *, strict: bool
     ) -> dict[QueueName, range]:
         """Return the wanted offsets of each wanted queue; with ``strict`` `DataLossError` if some of them are gone."""
-        found: dict[QueueName, range] = {}
+        ranges: dict[QueueName, range] = {}
         for name, queue in self.queues.items():
             begin = self.offset_of(name, starting, EARLIEST)
             end = self.offset_of(name, ending, LATEST)
@@ -327,14 +327,14 @@ class PlannedStore:
             end = queue.end if end == LATEST else end
             if strict:
                 self.check_loss(name, begin, min(end, 1 << 62) if ending not in ("earliest", "latest") else queue.end)
-            begin, end = max(begin, queue.begin, wanted.begin_offset), min(end, queue.end, wanted.end_offset)
-            if wanted.begin_ms is not None and begin < end:
-                begin = max(begin, self.first_at(name, wanted.begin_ms))
-            if wanted.end_ms is not None and begin < end and self._has_times:  # else each row is compared
-                end = min(end, self.first_at(name, wanted.end_ms))
+            begin, end = max(begin, queue.begin, conditions.begin_offset), min(end, queue.end, conditions.end_offset)
+            if conditions.begin_ms is not None and begin < end:
+                begin = max(begin, self.first_at(name, conditions.begin_ms))
+            if conditions.end_ms is not None and begin < end and self._has_times:  # else each row is compared
+                end = min(end, self.first_at(name, conditions.end_ms))
             if begin < end:
-                found[name] = range(begin, end)
-        return found
+                ranges[name] = range(begin, end)
+        return ranges
 
     def check_loss(self, name: QueueName, begin: int, end: int) -> None:
         """Raise `DataLossError` if offsets from ``begin`` to ``end`` are not all there."""
@@ -353,7 +353,7 @@ class PlannedStore:
             for setting, offsets in zip(options.offset_settings, (options.starting, options.ending), strict=True)
         )
         for name in self.queues:
-            first, last = self._asked(name, options.starting), self._asked(name, options.ending)
+            first, last = self._explicit_bound(name, options.starting), self._explicit_bound(name, options.ending)
             if first in (None, EARLIEST) or last in (None, LATEST):
                 continue
             assert first is not None
@@ -361,21 +361,21 @@ class PlannedStore:
             if min(first, last) >= 0 and isinstance(options.starting, OffsetTimes) == isinstance(
                 options.ending, OffsetTimes
             ):
-                found = first, last
+                bounds = first, last
             else:
-                found = self.offset_of(name, options.starting, EARLIEST), self.offset_of(name, options.ending, LATEST)
-            if found[0] > found[1]:
+                bounds = self.offset_of(name, options.starting, EARLIEST), self.offset_of(name, options.ending, LATEST)
+            if bounds[0] > bounds[1]:
                 raise ConfigError(
                     f"{starting} and {ending.removeprefix('option ')}: {self.path}: topic {name[0]!r}, "
-                    f"queue {name[1]}: expected a begin that is not after the end, found {found[0]} and {found[1]}"
+                    f"queue {name[1]}: expected a begin that is not after the end, found {bounds[0]} and {bounds[1]}"
                 )
 
-    def _asked(self, name: QueueName, offsets: OffsetBounds) -> int | None:
+    def _explicit_bound(self, name: QueueName, offsets: OffsetBounds) -> int | None:
         """Return what the caller asked for a queue: an offset or a time; None if nothing."""
         if isinstance(offsets, str):
             return EARLIEST if offsets == "earliest" else LATEST
-        found: int | None = self._own(offsets).get(name[0], {}).get(str(name[1]))
-        return found
+        bound: int | None = self._bounds_of_store(offsets).get(name[0], {}).get(str(name[1]))
+        return bound
 
     def check_names(self, offsets: OffsetBounds, setting: str) -> None:
         """Raise `ConfigError` if ``offsets`` name a queue that the store does not have or the read does not want.
@@ -386,11 +386,11 @@ class PlannedStore:
             return
         if isinstance(offsets, OffsetTimes):
             setting += "ByTimestamp"
-        for topic, ids in self._own(offsets).items():
+        for topic, ids in self._bounds_of_store(offsets).items():
             for queue_id in ids:
                 if (topic, int(queue_id)) not in self.queues:
-                    known = {f"{name[0]}:{name[1]}" for name in self._names() if not is_system_topic(name[0])}
-                    hint = suggest(f"{topic}:{queue_id}", known)
+                    queues = {f"{name[0]}:{name[1]}" for name in self._names() if not is_system_topic(name[0])}
+                    hint = suggest(f"{topic}:{queue_id}", queues)
                     raise ConfigError(
                         f"{setting}: {self.path} has no queue {queue_id} of topic {topic!r} to read; {hint}"
                     )
@@ -398,25 +398,25 @@ class PlannedStore:
     # -------------------------------------------------------------------------------------------------------- parts
 
     def parts(
-        self, ranges: Ranges, least: int, *, entries_only: bool = False, bytes_a_part: int = PARTITION_BYTES
+        self, ranges: Ranges, min_parts: int, *, entries_only: bool = False, bytes_a_part: int = PARTITION_BYTES
     ) -> list[Part]:
-        """Cut the entries in ``ranges`` into at least ``least`` tasks, unless there are too few entries.
+        """Cut the entries in ``ranges`` into at least ``min_parts`` tasks, unless there are too few entries.
 
         With ``entries_only`` a task gets more entries, because it reads no messages.
         """
-        samples, rows = self._samples(ranges, least, bytes_a_part), sum(len(wanted) for _, wanted in ranges)
+        samples, rows = self._samples(ranges, min_parts, bytes_a_part), sum(len(offsets) for _, offsets in ranges)
         if not rows:
             return []
         size = sum(size * weight for _, size, weight in samples)
-        count = max(least, -(-rows // PARTITION_ENTRIES) if entries_only else -(-size // bytes_a_part))
+        count = max(min_parts, -(-rows // PARTITION_ENTRIES) if entries_only else -(-size // bytes_a_part))
         shares = self._shares(ranges, _quantiles([(place, weight) for place, _, weight in samples], count))
         return [self._part(slices) for slices in shares if slices]
 
-    def log_parts(self, least: int, *, bytes_a_part: int = PARTITION_BYTES) -> list[Part]:
+    def log_parts(self, min_parts: int, *, bytes_a_part: int = PARTITION_BYTES) -> list[Part]:
         """Cut the whole log into tasks, each of which starts at a record."""
-        ranges = [(name, found) for name in self.queues if (found := self._in_log(name))]
-        samples = self._samples(ranges, least, bytes_a_part)
-        count = max(least, -(-(self.log_end - self.log_begin) // bytes_a_part))
+        ranges = [(name, offsets) for name in self.queues if (offsets := self._in_log(name))]
+        samples = self._samples(ranges, min_parts, bytes_a_part)
+        count = max(min_parts, -(-(self.log_end - self.log_begin) // bytes_a_part))
         bounds = _quantiles([(place, weight) for place, _, weight in samples], count)
         bounds = [place for place in bounds if self.log_begin < place < self.log_end]
         stretches = zip([self.log_begin, *bounds], [*bounds, self.log_end], self._shares(ranges, bounds), strict=True)
@@ -425,8 +425,8 @@ class PlannedStore:
     def _shares(self, ranges: Ranges, bounds: Sequence[int]) -> list[tuple[Slice, ...]]:
         """Cut all ranges at ``bounds`` of the log, and return the slices of each share."""
         shares: list[list[Slice]] = [[] for _ in range(len(bounds) + 1)]
-        for name, wanted in ranges:
-            for share, piece in zip(shares, self.queues[name].pieces(wanted, bounds), strict=True):
+        for name, offsets in ranges:
+            for share, piece in zip(shares, self.queues[name].pieces(offsets, bounds), strict=True):
                 if piece:
                     share.append(self._slice(name, piece.start, piece.stop))
         return [tuple(share) for share in shares]
@@ -439,16 +439,16 @@ class PlannedStore:
         first = bisect_left(range(queue.end), self.log_begin, queue.begin, queue.end, key=queue.place)
         return range(first, bisect_left(range(queue.end), self.log_end, first, queue.end, key=queue.place))
 
-    def narrow_log(self, wanted: Wanted) -> None:
+    def narrow_log(self, conditions: Wanted) -> None:
         """Leave out the log before and after the wanted times.
 
         Some records have no entry, so the stretch ends at entries outside of the wanted times.
         """
         begin, end = self.log_begin, self.log_end
         for name, queue in self.queues.items():
-            if wanted.begin_ms is not None and (first := self.first_at(name, wanted.begin_ms)) > queue.begin:
+            if conditions.begin_ms is not None and (first := self.first_at(name, conditions.begin_ms)) > queue.begin:
                 begin = max(begin, queue.place(first - 1))
-            if wanted.end_ms is not None and (last := self.first_at(name, wanted.end_ms)) < queue.end:
+            if conditions.end_ms is not None and (last := self.first_at(name, conditions.end_ms)) < queue.end:
                 end = min(end, queue.place(last))
         self._is_narrowed = (begin, end) != (self.log_begin, self.log_end)
         self.log_begin, self.log_end = begin, max(begin, end)
@@ -460,30 +460,30 @@ class PlannedStore:
         """Return a part that reports the damage, or none; files of a remote store are named by its URL."""
         if not self.damage:
             return []
-        found = self.damage
+        damages = self.damage
         if isinstance(self._files, RemoteFiles):
             url = self._files.url(self.path)
-            found = [replace(one, file=one.file.replace(self.path, url, 1)) for one in found]
-        return [replace(self._part(()), damage=tuple(found))]
+            damages = [replace(damage, file=damage.file.replace(self.path, url, 1)) for damage in damages]
+        return [replace(self._part(()), damage=tuple(damages))]
 
     def _slice(self, name: QueueName, begin: int, end: int) -> Slice:
         queue = self.queues[name]
-        late_from = max(begin, queue.late_from)
-        first = (late_from - queue.late_from) * ENTRY_SIZE
-        late = queue.late[first : first + max(0, end - late_from) * ENTRY_SIZE]
-        return Slice(*name, begin, end, late_from, late)
+        inline_from = max(begin, queue.inline_from)
+        first = (inline_from - queue.inline_from) * ENTRY_SIZE
+        inline = queue.inline[first : first + max(0, end - inline_from) * ENTRY_SIZE]
+        return Slice(*name, begin, end, inline_from, inline)
 
-    def _samples(self, ranges: Ranges, least: int, bytes_a_part: int) -> list[tuple[int, int, int]]:
+    def _samples(self, ranges: Ranges, min_parts: int, bytes_a_part: int) -> list[tuple[int, int, int]]:
         """Return places and sizes of sampled entries in the order of the log, and the number that each stands for."""
         samples: list[tuple[int, int, int]] = []
-        count = _PART_SAMPLES * max(least, (self.log_end - self.log_begin) // bytes_a_part)
-        every = sum(len(wanted) for _, wanted in ranges) // min(max(count, _LEAST_SAMPLES), _MOST_SAMPLES)
+        count = _PART_SAMPLES * max(min_parts, (self.log_end - self.log_begin) // bytes_a_part)
+        every = sum(len(offsets) for _, offsets in ranges) // min(max(count, _LEAST_SAMPLES), _MOST_SAMPLES)
         rows = 0
-        for name, wanted in ranges:
-            step = max(1, every, len(wanted) // _SAMPLES)
-            found = [self.queues[name].entries.entry(at) for at in wanted[-rows % step :: step]]
-            samples += [(entry.physical_offset, entry.size, step) for entry in found if entry is not None]
-            rows += len(wanted)
+        for name, offsets in ranges:
+            step = max(1, every, len(offsets) // _SAMPLES)
+            entries = [self.queues[name].entries.entry(at) for at in offsets[-rows % step :: step]]
+            samples += [(entry.physical_offset, entry.size, step) for entry in entries if entry is not None]
+            rows += len(offsets)
         return sorted(samples)
 
 
@@ -504,27 +504,29 @@ def plan(
         CorruptionError: A queue or the log is damaged, and the mode is ``FAILFAST``.
     """
     parts: list[Part] = []
-    least = -(-options.min_partitions // len(options.paths))
-    wanted = options.wanted
+    min_parts = -(-options.min_partitions // len(options.paths))
+    conditions = options.wanted
     # Finding the records between entries needs the entries of all queues.
-    looked_at = Wanted(internal=True) if options.view == "log" else wanted
+    looked_at = Wanted(internal=True) if options.view == "log" else conditions
     for path in options.paths:
         with PlannedStore.open(path, looked_at, options.mode, files, as_recovered=options.as_recovered) as store:
             parts += store.damage_parts()
             if options.view == "log":
                 if options.mode == "FAILFAST":  # in other modes a damaged entry can give a wrong place
-                    store.narrow_log(wanted)
-                parts += store.log_parts(least, bytes_a_part=bytes_a_part)
+                    store.narrow_log(conditions)
+                parts += store.log_parts(min_parts, bytes_a_part=bytes_a_part)
                 continue
             starting, ending = options.offset_settings
             store.check_names(options.starting, starting)
             store.check_names(options.ending, ending)
             store.check_order(options)
-            whole = store.narrowed(wanted, options.starting, options.ending, strict=options.fail_on_data_loss)
-            ranges: Ranges = list(whole.items())
+            ranges_by_queue = store.narrowed(
+                conditions, options.starting, options.ending, strict=options.fail_on_data_loss
+            )
+            ranges: Ranges = list(ranges_by_queue.items())
             if prune is not None:
                 ranges = prune(store, ranges, options)
-            parts += store.parts(ranges, least, entries_only=options.view == "queues", bytes_a_part=bytes_a_part)
+            parts += store.parts(ranges, min_parts, entries_only=options.view == "queues", bytes_a_part=bytes_a_part)
     return parts
 
 
@@ -547,20 +549,20 @@ def _quantiles(places: Sequence[tuple[int, int]], count: int) -> list[int]:
 def _first_difference(queue: ConsumeQueue, stored: ConsumeQueue, *, thorough: bool) -> int:
     """Return the first queue offset at which the files differ from ``queue``."""
     end = min(queue.max_offset, stored.max_offset)
-    found = max(queue.min_offset, end) if end < queue.max_offset else queue.max_offset
+    offset = max(queue.min_offset, end) if end < queue.max_offset else queue.max_offset
     while end > queue.min_offset:
         begin = max(queue.min_offset, end - _COMPARED)
         ours, theirs = queue.entries(begin, end), stored_entries(stored, begin, end)
         count = min(len(ours), len(theirs))
         different = np.flatnonzero(ours[:count] != theirs[:count])
         if len(different):
-            found = begin + int(different[0])
+            offset = begin + int(different[0])
         elif count < len(ours):
-            found = begin + count
+            offset = begin + count
         elif not thorough:
             break
         end = begin
-    return found
+    return offset
 
 
 def _log_files(path: str, config: StoreConfig, files: Files) -> list[int]:

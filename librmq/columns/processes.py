@@ -97,9 +97,9 @@ class _Source:
             raise StoreError("this read is closed")
         if self._at >= self._message.size:
             self._message, self._at = next(self._messages, pa.py_buffer(b"")), 0
-        found = self._message.slice(self._at, min(size, self._message.size - self._at))
+        piece = self._message.slice(self._at, min(size, self._message.size - self._at))
         self._at += size
-        return found
+        return piece
 
     read_buffer = read
 
@@ -147,7 +147,7 @@ class _Reading:
     ) -> None:
         if not sys.executable:
             raise ConfigError("processes: sys.executable is empty, so no process can be started; read with processes=1")
-        self._own = Reading(options, schema)
+        self._reading = Reading(options, schema)
         self._is_busy = is_busy
         self._planned = planned  # it holds the mirror of a remote store
         self._own_parts: dict[int, _OwnPart] = {}
@@ -159,7 +159,7 @@ class _Reading:
                 for _ in range(count - 1):
                     self._children.append(_Child(options, schema))
             self._parts = planned()
-            self._left = deque(range(len(self._parts)))
+            self._unread = deque(range(len(self._parts)))
             """The parts that no process has."""
             while self._children and len(self._children) >= len(self._parts) + is_busy:
                 self._children.pop().close()
@@ -174,7 +174,7 @@ class _Reading:
         """Yield all batches in order, as messages of Arrow's IPC format."""
         try:
             for number in range(len(self._parts)):
-                if self._is_busy and number in self._left:
+                if self._is_busy and number in self._unread:
                     self._give(number, min(self._children, key=lambda child: child.parts))
                 child = self._reader_of.pop(number, None)
                 yield from self._own_messages(number) if child is None else self._messages_of(child)
@@ -187,7 +187,7 @@ class _Reading:
             child.close()
 
     def _give(self, number: int, child: _Child) -> None:
-        self._left.remove(number)
+        self._unread.remove(number)
         self._reader_of[number] = child
         child.give(number, self._parts[number])
 
@@ -196,20 +196,20 @@ class _Reading:
         for child in self._children:
             child.listen()
             while child.is_ready and child.parts < _PARTS_AHEAD:
-                number = next((number for number in self._left if number > child.last), None)
+                number = next((number for number in self._unread if number > child.last), None)
                 if number is None:
                     break
                 self._give(number, child)
 
     def _own_messages(self, number: int) -> Iterator[pa.Buffer]:
-        part = self._own_parts.pop(number, None) or self._begin(self._left.popleft())
+        part = self._own_parts.pop(number, None) or self._begin(self._unread.popleft())
         while True:
             while part.read:
-                found = part.read.popleft()
-                if isinstance(found, Exception):
-                    raise found
-                self._ahead -= found.size
-                yield found
+                message = part.read.popleft()
+                if isinstance(message, Exception):
+                    raise message
+                self._ahead -= message.size
+                yield message
                 self._give_out()
             if part.is_whole:
                 return
@@ -219,14 +219,14 @@ class _Reading:
         while True:
             while not child.listen() and self._read_ahead():
                 self._give_out()
-            kind, found = child.frame()
+            kind, message = child.frame()
             if kind == END:
                 return
-            yield found
+            yield message
             self._give_out()
 
     def _begin(self, number: int) -> _OwnPart:
-        return _OwnPart(self._own.read(self._parts[number]))
+        return _OwnPart(self._reading.read(self._parts[number]))
 
     def _read_ahead(self) -> bool:
         """Read a batch of a later part here; return False if there is none, or no room."""
@@ -234,9 +234,9 @@ class _Reading:
             return False
         last = max(self._own_parts, default=-1)
         if last < 0 or self._own_parts[last].is_whole:
-            if not self._left:
+            if not self._unread:
                 return False
-            last = self._left.popleft()
+            last = self._unread.popleft()
             self._own_parts[last] = self._begin(last)
         self._ahead += self._own_parts[last].more()
         return True
@@ -334,8 +334,8 @@ class _Child:
             if self._is_closed:
                 raise StoreError("this read is closed")
             status = self._program.wait()
-            gone = ReadingProcessError(f"a process that read the store ended with status {status}")
-            kind, data = ERROR, bytearray(pickled(gone))
+            error = ReadingProcessError(f"a process that read the store ended with status {status}")
+            kind, data = ERROR, bytearray(pickled(error))
         if kind == READY:
             self.is_ready = True
         elif kind == LOG_LINE:

@@ -77,8 +77,8 @@ class Properties:
     @cached_property
     def _width(self) -> int:
         """The number of segments in each row, if it is the same in all; else 0."""
-        width, rest = divmod(len(self._ends), max(self.rows, 1))
-        return 0 if rest or not width or (self._ends[width - 1 :: width] != self._row_ends).any() else width
+        width, remainder = divmod(len(self._ends), max(self.rows, 1))
+        return 0 if remainder or not width or (self._ends[width - 1 :: width] != self._row_ends).any() else width
 
     @cached_property
     def _row(self) -> Ints:
@@ -105,8 +105,8 @@ class Properties:
             return []
         for column, start in enumerate(starts):
             for at in range(_WORD, len(start), _WORD):  # the last word overlaps the one before it
-                rest = gather(self._text, self._begins[column::count] + min(at, len(start) - _WORD), "<u8")
-                if (rest != rest[0]).any():
+                word = gather(self._text, self._begins[column::count] + min(at, len(start) - _WORD), "<u8")
+                if (word != word[0]).any():
                     return []
         return names
 
@@ -132,7 +132,7 @@ class Properties:
         elif self._names:
             rows, begins, ends = self._find_in_column(needle)
         else:
-            rows, begins, ends = self._find(needle + b"\1")
+            rows, begins, ends = self._values_of(needle + b"\1")
         values = self._texts(begins, ends)
         if len(rows) == self.rows and not len(unusual) and (rows[1:] > rows[:-1]).all():
             return values  # every message has the property once
@@ -140,19 +140,19 @@ class Properties:
         present = np.zeros(self.rows, np.bool_)
         where[rows] = np.arange(len(rows))  # if a property occurs twice, the last one counts
         present[rows] = True
-        found = values.take(numbers(where, present))
+        column = values.take(numbers(where, present))
         if not len(unusual):
-            return found
+            return column
         plain = [self._plain(int(row)).get(name) for row in unusual]
         where = np.arange(self.rows)
         where[unusual] = self.rows + np.arange(len(unusual))
-        return pa.concat_arrays([found, pa.array(plain, pa.string())]).take(numbers(where))
+        return pa.concat_arrays([column, pa.array(plain, pa.string())]).take(numbers(where))
 
-    def _find(self, needle: bytes) -> tuple[Ints, Ints, Ints]:
+    def _values_of(self, needle: bytes) -> tuple[Ints, Ints, Ints]:
         """Return row, begin and end of every non-empty value after ``needle`` at the start of a segment."""
         size = len(needle)
-        wanted = np.uint64(int.from_bytes(needle[:_WORD], "little"))
-        hits = np.flatnonzero((self._words & _MASKS[min(size, _WORD)]) == wanted)
+        prefix = np.uint64(int.from_bytes(needle[:_WORD], "little"))
+        hits = np.flatnonzero((self._words & _MASKS[min(size, _WORD)]) == prefix)
         hits = hits[self._ends[hits] - self._begins[hits] > size]
         for at in range(_WORD, size):
             hits = hits[self._text[self._begins[hits] + at] == needle[at]]
@@ -173,8 +173,8 @@ class Properties:
         return int(self._text.max()) < 0x80
 
     def _texts(self, begins: Ints, ends: Ints) -> pa.StringArray:
-        found = slices(self._text, begins, ends)
-        return known_text(found) if self._is_ascii else texts(found)
+        raw = slices(self._text, begins, ends)
+        return known_text(raw) if self._is_ascii else texts(raw)
 
     @cached_property
     def _unusual_names(self) -> Ints:
@@ -191,36 +191,39 @@ class Properties:
         """Return all properties of each message, in stored order."""
         text, begins, ends, split = self._text, self._begins, self._ends, self._splits
         unusual = self._unusual_names
-        kept = ends - split > 1
+        nonempty = ends - split > 1
         if not self._names or b"" in self._names:
-            kept &= split > begins
-        elif not len(unusual) and kept.all():
+            nonempty &= split > begins
+        elif not len(unusual) and nonempty.all():
             counts = np.full(self.rows, len(self._names))
             return self._map(counts, self._repeated_names(), known_text(slices(text, split + 1, ends)))
         row = self._row
-        if not kept.all():
-            begins, ends, split, row = begins[kept], ends[kept], split[kept], row[kept]
+        if not nonempty.all():
+            begins, ends, split, row = begins[nonempty], ends[nonempty], split[nonempty], row[nonempty]
         if not self._names:
             unusual = np.union1d(unusual, self._repeated(begins, split, row))
         if not len(unusual):
             names = slices(text, begins, split)
             values = slices(text, split + 1, ends)
             return self._map(np.bincount(row, minlength=self.rows), known_text(names), known_text(values))
-        usual = ~np.isin(row, unusual)
-        begins, ends, split, row = begins[usual], ends[usual], split[usual], row[usual]
-        plain = [self._plain(int(one)) for one in unusual]
+        regular = ~np.isin(row, unusual)
+        begins, ends, split, row = begins[regular], ends[regular], split[regular], row[regular]
+        plain = [self._plain(int(properties)) for properties in unusual]
         counts = np.bincount(row, minlength=self.rows)
-        counts[unusual] = [len(one) for one in plain]
+        counts[unusual] = [len(properties) for properties in plain]
         # Rows decoded singly are appended; a stable sort by row puts them in their places.
         row = np.concatenate((row, np.repeat(unusual, counts[unusual])))
         order = numbers(np.argsort(row, kind="stable"))
         names = pa.concat_arrays(
-            [known_text(slices(text, begins, split)), pa.array([name for one in plain for name in one], pa.string())]
+            [
+                known_text(slices(text, begins, split)),
+                pa.array([name for properties in plain for name in properties], pa.string()),
+            ]
         ).take(order)
         values = pa.concat_arrays(
             [
                 known_text(slices(text, split + 1, ends)),
-                pa.array([value for one in plain for value in one.values()], pa.string()),
+                pa.array([value for properties in plain for value in properties.values()], pa.string()),
             ]
         ).take(order)
         return self._map(counts, names, values)

@@ -40,11 +40,11 @@ class ShortQueue:
     @classmethod
     def read(cls, folder: str, file_size: int, files: Files, state: QueueState) -> Self | None:
         """Return the queue in ``folder``; None if it is not short, or not as in ``state``: open it to see why."""
-        found = files.read_sole_file(folder, file_size, _READ)
-        if found is None or not 0 < len(found[1]) <= _SHORT or not (found[0].isdigit() and len(found[0]) == 20):
+        file = files.read_sole_file(folder, file_size, _READ)
+        if file is None or not 0 < len(file[1]) <= _SHORT or not (file[0].isdigit() and len(file[0]) == 20):
             return None
-        raw = found[1] + bytes(-len(found[1]) % ENTRY_SIZE)
-        first = int(found[0]) // ENTRY_SIZE
+        raw = file[1] + bytes(-len(file[1]) % ENTRY_SIZE)
+        first = int(file[0]) // ENTRY_SIZE
         places, sizes = places_and_sizes(raw)
         as_closed = (first + len(places), places[-1] + sizes[-1]) == (state.max_offset, state.max_physic_offset)
         if not as_closed or min(sizes) <= 0 or min(places) < 0 or HOLE_SIZE in sizes:
@@ -69,8 +69,8 @@ class QueueRange:
 
     begin: int
     end: int
-    late_from: int
-    late: bytes
+    inline_from: int
+    inline: bytes
     entries: ConsumeQueue | ShortQueue
     """Reader of the queue's entries."""
 
@@ -79,28 +79,28 @@ class QueueRange:
         entry = self.entries.entry(queue_offset)
         return -1 if entry is None else entry.physical_offset
 
-    def pieces(self, wanted: range, bounds: Sequence[int]) -> list[range]:
-        """Return the parts of ``wanted`` before, between and after ``bounds``, ascending places of the log."""
+    def pieces(self, offsets: range, bounds: Sequence[int]) -> list[range]:
+        """Return the parts of ``offsets`` before, between and after ``bounds``, ascending places of the log."""
         if not bounds:
-            return [wanted]
-        if len(wanted) <= _AT_ONCE:
-            places = stored_entries(self.entries, wanted.start, wanted.stop)["physical_offset"]
-            ends = np.minimum(wanted.start + np.searchsorted(places, bounds), wanted.stop).tolist()
+            return [offsets]
+        if len(offsets) <= _AT_ONCE:
+            places = stored_entries(self.entries, offsets.start, offsets.stop)["physical_offset"]
+            ends = np.minimum(offsets.start + np.searchsorted(places, bounds), offsets.stop).tolist()
         else:
-            ends, at = [], wanted.start
+            ends, at = [], offsets.start
             for bound in bounds:
-                at = bisect_left(range(wanted.stop), bound, at, wanted.stop, key=self.place)
+                at = bisect_left(range(offsets.stop), bound, at, offsets.stop, key=self.place)
                 ends.append(at)
-        return [range(begin, end) for begin, end in zip([wanted.start, *ends], [*ends, wanted.stop], strict=True)]
+        return [range(begin, end) for begin, end in zip([offsets.start, *ends], [*ends, offsets.stop], strict=True)]
 
 
 def stored_entries(queue: ConsumeQueue | ShortQueue, begin: int, end: int) -> Entries:
     """Return the entries from ``begin`` to ``end``, damaged ones too; fewer if files were deleted."""
     if isinstance(queue, ShortQueue):
         return queue.entries(begin, end)
-    found = []
+    blocks = []
     at = begin
     while at < end and (raw := queue.read(at, end - at)):
-        found.append(raw)
+        blocks.append(raw)
         at += len(raw) // ENTRY_SIZE
-    return np.frombuffer(b"".join(found), entry_dtype())
+    return np.frombuffer(b"".join(blocks), entry_dtype())

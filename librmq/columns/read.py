@@ -77,25 +77,28 @@ class _Task:
         self._part = part
         self._files = files
         self._file: tuple[int, File, npt.NDArray[np.uint8]] | None = None
-        wanted = options.wanted
+        conditions = options.wanted
         self._tags: TagFilter | None = None
         self._selector: Question | None = None
-        if wanted.tags is not None:
+        if conditions.tags is not None:
             from librmq.filter import TagFilter  # loads a grammar that few reads need
 
-            self._tags = TagFilter(wanted.tags)
+            self._tags = TagFilter(conditions.tags)
         if options.selector is not None:
             from librmq.filter.sqlfilter import compiled
 
             self._selector = compiled(options.selector).question
-        self._asked = () if options.predicate is None else options.predicate.columns
+        self._predicate_columns = () if options.predicate is None else options.predicate.columns
         self._frames = (
-            not {*schema.names, *self._asked} <= FIXED_COLUMNS | {"topic", "tagsCode", "store", CORRUPT}
-            or (part.walk is not None and ("topic" in {*schema.names, *self._asked} or not wanted.takes_all))
+            not {*schema.names, *self._predicate_columns} <= FIXED_COLUMNS | {"topic", "tagsCode", "store", CORRUPT}
+            or (
+                part.walk is not None
+                and ("topic" in {*schema.names, *self._predicate_columns} or not conditions.takes_all)
+            )
             or self._tags is not None
             or self._selector is not None
         )
-        self._bodies = "body" in schema.names or "body" in self._asked
+        self._bodies = "body" in schema.names or "body" in self._predicate_columns
         self._checksums = options.checksums and self._bodies
         self._malformed = Malformed(options, schema, part, self._store())
 
@@ -115,9 +118,9 @@ class _Task:
             )
         if self._part.damage:
             yield from self._malformed.found_before(self._part.damage)
-        rows, gone = self._entries()
-        if gone and self._options.fail_on_data_loss:
-            raise DataLossError(f"{self._part.path}: {gone[0]} was deleted after the read was planned; {REST}")
+        rows, deleted = self._entries()
+        if deleted and self._options.fail_on_data_loss:
+            raise DataLossError(f"{self._part.path}: {deleted[0]} was deleted after the read was planned; {REST}")
         bad_entries = (rows.sizes <= 0) | (rows.places < 0)
         if bad_entries.any():
             yield from self._malformed.entries(rows.take(bad_entries))
@@ -135,26 +138,26 @@ class _Task:
             self._fetch(rows.places, rows.sizes)
         size = self._part.log_file_size
         # Spark is faster with few large batches; data of variable length decodes faster in pieces that fit the cache.
-        most = BATCH_ROWS if self._frames else ENTRY_BATCH_ROWS
-        for chunk in chunks(rows, size, most, BATCH_BYTES):
+        max_rows = BATCH_ROWS if self._frames else ENTRY_BATCH_ROWS
+        for chunk in chunks(rows, size, max_rows, BATCH_BYTES):
             yield from self._messages(chunk, int(chunk.places[0]) // size * size)
-            self._forget()
+            self._release_pages()
         self._file = None
         if isinstance(self._files, RemoteFiles):
             self._files.release(self._part.path)
 
     def _has_times_as_codes(self, rows: Rows) -> Mask:
         """Return which rows wait for a delay: their entries hold the time of delivery where others have a hash."""
-        waits = np.array([one.topic == SCHEDULE_TOPIC for one in self._part.slices], np.bool_)
+        waits = np.array([share.topic == SCHEDULE_TOPIC for share in self._part.slices], np.bool_)
         return waits[rows.queue] if len(waits) else np.zeros(len(rows), np.bool_)
 
     def _entry_batches(self, rows: Rows) -> Iterator[pa.RecordBatch]:
         if self._tags is not None and not self._tags.takes_all:
             rows = rows.take(_candidates(rows.codes, self._tags))
         for begin in range(0, len(rows), ENTRY_BATCH_ROWS):
-            found, _, _ = self._matching(rows.take(slice(begin, begin + ENTRY_BATCH_ROWS)), None, None)
-            if len(found):
-                yield self._batch(found, None)
+            matching, _, _ = self._matching(rows.take(slice(begin, begin + ENTRY_BATCH_ROWS)), None, None)
+            if len(matching):
+                yield self._batch(matching, None)
 
     def _messages(self, rows: Rows, start: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one chunk, which is within one log file."""
@@ -169,10 +172,10 @@ class _Task:
             wrong = np.flatnonzero(~block.sound)
             yield from self._malformed.records(rows.take(wrong), [block.reason(int(at)).reason for at in wrong])
             rows, block = rows.take(block.sound), block.take(np.flatnonzero(block.sound))
-        keep = self._wanted(rows, block)
+        keep = self._passing(rows, block)
         if keep is not None:
             rows, block = rows.take(keep), block.take(np.flatnonzero(keep))
-        if len(rows) and "body" not in self._asked:
+        if len(rows) and "body" not in self._predicate_columns:
             rows, block, _ = self._matching(rows, block, None)
         if not len(rows):
             return
@@ -187,7 +190,7 @@ class _Task:
                 good = np.ones(len(rows), np.bool_)
                 good[list(wrong_bodies)] = False
                 rows, block, bodies = rows.take(good), block.take(np.flatnonzero(good)), bodies.filter(pa.array(good))
-        if len(rows) and "body" in self._asked:
+        if len(rows) and "body" in self._predicate_columns:
             rows, block, bodies = self._matching(rows, block, bodies)
         if len(rows):
             yield self._batch(rows, block, bodies)
@@ -209,44 +212,46 @@ class _Task:
             None if bodies is None else bodies.take(numbers(which)),
         )
 
-    def _wanted(self, rows: Rows, block: Block) -> Mask | None:
+    def _passing(self, rows: Rows, block: Block) -> Mask | None:
         """Return which rows pass, None for all; the cheapest test comes first."""
-        wanted = self._options.wanted
+        conditions = self._options.wanted
         keep: Mask | None = None
-        if wanted.begin_ms is not None or wanted.end_ms is not None:
+        if conditions.begin_ms is not None or conditions.end_ms is not None:
             stored = block.field("store_timestamp")
             keep = np.ones(len(rows), np.bool_)
-            if wanted.begin_ms is not None:
-                keep &= stored >= wanted.begin_ms
-            if wanted.end_ms is not None:
-                keep &= stored < wanted.end_ms
-        if self._part.walk is not None and not wanted.takes_all:
-            found = self._wanted_in_log(block)
-            keep = found if keep is None else keep & found
+            if conditions.begin_ms is not None:
+                keep &= stored >= conditions.begin_ms
+            if conditions.end_ms is not None:
+                keep &= stored < conditions.end_ms
+        if self._part.walk is not None and not conditions.takes_all:
+            passing = self._passing_in_log(block)
+            keep = passing if keep is None else keep & passing
         if self._tags is not None and not self._tags.takes_all and self._tags.tags:
-            found = _in(block.properties.value(record.PROPERTY_TAGS), sorted(self._tags.tags))
-            keep = found if keep is None else keep & found
+            passing = _is_in(block.properties.value(record.PROPERTY_TAGS), sorted(self._tags.tags))
+            keep = passing if keep is None else keep & passing
         if self._selector is not None:
             from librmq.filter.arrow_backend import match_arrow
             from librmq.filter.questions import names
 
-            asked = sorted(set(names(self._selector)))
-            columns = {name: block.properties.value(name) for name in asked} or {"": pa.nulls(len(rows), pa.string())}
+            property_names = sorted(set(names(self._selector)))
+            columns = {name: block.properties.value(name) for name in property_names} or {
+                "": pa.nulls(len(rows), pa.string())
+            }
             matched = match_arrow(self._selector, pa.RecordBatch.from_pydict(columns))
-            found = matched.to_numpy(zero_copy_only=False)
-            keep = found if keep is None else keep & found
+            passing = matched.to_numpy(zero_copy_only=False)
+            keep = passing if keep is None else keep & passing
         return None if keep is None or keep.all() else keep
 
-    def _wanted_in_log(self, block: Block) -> Mask:
-        wanted = self._options.wanted
+    def _passing_in_log(self, block: Block) -> Mask:
+        conditions = self._options.wanted
         keep = np.ones(len(block), np.bool_)
-        if wanted.queue_ids is not None:
-            keep &= np.isin(block.field("queue_id"), sorted(wanted.queue_ids))
+        if conditions.queue_ids is not None:
+            keep &= np.isin(block.field("queue_id"), sorted(conditions.queue_ids))
         offsets = block.field("queue_offset")
-        keep &= (offsets >= wanted.begin_offset) & (offsets < wanted.end_offset)
-        if wanted.topics is not None or wanted.topic_pattern is not None or not wanted.internal:
+        keep &= (offsets >= conditions.begin_offset) & (offsets < conditions.end_offset)
+        if conditions.topics is not None or conditions.topic_pattern is not None or not conditions.internal:
             topics = block.topic().dictionary_encode()
-            good = np.array([wanted.topic(topic) for topic in topics.dictionary.to_pylist()], np.bool_)
+            good = np.array([conditions.topic(topic) for topic in topics.dictionary.to_pylist()], np.bool_)
             keep &= good[topics.indices.to_numpy()] if len(good) else keep
         return keep
 
@@ -264,9 +269,9 @@ class _Task:
             return bodies
         if self._part.walk is None:
             if name == "topic":
-                return strings([one.topic for one in self._part.slices]).take(numbers(rows.queue))
+                return strings([share.topic for share in self._part.slices]).take(numbers(rows.queue))
             if name == "queueId":
-                ids = np.array([one.queue_id for one in self._part.slices], np.int32)
+                ids = np.array([share.queue_id for share in self._part.slices], np.int32)
                 return numbers(ids[rows.queue])
             if name == "queueOffset":
                 return numbers(rows.queue_offsets)
@@ -313,7 +318,7 @@ class _Task:
             begins, until = places[firsts[of_file]] - start, ends[lasts[of_file]] - start
             self._files.fetch(self._part.path, file_name(start), zip(begins.tolist(), until.tolist(), strict=True))
 
-    def _forget(self) -> None:
+    def _release_pages(self) -> None:
         """Release the pages of the log that were read, which bounds the memory of a task."""
         if self._file is None or not self._files.is_shared:  # no file would bring back what is only in memory
             return
@@ -323,17 +328,17 @@ class _Task:
 
     def _entries(self) -> tuple[Rows, list[str]]:
         """Return the entries of all slices in log order, and the files that were deleted."""
-        gone: list[str] = []
-        found, queues, offsets = [], [], []
-        for number, one in enumerate(self._part.slices):
-            for first, entries in slice_entries(self._part, one, self._files, gone):
-                found.append(entries)
+        deleted: list[str] = []
+        blocks, queues, offsets = [], [], []
+        for number, share in enumerate(self._part.slices):
+            for first, entries in slice_entries(self._part, share, self._files, deleted):
+                blocks.append(entries)
                 queues.append(np.full(len(entries), number, np.int32))
                 offsets.append(np.arange(first, first + len(entries)))
-        if not found:
+        if not blocks:
             empty = np.zeros(0, np.int64)
-            return Rows(empty, empty, empty, np.zeros(0, np.int32), empty), gone
-        entries = np.concatenate(found)
+            return Rows(empty, empty, empty, np.zeros(0, np.int32), empty), deleted
+        entries = np.concatenate(blocks)
         rows = Rows(
             entries["physical_offset"].astype(np.int64),
             entries["size"].astype(np.int64),
@@ -343,16 +348,16 @@ class _Task:
         )
         if len(self._part.slices) > 1:
             rows = rows.take(np.argsort(rows.places, kind="stable"))
-        return rows, gone
+        return rows, deleted
 
     # ----------------------------------------------------------------------------------------------- views of the log
 
-    def _walk(self, known: Rows, begin: int, end: int) -> tuple[Rows, list[tuple[int, str]]]:
+    def _walk(self, indexed: Rows, begin: int, end: int) -> tuple[Rows, list[tuple[int, str]]]:
         """Return every record from ``begin`` to ``end``: those with entries, and those between them."""
-        inside = (known.places >= begin) & (known.places < end) & (known.sizes > 0)
-        places, first = np.unique(known.places[inside], return_index=True)
-        ends = places + known.sizes[inside][first]
-        found: list[Ints] = [places]
+        inside = (indexed.places >= begin) & (indexed.places < end) & (indexed.sizes > 0)
+        places, first = np.unique(indexed.places[inside], return_index=True)
+        ends = places + indexed.sizes[inside][first]
+        starts: list[Ints] = [places]
         bad: list[tuple[int, str]] = []
         # Gaps: between the end of a known record and the start of the next, before the first, and after the last.
         gap_begins = np.concatenate(([begin], ends))
@@ -361,14 +366,14 @@ class _Task:
             gap_begins[gap_begins != gap_ends].tolist(), gap_ends[gap_begins != gap_ends].tolist(), strict=True
         ):
             if at < until:
-                found += self._chain(at, until, bad)
+                starts += self._chain(at, until, bad)
         if len(places):
-            kept = np.sort(known.places[self._may_be_wanted()[known.queue]])
+            candidates = np.sort(indexed.places[self._may_be_wanted()[indexed.queue]])
             # NumPy 2.4 hashes in `isin`, which takes seven times as long as the order of both.
-            wanted = np.searchsorted(kept, places) < np.searchsorted(kept, places, side="right")
-            found[0] = places[wanted]
-            self._fetch(found[0], (ends - places)[wanted])
-        every = np.sort(np.concatenate(found))
+            is_candidate = np.searchsorted(candidates, places) < np.searchsorted(candidates, places, side="right")
+            starts[0] = places[is_candidate]
+            self._fetch(starts[0], (ends - places)[is_candidate])
+        every = np.sort(np.concatenate(starts))
         empty = np.zeros(len(every), np.int64)
         return Rows(every, empty, empty, empty.astype(np.int32), empty), bad
 
@@ -377,13 +382,16 @@ class _Task:
 
         A queue of the light kind, ``%LMQ%``, leads to records of other topics.
         """
-        every, wanted = self._options.mode != "FAILFAST", self._options.wanted  # an entry of a damaged store may lie
-        names = [(one.topic, one.queue_id) for one in self._part.slices]
-        return np.array([every or name[0].startswith("%LMQ%") or wanted.queue(*name) for name in names], np.bool_)
+        every_slice = self._options.mode != "FAILFAST"  # an entry of a damaged store may lie
+        conditions = self._options.wanted
+        names = [(share.topic, share.queue_id) for share in self._part.slices]
+        return np.array(
+            [every_slice or name[0].startswith("%LMQ%") or conditions.queue(*name) for name in names], np.bool_
+        )
 
     def _chain(self, at: int, until: int, bad: list[tuple[int, str]]) -> list[Ints]:
         """Return the records from ``at`` to ``until``, found without entries."""
-        found: list[Ints] = []
+        starts: list[Ints] = []
         size = self._part.log_file_size
         while at < until:
             start = at - at % size
@@ -392,27 +400,25 @@ class _Task:
                 end = min(until - start, len(raw))
                 fetch(self._files, self._part.path, file_name(start), [(at - start, end)])
                 for places, wrong in record_starts(raw, at - start, end):
-                    found.append(places + start)
+                    starts.append(places + start)
                     bad += [(start + place, why) for place, why in wrong]
-                    self._forget()
+                    self._release_pages()
             elif self._options.fail_on_data_loss:
                 raise DataLossError(f"{self._part.path}: commitlog/{file_name(start)} was deleted; {REST}")
             at = start + size
-        return found
+        return starts
 
 
-def _in(values: pa.Array, wanted: list[str]) -> Mask:
+def _is_in(values: pa.Array, members: list[str]) -> Mask:
     import pyarrow.compute as pc
 
     # Compare as numbers, for the reason given in `numbers`.
-    found = pc.is_in(values, strings(wanted)).cast(pa.uint8())
-    return (
-        np.frombuffer(found.buffers()[1], np.bool_, len(found), found.offset) if len(found) else np.zeros(0, np.bool_)
-    )
+    mask = pc.is_in(values, strings(members)).cast(pa.uint8())
+    return np.frombuffer(mask.buffers()[1], np.bool_, len(mask), mask.offset) if len(mask) else np.zeros(0, np.bool_)
 
 
 def _candidates(codes: Ints, tags: TagFilter) -> Mask:
     """Return which entries can have one of the tags, by hash; an entry with an extension address can have any."""
-    known = np.array(sorted(tags.codes), np.int64)
-    found: Mask = np.isin(codes.astype(np.int32), known) | (codes <= LAST_EXT_ADDRESS)
-    return found
+    tag_codes = np.array(sorted(tags.codes), np.int64)
+    mask: Mask = np.isin(codes.astype(np.int32), tag_codes) | (codes <= LAST_EXT_ADDRESS)
+    return mask

@@ -35,7 +35,7 @@ def _portable(part: Part, files: RemoteFiles) -> Part:
     if store is None:
         return part
     slices = []
-    for one in part.slices:
-        entries = b"".join(found.tobytes() for _, found in slice_entries(part, one, files, []))
-        slices.append(replace(one, late_from=one.begin, late=entries))
+    for share in part.slices:
+        entries = b"".join(block.tobytes() for _, block in slice_entries(part, share, files, []))
+        slices.append(replace(share, inline_from=share.begin, inline=entries))
     return replace(part, path=store.url, slices=tuple(slices), remote=store.log)

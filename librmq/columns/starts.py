@@ -37,24 +37,26 @@ def record_starts(raw: Bytes, begin: int, end: int) -> Iterator[tuple[Ints, list
     at = begin
     while at < end:
         bad: list[tuple[int, str]] = []
-        found: list[Ints] = []
+        starts: list[Ints] = []
         until = min(end, at + WINDOW)
         chains = _Chains.follow(raw, at, until) if until - at >= 2 * _STRETCH else None
         while at < until:
             linked = None if chains is None else chains.linked(at)
             if linked is not None:
                 places, at = linked
-                found.append(places)
+                starts.append(places)
             else:
-                places, at = _plain(raw, at, until, end, chains.known if chains is not None else {}, bad)
-                found.append(places)
-        yield np.concatenate(found), bad
+                places, at = _plain(raw, at, until, end, chains.numbers if chains is not None else {}, bad)
+                starts.append(places)
+        yield np.concatenate(starts), bad
 
 
 def _plain(
-    raw: Bytes, place: int, until: int, end: int, known: dict[int, int], bad: list[tuple[int, str]]
+    raw: Bytes, place: int, until: int, end: int, chain_numbers: dict[int, int], bad: list[tuple[int, str]]
 ) -> tuple[Ints, int]:
-    """Walk the records from ``place`` to ``until`` or to a ``known`` one; return them and where the walk ended.
+    """Walk the records from ``place`` to ``until`` or to a known one; return them and where it ended.
+
+    ``chain_numbers`` has the known records, by their places.
 
     At bytes that are not a record the walk ends, and returns ``end``.
     """
@@ -68,7 +70,7 @@ def _plain(
                 break
             places.append(place)
             place += length
-            if place in known:
+            if place in chain_numbers:
                 return np.array(places, np.int64), place
         if place >= until:
             break
@@ -81,7 +83,7 @@ def _plain(
         if magic in _MAGICS and length >= record.FIXED_SIZE and place + length <= size:
             places.append(place)
             place += length
-            if place in known and place > begin:
+            if place in chain_numbers and place > begin:
                 break
         elif magic == record.BLANK_MAGIC or (not length and not magic and not raw[place:end].any()):
             place = end  # a blank, or zeros after the last record
@@ -99,7 +101,7 @@ def _plain(
 class _Chains(NamedTuple):
     """Chains of plain records, each from a guess."""
 
-    known: dict[int, int]
+    numbers: dict[int, int]
     """Start of each chain that has a record, and its number."""
     places: Ints
     """Starts of the records of all chains, chain by chain."""
@@ -118,33 +120,33 @@ class _Chains(NamedTuple):
         size = len(raw)
         which, at = np.arange(len(begins)), begins
         owners: list[Ints] = []
-        found: list[Ints] = []
+        steps: list[Ints] = []
         while len(which):
             inside = at <= size - record.FIXED_SIZE
             word = gather(raw, np.where(inside, at, 0), ">u8")
             following = at + (word >> np.uint64(32)).astype(np.int64)
-            usual = (word & np.uint64(0xFFFFFFFF)) == record.MESSAGE_MAGIC
-            usual &= inside & (following - at >= record.FIXED_SIZE) & (following <= size)
-            if not usual.all():
-                which, at, following = which[usual], at[usual], following[usual]
+            plausible = (word & np.uint64(0xFFFFFFFF)) == record.MESSAGE_MAGIC
+            plausible &= inside & (following - at >= record.FIXED_SIZE) & (following <= size)
+            if not plausible.all():
+                which, at, following = which[plausible], at[plausible], following[plausible]
             owners.append(which)
-            found.append(at)
+            steps.append(at)
             ends[which] = following
             going_on = following < bounds[which]
             if going_on.all():
                 at = following
             else:
                 which, at = which[going_on], following[going_on]
-        owner, places = np.concatenate(owners), np.concatenate(found)
+        owner, places = np.concatenate(owners), np.concatenate(steps)
         firsts = np.concatenate(([0], np.cumsum(np.bincount(owner, minlength=len(begins)))))
         order = np.argsort(owner, kind="stable")
         broken = np.append(np.flatnonzero(ends[:-1] != begins[1:]), len(begins) - 1)
-        known = {place: number for number, place in enumerate(begins.tolist()) if firsts[number] < firsts[number + 1]}
-        return cls(known, places[order], firsts, ends, broken)
+        numbers = {place: number for number, place in enumerate(begins.tolist()) if firsts[number] < firsts[number + 1]}
+        return cls(numbers, places[order], firsts, ends, broken)
 
     def linked(self, at: int) -> tuple[Ints, int] | None:
         """Return the records from ``at`` through all linked chains, and their end; None if no chain begins there."""
-        first = self.known.get(at)
+        first = self.numbers.get(at)
         if first is None:
             return None
         last = int(self.broken[np.searchsorted(self.broken, first)])
@@ -156,9 +158,9 @@ def _guesses(raw: Bytes, begin: int, end: int) -> Ints:
     guesses = [begin]
     for at in range(begin + _STRETCH, end - record.FIXED_SIZE, _STRETCH):
         for first, until in ((at, at + _NEAR), (at + _NEAR - 3, at + _STRETCH)):
-            found = raw[first : min(until, end)].tobytes().find(_MAGIC)
-            if found >= 0:
-                place = first + found - 4
+            index = raw[first : min(until, end)].tobytes().find(_MAGIC)
+            if index >= 0:
+                place = first + index - 4
                 if place > guesses[-1]:
                     guesses.append(place)
                 break

@@ -117,14 +117,14 @@ class Slots:
         A caller that keeps batches would use up the slots, so it gets copies then.
         """
         slot, begin, size = _PLACE.unpack(place)
-        found = np.frombuffer(self._map, np.uint8, size, slot * SLOT_BYTES + begin)
+        array = np.frombuffer(self._map, np.uint8, size, slot * SLOT_BYTES + begin)
         self._free.held += 1
         if self._free.held > SLOTS // 2:
-            found = found.copy()
+            array = array.copy()
             self._free.release(slot)
         else:
-            weakref.finalize(found, self._free.release, slot).atexit = False
-        return pa.py_buffer(found)
+            weakref.finalize(array, self._free.release, slot).atexit = False
+        return pa.py_buffer(array)
 
 
 class _FreeSlots:
