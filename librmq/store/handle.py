@@ -38,7 +38,7 @@ from librmq.store.recovery.clean_shutdown import write_closed_state
 from librmq.store.recovery.open import describe_recovery, load
 from librmq.store.recovery.plan import RecoveryMode
 from librmq.store.recovery.verify import Verdict, verify_parts
-from librmq.store.upkeep.retention import LOOK_MS, Retention
+from librmq.store.upkeep.retention import DISK_CHECK_MS, Retention
 from librmq.store.upkeep.unread import Readers
 
 __all__ = ["StoreHandle"]
@@ -272,7 +272,7 @@ class StoreHandle:
     def check_room(self) -> None:
         """Refuse a send while there is no room for it; see `MessageStore.check_room`."""
         now_ms = self.clock.now_ms()
-        if 0 <= now_ms - self._had_room_at_ms < LOOK_MS and self.log.end < self._has_room_until:
+        if 0 <= now_ms - self._had_room_at_ms < DISK_CHECK_MS and self.log.end < self._has_room_until:
             return
         self._check_disk(now_ms)
         retention = self.retention

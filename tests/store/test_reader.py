@@ -453,8 +453,10 @@ def late_entries(reader: MessageStore) -> int:
     assert isinstance(reader.index, LiveIndex)
     assert isinstance(reader.queues, LiveQueues)
     queues = [queue for queue in reader.queues.opened() if isinstance(queue, LiveQueue)]
-    held = sum(len(queue._late[1]) // ENTRY_SIZE for queue in queues)
-    return max(held + sum(len(entries) for _, entries in reader.queues._late.values()), len(reader.index.late))
+    held = sum(len(queue._unwritten[1]) // ENTRY_SIZE for queue in queues)
+    return max(
+        held + sum(len(entries) for _, entries in reader.queues._unwritten.values()), len(reader.index.unwritten)
+    )
 
 
 @pytest.mark.thorough

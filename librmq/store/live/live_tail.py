@@ -96,13 +96,13 @@ class LiveSequence(MappedFileQueue):
 class LiveQueue(ConsumeQueue):
     """A queue whose last entries can be missing in its files."""
 
-    __slots__ = ("_late",)
+    __slots__ = ("_unwritten",)
 
-    _late: tuple[int, bytes]
+    _unwritten: tuple[int, bytes]
     """A queue offset and the entries from it on in memory; one value, so that readers need no lock."""
 
     def __init__(
-        self, files: LiveSequence, ext: LiveSequence | None, log_end: int, first: int, late: list[bytes]
+        self, files: LiveSequence, ext: LiveSequence | None, log_end: int, first: int, unwritten: list[bytes]
     ) -> None:
         """Take the files up to entries for ``log_end``, and further entries from queue offset ``first`` on."""
         super().__init__(files, None)
@@ -112,22 +112,22 @@ class LiveQueue(ConsumeQueue):
         end = self.min_offset + bisect_left(
             stored, True, key=lambda at: sum(place_at(files, at * ENTRY_SIZE)) > log_end
         )
-        if late and end <= self.stored_begin:  # it has no file, or an empty one
+        if unwritten and end <= self.stored_begin:  # it has no file, or an empty one
             self.min_offset = end = first
-        elif late and first <= end:  # those in memory are certainly complete
+        elif unwritten and first <= end:  # those in memory are certainly complete
             end = first
             self.min_offset = min(self.min_offset, end)
         self.max_offset = end
         self.max_physic_offset = self._last_place()
-        self._late = end, b""
+        self._unwritten = end, b""
         if first == end:
-            self.extend(late)
+            self.extend(unwritten)
 
     def extend(self, entries: list[bytes]) -> None:
         """Add entries at the end, in memory only."""
         if entries:
-            first, late = self._late
-            self._late = first, late + b"".join(entries)
+            first, unwritten = self._unwritten
+            self._unwritten = first, unwritten + b"".join(entries)
             physical_offset, size, _ = ENTRY.unpack(entries[-1])
             self.max_physic_offset = physical_offset + size
             self.max_offset += len(entries)
@@ -135,25 +135,25 @@ class LiveQueue(ConsumeQueue):
     @property
     def stored_end(self) -> int:
         """The queue offset from which on entries are in memory."""
-        return self._late[0]
+        return self._unwritten[0]
 
     def catch_up(self) -> int:
         """Drop entries that the files have by now, and return the number of the others."""
-        first, late = self._late
+        first, unwritten = self._unwritten
         self._files.unmap_all()  # a recovery can have deleted a file and made another with its name
-        while late:
-            stored = np.frombuffer(super()._raw(first * ENTRY_SIZE, first * ENTRY_SIZE + len(late)), entry_dtype())
-            kept = np.frombuffer(late, entry_dtype(), len(stored))
-            same = (stored["physical_offset"] == kept["physical_offset"]) & (stored["size"] == kept["size"])
+        while unwritten:
+            stored = np.frombuffer(super()._raw(first * ENTRY_SIZE, first * ENTRY_SIZE + len(unwritten)), entry_dtype())
+            expected = np.frombuffer(unwritten, entry_dtype(), len(stored))
+            same = (stored["physical_offset"] == expected["physical_offset"]) & (stored["size"] == expected["size"])
             count = len(same) if same.all() else int(same.argmin())
-            if count and stored["tags_code"][count - 1] != kept["tags_code"][count - 1]:
+            if count and stored["tags_code"][count - 1] != expected["tags_code"][count - 1]:
                 # It can be an address, or be incomplete; it is complete if another entry follows.
                 count -= place_at(self._files, (first + count) * ENTRY_SIZE)[1] <= 0
-            first, late = first + count, late[count * ENTRY_SIZE :]
+            first, unwritten = first + count, unwritten[count * ENTRY_SIZE :]
             if not count or count < len(stored):
                 break
-        self._late = first, late
-        return len(late) // ENTRY_SIZE
+        self._unwritten = first, unwritten
+        return len(unwritten) // ENTRY_SIZE
 
     def follow_begin(self, log_begin: int) -> None:
         """Drop entries whose records are deleted from the log."""
@@ -161,16 +161,16 @@ class LiveQueue(ConsumeQueue):
         self.advance(log_begin)
 
     def _raw(self, position: int, end: int) -> bytes:
-        first, late = self._late
+        first, unwritten = self._unwritten
         end = min(end, position - position % self.file_size + self.file_size)
         middle = first * ENTRY_SIZE
         if end <= middle:
             return super()._raw(position, end)
         self._check_open()
         if position >= middle:
-            return late[position - middle : end - middle]
+            return unwritten[position - middle : end - middle]
         stored = super()._raw(position, middle)
-        return stored + late[: end - middle] if stored else stored
+        return stored + unwritten[: end - middle] if stored else stored
 
 
 class LiveQueues(QueueTable):
@@ -184,7 +184,7 @@ class LiveQueues(QueueTable):
         self._log = log
         self._pool = MappingPool(config.mapped_files)
         self._guard = RLock()  # held while a queue is opened or added to
-        self._late: dict[QueueName, tuple[int, list[bytes]]] = {}
+        self._unwritten: dict[QueueName, tuple[int, list[bytes]]] = {}
         self._kept = 0
 
     def open_queue(self, topic: str, queue_id: int) -> LiveQueue:
@@ -197,7 +197,7 @@ class LiveQueues(QueueTable):
         config = self._config
         files = sequence(config.consumequeue_file_size, ext=False)
         ext = sequence(config.consumequeue_ext_file_size, ext=True) if config.enable_consumequeue_ext else None
-        queue = LiveQueue(files, ext, self._log.end, *self._late.pop((topic, queue_id), (0, [])))
+        queue = LiveQueue(files, ext, self._log.end, *self._unwritten.pop((topic, queue_id), (0, [])))
         queue.advance(self._log.begin)
         return queue
 
@@ -218,7 +218,7 @@ class LiveQueues(QueueTable):
         return queue
 
     def __contains__(self, name: object) -> bool:
-        if name in self._open or name in self._late:
+        if name in self._open or name in self._unwritten:
             return True
         match name:
             case (str() as topic, int() as queue_id):
@@ -229,8 +229,8 @@ class LiveQueues(QueueTable):
 
     def __iter__(self) -> Iterator[QueueName]:
         with self._guard:
-            known = {*self._open, *self._late}
-        return iter(sorted(known.union(directory.list_queues(self._path, self._files))))
+            names = {*self._open, *self._unwritten}
+        return iter(sorted(names.union(directory.list_queues(self._path, self._files))))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -253,13 +253,13 @@ class LiveQueues(QueueTable):
                     queue.extend(entries)
                     continue
                 self._open.pop(name, None)  # the topic was created again; the next request opens the queue
-                before = self._late.get(name)
+                before = self._unwritten.get(name)
                 if before is not None and before[0] + len(before[1]) == first:
                     before[1].extend(entries)
                 else:
-                    self._late[name] = first, entries
+                    self._unwritten[name] = first, entries
             if self._kept > KEPT:
-                for name in list(self._late):
+                for name in list(self._unwritten):
                     self.find(name)
                 self._kept = sum(queue.catch_up() for queue in self._open.values() if isinstance(queue, LiveQueue))
 
@@ -299,7 +299,7 @@ class LiveIndex(KeyIndex):
 
     def __init__(self, folder: str, slots: int, entries: int, files: Files) -> None:
         self._list = []
-        self.late: deque[_Keys] = deque(maxlen=KEPT)
+        self.unwritten: deque[_Keys] = deque(maxlen=KEPT)
         super().__init__(folder, slots, entries, files, lambda: 0, False)
 
     def _listed(self) -> list[FolderEntry]:
@@ -328,22 +328,22 @@ class LiveIndex(KeyIndex):
     ) -> list[int]:
         """Return physical offsets of records with a key, including those that no file has yet."""
         indexed = self.end_physical_offset  # the last keys of its record can still be missing
-        found = [
+        places = [
             record.physical_offset
-            for record in reversed(list(self.late))
+            for record in reversed(list(self.unwritten))
             if record.physical_offset >= indexed
             and record.topic == topic
             and (key == record.unique_key or key in split_keys(record.keys))
             and begin_ms <= record.store_timestamp_ms <= end_ms
         ][: max(max_results, 0)]
-        if len(found) < max_results:
+        if len(places) < max_results:
             try:
                 older = super().query(topic, key, begin_ms, end_ms, max_results)
             except StoreIOError:  # a file that was deleted meanwhile
                 self.refresh()
                 older = super().query(topic, key, begin_ms, end_ms, max_results)
-            found += [place for place in older if place not in found][: max_results - len(found)]
-        return found
+            places += [place for place in older if place not in places][: max_results - len(places)]
+        return places
 
 
 class LiveParts:
@@ -383,16 +383,16 @@ class LiveParts:
         A record is indexed after its entry, in log order. So queues lack nothing below the last indexed record.
         """
         log = self._log
-        found = log.walk(begin)
-        log.end = max(begin, min(self._index.end_physical_offset, found.physical_offset))
+        walk = log.walk(begin)
+        log.end = max(begin, min(self._index.end_physical_offset, walk.physical_offset))
         self._walk_on()
-        if found.last_record is not None and log.end < found.last_record:  # the index leads to no record
+        if walk.last_record is not None and log.end < walk.last_record:  # the index leads to no record
             log.end = begin
             self._walk_on()
-        if self._last is None and found.last_record is not None:
-            self._last = found.last_record, log.data_at(found.last_record, GLANCE)
+        if self._last is None and walk.last_record is not None:
+            self._last = walk.last_record, log.data_at(walk.last_record, GLANCE)
 
-    def has_lost_its_place(self) -> bool:
+    def has_lost_end(self) -> bool:
         """List the log's files again, and return whether its known end is deleted or cut."""
         log = self._log
         log.sequence.refresh()
@@ -416,22 +416,22 @@ class LiveParts:
         return new
 
     def _walk_on(self) -> bool:
-        found = False
+        is_changed = False
         for count, (place, size, raw) in enumerate(self._log.follow(), 1):
-            self._note(place, size, raw)
-            found = True
+            self._collect(place, size, raw)
+            is_changed = True
             self._last = place, raw[:GLANCE]
             if not count % KEPT:
                 self._publish(place + size)
-        if found:
+        if is_changed:
             self._publish(place + size)
-        return found
+        return is_changed
 
     def _publish(self, log_end: int) -> None:
         new, self._new = self._new, {}
         self._queues.publish(log_end, new)
 
-    def _note(self, place: int, size: int, raw: bytes) -> None:
+    def _collect(self, place: int, size: int, raw: bytes) -> None:
         """Hold the entry and the keys of a record."""
         message = StoredMessage(raw)
         topic, queue_id, queue_offset = message.topic, message.queue_id, message.queue_offset
@@ -449,4 +449,4 @@ class LiveParts:
             get = message.properties.get
             unique_key, keys = get(PROPERTY_UNIQUE_KEY), get(PROPERTY_KEYS)
             if unique_key or keys:
-                self._index.late.append(_Keys(place, message.store_timestamp_ms, topic, unique_key, keys))
+                self._index.unwritten.append(_Keys(place, message.store_timestamp_ms, topic, unique_key, keys))

@@ -65,7 +65,7 @@ class ReadOnlyView:
     ) -> None:
         """Open the store in ``path``; ``opened`` is called now, and whenever ``config`` or ``parts`` are replaced."""
         self._path = path
-        self._given = config
+        self._given_config = config
         self._files = files
         self._clock = clock
         self._bitmap_of = bitmap_of
@@ -90,9 +90,9 @@ class ReadOnlyView:
             if self._lock_holder() != self._holder:
                 self._open()
             elif live is None:
-                if self._look() != self._marks:
+                if self._read_state() != self._marks:
                     self._open()
-            elif live.has_lost_its_place() or self._has_outgrown():
+            elif live.has_lost_end() or self._can_infer_more():
                 self._open()
             elif live.follow():
                 self.version += 1
@@ -125,7 +125,7 @@ class ReadOnlyView:
         """
         log, cuts = self.parts.log, self.parts.cuts
         at = log.end
-        cut = next((one for one in reversed(cuts) if one.kind == "record" and one.offset == at), None)
+        cut = next((earlier for earlier in reversed(cuts) if earlier.kind == "record" and earlier.offset == at), None)
         if cut is None:  # no recovery in memory has looked behind the end
             damage = log.walk(at).damage
             if damage is None:
@@ -145,21 +145,21 @@ class ReadOnlyView:
         transfer: Transfer,
     ) -> ReadResult:
         """Read a queue as `read_queue` does; if nothing is there, refresh and read once more."""
-        looked = False
+        is_refreshed = False
         for attempt in itertools.count():
             version, parts = self.version, self.parts
             try:
-                found = read_queue(parts.log, parts.queues.find(name), queue_offset, max_messages, matching, transfer)
+                result = read_queue(parts.log, parts.queues.find(name), queue_offset, max_messages, matching, transfer)
             except (StoreIOError, CorruptionError):  # the parts may be outdated
                 if attempt >= ATTEMPTS or not (self.refresh() or self.version != version):
                     raise
                 continue
-            if looked or found.messages or found.status in _NOTHING_MORE:
-                return found
-            looked = True
+            if is_refreshed or result.messages or result.status in _NOTHING_MORE:
+                return result
+            is_refreshed = True
             self.refresh()
             if self.version == version:
-                return found
+                return result
         raise AssertionError
 
     # ------------------------------------------------------------------------------------------------------ opening
@@ -171,12 +171,12 @@ class ReadOnlyView:
         for attempt in itertools.count():
             holder = self._lock_holder()
             try:
-                marks = self._look_at_marks()
-                inferred = self._inferable() if self._given is None else ()
-                config = self._given or directory.infer_config(self._path, self._files)
+                marks = self._read_marks()
+                inferred = self._inferable() if self._given_config is None else ()
+                config = self._given_config or directory.infer_config(self._path, self._files)
                 live = None if holder is None else LiveParts(self._path, config, self._files)
                 parts = self._recovered(config) if live is None else live.parts
-                changed = self._lock_holder() != holder or (live is None and self._look_at_marks() != marks)
+                changed = self._lock_holder() != holder or (live is None and self._read_marks() != marks)
             except (StoreIOError, CorruptionError):
                 # A writer makes and deletes files between the listing and their opening.
                 if attempt >= ATTEMPTS or (holder is None and self._lock_holder() is None):
@@ -186,7 +186,7 @@ class ReadOnlyView:
                 break
         self.config, self.parts, self._live, self._holder = config, parts, live, holder
         self._inferred = inferred
-        self._marks = () if live is not None else self._look()
+        self._marks = () if live is not None else self._read_state()
         self._opened(self)
         self.version += 1
 
@@ -205,8 +205,8 @@ class ReadOnlyView:
         parts.queues.differs = lambda name: directory.queue_folder(path, *name) in changed
         return parts
 
-    def _look(self) -> tuple[object, ...]:
-        """Return what every writer to the store changes: `_look_at_marks`, and the bytes behind the log."""
+    def _read_state(self) -> tuple[object, ...]:
+        """Return what every writer to the store changes: `_read_marks`, and the bytes behind the log."""
         log = self.parts.log
         start = log.sequence.start_of(log.end)
         behind = None
@@ -214,15 +214,15 @@ class ReadOnlyView:
             with suppress(StoreIOError):  # deleted, which changes the listing
                 at = log.end - start
                 behind = self._files.open(log.sequence.path(start)).buffer[at : at + GLANCE]
-        return *self._look_at_marks(), behind
+        return *self._read_marks(), behind
 
-    def _look_at_marks(self) -> tuple[object, ...]:
+    def _read_marks(self) -> tuple[object, ...]:
         """Return the files of the log, the abort marker and the checkpoint."""
         files, checkpoint = self._files, os.path.join(self._path, directory.CHECKPOINT)
         times = files.read(checkpoint) if files.size(checkpoint) else b""
         return tuple(files.list(os.path.join(self._path, directory.COMMITLOG))), has_abort(files, self._path), times
 
-    def _has_outgrown(self) -> bool:
+    def _can_infer_more(self) -> bool:
         """Return whether there are files now from which settings can be inferred that were guessed so far."""
         return not all(self._inferred) and self._inferable() != self._inferred
 

@@ -47,7 +47,7 @@ from librmq.runtime.locks import Lock
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.upkeep.unread import FindQueue, Readers, UnreadInFile, may_have_readers, remedy, unread_between
 
-__all__ = ["LOOK_MS", "Retention", "first_behind", "last_timestamp_ms"]
+__all__ = ["DISK_CHECK_MS", "Retention", "first_behind", "last_timestamp_ms"]
 
 _FILES_A_ROUND: Final = 10
 _ROUND_MS: Final = 10_000
@@ -56,7 +56,7 @@ _UNSETTLED_MS: Final = 1_000  # as often as queues are flushed
 _HOUR_MS: Final = 3_600_000
 _HOURS_TRIED: Final = 72  # if summer time skips the hour, the next day has it
 _NAMED: Final = 8  # queues in a warning
-LOOK_MS: Final = 10
+DISK_CHECK_MS: Final = 10
 """Milliseconds between two looks at a disk that other programs fill."""
 _NEARLY_FULL: Final = 0.75  # of the total size
 _LAST_MOMENT: Final = 253_370_764_800_000  # the year 9999; later events never happen
@@ -120,16 +120,16 @@ class Retention:
         self._flush_log = flush_log or log.flush
         self._settled_until = 0
         self._watch_disk = watch_disk
-        self._looks_at_disk = watch_disk or not fills_by_itself(files)
+        self._checks_disk = watch_disk or not fills_by_itself(files)
         self._readers = readers
         self._find_queue = find_queue
         self._keeps_unconsumed = config.keep_unconsumed
         self.is_held = False
-        self._is_full_told = False
+        self._is_full_logged = False
         self._may_have_readers = False  # as far as the store shows without a broker
         self._named_holder: tuple[str, str] | None = None  # group and topic of the last warning
-        self._looked_at_ms = -LOOK_MS
-        self._looking = Lock()
+        self._checked_at_ms = -DISK_CHECK_MS
+        self._check_guard = Lock()
         self._hours = parse_hours(config.delete_when)
         hours = config.file_reserved_hours
         self._reserved_ms = _LAST_MOMENT if hours is None else hours * _HOUR_MS
@@ -137,7 +137,7 @@ class Retention:
         self._max_used = config.disk_max_used_ratio / 100
         self._force_clean = config.disk_force_clean_ratio / 100
         self._refuse = config.disk_refuse_ratio / 100
-        self._followed = 0  # queues and index hold nothing about the log below this offset
+        self._trimmed_to = 0  # queues and index hold nothing about the log below this offset
         self._walked = (-1, 0)  # start of a log file, and the store time of its last record
         self._round_end = 0
         self._round_files = 0
@@ -161,7 +161,7 @@ class Retention:
         is_asked = self._keeps_unconsumed and self._readers() is None
         self._may_have_readers = is_asked and may_have_readers(self._path, self._files)
         self._check_disk(now_ms)
-        self.deleted += self._follow()
+        self.deleted += self._trim_derived()
         self.is_held = False
         if oversized := self._oversized():
             self.deleted += self._delete(self._ends()[: min(oversized, _FILES_A_ROUND)], "beyond max_total_size")
@@ -169,9 +169,9 @@ class Retention:
             if not self._round_end - _ROUND_MS <= now_ms < self._round_end:
                 self._round_end, self._round_files = now_ms + _ROUND_MS, 0
             if self._round_files < _FILES_A_ROUND:
-                gone = self.expire(now_ms, at_most=1, forced=self._forced)
-                self._round_files += bool(gone)
-                self.deleted += gone
+                deleted = self.expire(now_ms, at_most=1, forced=self._forced)
+                self._round_files += bool(deleted)
+                self.deleted += deleted
         self._warn_of_holder()
         return self._next_due(now_ms)
 
@@ -202,7 +202,7 @@ class Retention:
         Raises:
             StoreIOError: The disk can't be checked.
         """
-        if not self._looks_at_disk or (self._watch_disk and 0 <= now_ms - self._looked_at_ms < LOOK_MS):
+        if not self._checks_disk or (self._watch_disk and 0 <= now_ms - self._checked_at_ms < DISK_CHECK_MS):
             return False
         before = self.refuses_writes
         self._check_disk(now_ms)
@@ -210,7 +210,7 @@ class Retention:
 
     def refusal(self) -> StoreError:
         """Return the error for a message that arrives while `refuses_writes`."""
-        if self._knows_no_reader_of_a_full_log():
+        if self._is_full_without_readers():
             return StoreFullError(
                 f"{self._path}: message refused: the log has reached max_total_size, {self._max_total_size} bytes, "
                 f"and keep_unconsumed keeps its files, because no broker reports what its groups have consumed: open "
@@ -227,8 +227,8 @@ class Retention:
         This takes no lock. When a group has consumed, the next call notices it, and `run_due` makes room.
         """
         error = self._full_error()
-        if (error is not None) != self._is_full_told:
-            self._is_full_told = error is not None
+        if (error is not None) != self._is_full_logged:
+            self._is_full_logged = error is not None
             if error is None:
                 _log.info("%(path)s: messages are accepted again: the kept ones are consumed", path=self._path)
             else:
@@ -295,10 +295,10 @@ class Retention:
 
     @property
     def sees_disk_by_time(self) -> bool:
-        """Whether a look at the disk is good for `LOOK_MS`; the disk of a test changes at any moment."""
-        return self._watch_disk or not self._looks_at_disk
+        """Whether a look at the disk is good for `DISK_CHECK_MS`; the disk of a test changes at any moment."""
+        return self._watch_disk or not self._checks_disk
 
-    def _knows_no_reader_of_a_full_log(self) -> bool:
+    def _is_full_without_readers(self) -> bool:
         return self._may_have_readers and self._readers() is None and self.is_full()
 
     def _unread(self, begin: int, end: int) -> Iterator[UnreadInFile]:
@@ -318,10 +318,10 @@ class Retention:
         return self.used_ratio > self._force_clean
 
     def _check_disk(self, now_ms: int) -> None:
-        with critical, self._looking:
-            self._looked_at_ms = now_ms
-            self.used_ratio = self._files.used_ratio(self._path) if self._looks_at_disk else 0.0
-            refuses = self.used_ratio > self._refuse or self._knows_no_reader_of_a_full_log()
+        with critical, self._check_guard:
+            self._checked_at_ms = now_ms
+            self.used_ratio = self._files.used_ratio(self._path) if self._checks_disk else 0.0
+            refuses = self.used_ratio > self._refuse or self._is_full_without_readers()
             if refuses and not self.refuses_writes:
                 _log.error("%(refusal)s", refusal=self.refusal(), path=self._path)
             elif self.refuses_writes and not refuses:
@@ -416,7 +416,7 @@ class Retention:
 
     def _delete(self, ends: Sequence[int], why: str) -> list[str]:
         """Delete the oldest log files, which end at ``ends``, then their part of queues and index."""
-        gone: list[str] = []
+        deleted: list[str] = []
         if ends:
             self._settled_until = self._settled()
         for end in ends:
@@ -428,61 +428,61 @@ class Retention:
                 break
             if self._keeps_unconsumed:  # retry copies and deliveries, by which readers have passed messages of the file
                 self._flush_log()
-            if self._log.begin > self._followed:
+            if self._log.begin > self._trimmed_to:
                 self._flush_folder()
             with self._lock:
                 paths = self._log.delete_before(end)
             for path in paths:
                 _log.info("deleted %(file)s: %(cause)s", file=path, cause=why)
             if paths:
-                self._tell_lost(unread, paths[-1], why)
-            gone += paths
-        return gone + self._follow()
+                self._report_lost(unread, paths[-1], why)
+            deleted += paths
+        return deleted + self._trim_derived()
 
-    def _tell_lost(self, unread: Sequence[UnreadInFile], path: str, why: str) -> None:
+    def _report_lost(self, unread: Sequence[UnreadInFile], path: str, why: str) -> None:
         """Warn of messages that were deleted before they were consumed, once for each group."""
         of_group: dict[str, list[UnreadInFile]] = {}
-        for each in unread:
-            of_group.setdefault(each.reader.group, []).append(each)
+        for part in unread:
+            of_group.setdefault(part.reader.group, []).append(part)
         for group, lost in of_group.items():
             _log.warning(
                 "group %(group)s: %(_messages)s deleted before they were consumed, with %(file)s (%(_why)s): "
                 "%(_places)s; "
                 "raise the limit, or refuse sends instead by keep_unconsumed=True",
                 group=group,
-                _messages=_count(sum(each.messages for each in lost)),
+                _messages=_count(sum(part.messages for part in lost)),
                 file=path,
                 _why=why,
                 _places=", ".join(
-                    f"{each.messages} of {each.reader.topic}/{each.reader.queue_id}" for each in lost[:_NAMED]
+                    f"{part.messages} of {part.reader.topic}/{part.reader.queue_id}" for part in lost[:_NAMED]
                 )
                 + (", …" if len(lost) > _NAMED else ""),
             )
         if (readers := self._readers()) is not None:
-            for each in unread:
-                readers.lost(each)
+            for part in unread:
+                readers.lost(part)
 
     def _flush_folder(self) -> None:
         self._files.flush_folder(self._log.sequence.folder)
 
-    def _follow(self) -> list[str]:
+    def _trim_derived(self) -> list[str]:
         """Delete the part of queues and index about deleted records, and move minima to the log's beginning."""
         begin = self._log.begin
-        if begin <= self._followed:
+        if begin <= self._trimmed_to:
             return []
         self._flush_folder()
-        gone = []
+        deleted = []
         with self._lock:
             queues = list(self._queues())
         for queue in queues:
             with self._lock:
-                gone += queue.trim(begin)
+                deleted += queue.trim(begin)
         with self._lock:
-            gone += self._index.delete_before(begin)
-        self._followed = begin
-        for path in gone:
+            deleted += self._index.delete_before(begin)
+        self._trimmed_to = begin
+        for path in deleted:
             _log.info("deleted %(file)s: the log begins at %(begin)d", file=path, begin=begin)
-        return gone
+        return deleted
 
 
 def first_behind(log: CommitLog, start: int) -> int | None:

@@ -163,9 +163,9 @@ def _changes(path: str, part: str, target: str, cuts: Sequence[Damage], files: F
     """Return what recovery changed in the queues of the copy ``part``, and whether the store had an abort marker."""
     of_queues = tuple(os.path.join(part, name) for name in (directory.CONSUMEQUEUE, directory.CONSUMEQUEUE_EXT))
     changed = [
-        dataclasses.replace(one, file=os.path.join(target, os.path.relpath(one.file, part)))
-        for one in cuts
-        if one.file.startswith(of_queues)
+        dataclasses.replace(cut, file=os.path.join(target, os.path.relpath(cut.file, part)))
+        for cut in cuts
+        if cut.file.startswith(of_queues)
     ]
     if has_abort(files, path):
         what = "removed: the copy is closed, the store was not"

@@ -65,12 +65,12 @@ def unread_between(readers: Readers, find: FindQueue, begin: int, end: int) -> I
         if queue is None:
             continue
         low = max(reader.queue_offset, queue.min_offset)
-        found = range(max(low, first_at(queue, begin)), first_at(queue, end))
+        queue_offsets = range(max(low, first_at(queue, begin)), first_at(queue, end))
         if reader.has_passed is None:
-            if found:
-                yield UnreadInFile(reader, found.start, len(found))
+            if queue_offsets:
+                yield UnreadInFile(reader, queue_offsets.start, len(queue_offsets))
             continue
-        needed = [queue_offset for queue_offset in found if not reader.has_passed(queue_offset)]
+        needed = [queue_offset for queue_offset in queue_offsets if not reader.has_passed(queue_offset)]
         if needed:
             yield UnreadInFile(reader, needed[0], len(needed))
 
