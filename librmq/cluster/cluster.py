@@ -64,25 +64,24 @@ class Cluster(RouteTable):
             metrics: Counts events.
 
         Raises:
-            ConfigError: There is no broker, two have the same name, or a name cannot be that of a folder; nothing was
-                opened.
+            ConfigError: There is no broker, two have the same name, or a name can't name a folder; nothing was opened.
         """
         if not isinstance(brokers, Iterable):
             raise ConfigError(f"brokers: expected names such as ['broker-a', 'broker-b'], found {brokers!r:.80}")
         names = [brokers] if isinstance(brokers, str) else list(brokers)
         _check(names)
         with ExitStack() as undo:
-            own = None
+            own_runner = None
             if runner is None:
-                own = runner = ThreadRunner()
-                undo.callback(own.shutdown)
+                own_runner = runner = ThreadRunner()
+                undo.callback(own_runner.shutdown)
             cluster = object.__new__(cls)
-            cluster.name, cluster._path, cluster._own_runner = name, os.fspath(path), own
+            cluster.name, cluster._path, cluster._own_runner = name, os.fspath(path), own_runner
             cluster._broker_config, cluster._store_config = config, store_config or StoreConfig()
             cluster._files, cluster._metrics = files or DiskFiles(), metrics
             opened = []
-            for one in names:
-                opened.append(cluster._open(one, runner))
+            for broker_name in names:
+                opened.append(cluster._open(broker_name, runner))
                 undo.callback(opened[-1].close)
             RouteTable.__init__(cluster, *opened)
             undo.pop_all()
@@ -106,19 +105,20 @@ class Cluster(RouteTable):
         Raises:
             NoRouteError: The cluster has no such broker.
         """
-        for one in self.brokers():
-            if one.name == name:
-                return one
-        raise NoRouteError(f"unknown broker {name!r}; expected one of {', '.join(one.name for one in self.brokers())}")
+        for broker in self.brokers():
+            if broker.name == name:
+                return broker
+        names = ", ".join(broker.name for broker in self.brokers())
+        raise NoRouteError(f"unknown broker {name!r}; expected one of {names}")
 
     def add_broker(self, name: str) -> Broker:
         """Open one more broker, which clients notice at their next update of the route.
 
         Raises:
-            ConfigError: The cluster has a broker with that name, or the name cannot be that of a folder; nothing was
+            ConfigError: The cluster has a broker with that name, or the name can't name a folder; nothing was
                 opened.
         """
-        _check([*(one.name for one in self.brokers()), name])
+        _check([*(broker.name for broker in self.brokers()), name])
         broker = self._open(name, self.runner)
         self.add(broker)
         return broker

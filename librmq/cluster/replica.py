@@ -88,12 +88,12 @@ class Replica:
             of: The master: a broker of this process, a link to one, or the folder of a store that any process writes.
             config: Times and sizes.
             runner: Runs its turns. None uses the runner of a `Broker`; for a folder it starts threads.
-            files: The file system. None uses that of a `Broker`, or the disk.
+            files: The file system. None uses the `Broker`'s, or the disk.
             metrics: Gets the gauges of the copy.
 
         Raises:
-            ReplicaError: The folder can't copy this master: it is the master's, has an independent store or the copy of
-                another one, or is ahead of the master. Nothing was changed.
+            ReplicaError: The folder can't copy this master: it is the master's, has an independent store or a copy of
+                another master, or is ahead of the master. Nothing was changed.
             BrokerUnreachableError: The master is closed.
             StoreLockedError: Another process has the copy open for writing.
         """
@@ -101,12 +101,12 @@ class Replica:
         check_kind("runner", runner, Runner, "ManualRunner() or ThreadRunner()")
         if isinstance(of, Broker):
             runner, files = runner or of.runner, files or of.store.files
-        own = master = None
+        own_runner = master = None
         if runner is None:
-            own = runner = ThreadRunner()
+            own_runner = runner = ThreadRunner()
         files = files or DiskFiles()
         replica = object.__new__(cls)
-        replica.path, replica.runner, replica._own_runner = os.fspath(path), runner, own
+        replica.path, replica.runner, replica._own_runner = os.fspath(path), runner, own_runner
         replica._files, replica._config, replica._metrics = files, config or ReplicaConfig(), metrics
         try:
             master = _endpoint(of, files, runner)
@@ -116,8 +116,8 @@ class Replica:
         except BaseException:
             if isinstance(master, StoredMaster):
                 master.close()
-            if own is not None:
-                own.shutdown()
+            if own_runner is not None:
+                own_runner.shutdown()
             raise
         return replica
 
@@ -144,9 +144,9 @@ class Replica:
         self._tables_ms = round(1000 * self._config.copy_tables_every_s)
         self._begun_ms = self.runner.now_ms()
         self._first = described.begin
-        self._kept = 0  # physical offset up to which the copy has the log, on its device if its settings say so
+        self._copied_end = 0  # the copy has the log before this, on its device if its settings require it
         self._is_reached = True
-        self._is_held = self._is_asked = self._are_tables_watched = self._has_tables = False
+        self._is_held = self._is_send_waiting = self._are_tables_watched = self._has_tables = False
         self._step = Step(f"{described.name} replica follows", self._submit_follow, self)
         self._tables_step = Step(f"{described.name} replica copies tables", self._submit_tables, self)
         if self._metrics is not None:
@@ -157,7 +157,7 @@ class Replica:
                 torn_at = check_bytes(self.path, self.store.log, master, described, was_killed=True)
                 if torn_at is not None:
                     self.store.cut_copy(torn_at)
-            self._kept = self.end
+            self._copied_end = self.end
             reached = self._copy_log(_MOST_AT_ONCE) and self._copy_tables()
         except BaseException:
             self.abandon()
@@ -168,7 +168,7 @@ class Replica:
 
     def _set_master(self, master: Endpoint) -> None:
         self._master = master
-        # A link in between can be cut, so it is asked.
+        # A link in between can be cut, so the replica asks it for each copy.
         self._take = partial(self._take_for_send, master) if isinstance(master, Broker) else None
 
     def _mark(self) -> None:
@@ -177,7 +177,7 @@ class Replica:
         if read_mark(self.path, self._files) != mark:
             write_mark(self.path, mark, self._files)
 
-    # ---- what the replica has
+    # ---- state of the copy
 
     @property
     def store(self) -> MessageStore:
@@ -210,7 +210,7 @@ class Replica:
             raise self.failure
         return reached
 
-    def reconnect(self, of: Broker | Endpoint) -> None:
+    def reconnect(self, master: Broker | Endpoint) -> None:
         """Follow a master that was reopened.
 
         Raises:
@@ -218,10 +218,10 @@ class Replica:
             BrokerUnreachableError: It is closed.
         """
         with self._following:
-            self._admit(of)
-            if isinstance(self._master, StoredMaster) and self._master is not of:
+            self._admit(master)
+            if isinstance(self._master, StoredMaster) and self._master is not master:
                 self._master.close()
-            self._set_master(of)
+            self._set_master(master)
             self.failure, self._are_tables_watched = None, False
             self._master_end, self._retry_ms = self._described.end, self._first_retry_ms
         with self.runner.lock:
@@ -275,10 +275,10 @@ class Replica:
 
         Return the physical offset up to which the replica has the log.
         """
-        self._is_asked = True
-        while not self.dead and self._is_asked and self._following.acquire(blocking=False):
+        self._is_send_waiting = True
+        while not self.dead and self._is_send_waiting and self._following.acquire(blocking=False):
             try:
-                self._is_asked = False
+                self._is_send_waiting = False
                 queues, _ = self._copy(None, is_enough=True)
             except RmqError as error:  # the status of the send says so
                 _log.error("%(path)s: the replica could not copy: %(error)s", path=self.path, error=error)
@@ -286,34 +286,34 @@ class Replica:
             finally:
                 self._following.release()
             self._copied(queues)  # without the lock: the thread that holds the runner's may be waiting for this
-        return self._kept
+        return self._copied_end
 
     def _take_for_send(self, master: Broker, at: int, data: bytes) -> int:
-        """Add bytes that the master has in memory; otherwise as `_follow_for_send`."""
-        self._is_asked = True
+        """Add bytes that the master has in memory, or copy as `_follow_for_send` does."""
+        self._is_send_waiting = True
         if not self._following.acquire(blocking=False):
             return self._follow_for_send()
         try:
-            self._is_asked = False
-            if self.dead or self.failure is not None or self._master is not master or self._kept != at:
-                return self._kept
+            self._is_send_waiting = False
+            if self.dead or self.failure is not None or self._master is not master or self._copied_end != at:
+                return self._copied_end
             queues = self._add(at, data, is_checked=True)
         except RmqError as error:
             _log.error("%(path)s: the replica could not copy: %(error)s", path=self.path, error=error)
-            return self._kept
+            return self._copied_end
         finally:
             self._following.release()
         self._copied(queues)
-        return self._follow_for_send() if self._is_asked else self._kept
+        return self._follow_for_send() if self._is_send_waiting else self._copied_end
 
     def _copy_log(self, limit: int | None) -> bool:
         """Copy up to ``limit`` bytes, or everything if None; return whether the master was reachable."""
         while True:
             with self._following:
-                self._is_asked = False
+                self._is_send_waiting = False
                 queues, reached = self._copy(limit)
             self._copied(queues)
-            if not self._is_asked or not reached:
+            if not self._is_send_waiting or not reached:
                 return reached
 
     def _copy(self, limit: int | None, *, is_enough: bool = False) -> tuple[set[tuple[str, int]], bool]:
@@ -325,29 +325,29 @@ class Replica:
         store, size, copied = self.store, self._config.chunk_size, 0
         queues: set[tuple[str, int]] = set()
         while not self.dead and self.failure is None and (limit is None or copied < limit):
-            at = self._place()
+            at = self._next_offset()
             try:
                 answer = self._master.call(
                     FollowLog(self._id, at, size, self._notified, self._follow_for_send, self._take)
                 )
                 is_same = self._is_same_log(answer)
             except (BrokerUnreachableError, StoreClosedError) as error:
-                self._lost(error)
+                self._note_unreachable(error)
                 return queues, False
             if not self._is_reached:
                 self._is_reached = True
                 _log.info("%(path)s: the replica follows its master again", path=self.path)
             self._master_end, self._is_held = answer.end, answer.is_held
-            if not is_same or not self._is_placed(at, answer):
+            if not is_same or not self._continues_copy(at, answer):
                 continue
             left = store.log.file_size - at % store.log.file_size
-            whole, needed = len(answer.data), 0
-            if at + whole != answer.end:  # otherwise the last record is whole too
-                whole, needed = whole_size(answer.data, left)
-            if whole:
-                queues.update(self._add(at, answer.data[:whole]))
-                copied, size = copied + whole, self._config.chunk_size
-                if is_enough and at + whole >= answer.end:
+            complete, needed = len(answer.data), 0
+            if at + complete != answer.end:  # otherwise the last record is whole too
+                complete, needed = whole_size(answer.data, left)
+            if complete:
+                queues.update(self._add(at, answer.data[:complete]))
+                copied, size = copied + complete, self._config.chunk_size
+                if is_enough and at + complete >= answer.end:
                     break
             elif answer.data and size < left:  # the next record is longer than a copy
                 size = min(max(needed, 2 * size), left)
@@ -359,27 +359,27 @@ class Replica:
         """Add whole records to the copy; return the queues that got messages."""
         try:
             queues = self._store.copy_log(at, data, is_checked=is_checked).queues
-        except FlushFailedError as error:  # what the log has now must not be acknowledged
+        except FlushFailedError as error:  # these bytes may not be on the device: never acknowledge them
             self.failure = ReplicaError(
                 f"{self.path}: the replica has stopped following, because a flush has failed ({error.cause}): close it "
                 "and open it again"
             )
             raise
-        self._kept = at + len(data)
+        self._copied_end = at + len(data)
         return queues
 
-    def _lost(self, error: RmqError) -> None:
+    def _note_unreachable(self, error: RmqError) -> None:
         """Log once that the master is unreachable, until it is reachable again."""
         if self._is_reached:
             self._is_reached = False
             _log.warning("%(path)s: the replica cannot reach its master: %(error)s", path=self.path, error=error)
 
-    def _place(self) -> int:
+    def _next_offset(self) -> int:
         """Return the physical offset of the next bytes."""
         log = self.store.log
         return log.end if log.sequence.starts else self._first
 
-    def _is_placed(self, at: int, answer: LogBytes) -> bool:
+    def _continues_copy(self, at: int, answer: LogBytes) -> bool:
         """Return whether the answer continues the copy; otherwise stop following, or start again at another offset."""
         if at > answer.end:
             self.failure = ReplicaError(
@@ -397,7 +397,7 @@ class Replica:
                 end=at,
                 begin=answer.begin,
             )
-            self._kept = 0
+            self._copied_end = 0
             self.store.clear_copy()
         self._first = answer.begin
         return False
@@ -436,7 +436,7 @@ class Replica:
             try:
                 self.broker.copy_tables(self._master.call(CopyTables(notify, self._id)))
             except (BrokerUnreachableError, StoreClosedError) as error:
-                self._lost(error)
+                self._note_unreachable(error)
                 self._are_tables_watched = self._has_tables = False
                 return False
         self._has_tables = True
@@ -497,7 +497,9 @@ class Replica:
             self._master.call(LeaveLog(self._id))
         except RmqError as error:
             _log.info(
-                "%(path)s: the master was not told that its replica leaves: %(error)s", path=self.path, error=error
+                "%(path)s: the master could not be notified that its replica leaves: %(error)s",
+                path=self.path,
+                error=error,
             )
 
     def _release(self) -> None:
@@ -519,12 +521,12 @@ class Replica:
         return f"<Replica of {self.broker.name!r} in {self.path!r}, {state}>"
 
 
-def _endpoint(of: object, files: Files, runner: Runner) -> Endpoint:
-    if isinstance(of, str | os.PathLike):
-        return StoredMaster(of, files=files, clock=runner.clock)
-    if not hasattr(of, "call"):
-        raise TypeError(f"of: expected a broker or the folder of a store, found {of!r:.80}")
-    return cast(Endpoint, of)
+def _endpoint(source: object, files: Files, runner: Runner) -> Endpoint:
+    if isinstance(source, str | os.PathLike):
+        return StoredMaster(source, files=files, clock=runner.clock)
+    if not hasattr(source, "call"):
+        raise TypeError(f"of: expected a broker or the folder of a store, found {source!r:.80}")
+    return cast(Endpoint, source)
 
 
 def promote_replica(path: str | os.PathLike[str], *, files: Files | None = None) -> None:

@@ -31,12 +31,12 @@ def check_folder(path: str, files: Files, clock: Clock, master: Endpoint, descri
     """Check that the folder is new or has a replica of this master; return whether that replica was killed.
 
     Raises:
-        ReplicaError: It is the master's own folder, has an independent store or the copy of another one, or is ahead.
+        ReplicaError: It is the master's own folder, has an independent store or a copy of another master, or is ahead.
         NotAStoreError: It has other content.
     """
-    own = None if files.is_shared else files
-    other, place = described.place
-    if own is other and os.path.realpath(path) == place:
+    copy_files = None if files.is_shared else files
+    master_files, place = described.place
+    if copy_files is master_files and os.path.realpath(path) == place:
         raise ReplicaError(f"{path}: expected another folder than the master's, because a store can't copy itself")
     mark = read_mark(path, files)
     if not directory.recognise(path, files).has_log:
@@ -70,9 +70,9 @@ def check_origin(path: str, mark: ReplicaMark | None, log: CommitLog, described:
     """
     folder = described.place[1]
     if mark is not None and log.begin < log.end <= described.begin and not mark.is_of(described.name, folder):
-        of = mark.master if mark.folder in (None, mark.master) else f"{mark.master} in {mark.folder}"
+        origin = mark.master if mark.folder in (None, mark.master) else f"{mark.master} in {mark.folder}"
         raise ReplicaError(
-            f"{path}: it is the replica of {of}, and {described.name} in {folder} no longer has bytes to compare "
+            f"{path}: it is the replica of {origin}, and {described.name} in {folder} no longer has bytes to compare "
             "with it, so this copy would be deleted: name another folder, or delete this one if nothing in it is needed"
         )
 
@@ -114,7 +114,7 @@ def check_bytes(
                 f"{path}: neither its log nor that of {described.name} has the bytes at physical offset {at}, which "
                 f"end at {end}: delete this folder to copy the master again, if nothing in it is needed"
             )
-        # A link that breaks can shorten an answer, even to nothing. The next request tells whether it is broken.
+        # A link that breaks can shorten an answer, even to nothing. The next request shows whether it is broken.
         if mine != theirs and (theirs or was_empty):
             at += next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(theirs))
             if was_killed and _never_written(log, at):
@@ -136,8 +136,8 @@ def _never_written(log: CommitLog, physical_offset: int) -> bool:
 
 def _record_at(log: CommitLog, begin: int, physical_offset: int) -> int:
     """Return the start of the record that contains ``physical_offset``."""
-    found = begin
-    for found, size, _ in log.scan(begin, check_body=False):
-        if found + size > physical_offset:
+    start = begin
+    for start, size, _ in log.scan(begin, check_body=False):
+        if start + size > physical_offset:
             break
-    return found
+    return start

@@ -45,32 +45,32 @@ class _Pair:
             return cast(R, self._pull(cast(PullMessage, request)))
         if kind in MEMBERSHIP:
             if isinstance(request, Unregister | ChannelClosed):
-                self._forget(request)
-            return self._tell_both(request)
+                self._drop_pulls(request)
+            return self._call_both(request)
         try:
-            return self._of_master(request)
+            return self._call_master(request)
         except BrokerUnreachableError:
             if kind not in REPLICA_READS or self._replica.dead:
                 raise
             return self._replica.broker.call(request)
 
-    def _of_master(self, request: Request[R]) -> R:
+    def _call_master(self, request: Request[R]) -> R:
         if self.master is None:
             raise BrokerUnreachableError(f"broker {self._replica.broker.name} is down: there is only its replica")
         return self.master.call(request)
 
-    def _tell_both(self, request: Request[R]) -> R:
-        """Forward a client's request to both, so that the replica knows its subscriptions when the master is gone."""
+    def _call_both(self, request: Request[R]) -> R:
+        """Forward a client's request to both, so that the replica has its subscriptions when the master is gone."""
         if self._replica.dead:
-            return self._of_master(request)
+            return self._call_master(request)
         answer = self._replica.broker.call(request)
         try:
-            return self._of_master(request)
+            return self._call_master(request)
         except BrokerUnreachableError:
             return answer
 
-    def _forget(self, request: Unregister | ChannelClosed) -> None:
-        """Forget the pulls of a client that leaves, or of the group that it leaves."""
+    def _drop_pulls(self, request: Unregister | ChannelClosed) -> None:
+        """Drop the pulls of a client that leaves, or of the group that it leaves."""
         group = request.consumer_group if isinstance(request, Unregister) else None
         is_whole = isinstance(request, ChannelClosed)
         for key in (*self._held, *self._behind):
@@ -85,9 +85,9 @@ class _Pair:
         response = None
         if key not in self._behind or not has_replica:
             if request.notify is not None:
-                self._held[key] = request.notify  # before the call, because the master can go as it returns
+                self._held[key] = request.notify  # before the call, because the master can die before it returns
             try:
-                response = self._of_master(request)
+                response = self._call_master(request)
             except BrokerUnreachableError:
                 if not has_replica:
                     raise
@@ -144,17 +144,17 @@ class ReplicaRoute:
 
     @property
     def site(self) -> str | None:
-        """The site of the clients on this route, if the route below is that of a site."""
+        """The site of the clients on this route, if the route below belongs to a site."""
         return getattr(self._route, "site", None)
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the brokers that have ``topic``, by name; queues of a replica without its master are read-only."""
-        found = {data.broker_name: data for data in self._route.topic_route(topic)}
+        by_broker = {data.broker_name: data for data in self._route.topic_route(topic)}
         for name, replica in self._replicas.items():
-            if name not in found and not replica.dead:
+            if name not in by_broker and not replica.dead:
                 for data in replica.broker.topic_route(topic):
-                    found[name] = QueueData(name, data.read_queues, 0, data.permission & ~PERM_WRITE)
-        return tuple(found[name] for name in sorted(found))
+                    by_broker[name] = QueueData(name, data.read_queues, 0, data.permission & ~PERM_WRITE)
+        return tuple(by_broker[name] for name in sorted(by_broker))
 
     def registered_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return all brokers that have ``topic``, by name, including those that are down."""
@@ -183,13 +183,13 @@ class ReplicaRoute:
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` under the runner's lock when brokers, topics or queues change; call the result to stop."""
         living = [replica for replica in self._replicas.values() if not replica.dead]
-        ends = [self._route.watch(changed), *(replica.broker.watch(changed) for replica in living)]
+        unwatchers = [self._route.watch(changed), *(replica.broker.watch(changed) for replica in living)]
 
-        def end() -> None:
-            for one in ends:
-                one()
+        def unwatch_all() -> None:
+            for unwatch in unwatchers:
+                unwatch()
 
-        return end
+        return unwatch_all
 
     def _changed(self) -> None:
         alive = self._route.broker_names()

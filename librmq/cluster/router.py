@@ -4,7 +4,7 @@
 
     router = SiteRouter({"hz": hz, "sh": sh}, {"hz": "hz", "sh": "sh"})     site -> cluster of its own
     producer = router.producer("hz", lambda route: Producer(route, "shop"))
-    producer.run(lambda one: one.send("orders", b"o-1"))
+    producer.run(lambda client: client.send("orders", b"o-1"))
     router.switch("hz", "sh")                                               manually, or by router.probe()
 
 Factories of the caller create the clients, so the router depends on no kind of client. A switch first creates the new
@@ -136,8 +136,8 @@ class SiteRouter:
         for site, name in homes.items():
             check_site(site)
             if name not in clusters:
-                known = ", ".join(clusters)
-                raise ConfigError(f"site {site!r}: no cluster serves it: found {name!r}, expected {known}")
+                names = ", ".join(clusters)
+                raise ConfigError(f"site {site!r}: no cluster serves it: found {name!r}, expected {names}")
         _check_names("capacity", capacity, list(clusters))
         _check_names("load", load, list(homes))
         first = next(iter(clusters.values()))
@@ -170,7 +170,7 @@ class SiteRouter:
     def consumer(self, site: str, factory: Callable[[SiteRoute], C]) -> RoutedClient[C]:
         """Return a consumer for a site, created by ``factory(route)`` now and, if consumers move, after each switch.
 
-        If consumers do not move, the route is that of the site's home.
+        If consumers do not move, the route leads to the site's home.
         """
         return self._routed(site, factory, moves=self._moves_consumers)
 
@@ -185,13 +185,13 @@ class SiteRouter:
     def release(self, client: RoutedClient[C]) -> None:
         """Stop switching a client; the caller shuts it down."""
         with self._lock:
-            self._clients = [one for one in self._clients if one is not client]
+            self._clients = [entry for entry in self._clients if entry is not client]
 
     def switch(self, site: str, to: str, *, why: str = "by hand") -> None:
         """Let a site use another cluster, and rebuild the site's clients.
 
         If a factory raises, its client stays as it is, and the others are rebuilt before the error is raised. A
-        repetition of the call rebuilds those that are left.
+        repetition of the call rebuilds the clients that are left.
 
         Raises:
             ConfigError: There is no such site or cluster; nothing was changed.
@@ -214,10 +214,10 @@ class SiteRouter:
                     why=why,
                 )
             route = self._clusters[to].at(site)
-            with ExitStack() as rest:  # continues after an error, and raises it at the end
+            with ExitStack() as rebuilds:  # continues after an error, and raises it at the end
                 for client in reversed(self._clients):
                     if client.site == site and client.moves and client.route is not route:
-                        rest.callback(client.rebuild, route)
+                        rebuilds.callback(client.rebuild, route)
 
     def probe(self, *, every: float = 5, failures: int = 3) -> None:
         """Switch automatically: away from a cluster without a reachable broker, and home when it is back.
@@ -233,13 +233,13 @@ class SiteRouter:
         """Stop the probes, and shut all clients down."""
         with self._runner.lock:
             if self._probing is not None:
-                self._probing.end()
+                self._probing.stop()
                 self._probing = None
         with self._lock:  # after a switch under way
             clients, self._clients = self._clients, []
-        with ExitStack() as rest:  # continues after an error, and raises it at the end
+        with ExitStack() as shutdowns:  # continues after an error, and raises it at the end
             for client in reversed(clients):
-                rest.callback(client.current.shutdown)
+                shutdowns.callback(client.current.shutdown)
 
     def is_reachable(self, cluster: str, site: str) -> bool:
         """Return whether a site can reach a broker of a cluster."""
@@ -250,18 +250,18 @@ class SiteRouter:
         for site, home in self._homes.items():
             at = self._at[site]
             if self.is_reachable(home, site):
-                wanted = [home]
+                candidates = [home]
             elif self.is_reachable(at, site):
-                wanted = []
+                candidates = []
             else:
-                wanted = [name for name in self._clusters if self.is_reachable(name, site)]
-            for name in wanted if at not in wanted else ():
+                candidates = [name for name in self._clusters if self.is_reachable(name, site)]
+            for name in candidates if at not in candidates else ():
                 try:
                     self.switch(site, name, why="it is back" if name == home else f"{at} is out of reach")
                 except CapacityError as error:
                     _log.error("site %(site)s stays without a cluster: %(error)s", site=site, error=error)
                     continue
-                except Exception as error:  # of a client's factory, which must not keep other sites from switching
+                except Exception as error:  # from a client's factory, which must not keep other sites from switching
                     _log.error(
                         "site %(site)s: a client could not be rebuilt for cluster %(cluster)s: %(error)s",
                         site=site,
@@ -273,13 +273,13 @@ class SiteRouter:
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` under the runner's lock when brokers of any cluster change; call the result to stop."""
-        ends = [cluster.watch(changed) for cluster in self._clusters.values()]
+        unwatchers = [cluster.watch(changed) for cluster in self._clusters.values()]
 
-        def end_all() -> None:
-            for end in ends:
-                end()
+        def unwatch_all() -> None:
+            for unwatch in unwatchers:
+                unwatch()
 
-        return end_all
+        return unwatch_all
 
     def state(self) -> tuple[tuple[str, str, bool], ...]:
         """Return for each site and cluster whether the site can reach a broker there."""
@@ -290,17 +290,17 @@ class SiteRouter:
             raise ConfigError(f"unknown site {site!r}: expected one of {', '.join(self._homes)}")
 
     def _check_capacity(self, cluster: str, at: Mapping[str, str]) -> None:
-        most = self._capacity.get(cluster, _ANY)
+        capacity = self._capacity.get(cluster, _ANY)
         sites = [site for site, name in at.items() if name == cluster]
         total = sum(self._load.get(site, 0) for site in sites)
-        if total > most:
-            raise CapacityError(f"cluster {cluster} takes {most:g}, and {', '.join(sites)} would need {total:g}")
+        if total > capacity:
+            raise CapacityError(f"cluster {cluster} takes {capacity:g}, and {', '.join(sites)} would need {total:g}")
 
 
-def _check_names(what: str, given: Mapping[str, float] | None, known: list[str]) -> None:
-    unknown = sorted(set(given or ()) - set(known))
+def _check_names(what: str, values: Mapping[str, float] | None, expected: list[str]) -> None:
+    unknown = sorted(set(values or ()) - set(expected))
     if unknown:
-        raise ConfigError(f"{what}: {unknown[0]!r} is none of {', '.join(known)}")
+        raise ConfigError(f"{what}: {unknown[0]!r} is none of {', '.join(expected)}")
 
 
 class _Probing:
@@ -315,7 +315,7 @@ class _Probing:
         self._settled = tuple((site, name, up or name == router.address(site)) for site, name, up in router.state())
         self._seen = self._settled
         self._count = 0
-        self._step = Step("router probe", self._look)
+        self._step = Step("router probe", self._probe)
         self._unwatch = router.watch(self._changed)
         self._changed()
 
@@ -323,7 +323,7 @@ class _Probing:
         if self._router.state() != self._settled:
             self._runner.wake(self._step, self._runner.now_ms() + self._every_ms)
 
-    def _look(self, now_ms: int) -> int | None:
+    def _probe(self, now_ms: int) -> int | None:
         state = self._router.state()
         self._count = self._count + 1 if state == self._seen else 1
         self._seen = state
@@ -340,7 +340,7 @@ class _Probing:
         if error is not None:
             _log.error("a site could not be switched: %(error)s", error=error, exc_info=error)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Stop probing."""
         self._unwatch()
         self._settled = self._router.state()

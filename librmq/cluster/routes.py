@@ -105,7 +105,7 @@ class RouteTable:
             link.is_cut = old is not None and old.link.is_cut
             entry = self._entries[broker.name] = _Entry(link, end_watch, is_routed, link.is_up)
             if old is not None and link.is_cut:
-                entry.learnt_ms = old.learnt_ms  # clients still have to notice the cut
+                entry.learnt_ms = old.learnt_ms  # clients have yet to notice the cut
             elif not is_routed:
                 self._learn_at(entry, self.runner.now_ms())
             self._watchers.notify()
@@ -127,7 +127,7 @@ class RouteTable:
             self.changed()
 
     def restore(self, broker_name: str, *, site: str | None = None) -> None:
-        """Restore the connection to a broker, for all clients or for those of one site."""
+        """Restore the connection to a broker, for all clients or for the clients of one site."""
         with self.runner.lock:
             link = self._entry(broker_name).link
             if site is None:
@@ -149,18 +149,18 @@ class RouteTable:
             ConfigError: ``site`` contains characters other than letters and digits.
         """
         check_site(site)
-        found = self._sites.get(site)
-        if found is None:
-            found = self._sites[site] = SiteRoute(self, site)
-        return found
+        route = self._sites.get(site)
+        if route is None:
+            route = self._sites[site] = SiteRoute(self, site)
+        return route
 
     def shared_client_ids(self) -> dict[str, tuple[str, ...]]:
         """Return the ids that two clients use, each with the names of the brokers that know both."""
-        found: dict[str, tuple[str, ...]] = {}
+        brokers_by_client: dict[str, tuple[str, ...]] = {}
         for name, entry in sorted(self._entries.items()):
             for client_id in sorted(entry.link.broker.shared_client_ids()) if not entry.link.broker.dead else ():
-                found[client_id] = (*found.get(client_id, ()), name)
-        return found
+                brokers_by_client[client_id] = (*brokers_by_client.get(client_id, ()), name)
+        return brokers_by_client
 
     # ---- messages
 
@@ -178,22 +178,22 @@ class RouteTable:
         except MalformedError:
             host = None
         entries = sorted(self._entries.items())
-        named = [one for one in entries if host == parse_host(one[1].link.broker.store.config.store_host)]
-        found: dict[str, StoredMessage] = {}
+        named = [entry for entry in entries if host == parse_host(entry[1].link.broker.store.config.store_host)]
+        messages: dict[str, StoredMessage] = {}
         down = []
         for name, entry in named or entries:
             if not entry.link.is_up:
                 down.append(name)
             elif (message := entry.link.broker.find_by_id(message_id)) is not None:
-                found[name] = message
-        if len(found) > 1 and named:
+                messages[name] = message
+        if len(messages) > 1 and named:
             raise ConfigError(
-                f"message {message_id}: brokers {', '.join(found)} have one store host; open each with its own "
+                f"message {message_id}: brokers {', '.join(messages)} have one store host; open each with its own "
                 "StoreConfig(store_host=…), or all by Cluster.open"
             )
-        if not found and down:
+        if not messages and down:
             raise BrokerUnreachableError(f"message {message_id}: {', '.join(down)} cannot be asked")
-        return next(iter(found.values()), None)
+        return next(iter(messages.values()), None)
 
     def brokers(self) -> tuple[Broker, ...]:
         """Return all brokers by name, including closed ones."""
@@ -202,13 +202,13 @@ class RouteTable:
     # ---- route
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the brokers that have ``topic``, by name, except those that clients know to be gone."""
+        """Return the brokers that have ``topic``, by name, except brokers that clients know to be gone."""
         entries = sorted(self._entries.items())
-        return tuple(data for _, one in entries if one.is_routed for data in one.link.broker.topic_route(topic))
+        return tuple(data for _, entry in entries if entry.is_routed for data in entry.link.broker.topic_route(topic))
 
     def registered_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return all brokers that have ``topic``, by name, including those that are down."""
-        return tuple(data for _, one in sorted(self._entries.items()) for data in one.link.broker.topic_route(topic))
+        return tuple(data for broker in self.brokers() for data in broker.topic_route(topic))
 
     def broker_names(self) -> tuple[str, ...]:
         """Return the names of the brokers that can be reached, sorted."""
@@ -240,8 +240,8 @@ class RouteTable:
                 if is_up == entry.is_routed:
                     entry.learnt_ms = None  # it was back before a client noticed
                 else:
-                    said_so = is_up or (entry.link.broker.dead and not entry.link.broker.was_killed)
-                    self._learn_at(entry, now if said_so else now + self._expiry_ms)
+                    is_announced = is_up or (entry.link.broker.dead and not entry.link.broker.was_killed)
+                    self._learn_at(entry, now if is_announced else now + self._expiry_ms)
         self._watchers.notify()
 
     def _learn_at(self, entry: _Entry, known_ms: int) -> None:

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 class _Table(Protocol):
-    """What a site's route needs from its table."""
+    """The part of a table that a site's route needs."""
 
     runner: Runner
 
@@ -61,7 +61,7 @@ class SiteRoute:
         self._links: dict[str, _SiteLink] = {}
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the brokers that have ``topic``, by name, except those that clients know to be down."""
+        """Return the brokers that have ``topic``, by name, except brokers that clients know to be down."""
         return self._table.topic_route(topic)
 
     def registered_route(self, topic: str) -> tuple[QueueData, ...]:
