@@ -37,8 +37,8 @@ class AssignedQueue:
         "released",
         "running",
         "since_ms",
+        "stored_progress",
         "throttled",
-        "told",
     )
 
     def __init__(self, queue: MessageQueue, next_offset: int, progress: int | None, pull: Step) -> None:
@@ -55,14 +55,14 @@ class AssignedQueue:
         self.lost = False
         """Whether the last pull failed unexpectedly; none is running, and only a rebalance starts the next one."""
         self.endpoint: Endpoint | None = None
-        """The last broker that was asked."""
+        """The broker of the last pull."""
         self.idle_since_ms: int | None = None
         """Time since which a pull is held while skipped messages are not yet part of the progress."""
         self.throttled = False
         """Whether pulling has stopped because too much is held."""
         self.progress = progress
         """The queue offset of the next message to consume; None before the first consumed message."""
-        self.told: int | None = None
+        self.stored_progress: int | None = None
         """The last stored progress."""
         self.released = False
         """Whether the queue is released: nothing begins, and results of running listeners are ignored."""
@@ -72,11 +72,11 @@ class AssignedQueue:
         self.owned_timestamp_ms = 0
         """Orderly: when the broker last confirmed this client's lock."""
         self.delivering = False
-        """Orderly: whether a listener has a message of the queue, or the queue waits for one, or it rests."""
+        """Orderly: whether a listener has a message of the queue, the queue waits for a listener, or it rests."""
         self.running = False
         """Orderly: whether a listener runs or is about to."""
         self.since_ms = 0
-        """Orderly: since when listeners have run without a rest."""
+        """Orderly: time since which listeners have run without a rest."""
         self.release_until_ms = 0
         """Latest end of a listener that still runs in a released queue; then the next rebalance unlocks it."""
 

@@ -195,10 +195,10 @@ class Consumer(Startable, Generic[C]):
         """Log if another instance of the group uses the same client id."""
         for name in self.route.broker_names():
             try:
-                is_there = self.client.client_id in self.client.endpoint(name).call(ConsumerIds(self.group))
+                is_registered = self.client.client_id in self.client.endpoint(name).call(ConsumerIds(self.group))
             except RmqError:
                 continue
-            if is_there:
+            if is_registered:
                 self.log.warning(
                     "%(consumer)s: group %(group)s has an instance of client id %(client)s at %(broker)s already. "
                     "Two instances of one id count as one, "
@@ -315,7 +315,9 @@ class Consumer(Startable, Generic[C]):
 
     def _changed(self, queues: Iterable[AssignedQueue]) -> list[AssignedQueue]:
         changed = [
-            assigned for assigned in queues if assigned.progress is not None and assigned.progress != assigned.told
+            assigned
+            for assigned in queues
+            if assigned.progress is not None and assigned.progress != assigned.stored_progress
         ]
         return [assigned for assigned in changed if self._may_store(assigned)]
 
@@ -352,7 +354,7 @@ class Consumer(Startable, Generic[C]):
         return cast(R, result)
 
     def _state(self) -> InstanceState:
-        """Return what diagnosis wants to know of this instance."""
+        """Return the state of this instance for diagnosis."""
         return instance_state(self, self.kind, started_ms=self._started_ms)
 
     def _routes_changed(self) -> None:
@@ -363,7 +365,7 @@ class Consumer(Startable, Generic[C]):
         for assigned in self.assigned.values():
             name = assigned.queue.broker_name
             if is_removed or (name in names and self.client.endpoint(name) is not assigned.endpoint):
-                assigned.told = None
+                assigned.stored_progress = None
                 if assigned.pull.at is None and not assigned.released and not assigned.throttled:
                     self.runner.wake(assigned.pull)
                 if self._saving.at is None:

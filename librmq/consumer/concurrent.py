@@ -24,21 +24,21 @@ from librmq.runtime.runner import Step
 
 __all__ = ["ConcurrentDelivery"]
 
-AGAIN_MS: Final = 5_000
-"""Pause before a message is delivered again that no broker accepted back."""
+REDELIVERY_MS: Final = 5_000
+"""Pause before a message that no broker accepted back is delivered again."""
 EXPIRED_LEVEL: Final = 3
-MOST_EXPIRED: Final = 16
+MAX_EXPIRED: Final = 16
 
 
 class _Pulled:
     """Messages of one pull that wait for a listener; a batch never mixes pulls."""
 
-    __slots__ = ("again", "assigned", "count")
+    __slots__ = ("assigned", "count", "messages")
 
-    def __init__(self, assigned: AssignedQueue, count: int, again: list[DeliveredMessage] | None = None) -> None:
+    def __init__(self, assigned: AssignedQueue, count: int, messages: list[DeliveredMessage] | None = None) -> None:
         self.assigned = assigned
         self.count = count
-        self.again = again
+        self.messages = messages
         """Messages that began before and begin again, in place of pulled ones."""
 
 
@@ -48,12 +48,12 @@ class ConcurrentDelivery(Delivery):
     def __init__(self, consumer: PushInstance) -> None:
         super().__init__(consumer)
         self._pulled: deque[_Pulled] = deque()
-        self._again: deque[tuple[int, _Pulled]] = deque()
+        self._postponed: deque[tuple[int, _Pulled]] = deque()
         self._resting: list[_Pulled] = []
         self._timeout_ms = max(1, round(self.config.consume_timeout * 1000))
         self._started_ms = 0
         self._expiring = Step(f"{consumer.label} consume timeout", self._expire, consumer.client)
-        self._delivering_again = Step(f"{consumer.label} deliver again", self._deliver_again, consumer.client)
+        self._redelivery = Step(f"{consumer.label} deliver again", self._deliver_postponed, consumer.client)
 
     def start(self) -> None:
         """Note when the consumer joined its group, the start of the grid on which timeouts are checked."""
@@ -68,9 +68,7 @@ class ConcurrentDelivery(Delivery):
         self._pulled.append(_Pulled(assigned, count))
         self._begin(now_ms)
 
-    def begins_with(
-        self, assigned: AssignedQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int
-    ) -> bool:
+    def try_begin(self, assigned: AssignedQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int) -> bool:
         """Add and begin a message if nothing precedes it: the fast path of a consumer that keeps up."""
         if self._pulled or self.running >= self.config.threads or self.consumer.stopping:
             return False
@@ -83,26 +81,26 @@ class ConcurrentDelivery(Delivery):
         return True
 
     def _begin(self, now_ms: int) -> None:
-        pulled, most = self._pulled, 1 if self.rests.is_probing else self.config.threads
+        pulled, limit = self._pulled, 1 if self.rests.is_probing else self.config.threads
         if self.consumer.stopping:
             pulled.clear()
             return
-        while pulled and self.running < most and not self.rests.is_whole:
-            next_one = pulled[0]
-            assigned = next_one.assigned
+        while pulled and self.running < limit and not self.rests.is_whole:
+            first = pulled[0]
+            assigned = first.assigned
             if assigned.released:
                 pulled.popleft()
                 continue
             if assigned.queue in self.rests:
                 self._resting.append(pulled.popleft())
                 continue
-            if next_one.again is not None:
-                messages = next_one.again
+            if first.messages is not None:
+                messages = first.messages
                 pulled.popleft()
             else:
-                count, batch = next_one.count, self.batch_size(assigned)
+                count, batch = first.count, self.batch_size(assigned)
                 messages = assigned.messages.take(count if count < batch else batch)
-                next_one.count = count = count - len(messages)
+                first.count = count = count - len(messages)
                 if count <= 0 or not messages:
                     pulled.popleft()
                 if not messages:
@@ -172,45 +170,45 @@ class ConcurrentDelivery(Delivery):
                 self.counts.dropped += len(failed)
                 self.log_retry(assigned, failed, 1, 0, "and it is dropped, because broadcasting has no retries", error)
             else:
-                kept = self._send_all_back(assigned, failed, error)
-                if kept:
-                    ended = [message for message in messages if message not in kept]
-                    self._later(assigned, kept)
+                unaccepted = self._send_all_back(assigned, failed, error)
+                if unaccepted:
+                    ended = [message for message in messages if message not in unaccepted]
+                    self._postpone(assigned, unaccepted)
         progress = assigned.messages.remove(ended)
         if progress is not None and (assigned.progress is None or progress > assigned.progress):
             self.consumer.progressed(assigned, progress)
         if assigned.throttled:
-            self.consumer.pull_requests.less_is_held(assigned)
+            self.consumer.pull_requests.resume_throttled(assigned)
 
     def _send_all_back(
         self, assigned: AssignedQueue, failed: list[DeliveredMessage], error: Exception | None
     ) -> list[DeliveredMessage]:
         """Send failed messages back, log the results, and return those that no broker accepted."""
         level = error.delay_level if isinstance(error, ReconsumeLater) else 0
-        kept: list[DeliveredMessage] = []
-        again: list[DeliveredMessage] = []
+        unaccepted: list[DeliveredMessage] = []
+        retried: list[DeliveredMessage] = []
         due_ms: int | None = None
-        most: int | None = self.max_times()
-        what_next = "the next comes"
+        max_times: int | None = self.max_times()
+        next_delivery = "the next comes"
         for message in failed:
             sent = self._send_back(assigned, message, level, cause_of(error))
             if sent is False:
-                kept.append(message)
+                unaccepted.append(message)
             elif sent is not None and sent.is_dead:
                 self.log_dead_letter(assigned, message, message.reconsume_times + 1, error)
             else:
                 if sent is None:
-                    most, what_next = None, "and the broker does not say whether the next comes"
-                elif not again:
-                    most, due_ms = sent.max_reconsume_times, sent.due_timestamp_ms
-                again.append(message)
-        if again:
+                    max_times, next_delivery = None, "and the broker does not say whether the next comes"
+                elif not retried:
+                    max_times, due_ms = sent.max_reconsume_times, sent.due_timestamp_ms
+                retried.append(message)
+        if retried:
             wait = "" if due_ms is None else f" in {(due_ms - self.runner.now_ms()) / 1000:g} s"
-            self.log_retry(assigned, again, again[0].reconsume_times + 1, most, what_next + wait, error)
-        if kept:
-            told = f"the next comes in {AGAIN_MS / 1000:g} s, because no broker accepted it back"
-            self.log_retry(assigned, kept, kept[0].reconsume_times + 1, most, told, error)
-        return kept
+            self.log_retry(assigned, retried, retried[0].reconsume_times + 1, max_times, next_delivery + wait, error)
+        if unaccepted:
+            next_attempt = f"the next comes in {REDELIVERY_MS / 1000:g} s, because no broker accepted it back"
+            self.log_retry(assigned, unaccepted, unaccepted[0].reconsume_times + 1, max_times, next_attempt, error)
+        return unaccepted
 
     def _send_back(
         self, assigned: AssignedQueue, message: DeliveredMessage, level: int, cause: str
@@ -240,21 +238,21 @@ class ConcurrentDelivery(Delivery):
 
     # ---- messages that could not be sent back
 
-    def _later(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
+    def _postpone(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
         for message in messages:
-            message.failed_again()
-        due_ms = self.runner.now_ms() + AGAIN_MS
+            message.count_failure()
+        due_ms = self.runner.now_ms() + REDELIVERY_MS
         batch = self.batch_size(assigned)
-        for at in range(0, len(messages), batch):
-            again = messages[at : at + batch]
-            self._again.append((due_ms, _Pulled(assigned, len(again), again)))
-        self.runner.wake(self._delivering_again, self._again[0][0])
+        for start in range(0, len(messages), batch):
+            part = messages[start : start + batch]
+            self._postponed.append((due_ms, _Pulled(assigned, len(part), part)))
+        self.runner.wake(self._redelivery, self._postponed[0][0])
 
-    def _deliver_again(self, now_ms: int) -> int | None:
-        while self._again and self._again[0][0] <= now_ms:
-            self._pulled.append(self._again.popleft()[1])
+    def _deliver_postponed(self, now_ms: int) -> int | None:
+        while self._postponed and self._postponed[0][0] <= now_ms:
+            self._pulled.append(self._postponed.popleft()[1])
         self._begin(now_ms)
-        return self._again[0][0] if self._again else None
+        return self._postponed[0][0] if self._postponed else None
 
     # ---- consume timeout
 
@@ -263,7 +261,7 @@ class ConcurrentDelivery(Delivery):
         if self.consumer.stopping:
             return None
         for assigned in list(self.consumer.assigned.values()):
-            for _ in range(MOST_EXPIRED):
+            for _ in range(MAX_EXPIRED):
                 first = assigned.messages.first_begun()
                 started_ms = None if first is None else first.consume_start_timestamp_ms
                 if first is None or assigned.released or started_ms is None or now_ms - started_ms <= self._timeout_ms:
@@ -282,7 +280,7 @@ class ConcurrentDelivery(Delivery):
                     self.log_dead_letter(assigned, first, first.reconsume_times + 1, TimeoutError(cause))
                 assigned.messages.remove((first,))  # the next message that ends, or an empty queue, moves the progress
                 if assigned.throttled:
-                    self.consumer.pull_requests.less_is_held(assigned)
+                    self.consumer.pull_requests.resume_throttled(assigned)
                 elif not len(assigned.messages):
                     self.runner.wake(assigned.pull)
         if any(assigned.messages.begun for assigned in self.consumer.assigned.values()):

@@ -43,17 +43,17 @@ class ConsumerConfig(Config):
     threads: Annotated[int, Between(1)] = 20
     """Number of listeners that run in parallel."""
     batch_size: Annotated[int, Between(1)] = 1
-    """Most messages for one call of a listener; with more than one it gets a list."""
+    """Largest number of messages for one call of a listener; with more than one it gets a list."""
     max_reconsume_times: Annotated[int | None, Between(0)] = None
     """Redeliveries before a message becomes a dead letter. None: the group's setting, 16; for orderly ones no limit."""
     consume_timeout: Annotated[float, Seconds(0.001)] = 900.0
-    """Time after which a message that a concurrent listener still has is sent back. The consumer looks once in it, so
-    the message comes again after one to two times this long, plus the delay of its retry, 10 s."""
+    """Time after which a message that a concurrent listener still has is sent back. The consumer checks at this
+    interval, so the message comes again after one to two times this long, plus the delay of its retry, 10 s."""
     suspend_time: Annotated[float, Seconds()] = 1.0
     """Rest of an orderly queue after a failure, from 0.01 to 30."""
 
     pull_batch_size: Annotated[int, Between(1)] = 32
-    """Most messages of one pull."""
+    """Largest number of messages of one pull."""
     pull_interval: Annotated[float, Seconds()] = 0.0
     """Time between two pulls of a queue."""
     max_held_messages: Annotated[int, Between(0)] = 1000
@@ -81,19 +81,19 @@ class ConsumerConfig(Config):
         Raises:
             ConfigError: A setting is unknown, or its value is refused.
         """
-        given: dict[str, Any] = dict(settings)
+        keywords: dict[str, Any] = dict(settings)
         for name in _DURATIONS:
-            if isinstance(given.get(name), timedelta):
-                given[name] = to_seconds(name, given[name])
-        return cls.given_or_default(config).with_settings(given)
+            if isinstance(keywords.get(name), timedelta):
+                keywords[name] = to_seconds(name, keywords[name])
+        return cls.given_or_default(config).with_settings(keywords)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullConsumerConfig(ConsumerConfig):
-    """Settings of a pull consumer; those for listeners have no effect."""
+    """Settings of a pull consumer; settings for listeners have no effect."""
 
     pull_batch_size: Annotated[int, Between(1)] = 10
-    """Most messages of one pull."""
+    """Largest number of messages of one pull."""
     poll_timeout: Annotated[float, Seconds()] = 5.0
     """Time that a poll waits for the first message."""
     auto_commit: bool = True

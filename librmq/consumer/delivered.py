@@ -33,11 +33,11 @@ class DeliveredMessage(StoredMessage):
     Equal to the `StoredMessage` of the same record.
     """
 
-    __slots__ = ("_bounds", "_more_times", "_shown", "consume_start_timestamp_ms", "queue", "queue_offset")
+    __slots__ = ("_all_properties", "_bounds", "_more_times", "consume_start_timestamp_ms", "queue", "queue_offset")
 
     queue_offset: int
     """The number of the message's entry in the queue."""
-    _shown: dict[str, str]
+    _all_properties: dict[str, str]
 
     def __init__(self, raw: bytes, queue: MessageQueue, queue_offset: int, bounds: tuple[int, int]) -> None:
         """``raw`` is a whole record; ``bounds`` are the minimum and maximum offset of the queue at the pull."""
@@ -78,7 +78,7 @@ class DeliveredMessage(StoredMessage):
         """How often the group has failed on this message, including failures since the pull."""
         return super().reconsume_times + self._more_times
 
-    def failed_again(self) -> None:
+    def count_failure(self) -> None:
         """Count a failure after which this consumer keeps the message."""
         self._more_times += 1
 
@@ -96,15 +96,15 @@ class DeliveredMessage(StoredMessage):
     def properties(self) -> Mapping[str, str]:
         """All properties, with MIN_OFFSET, MAX_OFFSET and CONSUME_START_TIME, which a client of 4.9 adds."""
         try:
-            return self._shown
+            return self._all_properties
         except AttributeError:
-            shown = dict(super().properties)
-            shown[PROPERTY_MIN_OFFSET] = str(self._bounds[0])
-            shown[PROPERTY_MAX_OFFSET] = str(self._bounds[1])
+            properties = dict(super().properties)
+            properties[PROPERTY_MIN_OFFSET] = str(self._bounds[0])
+            properties[PROPERTY_MAX_OFFSET] = str(self._bounds[1])
             if self.consume_start_timestamp_ms is not None:
-                shown[PROPERTY_CONSUME_START_TIME] = str(self.consume_start_timestamp_ms)
-            self._shown = shown
-            return shown
+                properties[PROPERTY_CONSUME_START_TIME] = str(self.consume_start_timestamp_ms)
+            self._all_properties = properties
+            return properties
 
     def __reduce__(self) -> tuple[type[DeliveredMessage], tuple[bytes, MessageQueue, int, tuple[int, int]]]:  # type: ignore[override]
         return DeliveredMessage, (self.raw, self.queue, self.queue_offset, self._bounds)

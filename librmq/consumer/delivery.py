@@ -26,7 +26,7 @@ from librmq.runtime.runner import Work
 
 __all__ = ["BlockedQueue", "ConsumerCounts", "Delivery", "cause_of"]
 
-_LONGEST_CAUSE: Final = 500
+_MAX_CAUSE: Final = 500
 
 
 class BlockedQueue(NamedTuple):
@@ -120,9 +120,7 @@ class Delivery:
         """Begin ``count`` messages that were added to a queue."""
         raise NotImplementedError
 
-    def begins_with(
-        self, assigned: AssignedQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int
-    ) -> bool:
+    def try_begin(self, assigned: AssignedQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int) -> bool:
         """Add one message to a queue and begin it if nothing precedes it: the fast path.
 
         ``bounds`` are the minimum and maximum offset of the queue. Return False if `pulled` has to handle the message.
@@ -140,7 +138,7 @@ class Delivery:
     # ---- one call
 
     def batch_size(self, assigned: AssignedQueue) -> int:
-        """Return the most messages of a queue for one call: one if its messages have different listeners."""
+        """Return the largest batch for one call: one message if the queue's messages have different listeners."""
         size = self.config.batch_size
         if size > 1 and not self.consumer.listeners.share_batches(assigned.queue.topic, assigned.is_retry):
             return 1
@@ -157,7 +155,7 @@ class Delivery:
         topic = messages[0].topic if assigned.is_retry else assigned.queue.topic
         listener = consumer.listeners.find(topic, messages[0])
         if listener is None:  # this instance does not subscribe to the topic of the redelivery
-            listener = _unknown(topic)
+            listener = _missing_listener(topic)
         self.running += 1
         self.counts.delivered += len(messages)
         self.runner.submit(_Call(self, listener, assigned, messages, done))
@@ -176,25 +174,25 @@ class Delivery:
         metrics = consumer.metrics
         if not consumer.hooks and consumer.before_last_attempt is None and metrics is None:
             return listener.function(messages if listener.as_list else messages[0])
-        most = self.max_times()
-        if consumer.before_last_attempt is not None and most is not None:
+        max_times = self.max_times()
+        if consumer.before_last_attempt is not None and max_times is not None:
             for message in messages:
-                if message.reconsume_times >= most:
+                if message.reconsume_times >= max_times:
                     consumer.before_last_attempt(message)
         context = ConsumeContext(consumer.group, assigned.queue, tuple(messages))
-        after = [then for hook in consumer.hooks if (then := hook(context)) is not None]
+        callbacks = [callback for hook in consumer.hooks if (callback := hook(context)) is not None]
         if metrics is not None:
-            after.append(self._stopwatch(messages[0].topic, metrics))
+            callbacks.append(self._stopwatch(messages[0].topic, metrics))
         try:
             result = listener.function(messages if listener.as_list else messages[0])
         except Exception as error:
-            for then in after:
-                then(None, error)
+            for callback in callbacks:
+                callback(None, error)
             raise
         if inspect.iscoroutine(result):
-            return _after(result, after)
-        for then in after:
-            then(result, None)
+            return _after(result, callbacks)
+        for callback in callbacks:
+            callback(result, None)
         return result
 
     def _stopwatch(self, topic: str, metrics: Metrics) -> Callable[[object, Exception | None], None]:
@@ -216,21 +214,21 @@ class Delivery:
         assigned: AssignedQueue,
         messages: Sequence[DeliveredMessage],
         attempt: int,
-        most: int | None,
-        next_one: str,
+        max_times: int | None,
+        next_attempt: str,
         error: Exception | None,
     ) -> None:
         """Log a failed attempt and the time of the next; only the first attempt has a traceback."""
         others = f" and {len(messages) - 1} others" if len(messages) > 1 else ""
-        of = "" if most is None else f" of {most + 1}"
+        total = "" if max_times is None else f" of {max_times + 1}"
         is_asked_for = error is None or isinstance(error, ReconsumeLater | SuspendQueue)
         self.consumer.log.log(
             logging.INFO if is_asked_for else logging.WARNING,
             "%(consumer)s: attempt %(attempt)d%(_of)s on %(queue)s at %(queue_offset)d (%(message_id)s)%(_others)s "
             "failed (%(cause)s), %(_next)s",
-            _of=of,
+            _of=total,
             _others=others,
-            _next=next_one,
+            _next=next_attempt,
             cause=cause_of(error),
             exc_info=error if attempt == 1 and not is_asked_for else None,
             **_fields(assigned, messages[0], attempt),
@@ -268,8 +266,8 @@ def cause_of(error: Exception | None) -> str:
         return "the listener did not acknowledge it"
     text = str(error)
     name = type(error).__name__
-    told = f"{name}: {text}" if text else name
-    return "".join(char if char.isprintable() else " " for char in told[:_LONGEST_CAUSE])
+    line = f"{name}: {text}" if text else name
+    return "".join(char if char.isprintable() else " " for char in line[:_MAX_CAUSE])
 
 
 class _Call(Work):
@@ -311,19 +309,19 @@ class _Call(Work):
         return [(broker_name, message.physical_offset) for message in self._messages]
 
 
-async def _after(result: Awaitable[object], after: list[Callable[[object, Exception | None], None]]) -> object:
+async def _after(result: Awaitable[object], callbacks: list[Callable[[object, Exception | None], None]]) -> object:
     try:
         value = await result
     except Exception as error:
-        for then in after:
-            then(None, error)
+        for callback in callbacks:
+            callback(None, error)
         raise
-    for then in after:
-        then(value, None)
+    for callback in callbacks:
+        callback(value, None)
     return value
 
 
-def _unknown(topic: str) -> Listener:
+def _missing_listener(topic: str) -> Listener:
     def fail(messages: object) -> None:
         raise LookupError(
             f"this instance has no listener for topic {topic!r}: subscribe all instances of a group to the same topics"

@@ -17,7 +17,7 @@ __all__ = ["consume_directly"]
 
 
 def consume_directly(consumer: PushInstance, request: ConsumeDirectly) -> None:
-    """Run the listener of a message beside the others, and tell the request's ``ended`` the result.
+    """Run the listener of a message in parallel with others, and pass the result to the request's ``ended``.
 
     Raises:
         ClientStateError: The consumer is shutting down, or has no listener for the message.
@@ -46,7 +46,7 @@ def consume_directly(consumer: PushInstance, request: ConsumeDirectly) -> None:
         took_ms = max(0, consumer.runner.now_ms() - begin_ms)
         request.ended(DirectlyConsumed(outcome, consumer.config.orderly, took_ms, remark))
 
-    given: Any = [message] if listener.as_list else message
+    argument: Any = [message] if listener.as_list else message
     label = f"{consumer.label} consumes {message.message_id} directly"
-    work = Work(label, lambda: listener.function(given), done, consumer.client, loop=consumer.loop)
+    work = Work(label, lambda: listener.function(argument), done, consumer.client, loop=consumer.loop)
     consumer.runner.submit(work)

@@ -1,4 +1,4 @@
-"""Gauges of a consumer, named as in `librmq.metrics`; those of a group's instances add up."""
+"""Gauges of a consumer, named as in `librmq.metrics`; the gauges of a group's instances add up."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ def show_gauges(member: Instance, metrics: Metrics) -> None:
 def _gauge(member: Instance, topic: str, measure: Callable[[Instance, AssignedQueue], float]) -> Callable[[], float]:
     def total() -> float:
         with member.runner.lock:
-            assigned = [one for one in member.assigned.values() if one.queue.topic == topic and not one.released]
-            return sum(measure(member, one) for one in assigned)
+            queues = [
+                assigned
+                for assigned in member.assigned.values()
+                if assigned.queue.topic == topic and not assigned.released
+            ]
+            return sum(measure(member, assigned) for assigned in queues)
 
     return total

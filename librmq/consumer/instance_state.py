@@ -55,7 +55,7 @@ def _held_queue(assigned: AssignedQueue) -> HeldQueue:
     return HeldQueue(
         assigned.queue,
         assigned.progress,
-        assigned.told,
+        assigned.stored_progress,
         messages.waiting,
         messages.begun,
         None if first is None else first.queue_offset,
@@ -78,7 +78,7 @@ def listener_calls(call: CodeType, delivery: object) -> tuple[ListenerCall, ...]
     and ``messages``.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found = []
+    calls = []
     for ident, top in sys._current_frames().items():
         frame: FrameType | None = top
         while frame is not None and not (frame.f_code is call and frame.f_locals.get("self") is delivery):
@@ -87,17 +87,18 @@ def listener_calls(call: CodeType, delivery: object) -> tuple[ListenerCall, ...]
             continue
         messages: list[DeliveredMessage] = frame.f_locals["messages"]
         assigned: AssignedQueue = frame.f_locals["assigned"]
-        inside = [
-            f"{one.filename}:{one.lineno} {one.name}" for one in traceback.extract_stack(top, limit=_depth(top, frame))
+        stack = [
+            f"{entry.filename}:{entry.lineno} {entry.name}"
+            for entry in traceback.extract_stack(top, limit=_depth(top, frame))
         ]
         first = messages[0]
-        found.append(
+        calls.append(
             ListenerCall(
                 assigned.queue, first.queue_offset, first.message_id, len(messages), first.consume_start_timestamp_ms,
-                names.get(ident, str(ident)), tuple(inside),
+                names.get(ident, str(ident)), tuple(stack),
             )
         )  # fmt: skip
-    return tuple(sorted(found, key=lambda one: (one.queue, one.queue_offset)))
+    return tuple(sorted(calls, key=lambda entry: (entry.queue, entry.queue_offset)))
 
 
 def _depth(top: FrameType, end: FrameType) -> int:

@@ -69,17 +69,17 @@ class Listeners:
             ConfigError: A message could go to this listener and another one.
         """
         present = self._by_topic.get(topic, {})
-        wanted: set[str | None] = set(tags) or {None}
-        if present and (None in present or None in wanted or not wanted.isdisjoint(present)):
-            shared = sorted(tag for tag in wanted & present.keys() if tag is not None)
+        new_tags: set[str | None] = set(tags) or {None}
+        if present and (None in present or None in new_tags or not new_tags.isdisjoint(present)):
+            shared = sorted(tag for tag in new_tags & present.keys() if tag is not None)
             what = f"tag {shared[0]!r} of topic {topic!r}" if shared else f"topic {topic!r}"
             raise ConfigError(
                 f"{what} has a listener already: unsubscribe({topic!r}) first, or give each listener its own tags"
             )
-        self._by_topic[topic] = {**present, **dict.fromkeys(wanted, listener)}
+        self._by_topic[topic] = {**present, **dict.fromkeys(new_tags, listener)}
         return frozenset(tag for tag in self._by_topic[topic] if tag is not None)
 
-    def forget(self, topic: str) -> None:
+    def unregister(self, topic: str) -> None:
         """Drop all listeners of a topic."""
         self._by_topic.pop(topic, None)
 
@@ -93,17 +93,17 @@ class Listeners:
     def share_batches(self, topic: str, is_retry: bool) -> bool:
         """Return whether one listener gets all messages of a queue, so that they can share a batch."""
         if is_retry:  # a retry topic has messages of all topics
-            return len(self._by_topic) == 1 and all(map(_is_one, self._by_topic.values()))
-        return _is_one(self._by_topic.get(topic, {}))
+            return len(self._by_topic) == 1 and all(map(_has_one_listener, self._by_topic.values()))
+        return _has_one_listener(self._by_topic.get(topic, {}))
 
 
-def _is_one(by_tag: dict[str | None, Listener]) -> bool:
+def _has_one_listener(by_tag: dict[str | None, Listener]) -> bool:
     return len(set(map(id, by_tag.values()))) <= 1
 
 
 def is_coroutine_function(function: object) -> bool:
     """Return whether ``function`` returns a coroutine; an object can have an asynchronous ``__call__``."""
-    call = getattr(cast(Any, function), "__call__", None)  # noqa: B004 - the type's own is what is looked at
+    call = getattr(cast(Any, function), "__call__", None)  # noqa: B004 - only the type's own counts
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
@@ -112,8 +112,8 @@ def refuse_generator(function: object, where: str = "") -> None:
 
     ``where`` begins the message.
     """
-    call = getattr(cast(Any, function), "__call__", None)  # noqa: B004 - the type's own is what is looked at
-    if any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in (function, call)):
+    call = getattr(cast(Any, function), "__call__", None)  # noqa: B004 - only the type's own counts
+    if any(inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code) for code in (function, call)):
         raise ConfigError(
             f"{where}the listener {function!r:.80} is a generator, whose body a call does not run: "
             "remove `yield` from it"
@@ -126,47 +126,47 @@ def with_predicate(
     """Return a listener that gets only the messages that match; the others count as consumed."""
     if not as_list:
 
-        def one(message: DeliveredMessage) -> object:
+        def single(message: DeliveredMessage) -> object:
             return function(message) if predicate.matches(message, message.message_id) else True
 
-        async def one_async(message: DeliveredMessage) -> object:
+        async def single_async(message: DeliveredMessage) -> object:
             return await function(message) if predicate.matches(message, message.message_id) else True
 
-        return one_async if is_coroutine_function(function) else one
+        return single_async if is_coroutine_function(function) else single
 
-    def many(messages: list[DeliveredMessage]) -> object:
-        at = _matching(predicate, messages)
-        if not at:
+    def batch(messages: list[DeliveredMessage]) -> object:
+        indices = _matching(predicate, messages)
+        if not indices:
             return True
         try:
-            return _index_in_batch(function([messages[index] for index in at]), at, len(messages))
+            return _index_in_batch(function([messages[index] for index in indices]), indices, len(messages))
         except ReconsumeLater as later:
-            later.consumed = _consumed_in_batch(later.consumed, at, len(messages))
+            later.consumed = _consumed_in_batch(later.consumed, indices, len(messages))
             raise
 
-    async def many_async(messages: list[DeliveredMessage]) -> object:
-        at = _matching(predicate, messages)
-        if not at:
+    async def batch_async(messages: list[DeliveredMessage]) -> object:
+        indices = _matching(predicate, messages)
+        if not indices:
             return True
         try:
-            return _index_in_batch(await function([messages[index] for index in at]), at, len(messages))
+            return _index_in_batch(await function([messages[index] for index in indices]), indices, len(messages))
         except ReconsumeLater as later:
-            later.consumed = _consumed_in_batch(later.consumed, at, len(messages))
+            later.consumed = _consumed_in_batch(later.consumed, indices, len(messages))
             raise
 
-    return many_async if is_coroutine_function(function) else many
+    return batch_async if is_coroutine_function(function) else batch
 
 
 def _matching(predicate: WatchedPredicate[DeliveredMessage], messages: Sequence[DeliveredMessage]) -> list[int]:
     return [index for index, message in enumerate(messages) if predicate.matches(message, message.message_id)]
 
 
-def _index_in_batch(result: object, at: list[int], count: int) -> object:
+def _index_in_batch(result: object, indices: list[int], count: int) -> object:
     """Translate an index among the matching messages to one among all."""
     if isinstance(result, bool) or not isinstance(result, int) or result < -1:
         return result
-    return _consumed_in_batch(result + 1, at, count) - 1
+    return _consumed_in_batch(result + 1, indices, count) - 1
 
 
-def _consumed_in_batch(consumed: int, at: list[int], count: int) -> int:
-    return count if consumed >= len(at) else at[max(0, consumed)]
+def _consumed_in_batch(consumed: int, indices: list[int], count: int) -> int:
+    return count if consumed >= len(indices) else indices[max(0, consumed)]

@@ -89,12 +89,12 @@ def _track(endpoint: Endpoint, message: StoredMessage, group: str, data: Consume
     if progress is None or progress <= message.queue_offset:
         return TrackType.NOT_CONSUME_YET
     subscription = data.subscriptions.get(message.topic)
-    if subscription is not None and not _asks_for(subscription, message):
+    if subscription is not None and not _selects(subscription, message):
         return TrackType.CONSUMED_BUT_FILTERED
     return TrackType.CONSUMED
 
 
-def _asks_for(subscription: Subscription, message: StoredMessage) -> bool:
+def _selects(subscription: Subscription, message: StoredMessage) -> bool:
     if subscription.expression_type in ("", TAG):
         return TagFilter(subscription.expression).matches(message.tags)
     try:

@@ -43,11 +43,11 @@ class Offsets(Protocol):
         """
         ...
 
-    def save(self, assigned: Iterable[AssignedQueue]) -> bool:
+    def save(self, queues: Iterable[AssignedQueue]) -> bool:
         """Store unstored progress, and return whether all of it is stored."""
         ...
 
-    def save_soon(self, assigned: Iterable[AssignedQueue]) -> bool:
+    def save_soon(self, queues: Iterable[AssignedQueue]) -> bool:
         """Begin to store progress without waiting for a disk, and return whether all of it is stored."""
         ...
 
@@ -65,12 +65,12 @@ class BrokerOffsets:
         request = QueryOffset(self._group, queue.topic, queue.queue_id)
         return self._client.endpoint(queue.broker_name).call(request)
 
-    def save(self, assigned: Iterable[AssignedQueue]) -> bool:
+    def save(self, queues: Iterable[AssignedQueue]) -> bool:
         """Send new progress to the brokers, and return whether they accepted all of it."""
         all_stored = True
-        for one in assigned:
-            progress, queue = one.progress, one.queue
-            if progress is None or progress == one.told:
+        for assigned in queues:
+            progress, queue = assigned.progress, assigned.queue
+            if progress is None or progress == assigned.stored_progress:
                 continue
             try:
                 request = UpdateOffset(self._group, queue.topic, queue.queue_id, progress)
@@ -79,7 +79,7 @@ class BrokerOffsets:
                 self._states.failing(_key(queue), f"storing progress at {queue.broker_name}", error)
                 all_stored = False
             else:
-                one.told = progress
+                assigned.stored_progress = progress
                 self._states.works(_key(queue), f"storing progress at {queue.broker_name}")
         return all_stored
 
@@ -150,9 +150,9 @@ class LocalOffsets:
         """Return the stored progress, None if there is none."""
         return self._table.get(queue)
 
-    def save(self, assigned: Iterable[AssignedQueue]) -> bool:
+    def save(self, queues: Iterable[AssignedQueue]) -> bool:
         """Write new progress to the file, and return whether all is there."""
-        if not self._has_new(assigned):
+        if not self._has_new(queues):
             return True
         try:
             self._saver.save()
@@ -161,17 +161,17 @@ class LocalOffsets:
             return False
         return True
 
-    def save_soon(self, assigned: Iterable[AssignedQueue]) -> bool:
+    def save_soon(self, queues: Iterable[AssignedQueue]) -> bool:
         """Write progress while other work continues, and return whether all is there."""
-        if self._has_new(assigned):
+        if self._has_new(queues):
             self._saver.run_due(self._now_ms())
         return not self._unwritten
 
-    def _has_new(self, assigned: Iterable[AssignedQueue]) -> bool:
+    def _has_new(self, queues: Iterable[AssignedQueue]) -> bool:
         """Add new progress to the table, and return whether there is any to write."""
-        for one in assigned:
-            if one.progress is not None and one.progress != one.told:
-                self._table[one.queue] = self._unwritten[one] = one.progress
+        for assigned in queues:
+            if assigned.progress is not None and assigned.progress != assigned.stored_progress:
+                self._table[assigned.queue] = self._unwritten[assigned] = assigned.progress
         return bool(self._unwritten) and os.getpid() == self._process  # after a fork the file belongs to the parent
 
     def _reached(self) -> tuple[dict[AssignedQueue, int], bytes] | None:
@@ -191,10 +191,10 @@ class LocalOffsets:
         self._files.write(self.path, reached[1])
 
     def _written(self, reached: tuple[dict[AssignedQueue, int], bytes]) -> None:
-        for one, progress in reached[0].items():
-            one.told = progress
-            if self._unwritten.get(one) == progress:
-                del self._unwritten[one]
+        for assigned, progress in reached[0].items():
+            assigned.stored_progress = progress
+            if self._unwritten.get(assigned) == progress:
+                del self._unwritten[assigned]
 
 
 def _key(queue: MessageQueue) -> tuple[str, ...]:

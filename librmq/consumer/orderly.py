@@ -51,11 +51,11 @@ BROKER_LOCK_MS: Final = 60_000
 LOCK_AGAIN_MS: Final = 3_000
 UNLOCK_DELAY_MS: Final = 20_000
 WAIT_FOR_LISTENER_MS: Final = 1_000
-MOST_WITHOUT_REST_MS: Final = 60_000
+MAX_WITHOUT_REST_MS: Final = 60_000
 REST_MS: Final = 10
-LEAST_SUSPENSION_MS: Final = 10
-MOST_SUSPENSION_MS: Final = 30_000
-MOST_PROPERTIES: Final = 30_000
+MIN_SUSPENSION_MS: Final = 10
+MAX_SUSPENSION_MS: Final = 30_000
+MAX_PROPERTIES_SIZE: Final = 30_000
 """A message with fewer bytes of properties has room for the cause of its failure."""
 INNER_PRODUCER: Final = "CLIENT_INNER_PRODUCER"
 
@@ -137,22 +137,22 @@ class OrderlyDelivery(Delivery):
         for assigned in consumer.assigned.values():
             by_broker.setdefault(assigned.queue.broker_name, []).append(assigned)
         for broker_name, queues in by_broker.items():
-            wanted = frozenset(assigned.queue for assigned in queues)
+            broker_queues = frozenset(assigned.queue for assigned in queues)
             try:
-                request = LockQueues(consumer.group, consumer.client.client_id, wanted)
-                got = consumer.client.endpoint(broker_name).call(request)
+                request = LockQueues(consumer.group, consumer.client.client_id, broker_queues)
+                locked = consumer.client.endpoint(broker_name).call(request)
             except RmqError as error:
                 consumer.states.failing(("lock", broker_name), f"locking queues at {broker_name}", error)
                 continue
             consumer.states.works(("lock", broker_name), f"locking queues at {broker_name}")
             for assigned in queues:
-                self._judge_lock(assigned, assigned.queue in got, now_ms)
+                self._apply_lock(assigned, assigned.queue in locked, now_ms)
         if any(not assigned.locked or len(assigned.messages) for assigned in consumer.assigned.values()):
             return next_on_grid(now_ms, self._started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
         return None
 
-    def _judge_lock(self, assigned: AssignedQueue, got: bool, now_ms: int) -> None:
-        if not got:
+    def _apply_lock(self, assigned: AssignedQueue, is_locked: bool, now_ms: int) -> None:
+        if not is_locked:
             if assigned.locked:
                 self.consumer.log.warning(
                     "%(consumer)s: the lock of %(queue)s is lost, so consumption stops until it is back",
@@ -177,7 +177,7 @@ class OrderlyDelivery(Delivery):
         was_locked, assigned.locked = assigned.locked, True
         if not was_locked and not assigned.released:
             self.runner.wake(assigned.pull)
-            self._go_on(assigned, now_ms)
+            self._begin_queue(assigned, now_ms)
 
     def _find_position(self, assigned: AssignedQueue) -> None:
         """Continue at the group's progress if that is further."""
@@ -186,7 +186,7 @@ class OrderlyDelivery(Delivery):
             stored = assigned.next_offset if assigned.progress is None else assigned.progress
         position = stored if assigned.progress is None else max(stored, assigned.progress)
         if assigned.progress is not None and position > assigned.progress:
-            assigned.progress = assigned.told = position
+            assigned.progress = assigned.stored_progress = position
         if position != assigned.messages.progress or not len(assigned.messages):
             assigned.messages.clear()
             assigned.next_offset = position
@@ -217,7 +217,7 @@ class OrderlyDelivery(Delivery):
         """Ask for the lock of one queue; return False if the broker cannot be asked."""
         broker_name = assigned.queue.broker_name
         try:
-            self._judge_lock(assigned, self.lock(assigned.queue), now_ms)
+            self._apply_lock(assigned, self.lock(assigned.queue), now_ms)
         except RmqError as error:
             self.consumer.states.failing(("lock", broker_name), f"locking queues at {broker_name}", error)
             return False
@@ -274,9 +274,9 @@ class OrderlyDelivery(Delivery):
             running = {assigned.queue for assigned in self.consumer.assigned.values() if assigned.running}
             queues = {*self.consumer.assigned, *self._unlocking} - running
             for broker_name in sorted({queue.broker_name for queue in queues}):
-                of_broker = frozenset(queue for queue in queues if queue.broker_name == broker_name)
+                broker_queues = frozenset(queue for queue in queues if queue.broker_name == broker_name)
                 try:
-                    request = UnlockQueues(self.consumer.group, self.consumer.client.client_id, of_broker)
+                    request = UnlockQueues(self.consumer.group, self.consumer.client.client_id, broker_queues)
                     self.consumer.client.endpoint(broker_name).call(request)
                 except RmqError as error:
                     self.consumer.log.warning("%(consumer)s: could not release locks: %(error)s", error=error)
@@ -287,9 +287,9 @@ class OrderlyDelivery(Delivery):
         """Begin with messages added to a queue, unless its listener runs."""
         if self._locks:
             self._renew_on_grid(now_ms)
-        self._go_on(assigned, now_ms)
+        self._begin_queue(assigned, now_ms)
 
-    def _go_on(self, assigned: AssignedQueue, now_ms: int) -> None:
+    def _begin_queue(self, assigned: AssignedQueue, now_ms: int) -> None:
         """Begin with the next messages of a queue, unless some are being delivered."""
         if not assigned.delivering and not assigned.released and assigned.messages.waiting:
             assigned.delivering = True
@@ -298,8 +298,8 @@ class OrderlyDelivery(Delivery):
             self._begin(now_ms)
 
     def _begin(self, now_ms: int) -> None:
-        waiting, most = self._waiting, 1 if self.rests.is_probing else self.config.threads
-        while waiting and self.running < most and not self.consumer.stopping and not self.rests.is_whole:
+        waiting, limit = self._waiting, 1 if self.rests.is_probing else self.config.threads
+        while waiting and self.running < limit and not self.consumer.stopping and not self.rests.is_whole:
             assigned = waiting.popleft()
             if assigned.released:
                 assigned.delivering = False
@@ -319,14 +319,14 @@ class OrderlyDelivery(Delivery):
             assigned.delivering = False
             return
 
-        def go_on(now_ms: int) -> int | None:
+        def resume(now_ms: int) -> int | None:
             if self._resting.get(assigned.queue) is step:
                 del self._resting[assigned.queue]
                 assigned.delivering = False
-                self._go_on(assigned, now_ms)
+                self._begin_queue(assigned, now_ms)
             return None
 
-        step = Step(f"{self.consumer.label} resume {assigned.label}", go_on, self.consumer.client)
+        step = Step(f"{self.consumer.label} resume {assigned.label}", resume, self.consumer.client)
         self._resting[assigned.queue] = step
         self.runner.wake(step, self.runner.now_ms() + milliseconds)
 
@@ -351,10 +351,10 @@ class OrderlyDelivery(Delivery):
         if assigned.released:
             self._done_after_release(assigned, messages, now_ms)
         else:
-            rest_ms = self._judge(assigned, messages, listener, result, error)
+            rest_ms = self._apply(assigned, messages, listener, result, error)
             if assigned.throttled:
-                self.consumer.pull_requests.less_is_held(assigned)
-            if rest_ms is None and now_ms - assigned.since_ms > MOST_WITHOUT_REST_MS:
+                self.consumer.pull_requests.resume_throttled(assigned)
+            if rest_ms is None and now_ms - assigned.since_ms > MAX_WITHOUT_REST_MS:
                 rest_ms = REST_MS
             if rest_ms is not None:
                 self._rest(assigned, rest_ms)
@@ -373,9 +373,9 @@ class OrderlyDelivery(Delivery):
                     self.consumer.assigned.pop(assigned.queue, None)
                     self.consumer.rebalancing.wake()
             else:
-                self.consumer.rebalancing.look_again()
+                self.consumer.rebalancing.wake_on_grid()
 
-    def _judge(
+    def _apply(
         self,
         assigned: AssignedQueue,
         messages: list[DeliveredMessage],
@@ -403,7 +403,7 @@ class OrderlyDelivery(Delivery):
             return None
         self.counts.failed += len(messages)
         attempt = messages[0].reconsume_times + 1
-        if self._all_given_up(assigned, messages, error):
+        if self._send_exhausted(assigned, messages, error):
             self._commit(assigned, "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
             return None
         self.count(assigned, len(messages), "suspend")
@@ -413,7 +413,7 @@ class OrderlyDelivery(Delivery):
             self.log_retry(
                 assigned, messages, 1, self.config.max_reconsume_times, f"the next comes in {rest_ms / 1000:g} s", error
             )
-        self._report(assigned, messages[0])
+        self._log_blocked(assigned, messages[0])
         return rest_ms
 
     def _commit(self, assigned: AssignedQueue, result: str) -> None:
@@ -424,12 +424,12 @@ class OrderlyDelivery(Delivery):
             self.consumer.progressed(assigned, progress)
 
     def _suspension(self, error: Exception | None) -> int:
-        asked_ms = self._suspend_ms
+        pause_ms = self._suspend_ms
         if isinstance(error, SuspendQueue) and error.seconds is not None:
-            asked_ms = round(error.seconds * 1000)
-        return min(MOST_SUSPENSION_MS, max(LEAST_SUSPENSION_MS, asked_ms))
+            pause_ms = round(error.seconds * 1000)
+        return min(MAX_SUSPENSION_MS, max(MIN_SUSPENSION_MS, pause_ms))
 
-    def _report(self, assigned: AssignedQueue, message: DeliveredMessage) -> None:
+    def _log_blocked(self, assigned: AssignedQueue, message: DeliveredMessage) -> None:
         times = message.reconsume_times
         if times & (times - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
             self.consumer.log.warning(
@@ -443,28 +443,30 @@ class OrderlyDelivery(Delivery):
 
     def blocked(self) -> list[BlockedQueue]:
         """Return the queues that pause because their first message fails."""
-        found = []
+        queues = []
         for assigned in self.consumer.assigned.values():
             first = assigned.messages.peek()
             if isinstance(first, DeliveredMessage) and first.reconsume_times and assigned.queue in self._resting:
-                found.append(BlockedQueue(assigned.queue, first.queue_offset, first.message_id, first.reconsume_times))
-        return found
+                queues.append(BlockedQueue(assigned.queue, first.queue_offset, first.message_id, first.reconsume_times))
+        return queues
 
     # ---- at the maximum
 
-    def _all_given_up(self, assigned: AssignedQueue, messages: list[DeliveredMessage], error: Exception | None) -> bool:
+    def _send_exhausted(
+        self, assigned: AssignedQueue, messages: list[DeliveredMessage], error: Exception | None
+    ) -> bool:
         """Count a failure of each message, send it back at the maximum, and return whether all were sent back."""
-        most = self.config.max_reconsume_times
+        max_times = self.config.max_reconsume_times
         at_once = isinstance(error, ReconsumeLater) and error.delay_level < 0
-        done = True
+        are_all_sent = True
         for message in messages:
-            has_had_enough = at_once or (most is not None and message.reconsume_times >= most)
-            if not has_had_enough or not self._give_message_up(assigned, message, error, at_once):
-                message.failed_again()
-                done = False
-        return done
+            is_exhausted = at_once or (max_times is not None and message.reconsume_times >= max_times)
+            if not is_exhausted or not self._send_dead_letter(assigned, message, error, at_once):
+                message.count_failure()
+                are_all_sent = False
+        return are_all_sent
 
-    def _give_message_up(
+    def _send_dead_letter(
         self, assigned: AssignedQueue, message: DeliveredMessage, error: Exception | None, at_once: bool
     ) -> bool:
         """Make a message a dead letter, as 4.9 does after its next delay, or ``at_once``; return whether it is one."""
@@ -476,22 +478,28 @@ class OrderlyDelivery(Delivery):
             )
             return True
         times = message.reconsume_times + at_once
-        most = times if at_once else self.config.max_reconsume_times or 0
-        back = Message(retry_topic(consumer.group), message.body, flag=message.flag)
-        back.properties.update(message.properties)
-        back.properties[PROPERTY_ORIGIN_MESSAGE_ID] = message.origin_message_id
-        back.properties[PROPERTY_RETRY_TOPIC] = message.topic
-        back.properties[PROPERTY_RECONSUME_TIME] = str(times)
-        back.properties[PROPERTY_MAX_RECONSUME_TIMES] = str(most)
-        back.properties.pop(PROPERTY_TRANSACTION_PREPARED, None)
-        back.properties.pop(PROPERTY_DELAY, None)
+        limit = times if at_once else self.config.max_reconsume_times or 0
+        copy = Message(retry_topic(consumer.group), message.body, flag=message.flag)
+        copy.properties.update(message.properties)
+        copy.properties[PROPERTY_ORIGIN_MESSAGE_ID] = message.origin_message_id
+        copy.properties[PROPERTY_RETRY_TOPIC] = message.topic
+        copy.properties[PROPERTY_RECONSUME_TIME] = str(times)
+        copy.properties[PROPERTY_MAX_RECONSUME_TIMES] = str(limit)
+        copy.properties.pop(PROPERTY_TRANSACTION_PREPARED, None)
+        copy.properties.pop(PROPERTY_DELAY, None)
         if not at_once:
-            back.properties[PROPERTY_DELAY] = str(3 + times)
-        if len(message.properties_raw) < MOST_PROPERTIES:
-            back.properties[PROPERTY_DEAD_LETTER_CAUSE] = cause_of(error)
+            copy.properties[PROPERTY_DELAY] = str(3 + times)
+        if len(message.properties_raw) < MAX_PROPERTIES_SIZE:
+            copy.properties[PROPERTY_DEAD_LETTER_CAUSE] = cause_of(error)
         client = consumer.client
         request = SendMessage(
-            INNER_PRODUCER, back, 0, self.runner.now_ms(), client.host, reconsume_times=times, max_reconsume_times=most
+            INNER_PRODUCER,
+            copy,
+            0,
+            self.runner.now_ms(),
+            client.host,
+            reconsume_times=times,
+            max_reconsume_times=limit,
         )
         broker_name = assigned.queue.broker_name
         key, what = ("send back", broker_name), f"sending dead letters to {broker_name}"

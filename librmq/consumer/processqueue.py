@@ -114,11 +114,11 @@ class ProcessQueue:
         begun = self._begun[queue_offset] = DeliveredMessage(message.raw, self.queue, queue_offset, bounds)
         return begun
 
-    def take(self, most: int) -> list[DeliveredMessage]:
-        """Begin the first ``most`` waiting messages."""
+    def take(self, limit: int) -> list[DeliveredMessage]:
+        """Begin the first ``limit`` waiting messages."""
         waiting, bounds, begun = self._waiting, self._bounds, self._begun
-        taken: list[DeliveredMessage] = []
-        while waiting and len(taken) < most:
+        messages: list[DeliveredMessage] = []
+        while waiting and len(messages) < limit:
             message = waiting.popleft()
             if message.__class__ is not DeliveredMessage:
                 (queue_offset,) = _unpack_queue_offset(message.raw)
@@ -126,8 +126,8 @@ class ProcessQueue:
                     bounds.popleft()
                 message = DeliveredMessage(message.raw, self.queue, queue_offset, bounds[0][1])
             begun[message.queue_offset] = message
-            taken.append(message)
-        return taken
+            messages.append(message)
+        return messages
 
     def remove(self, messages: Iterable[DeliveredMessage]) -> int | None:
         """Remove messages that have begun; return the progress, None if none of them was held."""
@@ -172,7 +172,7 @@ class ProcessQueue:
         return self._waiting[0] if self._waiting else None
 
     def clear(self) -> None:
-        """Forget all messages."""
+        """Drop all messages."""
         self._waiting.clear()
         self._begun.clear()
         self._bounds.clear()

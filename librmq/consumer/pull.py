@@ -38,7 +38,7 @@ from librmq.runtime.runner import Step
 
 __all__ = ["PullConsumer"]
 
-BREATH: Final = 0.0001
+LOCK_PAUSE_S: Final = 0.0001
 """Seconds between two rounds of a poll, during which other threads can take the lock."""
 
 
@@ -137,21 +137,21 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             raise ClientStateError(
                 f"{self._life.what} has subscribed: subscribe and assign exclude each other; make another consumer"
             )
-        wanted = tuple(dict.fromkeys(_checked(queues)))
-        self._assigned = wanted
-        for topic in dict.fromkeys(queue.topic for queue in wanted):
+        unique_queues = tuple(dict.fromkeys(_check_queues(queues)))
+        self._assigned = unique_queues
+        for topic in dict.fromkeys(queue.topic for queue in unique_queues):
             self._set_subscription(*self._subscription(topic, tags, sql))
         with self.runner.lock:
             if self.is_running:
                 self._take_assigned()
 
     def _take_assigned(self) -> None:
-        wanted = self._assigned or ()
-        for queue in [queue for queue in self.assigned if queue not in wanted]:
+        queues = self._assigned or ()
+        for queue in [queue for queue in self.assigned if queue not in queues]:
             assigned = self.assigned.pop(queue)
             assigned.released = True
             self._release(assigned, self.runner.now_ms())
-        for queue in wanted:
+        for queue in queues:
             if queue not in self.assigned:
                 stored = self.offsets.read(queue)
                 next_offset = self.rebalancing.start_offset(queue) if stored is None else stored
@@ -217,7 +217,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     def _reset(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
         for queue, queue_offset in offsets.items():
             if queue in self.assigned:
-                self._go_to(self.assigned[queue], queue_offset)
+                self._set_position(self.assigned[queue], queue_offset)
                 self.progressed(self.assigned[queue], queue_offset)
 
     # ---- polling
@@ -245,18 +245,18 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 self._begin_poll()
                 has_begun = True
                 while True:
-                    messages, has_moved = self._look(one_by_one)
+                    messages, has_moved = self._try_poll(one_by_one)
                     if messages or self.stopping:
                         return messages
                     remaining = deadline - clock.monotonic()
                     if has_moved and remaining >= 0:
-                        clock.wait(self._arrived, BREATH)  # offer the lock to others
+                        clock.wait(self._arrived, LOCK_PAUSE_S)  # offer the lock to others
                         continue
                     if remaining <= 0 or not clock.wait(self._arrived, remaining):
                         return []
         except BaseException:  # Ctrl-C lost the pulled messages, so pull them again
             if has_begun:
-                self._take_back()
+                self._rewind()
             raise
 
     async def poll_async(self, timeout: float | timedelta | None = None) -> list[DeliveredMessage]:
@@ -279,9 +279,9 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             self._begin_poll()
             while True:
                 arrived.clear()
-                # A thread would not help: a look can only wait for a page of a mapped file, and such a wait blocks the
-                # whole interpreter. For the same reason a look can't be interrupted.
-                messages, has_moved = self._look(one_by_one)
+                # A thread would not help: a pull can only wait for a page of a mapped file, and such a wait blocks the
+                # whole interpreter. For the same reason a pull can't be interrupted.
+                messages, has_moved = self._try_poll(one_by_one)
                 if messages or self.stopping:
                     return messages
                 remaining = deadline - clock.monotonic()
@@ -300,24 +300,24 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         come with the next poll.
         """
         while messages := self._poll(None, one_by_one=True):
-            for message, behind in self._with_ends(messages):
-                if not self._hand_out(message, behind):
+            for message, next_offset in self._with_next_offsets(messages):
+                if not self._advance(message, next_offset):
                     break  # the position has changed meanwhile
                 yield message
 
     async def __aiter__(self) -> AsyncIterator[DeliveredMessage]:
         """Hand out messages like ``for`` while other coroutines of the event loop run."""
         while messages := await self._poll_async(None, one_by_one=True):
-            for message, behind in self._with_ends(messages):
-                if not self._hand_out(message, behind):
+            for message, next_offset in self._with_next_offsets(messages):
+                if not self._advance(message, next_offset):
                     break
                 yield message
 
-    def _with_ends(self, messages: list[DeliveredMessage]) -> list[tuple[DeliveredMessage, int]]:
+    def _with_next_offsets(self, messages: list[DeliveredMessage]) -> list[tuple[DeliveredMessage, int]]:
         """Pair each message with the queue offset of the next read after it."""
         return list(zip(messages, [*(message.queue_offset for message in messages[1:]), self._pulled_end], strict=True))
 
-    def _hand_out(self, message: DeliveredMessage, behind: int) -> bool:
+    def _advance(self, message: DeliveredMessage, next_offset: int) -> bool:
         """Move the position past one message; return False if the position has changed meanwhile."""
         with self.runner.lock:
             assigned = self.assigned.get(message.queue)
@@ -325,8 +325,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 return False
             if self.config.auto_commit and assigned.progress != assigned.next_offset:
                 self.progressed(assigned, assigned.next_offset)
-            assigned.next_offset = behind
-            self._last = assigned, message.queue_offset, behind
+            assigned.next_offset = next_offset
+            self._last = assigned, message.queue_offset, next_offset
             return True
 
     def _begin_poll(self) -> None:
@@ -336,15 +336,15 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             with self.runner.lock:
                 self._commit_polled()
 
-    def _take_back(self) -> None:
+    def _rewind(self) -> None:
         """Pull the last messages again."""
         with self.runner.lock:
             if self._last is not None:
-                assigned, before, behind = self._last
-                if assigned.next_offset == behind:
+                assigned, before, next_offset = self._last
+                if assigned.next_offset == next_offset:
                     assigned.next_offset = before
 
-    def _look(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
+    def _try_poll(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
         """Ask the queues, and wait at those without messages."""
         self._arrived.clear()
         with self.runner.lock:
@@ -376,7 +376,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         queue = assigned.queue
         assigned.pulled_timestamp_ms = self.runner.now_ms()
         try:
-            response = self._ask(assigned)
+            response = self._request(assigned)
         except RmqError as error:
             self.states.failing(("poll", queue.broker_name, queue.topic), f"polling {assigned.label}", error)
             return []
@@ -399,7 +399,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             if tag_filter is None or tag_filter.matches(message.tags)
         ]
 
-    def _ask(self, assigned: AssignedQueue) -> PullResponse:
+    def _request(self, assigned: AssignedQueue) -> PullResponse:
         queue = assigned.queue
         subscription: Subscription | None = None if self.shares_queues else self.subscriptions.get(queue.topic)
         request = PullMessage(
@@ -418,11 +418,11 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     def pause(self, queues: Iterable[MessageQueue]) -> None:
         """Exclude queues from polls."""
-        self._paused.update(_checked(queues))
+        self._paused.update(_check_queues(queues))
 
     def resume(self, queues: Iterable[MessageQueue]) -> None:
         """Include queues in polls again."""
-        self._paused.difference_update(_checked(queues))
+        self._paused.difference_update(_check_queues(queues))
         self._arrived.set()
 
     def rest(self, seconds: float | timedelta, *, queue: MessageQueue | None = None, reason: str = "") -> None:
@@ -436,7 +436,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """
         error = DownstreamDown(reason, seconds=seconds, only_queue=queue is not None)
         with self.runner.lock:
-            self._take_back()
+            self._rewind()
             last = next(iter(self.assigned), None) if queue is None else self._assigned_queue(queue).queue
             if last is not None:
                 self._rests.begin(error, last)
@@ -455,7 +455,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             )
         return assigned
 
-    def _go_to(self, assigned: AssignedQueue, queue_offset: int) -> None:
+    def _set_position(self, assigned: AssignedQueue, queue_offset: int) -> None:
         assigned.next_offset = queue_offset
         self._arrived.set()
 
@@ -470,17 +470,17 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             first, end = self.min_offset(queue), self.max_offset(queue)
             if type(queue_offset) is not int or not first <= queue_offset <= end:
                 raise ClientStateError(f"{queue} has offsets {first} to {end}, not {queue_offset!r:.80}")
-            self._go_to(assigned, queue_offset)
+            self._set_position(assigned, queue_offset)
 
     def seek_to_begin(self, queue: MessageQueue) -> None:
         """Continue at the oldest message."""
         with self.runner.lock:
-            self._go_to(self._assigned_queue(queue), self.min_offset(queue))
+            self._set_position(self._assigned_queue(queue), self.min_offset(queue))
 
     def seek_to_end(self, queue: MessageQueue) -> None:
         """Continue at the next new message."""
         with self.runner.lock:
-            self._go_to(self._assigned_queue(queue), self.max_offset(queue))
+            self._set_position(self._assigned_queue(queue), self.max_offset(queue))
 
     def position(self, queue: MessageQueue) -> int:
         """Return the queue offset of the next poll."""
@@ -519,15 +519,17 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         with self.runner.lock:
             self._life.check_running("commit")
             if offsets is None:
-                chosen = {one: one.next_offset for one in self.assigned.values() if not one.released}
+                positions = {
+                    assigned: assigned.next_offset for assigned in self.assigned.values() if not assigned.released
+                }
             else:
-                chosen = {self._assigned_queue(queue): queue_offset for queue, queue_offset in offsets.items()}
-                for assigned, queue_offset in chosen.items():
+                positions = {self._assigned_queue(queue): queue_offset for queue, queue_offset in offsets.items()}
+                for assigned, queue_offset in positions.items():
                     if type(queue_offset) is not int or queue_offset < 0:
                         raise TypeError(f"{assigned.queue}: expected a queue offset, found {queue_offset!r:.80}")
-            for assigned, queue_offset in chosen.items():
+            for assigned, queue_offset in positions.items():
                 assigned.progress = queue_offset
-            if not self.offsets.save(chosen):
+            if not self.offsets.save(positions):
                 raise ClientStateError(
                     f"{self._life.what}: a broker has not stored the progress, as a logged warning explains: try again"
                 )
@@ -540,14 +542,14 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             return self.offsets.read(queue)
 
 
-def _checked(queues: object) -> list[MessageQueue]:
+def _check_queues(queues: object) -> list[MessageQueue]:
     """Return the queues.
 
     Raises:
-        TypeError: They are something else.
+        TypeError: They are not message queues.
     """
     if isinstance(queues, Iterable) and not isinstance(queues, MessageQueue):
-        found = list(queues)
-        if all(isinstance(queue, MessageQueue) for queue in found):
-            return found
+        elements = list(queues)
+        if all(isinstance(queue, MessageQueue) for queue in elements):
+            return elements
     raise TypeError(f"queues: expected a list of MessageQueue, found {queues!r:.200}")

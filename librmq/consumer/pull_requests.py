@@ -41,19 +41,19 @@ class PullRequests:
     def start(self, assigned: AssignedQueue) -> None:
         """Begin to pull."""
         wake = self._consumer.runner.wake
-        assigned.pull.run_due = partial(self._pull_or_lose, assigned)
+        assigned.pull.run_due = partial(self._run_pull, assigned)
         assigned.notify = partial(wake, assigned.pull)
         wake(assigned.pull)
 
     def share_limits(self) -> None:
-        """Divide the limits of a topic among the assigned queues; as in 4.9, among those of all topics."""
+        """Divide the limits of a topic among the assigned queues of all topics, as in 4.9."""
         config, count = self._consumer.config, max(1, len(self._consumer.assigned))
         if config.max_held_messages_of_topic is not None:
             self.max_messages = max(1, config.max_held_messages_of_topic // count)
         if config.max_held_bytes_of_topic is not None:
             self.max_bytes = max(1 << 20, config.max_held_bytes_of_topic // count)
 
-    def is_too_much(self, assigned: AssignedQueue) -> bool:
+    def is_full(self, assigned: AssignedQueue) -> bool:
         """Return whether the queue holds too much for another pull."""
         messages, config = assigned.messages, self._consumer.config
         count = len(messages)
@@ -63,9 +63,9 @@ class PullRequests:
             or (count > 1 and not config.orderly and messages.span > config.max_span)
         )
 
-    def less_is_held(self, assigned: AssignedQueue) -> None:
+    def resume_throttled(self, assigned: AssignedQueue) -> None:
         """Resume a throttled queue once it holds less."""
-        if not self.is_too_much(assigned):
+        if not self.is_full(assigned):
             assigned.throttled = False
             self._consumer.runner.wake(assigned.pull)
 
@@ -75,13 +75,13 @@ class PullRequests:
             if not assigned.released:
                 self._consumer.runner.wake(assigned.pull)
 
-    def _pull_or_lose(self, assigned: AssignedQueue, now_ms: int) -> int | None:
+    def _run_pull(self, assigned: AssignedQueue, now_ms: int) -> int | None:
         assigned.lost = False
         try:
             return self._pull(assigned, now_ms)
         except BaseException:
             assigned.lost = True
-            self._consumer.rebalancing.look_again()
+            self._consumer.rebalancing.wake_on_grid()
             raise
 
     def _pull(self, assigned: AssignedQueue, now_ms: int) -> int | None:
@@ -89,7 +89,7 @@ class PullRequests:
         if assigned.released or consumer.stopping or consumer.is_paused:
             return None
         assigned.pulled_timestamp_ms = now_ms
-        assigned.throttled = self.is_too_much(assigned)
+        assigned.throttled = self.is_full(assigned)
         if assigned.throttled:
             self._count("flow_controls", assigned)
             return None
@@ -122,22 +122,22 @@ class PullRequests:
         if consumer.states.causes:
             consumer.states.works(("pull", queue.broker_name, queue.topic), f"pulling {queue.topic}")
         if progress is not None:
-            assigned.told = progress
+            assigned.stored_progress = progress
         status = response.status
         self._count("pulls", assigned, status)
         if status is PullStatus.HELD:
-            return self._idle(assigned, response, now_ms)
+            return self._handle_hold(assigned, response, now_ms)
         assigned.idle_since_ms = None
         if status is PullStatus.OFFSET_ILLEGAL:
             self._correct_later(assigned, response.next_offset, now_ms)
             return None
         assigned.next_offset = response.next_offset
         if status is PullStatus.FOUND:
-            self._found(assigned, response, now_ms)
-            if response.is_held and not self.is_too_much(assigned):
-                return self._idle(assigned, response, now_ms)
+            self._add_messages(assigned, response, now_ms)
+            if response.is_held and not self.is_full(assigned):
+                return self._handle_hold(assigned, response, now_ms)
         else:
-            self._passed_over(assigned)
+            self._pass_skipped(assigned)
         return now_ms + self._interval_ms
 
     def _count(self, name: str, assigned: AssignedQueue, status: PullStatus | None = None) -> None:
@@ -150,18 +150,18 @@ class PullRequests:
         else:
             metrics.count(name, topic=topic, group=group, status=status.value)
 
-    def _found(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> None:
+    def _add_messages(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> None:
         messages = response.messages
         tag_filter = self._consumer.filters.get(assigned.queue.topic)
         if tag_filter is not None:
             messages = [message for message in messages if tag_filter.matches(message.tags)]
         delivery, bounds = self._consumer.delivery, (response.min_offset, response.max_offset)
-        if len(messages) != 1 or not delivery.begins_with(assigned, messages[0], bounds, now_ms):
+        if len(messages) != 1 or not delivery.try_begin(assigned, messages[0], bounds, now_ms):
             count = assigned.messages.put(messages, *bounds)
             if count:
                 delivery.pulled(assigned, count, now_ms)
 
-    def _idle(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> int | None:
+    def _handle_hold(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> int | None:
         """Handle an empty pull. Messages skipped since the last one count as consumed when the hold ends."""
         assigned.next_offset = response.next_offset
         will_reach = assigned.messages.end if len(assigned.messages) else assigned.progress
@@ -175,10 +175,10 @@ class PullRequests:
             return due_ms
         if len(assigned.messages):
             return now_ms + HOLD_MS
-        self._passed_over(assigned)
+        self._pass_skipped(assigned)
         return None
 
-    def _passed_over(self, assigned: AssignedQueue) -> None:
+    def _pass_skipped(self, assigned: AssignedQueue) -> None:
         if not len(assigned.messages) and (assigned.progress is None or assigned.progress < assigned.next_offset):
             self._consumer.progressed(assigned, assigned.next_offset)
 
@@ -197,7 +197,7 @@ class PullRequests:
             if not consumer.stopping and consumer.assigned.get(assigned.queue) is assigned:
                 assigned.progress = next_offset
                 consumer.reassign(assigned)
-                consumer.rebalancing.look_again()
+                consumer.rebalancing.wake_on_grid()
             return None
 
         step = Step(f"{consumer.label} correct {assigned.label}", correct, consumer.client)

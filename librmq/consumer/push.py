@@ -166,7 +166,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             raise ConfigError(f"topic {topic!r}: batch=False passes single messages, so batch_size must be 1")
         subscription, tag_filter = self._subscription(topic, tags, sql)
         as_list = self.config.batch_size > 1 if batch is None else batch
-        how = {"tags": tags, "sql": sql, "predicate": predicate, "batch": batch, "must_return": must_return}
+        options = {"tags": tags, "sql": sql, "predicate": predicate, "batch": batch, "must_return": must_return}
 
         def register(function: F) -> F:
             if not callable(function):
@@ -177,30 +177,30 @@ class PushConsumer(Consumer[ConsumerConfig]):
                 watched = WatchedPredicate(predicate, clock=self.runner.clock, budget=PREDICATE_BUDGET_S)
                 called = with_predicate(function, watched, as_list)
                 self.predicates.append((topic, watched))
-            own = tag_filter.tags if tag_filter is not None else frozenset[str]()
+            listener_tags = tag_filter.tags if tag_filter is not None else frozenset[str]()
             with self.runner.lock:
-                made = Listener(called, as_list, must_return, is_coroutine_function(function))
-                all_tags = self.listeners.register(topic, own, made)
-                if all_tags == own:
+                wrapped = Listener(called, as_list, must_return, is_coroutine_function(function))
+                all_tags = self.listeners.register(topic, listener_tags, wrapped)
+                if all_tags == listener_tags:
                     self._set_subscription(subscription, tag_filter)
                 else:  # tags of other listeners of the topic too
                     self._set_subscription(*self._subscription(topic, " || ".join(sorted(all_tags)), None))
-                self._subscribed.append((topic, function, how))
+                self._subscribed.append((topic, function, options))
             return function
 
         return register if listener is None else register(listener)
 
     def subscribe_like(self, other: PushConsumer) -> None:
         """Subscribe the listeners of another consumer."""
-        for topic, function, how in other._subscribed:
-            self.subscribe(topic, function, **how)
+        for topic, function, options in other._subscribed:
+            self.subscribe(topic, function, **options)
 
     def unsubscribe(self, topic: str) -> None:
         """Release the topic's queues."""
         with self.runner.lock:
             self.subscriptions.pop(topic, None)
-            self.listeners.forget(topic)
-            self._subscribed = [one for one in self._subscribed if one[0] != topic]
+            self.listeners.unregister(topic)
+            self._subscribed = [entry for entry in self._subscribed if entry[0] != topic]
             self.filters.pop(topic, None)
             if self.is_running:
                 self.client.beat()
@@ -248,9 +248,9 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     def _end(self) -> None:
         resets, self._resets = self._resets, []
-        for assigned, queue_offset in (one for reset in resets for one in reset):  # a reset is still running
+        for assigned, queue_offset in (entry for reset in resets for entry in reset):  # a reset is still running
             if self.assigned.get(assigned.queue) is assigned:
-                assigned.progress, assigned.told = queue_offset, None
+                assigned.progress, assigned.stored_progress = queue_offset, None
                 self._save((assigned,))
         self.delivery.end()
 
@@ -284,7 +284,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         self.pull_requests.start(assigned)
 
     def _may_store(self, assigned: AssignedQueue) -> bool:
-        is_reset = any(one is assigned for reset in self._resets for one, _ in reset)  # its earlier work has ended
+        is_reset = any(queue is assigned for reset in self._resets for queue, _ in reset)  # its earlier work has ended
         return not is_reset and self.delivery.may_store(assigned, self.runner.now_ms())
 
     def _release(self, assigned: AssignedQueue, now_ms: int) -> bool:
@@ -293,7 +293,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     def reassign(self, assigned: AssignedQueue) -> None:
         """Release a queue whose progress was set from outside; the next rebalance resumes at the new progress."""
-        assigned.told = None
+        assigned.stored_progress = None
         if self._release(assigned, self.runner.now_ms()):
             self.assigned.pop(assigned.queue, None)
 
@@ -303,15 +303,15 @@ class PushConsumer(Consumer[ConsumerConfig]):
         reset = [
             (assigned, offsets[assigned.queue]) for assigned in self.assigned.values() if assigned.queue in offsets
         ]
-        for before in self._resets:  # the latest reset counts
-            before[:] = [one for one in before if one[0].queue not in offsets]
+        for earlier in self._resets:  # the latest reset counts
+            earlier[:] = [entry for entry in earlier if entry[0].queue not in offsets]
         self._resets.append(reset)
         for assigned, _ in reset:
             assigned.released = True
             assigned.messages.clear()
 
-        def go_on(now_ms: int) -> int | None:
-            self._resets = [one for one in self._resets if one is not reset]
+        def resume_queues(now_ms: int) -> int | None:
+            self._resets = [entry for entry in self._resets if entry is not reset]
             for assigned, queue_offset in reset:
                 if self.assigned.get(assigned.queue) is assigned and not self.stopping:
                     assigned.progress = queue_offset
@@ -320,7 +320,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
                 self.resume()
             return None
 
-        step = Step(f"{self.label} reset {topic}", go_on, self.client)
+        step = Step(f"{self.label} reset {topic}", resume_queues, self.client)
         self.runner.wake(step, self.runner.now_ms() + RESET_MS)
 
     def _state(self) -> InstanceState:
@@ -344,7 +344,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         return result
 
     def _passed(self, topic: str) -> dict[MessageQueue, int]:
-        """Return where idle pulls wait that have passed over messages since the last one that was consumed."""
+        """Return the positions of idle pulls that have skipped messages since the last consumed one."""
         return {
             queue: assigned.next_offset
             for queue, assigned in self.assigned.items()

@@ -68,13 +68,13 @@ class Rebalancing:
         self._release = release
         self._lock = lock
         self._started_ms = 0
-        self._made_ms = member.runner.now_ms()
+        self._created_ms = member.runner.now_ms()
         route = member.route
         self._route_of = getattr(route, "known_route", route.topic_route)  # a remote route must not wait here
         self._is_remote = hasattr(route, "known_route")
-        self._open = False
+        self._is_incomplete = False
         self._brokers: frozenset[str] = frozenset()
-        self._there: dict[str, frozenset[MessageQueue]] = {}
+        self._initial_queues: dict[str, frozenset[MessageQueue]] = {}
         self.step = Step(f"{member.label} rebalance", self.run_due, member.client)
 
     def start(self) -> None:
@@ -88,14 +88,14 @@ class Rebalancing:
 
     def note_queues(self, topic: str) -> None:
         """Note the existing queues of a topic when the instance subscribes to it."""
-        self._there.setdefault(topic, frozenset(self._queues(topic)))
+        self._initial_queues.setdefault(topic, frozenset(self._queues(topic)))
 
     def _queues(self, topic: str) -> list[MessageQueue]:
         try:
             route = self._route_of(topic)
         except RmqError as error:  # no name server answers
             self._member.states.failing(("route", topic), f"asking for the route of {topic}", error)
-            self._open = True
+            self._is_incomplete = True
             return []
         self._member.states.works(("route", topic), f"asking for the route of {topic}")
         return [
@@ -110,7 +110,7 @@ class Rebalancing:
         if not self._member.stopping:
             self._member.runner.wake(self.step)
 
-    def look_again(self) -> None:
+    def wake_on_grid(self) -> None:
         """Rebalance at the next multiple of 20 s, because something is open."""
         if not self._member.stopping:
             now_ms = self._member.runner.now_ms()
@@ -121,14 +121,14 @@ class Rebalancing:
         member = self._member
         if member.stopping or not member.shares_queues:
             return None
-        self._open = False
+        self._is_incomplete = False
         before = set(member.assigned)
-        changed = [topic for topic in member.subscriptions if self._topic(topic, now_ms)]
+        changed = [topic for topic in member.subscriptions if self._rebalance_topic(topic, now_ms)]
         for assigned in list(member.assigned.values()):
             if assigned.queue.topic not in member.subscriptions:
                 self._release_queue(assigned, now_ms)
         if any(assigned.lost for assigned in member.assigned.values()):
-            self._open = True
+            self._is_incomplete = True
         if before != member.assigned.keys():
             member.log.info(
                 "%(consumer)s: consumes %(count)d queues of %(topics)s: %(taken)d taken, %(released)d released",
@@ -144,26 +144,26 @@ class Rebalancing:
             for topic in changed:  # so that the broker keeps this instance's subscription if instances differ
                 member.subscriptions[topic] = _renewed(member.subscriptions[topic], now_ms)
             member.client.beat()
-        return next_on_grid(now_ms, self._started_ms, INTERVAL_MS) if self._open else None
+        return next_on_grid(now_ms, self._started_ms, INTERVAL_MS) if self._is_incomplete else None
 
-    def _topic(self, topic: str, now_ms: int) -> bool:
+    def _rebalance_topic(self, topic: str, now_ms: int) -> bool:
         """Rebalance one topic, and return whether anything has changed."""
         member = self._member
         queues = self._queues(topic)
         if not queues:
-            self._open |= self._is_remote  # the route forgets a missing topic that no consumer asks for
+            self._is_incomplete |= self._is_remote  # the route forgets a missing topic that no consumer asks for
             return False  # as in 4.9, assigned queues stay
         if member.config.model is MessageModel.CLUSTERING:
             clients = self._clients([data.broker_name for data in self._route_of(topic)])
             if not clients:  # no broker answers, or it does not know the group, so assigned queues stay
-                self._open = True
+                self._is_incomplete = True
                 return False
             key, what = ("share", topic), f"sharing out the queues of {topic}"
             try:
                 share = own_share(member.client.client_id, queues, clients, member.config.strategy)
             except Exception as error:  # a user's strategy can fail; as in 4.9, assigned queues stay
                 member.states.failing(key, what, error, logging.ERROR, traceback=True)
-                self._open = True
+                self._is_incomplete = True
                 return False
             member.states.works(key, what)
         else:
@@ -198,30 +198,30 @@ class Rebalancing:
                     member.runner.wake(assigned.pull)  # the broker can have lost the pull that it held
         for queue in share:
             if queue not in member.assigned:
-                changed |= self._add(queue, now_ms)
+                changed |= self._take_queue(queue, now_ms)
         return changed
 
     def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
         assigned.released = True
         if not self._release(assigned, now_ms):
-            self._open = True
+            self._is_incomplete = True
             return False
         self._member.assigned.pop(assigned.queue, None)
         self._member.log.debug("%(consumer)s: releases %(queue)s", queue=assigned.queue)
         return True
 
-    def _add(self, queue: MessageQueue, now_ms: int) -> bool:
+    def _take_queue(self, queue: MessageQueue, now_ms: int) -> bool:
         member = self._member
         try:
             if not self._lock(queue):
                 member.log.info("%(consumer)s: %(queue)s is locked by another client", queue=queue)
-                self._open = True
+                self._is_incomplete = True
                 return False
             stored = member.offsets.read(queue)
             next_offset = self.start_offset(queue) if stored is None else stored
         except RmqError as error:
             member.states.failing(("start", queue.broker_name), f"finding where to start in {queue}", error)
-            self._open = True
+            self._is_incomplete = True
             return False
         member.states.works(("start", queue.broker_name), f"finding where to start in {queue}")
         assigned = member.make_assigned(queue, next_offset, stored)
@@ -246,7 +246,7 @@ class Rebalancing:
         else:
             timestamp_ms = config.consume_from_timestamp_ms
             if timestamp_ms is None:
-                timestamp_ms = self._made_ms - _HALF_AN_HOUR_MS
+                timestamp_ms = self._created_ms - _HALF_AN_HOUR_MS
             start = endpoint.call(QueueOffsetAt(queue.topic, queue.queue_id, timestamp_ms))
         skipped = start - endpoint.call(MinOffset(queue.topic, queue.queue_id))
         if skipped > 0:
@@ -263,10 +263,10 @@ class Rebalancing:
 
     def _is_new(self, queue: MessageQueue) -> bool:
         """Return whether a broadcasting instance gets all messages of a queue, which is newer than its subscription."""
-        there = self._there.get(queue.topic)
+        initial_queues = self._initial_queues.get(queue.topic)
         is_known_broker = queue.broker_name in self._brokers
         is_broadcasting = self._member.config.model is MessageModel.BROADCASTING
-        return is_broadcasting and is_known_broker and there is not None and queue not in there
+        return is_broadcasting and is_known_broker and initial_queues is not None and queue not in initial_queues
 
 
 def _renewed(subscription: Subscription, now_ms: int) -> Subscription:

@@ -85,7 +85,7 @@ class _Wait:
         self.wake = wake
         self._held: list[tuple[Endpoint, Callable[[], None]]] = []
 
-    def ask(self, endpoint: Endpoint, make: Callable[[Callable[[], None]], Receive]) -> tuple[Received, ...]:
+    def receive(self, endpoint: Endpoint, make: Callable[[Callable[[], None]], Receive]) -> tuple[Received, ...]:
         """Receive, or be held until the broker calls `wake`."""
 
         def notify() -> None:
@@ -128,14 +128,14 @@ class SimpleConsumer(Startable):
             instance_name: Keeps the client's id the same from run to run.
 
         Raises:
-            ConfigError: Both ``client`` and ``instance_name`` are given, or the client is of another route; or the
-                route leads to brokers that have no receives, as that of `librmq.connect`.
+            ConfigError: Both ``client`` and ``instance_name`` are given, the client belongs to another route, or the
+                brokers have no receives, such as the brokers of `librmq.connect`.
             TypeError: ``route`` is not a route.
         """
         validate_group(group)
-        lack = getattr(route, "lacks_receives", None)  # a route to brokers of 4.x says so
-        if lack is not None:
-            raise ConfigError(f"SimpleConsumer of group {group!r}: {lack}")
+        reason = getattr(route, "lacks_receives", None)  # a route to brokers of 4.x says so
+        if reason is not None:
+            raise ConfigError(f"SimpleConsumer of group {group!r}: {reason}")
         self.client = client_of(route, type(self).__name__, client, instance_name)
         self.group = group
         self.route = route
@@ -226,7 +226,7 @@ class SimpleConsumer(Startable):
         with self._waiting(arrived.set) as waits:
             while True:
                 arrived.clear()
-                messages = self._ask(waits, max_messages, invisible_ms)
+                messages = self._receive_once(waits, max_messages, invisible_ms)
                 remaining = deadline - clock.monotonic()
                 if messages or not self._life.is_running or remaining <= 0 or not clock.wait(arrived, remaining):
                     return messages
@@ -250,7 +250,7 @@ class SimpleConsumer(Startable):
         with self._waiting(wake) as waits:
             while True:
                 arrived.clear()
-                messages = self._ask(waits, max_messages, invisible_ms)
+                messages = self._receive_once(waits, max_messages, invisible_ms)
                 remaining = deadline - clock.monotonic()
                 if messages or not self._life.is_running or remaining <= 0:
                     return messages
@@ -266,7 +266,7 @@ class SimpleConsumer(Startable):
 
     @contextmanager
     def _waiting(self, wake: Callable[[], object]) -> Iterator[_Wait]:
-        """Collect the holds of one call, which end with it."""
+        """Collect the held receives of one call, which end with it."""
         waits = _Wait(wake)
         self._waits.add(waits)
         try:
@@ -275,18 +275,18 @@ class SimpleConsumer(Startable):
             self._waits.discard(waits)
             waits.cancel()
 
-    def _ask(self, waits: _Wait, max_messages: int, invisible_ms: int) -> list[ReceivedMessage]:
-        """Ask the brokers of each topic up to the first with messages, starting with another each time."""
+    def _receive_once(self, waits: _Wait, max_messages: int, invisible_ms: int) -> list[ReceivedMessage]:
+        """Ask the brokers of each topic until one has messages, starting with another broker each time."""
         waits.cancel()
-        places = [
+        sources = [
             (subscription, data.broker_name)
             for subscription in list(self.subscriptions.values())
             for data in self.route.topic_route(subscription.topic)
             if data.permission & PERM_READ and data.read_queues
         ]
         self._turn += 1
-        for number in range(len(places)):
-            subscription, name = places[(self._turn + number) % len(places)]
+        for number in range(len(sources)):
+            subscription, name = sources[(self._turn + number) % len(sources)]
 
             def request(notify: Callable[[], None], subscription: Subscription = subscription) -> Receive:
                 return Receive(
@@ -300,15 +300,15 @@ class SimpleConsumer(Startable):
                 )
 
             try:
-                found = waits.ask(self.client.endpoint(name), request)
+                received = waits.receive(self.client.endpoint(name), request)
             except (BrokerUnreachableError, NoRouteError) as error:
-                if len(places) == 1:
+                if len(sources) == 1:
                     raise
                 self._states.failing(("receive", name), f"receiving from {name}", error)
                 continue
             self._states.works(("receive", name), f"receiving from {name}")
-            if found:
-                return [ReceivedMessage(one, name) for one in found]
+            if received:
+                return [ReceivedMessage(message, name) for message in received]
         return []
 
     # ---- outcomes of a message
@@ -319,21 +319,22 @@ class SimpleConsumer(Startable):
         Raises:
             ReceiptError: A message was already delivered again, because its time was over. The others are acknowledged.
         """
-        by_place: dict[tuple[str, str], list[ReceivedMessage]] = {}
+        by_source: dict[tuple[str, str], list[ReceivedMessage]] = {}
         for message in messages:
             if not isinstance(message, ReceivedMessage):
                 raise wrong_kind("ack", message, "received messages, as in ack(first, second) or ack(*messages)")
-            by_place.setdefault((message.broker_name, message.topic), []).append(message)
-        late: list[ReceivedMessage] = []
-        for (name, topic), some in by_place.items():
-            request = Acknowledge(self.group, topic, tuple(message.receipt for message in some))
+            by_source.setdefault((message.broker_name, message.topic), []).append(message)
+        failed: list[ReceivedMessage] = []
+        for (name, topic), batch in by_source.items():
+            request = Acknowledge(self.group, topic, tuple(message.receipt for message in batch))
             answers = self.client.endpoint(name).call(request)
-            late += [message for message, is_good in zip(some, answers, strict=True) if not is_good]
-        if late:
+            failed += [message for message, is_acknowledged in zip(batch, answers, strict=True) if not is_acknowledged]
+        if failed:
             raise ReceiptError(
                 ResponseCode.MESSAGE_ILLEGAL,
-                f"{len(late)} of {len(messages)} messages were acknowledged too late and are delivered again, first "
-                f"{late[0].message_id} of topic {late[0].topic!r}: receive with a longer invisible time, or extend it",
+                f"{len(failed)} of {len(messages)} messages were acknowledged too late and are delivered again, first "
+                f"{failed[0].message_id} of topic {failed[0].topic!r}: receive with a longer invisible time, or extend "
+                "it",
             )
 
     async def ack_async(self, *messages: ReceivedMessage) -> None:
