@@ -200,10 +200,13 @@ class Topics:
             return self._put(name, queues, queues, default.permission & ~PERM_INHERIT)
         if name.startswith(RETRY_PREFIX):
             return self._put(name, 1, 1, _READ_WRITE)
+        otherwise = "let sends do so with BrokerConfig(auto_create_topic=True)"
+        if default_topic != AUTO_CREATE_TOPIC:
+            otherwise = (
+                f"send with a default topic that exists and lets topics inherit from it, not {default_topic!r:.80}"
+            )
         raise BrokerError(
-            ResponseCode.TOPIC_NOT_EXIST,
-            f"topic {name!r} does not exist: create it with create_topic, or let sends do so with "
-            "BrokerConfig(auto_create_topic=True)",
+            ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist: create it with create_topic, or {otherwise}"
         )
 
     def ensure(self, name: str, queues: int = 1) -> Topic:
