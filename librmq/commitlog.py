@@ -96,13 +96,13 @@ class CommitLog(LogState):
         files: Files | None = None,
         writable: bool = True,
         scan_from: Callable[[CommitLog], int] | None = None,
-        look: Callable[[CommitLog, int, bytes], None] | None = None,
+        on_record: Callable[[CommitLog, int, bytes], None] | None = None,
     ) -> Self:
         """Open the log in ``folder``, which need not exist yet.
 
         A walk from the physical offset that ``scan_from`` returns finds the end; the default is the third last file, as
-        after a clean exit. ``look`` is that of `walk`. Nothing is changed: the caller can `truncate` the bytes after
-        the end.
+        after a clean exit. ``on_record`` is that of `walk`. Nothing is changed: the caller can `truncate` the bytes
+        after the end.
 
         Raises:
             CorruptionError: A name or a length is wrong.
@@ -113,7 +113,7 @@ class CommitLog(LogState):
         )
         log = cls(sequence)
         if sequence.starts:
-            log.found_end = log.walk((scan_from or CommitLog.third_last_file)(log), look)
+            log.found_end = log.walk((scan_from or CommitLog.third_last_file)(log), on_record)
             log.end = log.found_end.physical_offset
             log.last_write = log.found_end.last_record
         log._flushed = log.end
@@ -487,10 +487,10 @@ class CommitLog(LogState):
                 if raw is not None and text in raw:
                     yield StoredMessage(raw)
 
-    def walk(self, begin: int, look: Callable[[CommitLog, int, bytes], None] | None = None) -> LogEnd:
+    def walk(self, begin: int, on_record: Callable[[CommitLog, int, bytes], None] | None = None) -> LogEnd:
         """Walk over the records from ``begin`` in all existing files, and return their end, without changes.
 
-        ``look`` is called with the log, the place and the bytes of each record.
+        ``on_record`` is called with the log, the place and the bytes of each record.
         """
         sequence = self._sequence
         at, last = begin, None
@@ -502,8 +502,8 @@ class CommitLog(LogState):
                         break
                     last = place
                     at = place + size
-                    if look is not None:
-                        look(self, place, raw)
+                    if on_record is not None:
+                        on_record(self, place, raw)
             except CorruptionError as error:
                 place = error.offset - start
                 zeros = not any(buffer[place : place + _BLANK_SIZE])

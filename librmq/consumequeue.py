@@ -333,13 +333,13 @@ class ConsumeQueue:
         if length % ENTRY_SIZE:
             raise ValueError(f"expected entries of {ENTRY_SIZE} bytes, found {length} bytes")
         file_size = self._files.file_size
-        done = 0
-        while done < length:
-            until = min(length, done + file_size - (position + done) % file_size)
-            first = queue_offset + done // ENTRY_SIZE
-            self._prepare(first, until - done)
-            self._put(first, entries[done:until])
-            done = until
+        written = 0
+        while written < length:
+            end = min(length, written + file_size - (position + written) % file_size)
+            first = queue_offset + written // ENTRY_SIZE
+            self._prepare(first, end - written)
+            self._put(first, entries[written:end])
+            written = end
 
     def has_room(self, count: int) -> bool:
         """Return whether ``count`` more entries fit into allocated blocks of the current file."""

@@ -212,21 +212,21 @@ class DedupListener:
     # ---- one message
 
     def _consume(self, message: Delivered) -> _Flow:
-        held = yield from self._claim(message)
-        if held is None:
+        claim = yield from self._claim(message)
+        if claim is None:
             return True
         try:
             result = yield _Request(lambda: self.listener(message), False)
             if result is OrderlyResult.HOLD:
                 raise ConfigError("a guard marks each message by itself: its listener can't return HOLD for several")
         except (Exception, asyncio.CancelledError):
-            yield from self._release(held)
+            yield from self._release(claim)
             raise
         # Any other exception ends the process, and the claim expires as after a crash.
         if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True):
-            yield from self._release(held)
+            yield from self._release(claim)
         else:
-            yield from self._finish(held)
+            yield from self._finish(claim)
         return result
 
     def _claim(self, message: Delivered) -> Generator[_Request, Any, _Claimed | None]:
@@ -264,38 +264,42 @@ class DedupListener:
             _log.warning("%(key)s: taken over from a consumer that did not end in time", key=key)
         return _Claimed(key, owner)
 
-    def _finish(self, held: _Claimed) -> Generator[_Request, Any, None]:
+    def _finish(self, claim: _Claimed) -> Generator[_Request, Any, None]:
         now_ms = self._clock.now_ms()
-        request = self._request("finish", held.key, held.owner, now_ms, now_ms + self._keep_ms)
-        yield from self._end_claim(held, request, "consumed", "consumed", "marked so")
+        request = self._request("finish", claim.key, claim.owner, now_ms, now_ms + self._keep_ms)
+        yield from self._end_claim(claim, request, "consumed", "consumed", "marked so")
 
-    def _release(self, held: _Claimed) -> Generator[_Request, Any, None]:
-        request = self._request("release", held.key, held.owner, self._clock.now_ms())
-        yield from self._end_claim(held, request, "released", "failed", "released")
+    def _release(self, claim: _Claimed) -> Generator[_Request, Any, None]:
+        request = self._request("release", claim.key, claim.owner, self._clock.now_ms())
+        yield from self._end_claim(claim, request, "released", "failed", "released")
 
     def _end_claim(
-        self, held: _Claimed, request: _Request, counted: str, how: str, aim: str
+        self, claim: _Claimed, request: _Request, counted: str, how: str, aim: str
     ) -> Generator[_Request, Any, None]:
         """Store the end of a claim."""
-        if not held.owner:
+        if not claim.owner:
             return
         try:
-            done = yield request
+            is_stored = yield request
         except DedupStoreError as error:
             self._count("unmarked")
             _log.warning(
-                "%(key)s: %(_how)s, but could not be %(_aim)s: %(error)s", key=held.key, _how=how, _aim=aim, error=error
+                "%(key)s: %(_how)s, but could not be %(_aim)s: %(error)s",
+                key=claim.key,
+                _how=how,
+                _aim=aim,
+                error=error,
             )
             return
-        if done:
+        if is_stored:
             self._count(counted)
         else:
-            yield from self._warn_of_lost_claim(held, how)
+            yield from self._warn_of_lost_claim(claim, how)
 
-    def _warn_of_lost_claim(self, held: _Claimed, how: str) -> Generator[_Request, Any, None]:
+    def _warn_of_lost_claim(self, claim: _Claimed, how: str) -> Generator[_Request, Any, None]:
         self._count("lost")
         try:
-            record = yield self._request("look", held.key, self._clock.now_ms())
+            record = yield self._request("look", claim.key, self._clock.now_ms())
         except DedupStoreError:
             now = "its present state is unknown"
         else:
@@ -305,7 +309,7 @@ class DedupListener:
                 now = "another has consumed it too" if record.consumed else "another is consuming it"
         _log.warning(
             "%(key)s: %(_how)s, but later than %(consuming_ms)d ms after its claim: %(_now)s",
-            key=held.key,
+            key=claim.key,
             _how=how,
             consuming_ms=self._consuming_ms,
             _now=now,
@@ -330,37 +334,40 @@ class DedupListener:
     def _consume_list(self, messages: Sequence[Any]) -> _Flow:
         """Consume all messages up to the first that cannot be claimed."""
         claims = yield from self._run_together([self._claim(message) for message in messages])
-        until = next((at for at, claim in enumerate(claims) if isinstance(claim, Exception)), len(messages))
-        passed: list[tuple[int, Any, _Claimed]] = []
+        end = next((at for at, claim in enumerate(claims) if isinstance(claim, Exception)), len(messages))
+        claimed: list[tuple[int, Any, _Claimed]] = []
         surplus: list[_Claimed] = []
-        for index, held in enumerate(claims):
-            if isinstance(held, _Claimed) and index < until:
-                passed.append((index, messages[index], held))
-            elif isinstance(held, _Claimed):
-                surplus.append(held)
-        later = claims[until] if until < len(messages) else None
-        if later is not None and not isinstance(later, ReconsumeLater):
-            surplus, passed = surplus + [held for _, _, held in passed], []
-        yield from self._run_together([self._release(held) for held in surplus])
-        if later is not None and not isinstance(later, ReconsumeLater):
-            raise later
-        done, failure = len(passed), None
+        for index, outcome in enumerate(claims):
+            if isinstance(outcome, _Claimed) and index < end:
+                claimed.append((index, messages[index], outcome))
+            elif isinstance(outcome, _Claimed):
+                surplus.append(outcome)
+        refusal = claims[end] if end < len(messages) else None
+        if refusal is not None and not isinstance(refusal, ReconsumeLater):
+            surplus, claimed = surplus + [claim for _, _, claim in claimed], []
+        yield from self._run_together([self._release(claim) for claim in surplus])
+        if refusal is not None and not isinstance(refusal, ReconsumeLater):
+            raise refusal
+        done, failure = len(claimed), None
         result: object = True
-        if passed:
+        if claimed:
             try:
-                result = yield _Request(lambda: self.listener([message for _, message, _ in passed]), False)
-                done = self._consumed_count(result, len(passed))
+                result = yield _Request(lambda: self.listener([message for _, message, _ in claimed]), False)
+                done = self._consumed_count(result, len(claimed))
             except (Exception, asyncio.CancelledError) as error:
                 failure = error
-                done = min(max(0, error.consumed), len(passed)) if isinstance(error, ReconsumeLater) else 0
+                done = min(max(0, error.consumed), len(claimed)) if isinstance(error, ReconsumeLater) else 0
         yield from self._run_together(
-            [self._finish(held) if number < done else self._release(held) for number, (_, _, held) in enumerate(passed)]
+            [
+                self._finish(claim) if number < done else self._release(claim)
+                for number, (_, _, claim) in enumerate(claimed)
+            ]
         )
-        if failure is None and done == len(passed):
-            if later is None:
+        if failure is None and done == len(claimed):
+            if refusal is None:
                 return True
-            raise ReconsumeLater(str(later), delay_level=later.delay_level, consumed=until) from later
-        consumed = passed[done][0] if done < len(passed) else passed[-1][0] + 1
+            raise ReconsumeLater(str(refusal), delay_level=refusal.delay_level, consumed=end) from refusal
+        consumed = claimed[done][0] if done < len(claimed) else claimed[-1][0] + 1
         if failure is None:
             return result if result is OrderlyResult.ROLLBACK else consumed - 1
         if not consumed or not isinstance(failure, Exception):
@@ -396,10 +403,10 @@ class DedupListener:
     def _answers(self, requests: Sequence[_Request]) -> list[Any]:
         """Return the store's answers, in one round trip if possible, with errors in their places."""
         operations = [request.operation for request in requests]
-        many = getattr(self.store, "many", None)
-        if many is not None and len(requests) > 1:
+        execute_many = getattr(self.store, "many", None)
+        if execute_many is not None and len(requests) > 1:
             try:
-                return list(many(operations))
+                return list(execute_many(operations))
             except DedupStoreError as error:
                 return [error] * len(requests)
         answers: list[Any] = []

@@ -204,7 +204,7 @@ class Transactions:
                 nothing is written.
         """
         final: AppendResult | None = None
-        recent = self._take_recent(physical_offset, queue_offset, group)
+        recent = self._pop_recent(physical_offset, queue_offset, group)
         if recent is not None:
             final = self._write_recent(physical_offset, recent)
             self._append_op(physical_offset, queue_offset, QUEUE)
@@ -238,7 +238,7 @@ class Transactions:
         Raises:
             TransactionRefusedError: There is no such half, it is another group's, or the message was delivered.
         """
-        if self._take_recent(physical_offset, queue_offset, group) is not None:
+        if self._pop_recent(physical_offset, queue_offset, group) is not None:
             self._append_op(physical_offset, queue_offset, QUEUE)
             return
         half = self._half(physical_offset, queue_offset, group)
@@ -251,7 +251,7 @@ class Transactions:
             raise TransactionRefusedError(_SYSTEM_ERROR, "The transaction was committed before")
         self._end_all(family)
 
-    def _take_recent(self, physical_offset: int, queue_offset: int, group: str) -> _Recent | None:
+    def _pop_recent(self, physical_offset: int, queue_offset: int, group: str) -> _Recent | None:
         """Return a half that was prepared just now and is unchanged, if these are its coordinates."""
         recent = self._recent.get(physical_offset)
         if (

@@ -100,8 +100,8 @@ class DiskFiles:
         return descriptor, status.st_size
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
-        if not _make_nameless(path, size):
-            _make_renamed(path, size)
+        if not _create_unnamed(path, size):
+            _create_renamed(path, size)
         try:
             with named("create", path):
                 descriptor = os.open(path, _TO_WRITE)  # by its name, because tools call a nameless file deleted
@@ -271,7 +271,7 @@ class DiskFiles:
         if not self.is_linked(path):
             return False
         path = os.path.realpath(path)
-        with _replaced("copy", path, _outside(path)) as file, open(path, "rb") as source:
+        with _replacement("copy", path, _temporary_path(path)) as file, open(path, "rb") as source:
             shutil.copyfileobj(source, file, 1 << 20)
         self.flush_folder(os.path.dirname(path))
         return True
@@ -350,7 +350,7 @@ class DiskFiles:
             raise StoreIOError("read", path, error) from error
 
     def write(self, path: str, data: bytes) -> None:
-        with _replaced("write", path, path + ".tmp") as file:
+        with _replacement("write", path, path + ".tmp") as file:
             file.write(data)
         self.flush_folder(os.path.dirname(path))
 
@@ -418,7 +418,7 @@ def _write_at(descriptor: int, at: int, data: bytes | bytearray) -> None:
         done += os.pwrite(descriptor, memoryview(data)[done:], at + done)
 
 
-def _make_nameless(path: str, size: int) -> bool:
+def _create_unnamed(path: str, size: int) -> bool:
     """Create a file that gets its name after its length, so that no kill leaves one of another length.
 
     A broker would not load that. Return False if the system can't do it.
@@ -442,20 +442,20 @@ def _make_nameless(path: str, size: int) -> bool:
     return True
 
 
-def _make_renamed(path: str, size: int) -> None:
+def _create_renamed(path: str, size: int) -> None:
     """Create a file in the folder above, and rename it when it has its length; where that can't be, in its place."""
-    beside = _outside(path)
+    temporary = _temporary_path(path)
     try:
         with named("create", path):
             if os.path.lexists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             with suppress(FileNotFoundError):
-                os.unlink(beside)  # left by a kill
-            _make(beside, path, size)
+                os.unlink(temporary)  # left by a kill
+            _make(temporary, path, size)
             try:
-                os.rename(beside, path)
+                os.rename(temporary, path)
             except BaseException:
-                os.unlink(beside)
+                os.unlink(temporary)
                 raise
     except StoreIOError as error:
         if error.errno not in _NOT_RENAMED:
@@ -481,7 +481,7 @@ def _set_length(descriptor: int, path: str, size: int) -> None:
         os.ftruncate(descriptor, size)
 
 
-def _outside(path: str) -> str:
+def _temporary_path(path: str) -> str:
     """Return a path for a file in the making: outside of the folders of numbered files, of which a broker loads all."""
     folder, name = os.path.split(os.path.realpath(path))
     if not name.isdigit():
@@ -497,18 +497,18 @@ def _new_file(path: str) -> BinaryIO:
 
 
 @contextmanager
-def _replaced(call: str, path: str, beside: str) -> Iterator[BinaryIO]:
-    """Yield a file ``beside`` another, which takes its place when what was written is on the device."""
+def _replacement(call: str, path: str, temporary: str) -> Iterator[BinaryIO]:
+    """Yield the file ``temporary``, which takes the place of ``path`` when what was written is on the device."""
     try:
         with named(call, path):
-            with _new_file(beside) as file:
+            with _new_file(temporary) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(beside, path)
+            os.replace(temporary, path)
     except StoreIOError:
         with suppress(OSError):
-            os.unlink(beside)
+            os.unlink(temporary)
         raise
 
 

@@ -32,7 +32,7 @@ _FLOCK: Final = struct.Struct("qqihh" if sys.platform == "darwin" else "hhqqi4x"
 """``struct flock``: type, whence, start, length, pid on 64-bit Linux; start, length, pid, type, whence on macOS."""
 _HAS_OWN_LOCKS: Final = sys.platform == "linux" and _FLOCK.size == 32 and struct.calcsize("P") == 8
 _OPEN: Final = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-_IN_THE_WAY: Final = (errno.EACCES, errno.EAGAIN)
+_CONFLICTS: Final = (errno.EACCES, errno.EAGAIN)
 
 _Key = tuple[int, int]  # device and inode
 _held: dict[_Key, DiskLock] = {}
@@ -57,9 +57,9 @@ class DiskLock:
                 if held._path == self._path:
                     raise StoreLockedError(f"{path}: locked by this process (pid {os.getpid()})")
             while self._descriptor < 0:
-                self._descriptor, self._key = self._take(path)
+                self._descriptor, self._key = self._open_locked(path)
 
-    def _take(self, path: str) -> tuple[int, _Key]:
+    def _open_locked(self, path: str) -> tuple[int, _Key]:
         """Return the descriptor of the locked file (-1 if the file was replaced meanwhile) and the file's identity."""
         if not _may_be_opened(path):
             raise StoreLockedError(f"{path}: locked by this process (pid {os.getpid()})")
@@ -91,7 +91,7 @@ class DiskLock:
         try:
             _set_lock(descriptor, fcntl.F_WRLCK)
         except OSError as error:
-            if error.errno not in _IN_THE_WAY:
+            if error.errno not in _CONFLICTS:
                 raise
             holder = _conflict(descriptor, os.fstat(descriptor)) or "another process"
             raise StoreLockedError(f"{path}: locked by {holder}") from None
@@ -108,7 +108,7 @@ class DiskLock:
             except OSError as error:
                 pid = _find_holder(_key_of(os.fstat(descriptor)))
                 os.close(descriptor)
-                if error.errno in _IN_THE_WAY:
+                if error.errno in _CONFLICTS:
                     holder = f"process {pid}" if pid else "another process"
                     raise StoreLockedError(f"{self._path}: locked by {holder}, whose lock file was deleted") from None
                 return

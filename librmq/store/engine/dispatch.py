@@ -239,12 +239,12 @@ class Dispatcher(DispatchState):
         self.records = records = [record for record in self.records if record[0] >= last]
         if not records:
             return
-        left = records
+        remaining = records
         if records[0][0] == last and count:  # it stays complete in `records`, in case this call fails too
             _, stored, prefix, unique, keys = records[0]
             texts = [*([unique] if unique else []), *record_format.split_keys(keys)]
-            left = [(last, stored, prefix, None, " ".join(texts[count:])), *records[1:]]
-        self._put_block(key_block(left))
+            remaining = [(last, stored, prefix, None, " ".join(texts[count:])), *records[1:]]
+        self._put_block(key_block(remaining))
 
     def _put_block(self, block: KeyBlock) -> None:
         self._indexing = True

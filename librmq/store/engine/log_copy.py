@@ -35,16 +35,16 @@ class CopiedRecords(NamedTuple):
     """Whether each record was the next one in its queue. Otherwise the queues must be recovered from the log."""
 
 
-def whole_size(data: bytes, left: int) -> tuple[int, int]:
+def whole_size(data: bytes, room: int) -> tuple[int, int]:
     """Return the bytes of the whole records at the start of ``data``, and the total size of the next record.
 
-    ``left`` is the number of bytes from the start of ``data`` to the end of its log file, which a blank fills.
+    ``room`` is the number of bytes from the start of ``data`` to the end of its log file, which a blank fills.
     """
     at, size = 0, len(data)
     while at + record_format.BLANK_SIZE <= size:
         needed, magic = _unpack_size(data, at)
         if magic == record_format.BLANK_MAGIC:
-            needed = left - at
+            needed = room - at
         if at + needed > size or needed <= 0:
             return at, needed
         at += needed

@@ -59,14 +59,14 @@ class BySql:
         self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
     ) -> npt.NDArray[np.bool_]:
         """Return which entries can match, by the bitmaps of their units."""
-        may = np.ones(len(tags_codes), np.bool_)
+        matches = np.ones(len(tags_codes), np.bool_)
         if units is not None and self._registrations is not None and isinstance(self._filter, Registration):
             bloom = self._registrations.bloom
             if self._registrations.answers_for(self._filter):
                 for at, unit in enumerate(units):
                     if unit is not None:
-                        may[at] = self._filter.may_match(unit.bitmap, unit.store_timestamp_ms, bloom)
-        return may
+                        matches[at] = self._filter.may_match(unit.bitmap, unit.store_timestamp_ms, bloom)
+        return matches
 
     def match_message(self, message: StoredMessage) -> bool:
         """Return whether the expression is TRUE for the message."""

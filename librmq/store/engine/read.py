@@ -309,6 +309,6 @@ def _candidates(queue: ConsumeQueue, entries: Entries, matching: MessageFilter) 
     for at, unit in enumerate(units):
         if unit is not None:
             codes[at] = unit.tags_code
-    may = matching.match_entries(codes, units)
-    may[unknown] = True  # only the message itself decides
-    return np.flatnonzero(may).tolist()
+    matches = matching.match_entries(codes, units)
+    matches[unknown] = True  # only the message itself decides
+    return np.flatnonzero(matches).tolist()

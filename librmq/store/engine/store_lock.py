@@ -35,13 +35,13 @@ def lock_store(handle: object, path: str, files: Files, wait_s: float) -> FileLo
             with critical:
                 return _lock(handle, path, files)
         except StoreLockedError as error:
-            left = deadline - clock.monotonic()
-            if left <= 0:
+            remaining_s = deadline - clock.monotonic()
+            if remaining_s <= 0:
                 raise StoreLockedError(
                     f"{error}; only one process can write to a store (docs/processes.md): close it there first; in "
                     f"Python, wait=seconds waits for that, and read_only=True opens the store to read"
                 ) from None
-        clock.wait(never, min(left, _LOOK_AGAIN_S))
+        clock.wait(never, min(remaining_s, _LOOK_AGAIN_S))
 
 
 def _lock(handle: object, path: str, files: Files) -> FileLock:
@@ -51,10 +51,10 @@ def _lock(handle: object, path: str, files: Files) -> FileLock:
         lock = _lock_with_folder(place, files)
     except StoreLockedError:
         gc.collect()
-        lost = [lock for lock, holder in list(_held.items()) if holder() is None]
-        if not lost:
+        lost_locks = [lock for lock, holder in list(_held.items()) if holder() is None]
+        if not lost_locks:
             raise
-        for lost_lock in lost:
+        for lost_lock in lost_locks:
             unlock_store(lost_lock)
         lock = _lock_with_folder(place, files)
     _held[lock] = weakref.ref(handle)

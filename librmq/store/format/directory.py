@@ -413,7 +413,7 @@ def _sequence(folder: str, files: Files) -> Sequence:
 
 def _queues(path: str, name: str, files: Files) -> Iterator[Sequence]:
     """Return the files of some queues, or of all if they are few."""
-    left = _QUEUES_READ
+    remaining = _QUEUES_READ
     root = os.path.join(path, name)
     for topic in files.list(root):
         if topic.is_folder:
@@ -422,8 +422,8 @@ def _queues(path: str, name: str, files: Files) -> Iterator[Sequence]:
                     sequence = _sequence(os.path.join(root, topic.name, queue.name), files)
                     if sequence:
                         yield sequence
-                        left -= 1
-                        if not left:
+                        remaining -= 1
+                        if not remaining:
                             return
 
 

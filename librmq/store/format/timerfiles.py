@@ -269,9 +269,9 @@ class TimerLog:
         if self.end >= files.end:
             files.create(self.end)
         start = self.end - self.end % size
-        left = start + size - self.end
-        if UNIT_SIZE + _BLANK.size > left:
-            self._write(start, self.end, _BLANK.pack(left, 0, BLANK_MAGIC))
+        room = start + size - self.end
+        if UNIT_SIZE + _BLANK.size > room:
+            self._write(start, self.end, _BLANK.pack(room, 0, BLANK_MAGIC))
             self.end = start = start + size
             files.create(start)
         at = self.end

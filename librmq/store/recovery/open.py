@@ -179,7 +179,7 @@ def load(  # noqa: C901 (a step for each part of a store)
         files=files,
         writable=writable,
         scan_from=scan_from,
-        look=findings if writable and not clean else None,
+        on_record=findings if writable and not clean else None,
     )
     pool = MappingPool(config.mapped_files)
 
@@ -219,10 +219,10 @@ def load(  # noqa: C901 (a step for each part of a store)
         before_removal=checkpoint.clear_index_time,
     )
     names = directory.list_queues(path, files)
-    lost: frozenset[QueueName] | None = None
+    changed_queues: frozenset[QueueName] | None = None
     bodies_from: int | None = None
     if trusted is not None and (trusted.queues.keys() != set(names) or not trusted.has_index(index)):
-        lost = frozenset(trusted.queues.keys() ^ set(names))  # a file was deleted since the store was closed
+        changed_queues = frozenset(trusted.queues.keys() ^ set(names))  # a file was deleted since the store was closed
         if mode is None:
             log.found_end = log.walk(log.third_last_file())
         else:  # the comparison with all queues reads the log too
@@ -250,10 +250,10 @@ def load(  # noqa: C901 (a step for each part of a store)
                 unclean.list(name)
             except CorruptionError:
                 folder = directory.queue_folder(path, *name)
-                left = _beside_missing(folder, files, log.begin)
-                if not left:
+                leftovers = _beside_missing(folder, files, log.begin)
+                if not leftovers:
                     raise
-                cuts += _clear(left, files)
+                cuts += _clear(leftovers, files)
                 unclean.list(name)
         closed_states = dict.fromkeys(names)
     queues = QueueTable(open_listed if at_check else open_queue, closed_states)
@@ -269,7 +269,7 @@ def load(  # noqa: C901 (a step for each part of a store)
     elif mode is not None:
         begin = walked_from if walked_from is not None else scan_from(log) if bodies_from is None else bodies_from
         planner = Planner(path, parts, mode, begin, is_clean=clean)
-        plan = planner.plan(findings, lost)
+        plan = planner.plan(findings, changed_queues)
         set_abort(files, path)  # only now, because a refused store must not change
         make_folders(files, log.sequence.folder)  # a store is recognised by it
         recovery = Recovery(

@@ -118,7 +118,7 @@ class RecoveryPlan:
     """Number of bytes to cut there."""
     uncovered_from: int
     """After an unclean exit, the place of the first record that the checkpoint does not cover."""
-    lost: frozenset[QueueName] | None
+    changed_queues: frozenset[QueueName] | None
     """Queues deleted or added since the store was closed; None if queues and index are unchanged."""
 
 
@@ -132,7 +132,7 @@ class Planner:
         self._begin = begin
         self._clean = is_clean
 
-    def plan(self, findings: WalkFindings, lost: frozenset[QueueName] | None) -> RecoveryPlan:
+    def plan(self, findings: WalkFindings, changed_queues: frozenset[QueueName] | None) -> RecoveryPlan:
         """Return the planned end of the log, by the findings of the walk.
 
         Raises:
@@ -149,7 +149,7 @@ class Planner:
             self.check_cut(end, cut)
             if not self._clean and self._mode is not RecoveryMode.PREVIEW:
                 self._check_walk(end.physical_offset)
-        return RecoveryPlan(self._mode, self._clean, self._begin, end, cut, uncovered, lost)
+        return RecoveryPlan(self._mode, self._clean, self._begin, end, cut, uncovered, changed_queues)
 
     def _first_torn(self, findings: WalkFindings) -> tuple[LogEnd | None, int]:
         """Return the first record that did not reach the device completely (but its body did), and the covered bytes.
@@ -178,8 +178,8 @@ class Planner:
         """
         log, index = self._parts.log, self._parts.index
         stale = uncovered_index_files(self._parts)
-        left = [file for file in index.files if file not in stale and file.header.end_physical_offset < log_end]
-        begin = max(left[-1].header.end_physical_offset, log.begin) if left else log.begin
+        remaining = [file for file in index.files if file not in stale and file.header.end_physical_offset < log_end]
+        begin = max(remaining[-1].header.end_physical_offset, log.begin) if remaining else log.begin
         checked: set[tuple[bytes, bool]] = set()
         for physical_offset, size, raw in log.scan(begin, min(self._begin, log_end), check_body=False):
             if raw is None:

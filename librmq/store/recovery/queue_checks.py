@@ -128,7 +128,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         for name in list(self._queues):
             if name not in self._by_name:
                 self._check(name)
-        left = []
+        remaining = []
         for check in self._by_name.values():
             if self._agrees_unopened(check):
                 yield check
@@ -136,11 +136,11 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
                 self._finish(check)
                 yield check
             else:
-                left.append(check)
-        if left:
+                remaining.append(check)
+        if remaining:
             self.open_all()
         # Checks that wait for another record come last, because their record can belong to another queue.
-        for check in sorted(left, key=lambda check: check.waits):
+        for check in sorted(remaining, key=lambda check: check.waits):
             self._finish(check)
             yield check
 

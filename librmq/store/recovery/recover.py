@@ -116,12 +116,12 @@ class Recovery:
         """Write uncovered bytes again, because the writer can have died before a flush; return the folders to flush."""
         log, begin = self._parts.log, self._plan.uncovered_from
         log.sequence.write_again(begin, log.end)
-        above = {self._path}
+        folders = {self._path}
         if self._plan.mode.is_thorough:  # otherwise those that the checkpoint does not cover are rebuilt
             for file in uncovered_index_files(self._parts):
                 file.write_again()
-                above.add(self._parts.index.folder)
-        return above
+                folders.add(self._parts.index.folder)
+        return folders
 
     def _cut_log(self, end: LogEnd, cut: int) -> None:
         log = self._parts.log
@@ -156,8 +156,8 @@ class Recovery:
             return log.begin, Scope(log.begin, since=recreated_queues(log, parts.queues), absent_before=absent_before)
         if self._plan.is_clean:
             dispatched = self._dispatched()
-            begin = log.begin if self._plan.lost is not None else min(dispatched, index.end_physical_offset)
-            scope = Scope(dispatched, self._plan.lost or frozenset())
+            begin = log.begin if self._plan.changed_queues is not None else min(dispatched, index.end_physical_offset)
+            scope = Scope(dispatched, self._plan.changed_queues or frozenset())
         elif parts.walked_from is not None:
             return self._plan.begin, Scope(self._plan.begin)
         else:

@@ -313,8 +313,8 @@ def keep_cut(path: str, log: CommitLog, physical_offset: int, size: int, why: st
         with contextlib.suppress(StoreError):
             files.delete(part)
         raise
-    without = [cut for cut in kept_cuts(path, files) if cut.records == 0]
-    for cut in without[:-_WITHOUT_RECORDS_KEPT]:
+    empty_cuts = [cut for cut in kept_cuts(path, files) if cut.records == 0]
+    for cut in empty_cuts[:-_WITHOUT_RECORDS_KEPT]:
         files.delete(cut.path)
     return folder
 
