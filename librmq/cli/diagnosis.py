@@ -25,7 +25,7 @@ def diagnose(arguments: argparse.Namespace, output: Output) -> int:
         status = _print(diagnose(view, _thresholds(arguments), check=arguments.verify), output)
         _note_important(view, arguments, output)
         if arguments.verify is None and not is_verified(view, None):
-            complain("note: the records were not checked for damage: librmq diagnose STORE --verify, or librmq verify")
+            complain("note: queues and index were not compared with the log: librmq diagnose STORE --verify does it")
     return status
 
 

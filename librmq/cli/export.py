@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from typing import Final
 
 from librmq.cli.input import age_clock, parse_time
 from librmq.cli.locate import storage_options
@@ -11,12 +12,15 @@ from librmq.cli.output import Output
 from librmq.cli.progress import ProgressBar
 from librmq.cli.selection import check_times
 from librmq.cli.unknown_names import note_topic
-from librmq.errors import InputError
+from librmq.errors import CorruptionError, InputError
 from librmq.files.disk import DiskFiles
 from librmq.runtime.headway import watched
 from librmq.store.format import directory
 
 __all__ = ["export"]
+
+_MODES: Final = re.compile(r" \(mode PERMISSIVE[^)]*\)")
+"""What an error advises users of columns and Spark; the command has no modes."""
 
 
 def export(arguments: argparse.Namespace, output: Output) -> int:
@@ -51,14 +55,20 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
             bar.advance(done, total)
 
     with ProgressBar("export", 0, "messages") as bar, watched(show):
-        made = export_messages(
-            arguments.store,
-            arguments.out,
-            format=arguments.file_format,
-            partition_by=arguments.partition_by.split(",") if arguments.partition_by else (),
-            grep=arguments.grep,
-            **settings,
-        )
+        try:
+            made = export_messages(
+                arguments.store,
+                arguments.out,
+                format=arguments.file_format,
+                partition_by=arguments.partition_by.split(",") if arguments.partition_by else (),
+                grep=arguments.grep,
+                **settings,
+            )
+        except CorruptionError as error:
+            what = _MODES.sub("", error.what)
+            if error.kind in ("checksum", "record") and not arguments.as_recovered:
+                what += "; --as-recovered exports the messages before it"
+            raise CorruptionError(error.file, error.offset, error.kind, what) from None
     if not made.rows and arguments.topic and "://" not in arguments.store:
         known = {topic for topic, _ in directory.list_queues(arguments.store, DiskFiles())}
         for topic in arguments.topic:

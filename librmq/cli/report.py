@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from librmq.cli.input import read_ranges
 from librmq.cli.locate import copied, is_url, locate, storage_options
-from librmq.cli.output import Output
+from librmq.cli.output import Output, complain
 from librmq.cli.progress import watching_bar
 from librmq.cli.unknown_names import note_part
 from librmq.diagnosis.survey.model import Report
@@ -43,6 +43,13 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
             "warnings": severities["warning"],
         }
     )
+    for summary in found.stores:
+        if summary.skipped:
+            arguments.is_cut_short = True
+            complain(
+                f"librmq report: {summary.path}: the numbers leave out messages that can't be read: librmq verify "
+                "lists the damage, and librmq salvage saves what can be read"
+            )
     return 0
 
 

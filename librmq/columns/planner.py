@@ -73,6 +73,8 @@ class PlannedStore:
     _opened: list[ConsumeQueue] = field(default_factory=list)
     _is_narrowed: bool = False
     _as_recovered: bool = False
+    _cut: Damage | None = None
+    """Where a recovery would end the log, if it is read as recovered and opening has passed over the damage."""
     _ends_as_recovered: bool = True
 
     @classmethod
@@ -98,6 +100,8 @@ class PlannedStore:
             damage.append(_damage_of(error))
         planned = cls(path, directory.infer_config(path, files), 0, 0, {}, damage, store, files)
         planned._as_recovered = as_recovered
+        if as_recovered and store is not None:
+            planned._cut = store.check_covered()
         try:
             planned._plan_queues(conditions, mode)
         except BaseException:
@@ -116,7 +120,7 @@ class PlannedStore:
         cut = None if store is None else store.cut_short
         if cut is not None and mode == "FAILFAST" and not self._as_recovered:
             hint = "(mode PERMISSIVE reads them, as recovered they are left out)"
-            what = f"{cut.what}; the log ends here, {cut.bytes} bytes with sound records follow {hint}"
+            what = f"{cut.what}; the log ends at {cut.offset}; {cut.bytes} bytes with sound records follow {hint}"
             raise CorruptionError(cut.file, cut.offset, cut.kind, what)
         # After a crash, bytes that a recovery would cut are no damage if no sound record is among them.
         self._ends_as_recovered = mode == "FAILFAST" or (cut is None and has_abort(files, self.path))
@@ -127,11 +131,13 @@ class PlannedStore:
         whole_end = max(starts) + config.commitlog_file_size if starts else 0
         self.log_begin = min(starts, default=0) if store is None else store.log.begin
         self.log_end = whole_end if store is None or not self._ends_as_recovered else store.log.end
+        if self._cut is not None:
+            self.log_end = self._cut.offset
         states = {} if store is None else store.queues.states()
         for name in sorted(self._names()):
             if conditions.queue(*name):
                 try:
-                    self.queues[name] = self._queue(name, states.get(name), mode)
+                    self.queues[name] = self._before_cut(self._queue(name, states.get(name), mode))
                 except CorruptionError as error:
                     if mode == "FAILFAST":
                         raise
@@ -234,6 +240,14 @@ class PlannedStore:
         if begin >= end or place(begin) >= self.log_begin:
             return begin
         return bisect_left(range(end), self.log_begin, begin, end, key=place)
+
+    def _before_cut(self, queue: QueueRange) -> QueueRange:
+        """Return the queue without the messages that a recovery would cut."""
+        if self._cut is None:
+            return queue
+        end = bisect_left(range(queue.end), self._cut.offset, queue.begin, queue.end, key=queue.place)
+        late = queue.late[: max(end - queue.late_from, 0) * ENTRY_SIZE]
+        return replace(queue, end=end, late_from=min(queue.late_from, end), late=late)
 
     def _is_record(self, stored: ConsumeQueue, queue_offset: int) -> bool:
         assert self._store is not None

@@ -21,7 +21,8 @@ def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: boo
         source: A running broker, the folder of a store, or a view of either. For a folder in use, progress
             can be some seconds old. Instances, threads and held messages are known only for a running broker.
         thresholds: Limits beyond which something is a finding.
-        check: Whether to verify each record of a folder; by default of up to 30,000 messages.
+        check: Whether to compare queues and index of a folder with its log; by default of up to 30,000 messages. Every
+            record is read without it too.
 
     Raises:
         NotAStoreError: The folder holds no store.

@@ -61,7 +61,8 @@ def damage_findings(view: StoreView, check: bool | None) -> list[Finding]:
 
     Args:
         view: The store; a running broker's own is not checked.
-        check: Whether to verify every record; None does so for up to 30,000 messages, which takes less than a second.
+        check: Whether to compare queues and index with every record; None does so for up to 30,000 messages, which
+            takes less than a second. Every record is read without it too.
     """
     if view.is_live:
         return []
@@ -142,7 +143,7 @@ def unlisted_topic_findings(view: StoreView) -> list[Finding]:
 
 
 def unverified_damage(view: StoreView) -> list[Finding]:
-    """Return the findings about damage that shows without a check of each record."""
+    """Return the findings about damage that shows without a comparison of queues and index with each record."""
     cut = view.store.cut_short or view.store.check_covered()
     found = [*missing_queue_findings(view), *missing_key_findings(view)]
     if cut is not None:
@@ -151,7 +152,7 @@ def unverified_damage(view: StoreView) -> list[Finding]:
         found.append(
             Finding(
                 "damage", "error", f"store {path}",
-                f"A recovery would end the log at {cut.offset}, and cut {cut.bytes} bytes with sound records: {where}.",
+                f"A recovery would end the log at {cut.offset}, and cut the {cut.bytes} bytes from there on: {where}.",
                 {"places": 1, "kinds": [cut.kind], "log_end": cut.offset, "bytes": cut.bytes, "error": where}, _NEXT,
             )
         )  # fmt: skip

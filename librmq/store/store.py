@@ -198,9 +198,11 @@ class MessageStore:
         return None if view is None else view.cut_short()
 
     def check_covered(self) -> Damage | None:
-        """Return the first damage among records that opening passed over, in a large store that was not closed.
+        """Return the first damage among all records up to the log's end, for a read-only store; None without any.
 
-        A read-only store passes over records that the checkpoint covers, if they are many. This reads them.
+        Opening passes over the records before the last files, those that the checkpoint covers if they are many, and
+        those that a clean shutdown left. This reads them all, with the checksums of their bodies. ``bytes`` counts
+        those from the damage to the log's end.
         """
         view = self._handle.view
         return None if view is None else view.check_covered()

@@ -166,6 +166,21 @@ def test_an_export_fails_unless_the_end_is_accepted(shell: Shell, damaged: tuple
     assert row["rows"] == 41
 
 
+def test_damage_before_what_opening_reads_ends_exports_and_is_a_finding(shell: Shell) -> None:
+    path = fill(shell.folder / "damaged", StoreConfig.tiny())
+    log = min((path / "commitlog").iterdir())
+    log.write_bytes(log.read_bytes().replace(b"body 041", b"bodi 041"))
+    answer = shell("export", path, "-o", "out.jsonl")
+    assert (answer.status, answer.out) == (1, "")
+    assert "--as-recovered" in answer.said
+    assert "PERMISSIVE" not in answer.said
+    (row,) = shell("export", path, "-o", "out.jsonl", "--as-recovered").rows
+    assert row["rows"] == len(shell("show", path, "--as-recovered").rows) == 41
+    answer = shell("diagnose", path, "--no-verify")
+    assert answer.status == 1
+    assert "damage" in [one["finding"] for one in answer.rows]
+
+
 def test_a_dump_ends_there_too(shell: Shell, damaged: tuple[Path, int]) -> None:
     path, _ = damaged
     answer = shell("dump", path)

@@ -160,7 +160,10 @@ def test_places_that_cannot_be_read_are_counted(shell: Shell) -> None:
     data = bytearray(log.read_bytes())
     data[4:8] = b"xxxx"  # the magic number of the first record
     log.write_bytes(data)
-    assert shell("report", "store", "--out", "r.html").status == 0
+    answer = shell("report", "store", "--out", "r.html")
+    assert answer.status == 1
+    assert "the numbers leave out messages that can't be read" in answer.said
+    assert shell("report", "store", "--out", "r.html", "--as-recovered").status == 0
     (summary,) = json.loads((shell.folder / "r.json").read_text())["stores"]
     assert summary["skipped"] is True
     assert "without the unreadable" in (shell.folder / "r.html").read_text()

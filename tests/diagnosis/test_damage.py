@@ -37,7 +37,7 @@ def test_a_changed_byte_of_a_body_comes_first(store: Path) -> None:
     (first, *_) = diagnose(store)
     assert (first.kind, first.severity) == ("damage", "error")
     assert "body checksum" in first.what
-    assert "damage" not in kinds(store, check=False)
+    assert kinds(store, check=False)[0] == "damage"
 
 
 @pytest.mark.parametrize("check", [True, False])

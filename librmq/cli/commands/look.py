@@ -151,7 +151,7 @@ COMMANDS: Final = (
             option(
                 "--verify",
                 action=argparse.BooleanOptionalAction,
-                help="check each record for damage (by default of up to 30,000 messages)",
+                help="compare queues and index with the log (by default of up to 30,000 messages)",
             ),
         ),
         output=LISTED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from librmq.cli.commands.options import GROUP, OUTPUT, STORAGE_OPTIONS, TAG, TIMES, TOPIC, Command, option
+from librmq.cli.commands.options import AS_RECOVERED, GROUP, OUTPUT, STORAGE_OPTIONS, TAG, TIMES, TOPIC, Command, option
 
 __all__ = ["COMMANDS"]
 
@@ -28,6 +28,7 @@ COMMANDS: Final = (
                 action=argparse.BooleanOptionalAction,
                 help="check every record of large stores too (default: up to 300,000 messages)",
             ),
+            AS_RECOVERED,
             option("--spark", action="store_true", help="read the stores with Spark, which can be a cluster"),
             *_RANGES,
             STORAGE_OPTIONS,

@@ -35,7 +35,7 @@ from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Trans
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.live.live_tail import ATTEMPTS, GLANCE, LiveParts
-from librmq.store.recovery.open import covered_start, load
+from librmq.store.recovery.open import load
 from librmq.store.recovery.plan import RecoveryMode
 from librmq.store.recovery.salvage import find_record
 
@@ -107,12 +107,10 @@ class ReadOnlyView:
                     self._open()
 
     def check_covered(self) -> Damage | None:
-        """Read the covered records that the view of a large crashed store has passed over; return the first damage."""
-        log, end = self.parts.log, self.parts.walked_from
-        if end is None:
-            return None
+        """Read all records, those too that opening has passed over; return the first damage."""
+        log = self.parts.log
         try:
-            deque(log.scan(covered_start(log, self.parts.checkpoint), end), maxlen=0)
+            deque(log.scan(), maxlen=0)
         except CorruptionError as error:
             return Damage(error.file, error.offset, error.kind, error.what, log.end - error.offset)
         return None
