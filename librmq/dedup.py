@@ -299,7 +299,7 @@ class DedupListener:
     def _warn_of_lost_claim(self, claim: _Claimed, how: str) -> Generator[_Request, Any, None]:
         self._count("lost")
         try:
-            record = yield self._request("look", claim.key, self._clock.now_ms())
+            record = yield self._request("read", claim.key, self._clock.now_ms())
         except DedupStoreError:
             now = "its present state is unknown"
         else:

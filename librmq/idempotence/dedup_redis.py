@@ -101,17 +101,17 @@ class RedisDedupStore:
     def release(self, key: str, owner: str, now_ms: int) -> bool:
         return self._run("release", key, owner, now_ms) == 1
 
-    def look(self, key: str, now_ms: int) -> DedupRecord | None:
+    def read(self, key: str, now_ms: int) -> DedupRecord | None:
         try:
             value: Any = self.client.get(self.prefix + key)
         except RedisError as error:
             raise self._failure(key, error) from error
         if value is None:
             return None
-        found = _RECORD.fullmatch(value.encode() if isinstance(value, str) else value)
-        if found is None:
+        match = _RECORD.fullmatch(value.encode() if isinstance(value, str) else value)
+        if match is None:
             raise DedupStoreError(f"{self.prefix}{key}: expected a record, found another value")
-        record = DedupRecord(found[1] == b"1", found[3].decode(), int(found[2]))
+        record = DedupRecord(match[1] == b"1", match[3].decode(), int(match[2]))
         return record if record.expires_timestamp_ms > now_ms else None
 
     def purge(self, now_ms: int, limit: int) -> int:
@@ -125,7 +125,7 @@ class RedisDedupStore:
         """
         pipeline = self.client.pipeline(transaction=False)
         for name, (key, *arguments) in operations:
-            if name == "look":  # rare; sent separately below
+            if name == "read":  # rare; sent separately below
                 continue
             if name != "release":
                 arguments.append(_lifetime_ms(arguments[1], arguments[2]))
@@ -134,12 +134,12 @@ class RedisDedupStore:
             answers = pipeline.execute(raise_on_error=False)
         except RedisError as error:
             raise self._failure("", error) from error
-        given = iter(answers)
-        return [self._answer(name, arguments, given) for name, arguments in operations]
+        replies = iter(answers)
+        return [self._answer(name, arguments, replies) for name, arguments in operations]
 
-    def _answer(self, name: str, arguments: tuple[Any, ...], given: Iterator[Any]) -> object:
-        answer: Any = None if name == "look" else next(given)
-        if name == "look" or isinstance(answer, NoScriptError):
+    def _answer(self, name: str, arguments: tuple[Any, ...], replies: Iterator[Any]) -> object:
+        answer: Any = None if name == "read" else next(replies)
+        if name == "read" or isinstance(answer, NoScriptError):
             try:
                 return getattr(self, name)(*arguments)
             except DedupStoreError as error:

@@ -30,7 +30,7 @@ __all__ = ["SqlDedupStore"]
 
 _ATTEMPTS: Final = 5
 # Serialization failure, deadlock, a wait for a lock that was too long: by SQLSTATE and by MySQL's numbers.
-_WORTH_REPEATING: Final = frozenset({"40001", "40P01", 1213, 1205})
+_REPEATABLE: Final = frozenset({"40001", "40P01", 1213, 1205})
 
 
 class SqlDedupStore:
@@ -38,7 +38,7 @@ class SqlDedupStore:
 
     ``engine`` is an ``Engine``, or a URL to create one from. The store sets its connections to commit each statement.
     With ``isolation_level="AUTOCOMMIT", pool_reset_on_return=None, skip_autocommit_rollback=True``, as for a URL, an
-    engine needs no round trips except those of the calls. `create` creates the table.
+    engine needs one round trip for each call. `create` creates the table.
 
     On databases where a claim takes several statements, a ``prefilter`` saves two of the three statements for a
     duplicate: the store first looks up keys that the filter may have seen. ``clock`` is the time of guards that have
@@ -82,12 +82,12 @@ class SqlDedupStore:
             self.statements.claim = _mysql_claim(table)
             self.statements.purge = f"DELETE FROM {table} WHERE expires_timestamp_ms <= :now_ms LIMIT :limit"
         elif engine.dialect.name not in ("postgresql", "sqlite"):
-            self.say_portably(prefilter)
+            self.use_portable_statements(prefilter)
             return
         if prefilter is not None:
             raise ConfigError(f"prefilter: expected None on {engine.dialect.name}, where a claim is one statement")
 
-    def say_portably(self, prefilter: SeenKeys | None = None) -> None:
+    def use_portable_statements(self, prefilter: SeenKeys | None = None) -> None:
         """Use statements that every database accepts, as for all databases not named above."""
         self._prefilter = prefilter
         self._claim_with = self._claim_step_by_step
@@ -111,8 +111,8 @@ class SqlDedupStore:
     def release(self, key: str, owner: str, now_ms: int) -> bool:
         return self._execute(self.statements.release, key=key, owner=owner, now_ms=now_ms).changed == 1
 
-    def look(self, key: str, now_ms: int) -> DedupRecord | None:
-        rows = self._execute(self.statements.look, key=key, now_ms=now_ms).rows
+    def read(self, key: str, now_ms: int) -> DedupRecord | None:
+        rows = self._execute(self.statements.read, key=key, now_ms=now_ms).rows
         return DedupRecord(bool(rows[0][0]), rows[0][1], rows[0][2]) if rows else None
 
     def purge(self, now_ms: int, limit: int) -> int:
@@ -145,11 +145,11 @@ class SqlDedupStore:
 
     def _claim_step_by_step(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         if self._prefilter is not None and self._prefilter.add(key):
-            record = self.look(key, now_ms)
+            record = self.read(key, now_ms)
             if record is not None and record.owner != owner:
                 return Claim.CONSUMED if record.consumed else Claim.CONSUMING
         columns = "dedup_key, state, owner, claims, expires_timestamp_ms"
-        with suppress(_RowIsThereError):
+        with suppress(_RowExistsError):
             self._execute(
                 f"INSERT INTO {self.table} ({columns}) VALUES (:key, 0, :owner, 1, :expires_at_ms)",
                 key=key,
@@ -157,7 +157,7 @@ class SqlDedupStore:
                 expires_at_ms=expires_at_ms,
             )
             return Claim.NEW
-        taken = self._execute(
+        update = self._execute(
             f"UPDATE {self.table} SET state = 0, owner = :owner, claims = claims + 1, "
             "expires_timestamp_ms = :expires_at_ms WHERE dedup_key = :key "
             "AND (expires_timestamp_ms <= :now_ms OR owner = :owner)",
@@ -166,15 +166,15 @@ class SqlDedupStore:
             now_ms=now_ms,
             expires_at_ms=expires_at_ms,
         )
-        if taken.changed:
+        if update.changed:
             return Claim.TAKEN_OVER
-        record = self.look(key, now_ms)
-        # None: released or expired since. Another process just had it, so the message is delivered again.
+        record = self.read(key, now_ms)
+        # None: released or expired since. Another process had it until now, so the message is delivered again.
         return Claim.CONSUMED if record is not None and record.consumed else Claim.CONSUMING
 
     def _execute(self, statement: str, **parameters: str | int) -> StatementResult:
         for _ in range(_ATTEMPTS - 1):
-            with suppress(_InTheWayError):
+            with suppress(_ConflictError):
                 return self._try(statement, parameters)
         return self._try(statement, parameters)
 
@@ -198,8 +198,8 @@ class SqlDedupStore:
             if dialect.is_disconnect(error, connection, None):
                 pooled.invalidate(error)
             if is_integrity_error(error):
-                raise _RowIsThereError(f"{self.table}: {error}") from error
-            kind = _InTheWayError if _is_worth_repeating(error) else DedupStoreError
+                raise _RowExistsError(f"{self.table}: {error}") from error
+            kind = _ConflictError if _is_repeatable(error) else DedupStoreError
             raise kind(f"{self.table}: {error}") from error
         except BaseException as error:  # a signal: the next statement must not read the answer of this one
             pooled.invalidate(error)
@@ -208,18 +208,18 @@ class SqlDedupStore:
             pooled.close()
 
 
-class _RowIsThereError(DedupStoreError):
+class _RowExistsError(DedupStoreError):
     """An INSERT found a row with its key."""
 
 
-class _InTheWayError(DedupStoreError):
+class _ConflictError(DedupStoreError):
     """The database undid the statement because of a conflict."""
 
 
-def _is_worth_repeating(error: Exception) -> bool:
+def _is_repeatable(error: Exception) -> bool:
     number = error.args[0] if error.args else None
     codes = (getattr(error, "sqlstate", None), getattr(error, "pgcode", None), number)
-    return not _WORTH_REPEATING.isdisjoint(code for code in codes if isinstance(code, str | int))
+    return not _REPEATABLE.isdisjoint(code for code in codes if isinstance(code, str | int))
 
 
 _REPEATED: Final = 4
@@ -229,8 +229,8 @@ _REPEATED: Final = 4
 def _mysql_claim(table: str) -> str:
     """Return the claim for MySQL, whose INSERT returns no rows: the result comes back as the last inserted id.
 
-    MySQL assigns from left to right, and each assignment sees those before it. The time that tells whether the row was
-    free therefore changes last, if the owner is this caller by then.
+    MySQL assigns from left to right, and each assignment sees the earlier ones. The time, which shows whether the row
+    was free, therefore changes last, if the owner is this caller by then.
     """
     free = "expires_timestamp_ms <= :now_ms OR owner = :owner"
     outcome = (

@@ -44,10 +44,9 @@ def transactional(
 
     ``session`` is a SQLAlchemy ``Session`` or ``Connection``, a DB-API connection, or for ``async with`` a SQLAlchemy
     ``AsyncSession`` or ``AsyncConnection``, without an open transaction. Leaving the block commits; an exception rolls
-    back and propagates. ``key``, ``group`` and ``application`` are those of `librmq.dedup.DedupListener`; without a key
-    every delivery counts as the first. `librmq.idempotence.sqltables.upgrade_tables` creates ``table``.
-    `purge_messages`
-    deletes records that are older than ``keep``.
+    back and propagates. ``key``, ``group`` and ``application`` mean the same as for `librmq.dedup.DedupListener`;
+    without a key every delivery counts as the first. `librmq.idempotence.sqltables.upgrade_tables` creates ``table``,
+    and `purge_messages` deletes records that are older than ``keep``.
 
     Errors of the database's driver propagate, and the message is delivered again. As thread-safe as the session.
 

@@ -33,7 +33,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.config import Config, Seconds, check_now, to_seconds
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
 from librmq.idempotence.keep import LONGEST
-from librmq.idempotence.sqltables import KEY_LIMIT, Link, StatementResult, check_name, is_passing_error, linked
+from librmq.idempotence.sqltables import KEY_LIMIT, Link, StatementResult, check_name, is_temporary_error, linked
 from librmq.message.message import Message
 from librmq.message.record import PROPERTY_UNIQUE_KEY
 from librmq.message.refusals import brokers_own
@@ -77,8 +77,7 @@ class Outbox:
         """Store ``message`` in the transaction of ``connection``, and give it a unique id if it has none.
 
         ``connection`` is a SQLAlchemy ``Session`` or ``Connection``, or a DB-API connection. Rows with the same
-        ``order_key`` are sent one after the other. A ``delay`` counts from the moment in which a
-        sender sends the message.
+        ``order_key`` are sent one after the other. A ``delay`` counts from the send.
 
         Raises:
             MessageIllegalError: No broker would accept the message.
@@ -200,17 +199,17 @@ class OutboxSender:
             producer: Its ``send(message)`` waits, and raises or returns a result with a status.
             table: The outbox's table.
             send_ordered: Called with message and order key for rows that have one, to choose their queue by it.
-            clock: The time; the machine's by default.
-            **settings: Those of `OutboxConfig`.
+            clock: The clock; by default the machine's.
+            **settings: The settings of `OutboxConfig`.
 
         Raises:
             ConfigError: A setting is refused, or an argument has a wrong type.
         """
-        given: dict[str, Any] = dict(settings)
-        for name, value in given.items():
+        overrides: dict[str, Any] = dict(settings)
+        for name, value in overrides.items():
             if isinstance(value, timedelta):
-                given[name] = to_seconds(name, value)
-        self.config = OutboxConfig().with_settings(given)
+                overrides[name] = to_seconds(name, value)
+        self.config = OutboxConfig().with_settings(overrides)
         if not callable(getattr(producer, "send", None)):
             raise ConfigError(f"expected a producer with send(message), found {type(producer).__name__}")
         self.table = check_name(table)
@@ -264,7 +263,7 @@ class OutboxSender:
                 self._is_out_of_reach = False
                 _log.info("%(table)s: the database works again", table=self.table)
         finally:
-            self._let_go()
+            self._close_connection()
         return max(now_ms, self._clock.now_ms()) + self._poll_ms
 
     def _check(self) -> None:
@@ -276,7 +275,7 @@ class OutboxSender:
         except RmqError:
             raise
         except Exception as error:
-            if is_passing_error(error):
+            if is_temporary_error(error):
                 raise
             cause = getattr(error, "orig", None) or error  # SQLAlchemy's text repeats the statement
             raise ConfigError(
@@ -304,7 +303,7 @@ class OutboxSender:
                     "%(table)s: the database failed, and is tried again: %(error)s", table=self.table, error=error
                 )
             finally:
-                self._let_go()
+                self._close_connection()
             with critical:  # so that `shutdown` always finds the thread
                 self._background = Background(self._run_in_thread, self._clock, "librmq-outbox")
         return self
@@ -507,7 +506,7 @@ class OutboxSender:
             result: T = await connection.run_sync(lambda inner: statements(Link(inner)))
             return result
 
-    def _let_go(self) -> None:
+    def _close_connection(self) -> None:
         connection, self._connection = self._connection, None
         close = getattr(connection, "close", None)
         if close is not None:

@@ -1,7 +1,7 @@
-"""Remember keys approximately, in bounded memory: extra ``bloom``.
+"""Approximate memory of keys, of bounded size: extra ``bloom``.
 
 A Bloom filter says "certainly new here" or "perhaps seen". It cannot decide for a dedup store: other processes have
-their own keys, and a restart forgets. It only chooses which question the store is asked first.
+their own keys, and a restart loses them. It only chooses which statement the store runs first.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["SeenKeys"]
 
 
 class SeenKeys:
-    """Remembers at least the last ``capacity`` keys, in a few bytes each, and forgets older ones. Thread-safe.
+    """Remembers at least the last ``capacity`` keys, in a few bytes each, and drops older ones. Thread-safe.
 
-    ``error_rate`` is the fraction of new keys that are taken for possibly seen.
+    ``error_rate`` is the fraction of new keys that count as possibly seen.
     """
 
     def __init__(self, capacity: int = 1_000_000, error_rate: float = 0.001) -> None:

@@ -50,7 +50,7 @@ __all__ = [
     "StatementResult",
     "check_name",
     "is_integrity_error",
-    "is_passing_error",
+    "is_temporary_error",
     "linked",
     "upgrade_tables",
 ]
@@ -100,7 +100,7 @@ class Link:
         """Take a connection.
 
         Raises:
-            ConfigError: ``connection`` is none.
+            ConfigError: ``connection`` is not a connection.
         """
         self.connection = connection
         self._alchemy = _is_alchemy(connection)
@@ -143,7 +143,7 @@ class Link:
         """Refuse a connection that commits each statement.
 
         Raises:
-            ConfigError: It does.
+            ConfigError: It commits each statement.
         """
         driver = self.connection
         if self._alchemy:
@@ -151,11 +151,11 @@ class Link:
             driver = connection.connection.dbapi_connection
         get = getattr(driver, "get_autocommit", None)
         value = get() if callable(get) else getattr(driver, "autocommit", False)
-        by_itself = value is True or value == 1
+        has_autocommit = value is True or value == 1
         if self.dialect == "sqlite" and getattr(driver, "autocommit", -1) == -1:
-            # sqlite3's legacy mode, the only one before 3.12, says it by the isolation level.
-            by_itself = driver.isolation_level is None
-        if by_itself:
+            # sqlite3's legacy mode, the only one before 3.12, shows it by the isolation level.
+            has_autocommit = driver.isolation_level is None
+        if has_autocommit:
             raise ConfigError("expected a connection without autocommit, found one that commits each statement")
 
 
@@ -164,15 +164,15 @@ def is_integrity_error(error: BaseException) -> bool:
     return any(kind.__name__ == "IntegrityError" for kind in type(error).__mro__)
 
 
-_PASSING: Final = frozenset({"OperationalError", "InterfaceError", "InternalError", "TimeoutError", "OSError"})
+_TEMPORARY: Final = frozenset({"OperationalError", "InterfaceError", "InternalError", "TimeoutError", "OSError"})
 _LACKING: Final = re.compile(r"no such (table|column)|unknown column", re.IGNORECASE)
 
 
-def is_passing_error(error: BaseException) -> bool:
+def is_temporary_error(error: BaseException) -> bool:
     """Return whether another try may succeed: a database that cannot be reached, or is locked or busy."""
     names = {kind.__name__ for kind in type(error).__mro__}
     # SQLite and MySQL report a missing table or column as an operational error.
-    return not _PASSING.isdisjoint(names) and not _LACKING.search(str(error))
+    return not _TEMPORARY.isdisjoint(names) and not _LACKING.search(str(error))
 
 
 def _is_alchemy(connection: object) -> bool:
@@ -220,17 +220,17 @@ def rendered(sql: str, style: str) -> tuple[str, tuple[str, ...]]:
     """Return ``sql`` in a driver's style of parameters, and the parameters' names in order of occurrence."""
     names: list[str] = []
 
-    def one(found: re.Match[str]) -> str:
-        names.append(found[1])
+    def placeholder(match: re.Match[str]) -> str:
+        names.append(match[1])
         if style == "qmark":
             return "?"
         if style == "format":
             return "%s"
         if style == "pyformat":
-            return f"%({found[1]})s"
-        return f":{found[1]}" if style == "named" else f":{len(names)}"
+            return f"%({match[1]})s"
+        return f":{match[1]}" if style == "named" else f":{len(names)}"
 
-    return _PARAMETER.sub(one, sql), tuple(names)
+    return _PARAMETER.sub(placeholder, sql), tuple(names)
 
 
 # ------------------------------------------------------------------------------------------------------------- schema
@@ -308,7 +308,7 @@ def upgrade_tables(
     outbox: str | None = "rmq_outbox",
     versions: str = "rmq_tables",
 ) -> dict[str, int]:
-    """Create the tables, or upgrade those that exist; return their versions. Call it at every start.
+    """Create the tables, or upgrade existing ones; return their versions. Call it at every start.
 
     Args:
         connection: A SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection; it is committed.
@@ -321,26 +321,26 @@ def upgrade_tables(
         ConfigError: A newer librmq created a table, or a name would have to be quoted.
     """
     named = {"dedup": dedup, "messages": messages, "outbox": outbox}
-    wanted = {check_name(name): kind for kind, name in named.items() if name is not None}
+    kinds = {check_name(name): kind for kind, name in named.items() if name is not None}
     check_name(versions)
     with linked(connection) as link:
-        return _upgrade(link, wanted, versions)
+        return _upgrade(link, kinds, versions)
 
 
 @contextmanager
 def linked(connection: Any) -> Iterator[Link]:
-    """Link to a connection, or to a new one of a SQLAlchemy ``Engine``."""
+    """Link to a connection, or to a new connection of a SQLAlchemy ``Engine``."""
     if _is_alchemy(connection) and hasattr(connection, "connect"):  # an engine
-        with connection.connect() as made:
-            yield Link(made)
+        with connection.connect() as opened:
+            yield Link(opened)
     else:
         yield Link(connection)
 
 
-def _upgrade(link: Link, wanted: Mapping[str, str], versions: str) -> dict[str, int]:
-    with _alone(link):
+def _upgrade(link: Link, kinds: Mapping[str, str], versions: str) -> dict[str, int]:
+    with _upgrade_lock(link):
         _run_steps(link, _VERSION_TABLE, versions)
-        for name, kind in wanted.items():
+        for name, kind in kinds.items():
             steps = VERSIONS[kind]
             rows = link.execute(f"SELECT version FROM {versions} WHERE table_name = :name", name=name).rows
             version = int(rows[0][0]) if rows else 0
@@ -356,11 +356,11 @@ def _upgrade(link: Link, wanted: Mapping[str, str], versions: str) -> dict[str, 
             elif version < len(steps):
                 update = f"UPDATE {versions} SET version = :version WHERE table_name = :name"
                 link.execute(update, name=name, version=len(steps))
-    return {name: len(VERSIONS[kind]) for name, kind in wanted.items()}
+    return {name: len(VERSIONS[kind]) for name, kind in kinds.items()}
 
 
 @contextmanager
-def _alone(link: Link) -> Iterator[None]:
+def _upgrade_lock(link: Link) -> Iterator[None]:
     """Keep other processes from upgrading the tables at the same time; some databases commit each such statement."""
     begin, end, undo = _LOCKS.get(link.dialect, ("", "", ""))
     link.commit()

@@ -119,7 +119,7 @@ class DedupRecord(NamedTuple):
 class DedupStore(Protocol):
     """Keeps records. Each call is atomic and thread-safe, and raises `DedupStoreError` if it fails.
 
-    Keys are those of `dedup_key`. ``owner`` is a new token for each claim. A call that is repeated with the same token,
+    `dedup_key` makes the keys. ``owner`` is a new token for each claim. A call that is repeated with the same token,
     because its answer was lost, returns the same result. Times are milliseconds since 1970 by the caller's clock: the
     clocks of all callers must differ by much less than the duration of a claim.
     """
@@ -139,7 +139,7 @@ class DedupStore(Protocol):
         """Remove the record; return False if the claim is not ``owner``'s or has expired."""
         ...
 
-    def look(self, key: str, now_ms: int) -> DedupRecord | None:
+    def read(self, key: str, now_ms: int) -> DedupRecord | None:
         """Return the record unless it has expired. Only for logs, not for decisions."""
         ...
 
@@ -185,7 +185,7 @@ class MemoryDedupStore:
             del self._records[key]
             return True
 
-    def look(self, key: str, now_ms: int) -> DedupRecord | None:
+    def read(self, key: str, now_ms: int) -> DedupRecord | None:
         with self._lock:
             record = self._records.get(key)
             return record if record is not None and record.expires_timestamp_ms > now_ms else None
@@ -240,7 +240,7 @@ class DedupStatements:
         mine = "dedup_key = :key AND owner = :owner AND expires_timestamp_ms > :now_ms"
         self.finish = f"UPDATE {table} SET state = 1, expires_timestamp_ms = :expires_at_ms WHERE {mine}"
         self.release = f"DELETE FROM {table} WHERE {mine} AND state = 0"
-        self.look = (
+        self.read = (
             f"SELECT state, owner, expires_timestamp_ms FROM {table} "
             "WHERE dedup_key = :key AND expires_timestamp_ms > :now_ms"
         )
@@ -257,7 +257,7 @@ class SqliteDedupStore:
     With ``durability`` "async" a record survives the process immediately, and the machine after SQLite's next
     checkpoint; with "sync" it survives both immediately, at the cost of one disk flush per call. If the file stays
     locked for ``timeout`` seconds, a call raises `DedupStoreError`. ``clock`` is the time of guards that have none of
-    their own. After a fork a child has to open another one. A context manager.
+    their own. After a fork a child has to open its own. A context manager.
     """
 
     blocking = True
@@ -311,8 +311,8 @@ class SqliteDedupStore:
     def release(self, key: str, owner: str, now_ms: int) -> bool:
         return self._change(self._statements.release, {"key": key, "owner": owner, "now_ms": now_ms})
 
-    def look(self, key: str, now_ms: int) -> DedupRecord | None:
-        rows, _ = self._execute(self._statements.look, {"key": key, "now_ms": now_ms})
+    def read(self, key: str, now_ms: int) -> DedupRecord | None:
+        rows, _ = self._execute(self._statements.read, {"key": key, "now_ms": now_ms})
         return DedupRecord(bool(rows[0][0]), rows[0][1], rows[0][2]) if rows else None
 
     def purge(self, now_ms: int, limit: int) -> int:
@@ -402,18 +402,18 @@ def purge_in_background(store: DedupStore, clock: Clock) -> None:
         weakref.finalize(store, background.stop).atexit = False
 
 
-_with_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock_owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def renew_lock_after_fork(owner: object) -> None:
     """Replace the ``_lock`` of ``owner`` in a forked child: a thread of the parent may hold it."""
-    _with_locks.add(owner)
+    _lock_owners.add(owner)
 
 
 def _after_fork() -> None:
     global _purging_lock
     _purging_lock = Lock()
-    for owner in _with_locks:
+    for owner in _lock_owners:
         owner._lock = Lock()
     _purging.clear()  # its threads are the parent's
 

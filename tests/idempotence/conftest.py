@@ -118,7 +118,7 @@ class Place:
         if self.server is None:
             sqlalchemy.event.listen(store.engine, "connect", _without_flushes)
         if self.name == "sql-portable":
-            store.say_portably()
+            store.use_portable_statements()
         return store.create()
 
     @cached_property

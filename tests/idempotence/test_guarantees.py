@@ -95,8 +95,8 @@ class Faulty:
     def release(self, key: str, owner: str, now_ms: int) -> bool:
         return self.store.release(key, owner, now_ms)
 
-    def look(self, key: str, now_ms: int) -> DedupRecord | None:
-        return self.store.look(key, now_ms)
+    def read(self, key: str, now_ms: int) -> DedupRecord | None:
+        return self.store.read(key, now_ms)
 
     def purge(self, now_ms: int, limit: int) -> int:
         return self.store.purge(now_ms, limit)

@@ -160,7 +160,7 @@ def test_consumed_messages_are_forgotten_in_time() -> None:
     ],
 )
 def test_the_fate_of_a_lost_claim_is_logged(meanwhile: str, told: str, caplog: pytest.LogCaptureFixture) -> None:
-    store = BrokenStore(*(["look"] if meanwhile == "unknown" else []))
+    store = BrokenStore(*(["read"] if meanwhile == "unknown" else []))
     guarded = Guarded(store, consuming_timeout=10)
     other = guarded.another()
     results: list[object] = []
@@ -305,7 +305,7 @@ def test_an_async_listener_is_guarded_until_it_has_ended(tmp_path: Any) -> None:
 
         async def run(guard: DedupListener = guard, going_on: asyncio.Event = going_on) -> None:
             first = asyncio.create_task(guard(delivery(1)))
-            while not guard.store.look(":orders:billing:paid:ID1", clock.now_ms()):
+            while not guard.store.read(":orders:billing:paid:ID1", clock.now_ms()):
                 await asyncio.sleep(0)
             with pytest.raises(ReconsumeLater):
                 await guard(delivery(1))
@@ -325,7 +325,7 @@ def test_a_coroutine_is_awaited_before_the_mark() -> None:
     seen = []
 
     async def work() -> str:
-        seen.append(store.look(":orders:billing:paid:ID1", clock.now_ms()))
+        seen.append(store.read(":orders:billing:paid:ID1", clock.now_ms()))
         return "done"
 
     guard = DedupListener(lambda message: work(), store, group="billing", clock=clock)

@@ -257,7 +257,7 @@ class Unfenced(MemoryDedupStore):
     """A holder whose claim has expired releases another worker's claim."""
 
     def release(self, key: str, owner: str, now_ms: int) -> bool:
-        record = self.look(key, now_ms)
+        record = self.read(key, now_ms)
         return record is not None and super().release(key, record.owner, now_ms)
 
 

@@ -24,7 +24,7 @@ class Counted:
         self.store = SqlDedupStore(f"sqlite:///{path}").create()
         self.store.engine.dispose()
         sqlalchemy.event.listen(self.store.engine, "connect", self._trace)
-        self.store.say_portably(seen)
+        self.store.use_portable_statements(seen)
 
     def _trace(self, connection: Any, _: object) -> None:
         connection.set_trace_callback(self._count)

@@ -53,20 +53,20 @@ def in_redis(place: Callable[[str], Place]) -> RedisDedupStore:
 def test_a_key_is_claimed_once(store: DedupStore, key: str) -> None:
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
     assert store.claim(key, "b1", NOW + 1, UNTIL + 1) is Claim.CONSUMING
-    assert store.look(key, NOW + 1) == DedupRecord(False, "a1", UNTIL)
+    assert store.read(key, NOW + 1) == DedupRecord(False, "a1", UNTIL)
 
 
 def test_a_finished_key_is_consumed(store: DedupStore, key: str) -> None:
     store.claim(key, "a1", NOW, UNTIL)
     assert store.finish(key, "a1", NOW + 1, KEPT)
     assert store.claim(key, "b1", NOW + 2, UNTIL) is Claim.CONSUMED
-    assert store.look(key, NOW + 2) == DedupRecord(True, "a1", KEPT)
+    assert store.read(key, NOW + 2) == DedupRecord(True, "a1", KEPT)
 
 
 def test_a_released_key_is_new(store: DedupStore, key: str) -> None:
     store.claim(key, "a1", NOW, UNTIL)
     assert store.release(key, "a1", NOW + 1)
-    assert store.look(key, NOW + 1) is None
+    assert store.read(key, NOW + 1) is None
     assert store.claim(key, "b1", NOW + 2, UNTIL) is Claim.NEW
 
 
@@ -74,7 +74,7 @@ def test_an_expired_claim_is_taken_over(store: DedupStore, key: str) -> None:
     store.claim(key, "a1", NOW, UNTIL)
     assert store.claim(key, "b1", UNTIL - 1, UNTIL + 600_000) is Claim.CONSUMING
     assert store.claim(key, "b1", UNTIL, UNTIL + 600_000) is Claim.TAKEN_OVER
-    assert store.look(key, UNTIL) == DedupRecord(False, "b1", UNTIL + 600_000)
+    assert store.read(key, UNTIL) == DedupRecord(False, "b1", UNTIL + 600_000)
     assert store.finish(key, "b1", UNTIL + 1, KEPT)
 
 
@@ -82,9 +82,9 @@ def test_a_consumed_key_is_forgotten_when_it_expires(store: DedupStore, key: str
     store.claim(key, "a1", NOW, UNTIL)
     store.finish(key, "a1", NOW, KEPT)
     assert store.claim(key, "b1", KEPT - 1, KEPT + 1) is Claim.CONSUMED
-    assert store.look(key, KEPT) is None
+    assert store.read(key, KEPT) is None
     assert store.claim(key, "b1", KEPT, KEPT + 600_000) is Claim.TAKEN_OVER
-    assert store.look(key, KEPT) == DedupRecord(False, "b1", KEPT + 600_000)
+    assert store.read(key, KEPT) == DedupRecord(False, "b1", KEPT + 600_000)
 
 
 def test_an_expired_claim_is_neither_finished_nor_released(store: DedupStore, key: str) -> None:
@@ -96,12 +96,12 @@ def test_an_expired_claim_is_neither_finished_nor_released(store: DedupStore, ke
     store.claim(key, "b1", UNTIL, UNTIL + 600_000)
     assert not store.finish(key, "a1", UNTIL + 1, KEPT)
     assert not store.release(key, "a1", UNTIL + 1)
-    assert store.look(key, UNTIL + 1) == DedupRecord(False, "b1", UNTIL + 600_000)
+    assert store.read(key, UNTIL + 1) == DedupRecord(False, "b1", UNTIL + 600_000)
 
     assert store.finish(key, "b1", UNTIL + 2, KEPT)
     assert not store.finish(key, "a1", UNTIL + 3, KEPT + 5)
     assert not store.release(key, "a1", UNTIL + 3)
-    assert store.look(key, UNTIL + 3) == DedupRecord(True, "b1", KEPT)
+    assert store.read(key, UNTIL + 3) == DedupRecord(True, "b1", KEPT)
 
 
 @pytest.mark.parametrize("meanwhile", ["nobody", "a successor"])
@@ -138,7 +138,7 @@ def test_a_call_repeated_after_a_lost_answer_gives_the_same(store: DedupStore, k
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW or isinstance(store, SqlDedupStore)
     assert store.finish(key, "a1", NOW + 1, KEPT)
     assert store.finish(key, "a1", NOW + 1, KEPT)
-    assert store.look(key, NOW + 1) == DedupRecord(True, "a1", KEPT)
+    assert store.read(key, NOW + 1) == DedupRecord(True, "a1", KEPT)
 
 
 def test_consumed_keys_are_not_released(store: DedupStore, key: str) -> None:
@@ -151,7 +151,7 @@ def test_consumed_keys_are_not_released(store: DedupStore, key: str) -> None:
 def test_an_unclaimed_key_cannot_be_finished(store: DedupStore, key: str) -> None:
     assert not store.finish(key, "a1", NOW, KEPT)
     assert not store.release(key, "a1", NOW)
-    assert store.look(key, NOW) is None
+    assert store.read(key, NOW) is None
 
 
 def test_keys_differ_by_every_character(store: DedupStore, key: str) -> None:
@@ -300,7 +300,7 @@ def test_a_server_that_is_not_there_is_reported(key: str) -> None:
     ]
     holder: tuple[Any, ...] = ("a1", NOW, UNTIL)
     for store in nobody:
-        for call, given in (("claim", holder), ("finish", holder), ("release", holder[:2]), ("look", holder[1:2])):
+        for call, given in (("claim", holder), ("finish", holder), ("release", holder[:2]), ("read", holder[1:2])):
             with pytest.raises(DedupStoreError):
                 getattr(store, call)(key, *given)
     with pytest.raises(DedupStoreError):
@@ -347,7 +347,7 @@ def test_a_foreign_value_in_redis_is_reported(place: Callable[[str], Place], key
     calls: list[Callable[[], object]] = [
         lambda: store.claim(key, "a1", NOW, UNTIL),
         lambda: store.finish(key, "a1", NOW, UNTIL),
-        lambda: store.look(key, NOW),
+        lambda: store.read(key, NOW),
     ]
     for call in calls:
         with pytest.raises(DedupStoreError, match="expected a record"):
@@ -486,8 +486,8 @@ def test_calls_to_redis_together_are_answered_each_by_itself(place: Callable[[st
                 ("claim", (f"{key}.new", "a1", NOW, UNTIL)),
                 ("claim", (f"{key}.busy", "a1", NOW, UNTIL)),
                 ("claim", (f"{key}.x", "a1", NOW, UNTIL)),
-                ("look", (f"{key}.x", NOW)),
-                ("look", (f"{key}.busy", NOW)),
+                ("read", (f"{key}.x", NOW)),
+                ("read", (f"{key}.busy", NOW)),
                 ("finish", (f"{key}.busy", "b1", NOW, KEPT)),
                 ("release", (f"{key}.new", "a1", NOW)),
             ]
@@ -526,7 +526,7 @@ def test_the_engine_of_an_application_will_do(place: Callable[[str], Place], nam
     with engine.connect() as connection:  # its connections still commit transactions
         connection.execute(sqlalchemy.text("UPDATE rmq_dedup SET owner = 'x' WHERE dedup_key = :key"), {"key": key})
         connection.rollback()
-    assert store.look(key, NOW) == DedupRecord(True, "a1", KEPT)
+    assert store.read(key, NOW) == DedupRecord(True, "a1", KEPT)
     engine.dispose()
 
 
@@ -652,14 +652,14 @@ def test_an_interrupted_call_leaves_a_whole_record(tmp_path: Path, kind: str, ca
                 raise
 
         came = next(at_each_call(act, first=number))
-        after = other.look("k", NOW)
+        after = other.read("k", NOW)
         assert after in (
             DedupRecord(False, "a", UNTIL),
             {"claim": DedupRecord(False, "b", KEPT), "finish": DedupRecord(True, "a", KEPT)}.get(call),
         )
         assert other.claim("k", "c", KEPT, KEPT + 9) is (Claim.TAKEN_OVER if after else Claim.NEW)
         assert other.purge(KEPT, 10) == 0, "the expiry of a record that is gone takes the new one along"
-        assert other.look("k", KEPT) == DedupRecord(False, "c", KEPT + 9)
+        assert other.read("k", KEPT) == DedupRecord(False, "c", KEPT + 9)
         if kind == "sqlite":
             store.close()
             other.close()
