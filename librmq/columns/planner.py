@@ -246,8 +246,8 @@ class PlannedStore:
         if self._cut is None:
             return queue
         end = bisect_left(range(queue.end), self._cut.offset, queue.begin, queue.end, key=queue.place)
-        late = queue.late[: max(end - queue.late_from, 0) * ENTRY_SIZE]
-        return replace(queue, end=end, late_from=min(queue.late_from, end), late=late)
+        inline = queue.inline[: max(end - queue.inline_from, 0) * ENTRY_SIZE]
+        return replace(queue, end=end, inline_from=min(queue.inline_from, end), inline=inline)
 
     def _is_record(self, stored: ConsumeQueue, queue_offset: int) -> bool:
         assert self._store is not None
