@@ -47,8 +47,8 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
         if summary.skipped:
             arguments.is_cut_short = True
             complain(
-                f"librmq report: {summary.path}: the numbers leave out messages that can't be read: librmq verify "
-                "lists the damage, and librmq salvage saves what can be read"
+                f"librmq report: {summary.path}: the log is damaged, and the numbers can leave out messages: librmq "
+                "verify lists the damage, and librmq salvage saves what can be read"
             )
     return 0
 

@@ -130,7 +130,12 @@ def export(
         target: ParquetFolder | TextFile
         target = ParquetFolder(path, state) if form == "parquet" else TextFile(path, state)
         with PlannedStore.open(
-            options.paths[0], options.wanted, options.mode, source_files, as_recovered=options.as_recovered
+            options.paths[0],
+            options.wanted,
+            options.mode,
+            source_files,
+            as_recovered=options.as_recovered,
+            checksums=options.checksums,
         ) as planned:
             # Include queues whose entries the writer has not written yet, and which therefore have no folder.
             ends = {(topic, str(queue_id)): queue.end for (topic, queue_id), queue in planned.queues.items()}

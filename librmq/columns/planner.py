@@ -79,7 +79,14 @@ class PlannedStore:
 
     @classmethod
     def open(
-        cls, path: str, conditions: Wanted, mode: Mode, files: Files | None = None, *, as_recovered: bool = False
+        cls,
+        path: str,
+        conditions: Wanted,
+        mode: Mode,
+        files: Files | None = None,
+        *,
+        as_recovered: bool = False,
+        checksums: bool = True,
     ) -> PlannedStore:
         """Open the store in ``path``, and plan its wanted queues.
 
@@ -100,7 +107,7 @@ class PlannedStore:
             damage.append(_damage_of(error))
         planned = cls(path, directory.infer_config(path, files), 0, 0, {}, damage, store, files)
         planned._as_recovered = as_recovered
-        if as_recovered and store is not None:
+        if as_recovered and checksums and mode == "FAILFAST" and store is not None:
             planned._cut = store.check_covered()
         try:
             planned._plan_queues(conditions, mode)
@@ -123,7 +130,9 @@ class PlannedStore:
             what = f"{cut.what}; the log ends at {cut.offset}; {cut.bytes} bytes with sound records follow {hint}"
             raise CorruptionError(cut.file, cut.offset, cut.kind, what)
         # After a crash, bytes that a recovery would cut are no damage if no sound record is among them.
-        self._ends_as_recovered = mode == "FAILFAST" or (cut is None and has_abort(files, self.path))
+        self._ends_as_recovered = (
+            mode == "FAILFAST" or self._as_recovered or (cut is None and has_abort(files, self.path))
+        )
         self.config = config = self.config if store is None else store.config
         self.queues = {}
         self._close_opened()
@@ -523,7 +532,9 @@ def plan(
     # Finding the records between entries needs the entries of all queues.
     looked_at = Wanted(internal=True) if options.view == "log" else conditions
     for path in options.paths:
-        with PlannedStore.open(path, looked_at, options.mode, files, as_recovered=options.as_recovered) as store:
+        with PlannedStore.open(
+            path, looked_at, options.mode, files, as_recovered=options.as_recovered, checksums=options.checksums
+        ) as store:
             parts += store.damage_parts()
             if options.view == "log":
                 if options.mode == "FAILFAST":  # in other modes a damaged entry can give a wrong place

@@ -223,7 +223,9 @@ def _range(read: MessageRead, paths: Sequence[str], ends: Ends, *, strict: bool)
     usual = {} if read.own or "topic" in read.options else {"topicPattern": "(?s).*"}
     for path in paths:
         options = parse_read_options({**usual, **read.options, "path": path})
-        with PlannedStore.open(path, options.wanted, options.mode, as_recovered=options.as_recovered) as store:
+        with PlannedStore.open(
+            path, options.wanted, options.mode, as_recovered=options.as_recovered, checksums=options.checksums
+        ) as store:
             is_damaged |= bool(store.damage)
             for (topic, queue_id), queue in store.queues.items():
                 known = ends.get(path, {}).get(topic, {}).get(str(queue_id))

@@ -287,7 +287,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             store = self._stores.get(path)
             if store is None:
                 self._stores[path] = PlannedStore.open(
-                    path, options.wanted, options.mode, as_recovered=options.as_recovered
+                    path, options.wanted, options.mode, as_recovered=options.as_recovered, checksums=options.checksums
                 )
             else:
                 store.refresh(options.wanted, options.mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -176,9 +177,21 @@ def test_damage_before_what_opening_reads_ends_exports_and_is_a_finding(shell: S
     assert "PERMISSIVE" not in answer.said
     (row,) = shell("export", path, "-o", "out.jsonl", "--as-recovered").rows
     assert row["rows"] == len(shell("show", path, "--as-recovered").rows) == 41
+    (count,) = shell("count", path, "--by", "topic").rows  # reads no bodies, and queues lead to all messages
+    (topic,) = [row for row in shell("topics", path).rows if row["topic"] == "T"]
+    assert count["messages"] == topic["messages"] > 41
     answer = shell("diagnose", path, "--no-verify")
     assert answer.status == 1
     assert "damage" in [one["finding"] for one in answer.rows]
+
+
+def test_a_report_counts_what_other_commands_count(shell: Shell, damaged: tuple[Path, int]) -> None:
+    pytest.importorskip("jinja2")
+    path, _ = damaged
+    assert shell("report", path, "--out", "r.html").status == 1
+    report = json.loads((shell.folder / "r.json").read_text())
+    counts = {row["topic"]: row["messages"] for row in shell("topics", path, "--as-recovered").rows}
+    assert {row["topic"]: row["messages"] for row in report["topics"]} == counts
 
 
 def test_a_dump_ends_there_too(shell: Shell, damaged: tuple[Path, int]) -> None:

@@ -62,7 +62,7 @@ def _by_columns(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[
     columns = ("queueId", "queueOffset", "physicalOffset", "size")
     for batch in reader(
         view.store.path, view="queues", topic=set(view.topics), columns=["topic", *columns, "_corrupt_record"],
-        mode="PERMISSIVE", files=view.store.files,
+        mode="PERMISSIVE", as_recovered=True, files=view.store.files,
     ) if view.topics else ():  # fmt: skip
         batch = batch.filter(batch.column("_corrupt_record").is_null())  # verify reports the others
         topic = batch.column("topic").dictionary_encode()

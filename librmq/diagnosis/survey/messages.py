@@ -68,7 +68,13 @@ def count_filter(
 
 def _settings(view: StoreView, wanted: ReportScope) -> ReaderKeywords:
     topics = {topic for topic in view.topics if wanted.has_topic(topic)}
-    found: ReaderKeywords = {"topic": topics, "tags": wanted.tags, "checksums": False, "files": view.store.files}
+    found: ReaderKeywords = {
+        "topic": topics,
+        "tags": wanted.tags,
+        "checksums": False,
+        "as_recovered": True,
+        "files": view.store.files,
+    }
     if wanted.has_times:
         found["since"] = wanted.begin_ms or 0
         found["until"] = wanted.end_ms
