@@ -94,7 +94,7 @@ class IndexFile:
         self._dirty = False
         self._reserved = 0  # entries below this number have blocks; 0 means unknown
         self._announced = 0  # slots can lead to entries below this number before the header counts them
-        self._take(file)
+        self._use_file(file)
         self._load()
 
     @classmethod
@@ -160,10 +160,10 @@ class IndexFile:
         if self._closed:
             raise StoreClosedError(f"{self.path} is closed")
         file = self._files.open(self.path, writable=self.writable)
-        self._take(file)
+        self._use_file(file)
         return file
 
-    def _take(self, file: File) -> None:
+    def _use_file(self, file: File) -> None:
         length = file_length(self.max_slots, self.max_entries)
         if file.size != length:
             raise CorruptionError(

@@ -62,11 +62,11 @@ class EntryCheck:
         self._queue, self._units = queue, units
         same = self._count_same(at, entries) if at >= queue.min_offset else 0
         if same < len(entries):
-            self._report(at + same, entries[same], len(entries) - same)
+            self._report_difference(at + same, entries[same], len(entries) - same)
             if self._repair:
                 self._write(at + same, entries[same:])
 
-    def _report(self, queue_offset: int, expected: bytes, count: int) -> None:
+    def _report_difference(self, queue_offset: int, expected: bytes, count: int) -> None:
         queue = self._queue
         lacking = queue_offset >= queue.max_offset
         if lacking and self.damages and self.damages[-1].kind == "missing":

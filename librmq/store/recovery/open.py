@@ -234,7 +234,7 @@ def load(  # noqa: C901 (a step for each part of a store)
     unclean = UncleanQueues(path, files, config.consumequeue_file_size, pool)
 
     def open_listed(topic: str, queue_id: int) -> ConsumeQueue:
-        sequence = unclean.take((topic, queue_id))
+        sequence = unclean.pop_files((topic, queue_id))
         if sequence is None:
             queue = open_queue(topic, queue_id)
         else:

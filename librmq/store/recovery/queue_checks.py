@@ -148,16 +148,16 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         """Return whether a queue need not be opened, because its bytes are what the records say."""
         if self._unclean is None or check.is_open:
             return False
-        stored = self._unclean.stored(check.name)
+        stored = self._unclean.read_stored(check.name)
         state = None if stored is None else check.state_of(*stored)
         if state is not None:
-            self._unclean.leave(check.name, state, check.first, check.entries)
+            self._unclean.keep_unopened(check.name, state, check.first, check.entries)
         return state is not None
 
     def _finish(self, check: QueueCheck) -> None:
         check.finish()
         if self._unclean is not None:
-            self._unclean.finish(check.queue, check.first)
+            self._unclean.rewrite_entries(check.queue, check.first)
 
     def remove_empty(self) -> None:
         """Remove queues without a record of their own."""

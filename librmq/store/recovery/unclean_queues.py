@@ -56,14 +56,14 @@ class UncleanQueues:
         content = None if only is None or len(only[1]) > _LARGEST_KEPT else only[1]
         self._listed[name] = folder, starts[0] if len(starts) == 1 else None, content
 
-    def take(self, name: QueueName) -> MappedFileQueue | None:
+    def pop_files(self, name: QueueName) -> MappedFileQueue | None:
         """Return the files of a queue that is opened now; None if it was left as it is, or is not listed."""
         if name not in self._listed:
             return None
         folder, *_ = self._listed.pop(name)
         return MappedFileQueue(folder, self._file_size, self._files, self._pool)
 
-    def stored(self, name: QueueName) -> tuple[bytes, int] | None:
+    def read_stored(self, name: QueueName) -> tuple[bytes, int] | None:
         """Return the used bytes of a queue's only file and its first queue offset; None if it must be opened."""
         folder, start, stored = self._listed.get(name, ("", None, None))
         if start is None:
@@ -73,7 +73,7 @@ class UncleanQueues:
             stored = self._files.read_used(self._path_read, _LARGEST)
         return None if stored is None else (stored, start // ENTRY_SIZE)
 
-    def leave(self, name: QueueName, state: QueueState, first: int, entries: Sequence[bytes]) -> None:
+    def keep_unopened(self, name: QueueName, state: QueueState, first: int, entries: Sequence[bytes]) -> None:
         """Leave the queue unopened that was read last, and write its last entries again if need be.
 
         They begin at queue offset ``first``: the writer can have died before a flush, or after one that failed.
@@ -88,8 +88,8 @@ class UncleanQueues:
         self._left.add(folder)
         self.states[name] = state
 
-    def finish(self, queue: ConsumeQueue, first: int) -> None:
-        """Write entries of an opened queue again, as `leave` does; ``first`` is the first checked one."""
+    def rewrite_entries(self, queue: ConsumeQueue, first: int) -> None:
+        """Write entries of an opened queue again, as `keep_unopened` does; ``first`` is the first checked one."""
         begin = self.uncovered_from
         if begin is not None and queue.max_physic_offset > begin:
             queue.write_again(first if queue.max_offset - first < COMPARED else first_at(queue, begin))

@@ -123,7 +123,7 @@ class _StoreCheck:
         end = log.found_end
         if end.damage is not None and log.walk(end.physical_offset).damage is not None:  # no running write
             if not self._written or not log.unfinished_at(end.physical_offset):
-                self._report(end.damage)
+                self._add_damage(end.damage)
         else:
             behind = log.data_behind(end.physical_offset)
             if behind:
@@ -152,10 +152,10 @@ class _StoreCheck:
         try:
             return open_part()
         except CorruptionError as error:
-            self._report(error)
+            self._add_damage(error)
             return None
 
-    def _report(self, error: CorruptionError) -> None:
+    def _add_damage(self, error: CorruptionError) -> None:
         self._damages.append(Damage(error.file, error.offset, error.kind, error.what))
 
     def _open_log(self) -> CommitLog:
@@ -218,7 +218,7 @@ class _StoreCheck:
                 damage for damage in damages if os.path.dirname(damage.file) not in self._closed_folders
             )
         except CorruptionError as error:
-            self._report(error)
+            self._add_damage(error)
 
     def _scope(self, log: CommitLog, queues: dict[QueueName, ConsumeQueue]) -> Scope:
         """Exclude the records of topics that were deleted on a broker."""
