@@ -81,6 +81,11 @@ def _keys(arguments: argparse.Namespace) -> dict[str, str]:
     given["accessKey"] = arguments.access_key or given["accessKey"]
     given["secretKey"] = arguments.secret_key or given["secretKey"]
     if (keys := {name: value for name, value in given.items() if value}) and arguments.keys is None:
+        if "accessKey" not in keys or "secretKey" not in keys:
+            raise InputError(
+                f"found only {', '.join(keys)}: expected a name and a secret, by --access-key and --secret-key, by "
+                "LIBRMQ_ACCESS_KEY and LIBRMQ_SECRET_KEY, or by --keys FILE"
+            )
         return keys
     home = os.environ.get("ROCKETMQ_HOME")
     usual = os.path.join(home, "conf", "tools.yml") if home else None

@@ -202,7 +202,7 @@ def test_a_file_without_keys_is_refused(shell: Shell) -> None:
     for words in (["--keys", "keys"], ["--keys", "absent"], ["--access-key", "ak"], ["--tls-ca", "absent"]):
         answer = shell("lag", "--route", "127.0.0.1:9", *words)
         assert (answer.status, answer.out) == (2, "")
-        assert words[-1] in answer.said or "secret_key" in answer.said
+        assert words[-1] in answer.said or "--secret-key" in answer.said
 
 
 def test_a_cluster_is_asked_by_tls(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
