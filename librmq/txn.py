@@ -191,7 +191,7 @@ class Transactions:
         """Note a half that was stored without `prepare`; return False if it repeats another. Thread-safe."""
         if not unique_key or self._original:
             return True
-        repeated = self._repeated.add(unique_key, physical_offset)
+        repeated = self._repeated.add_half(unique_key, physical_offset)
         if repeated is not None:
             self._recent.pop(repeated, None)
         return unique_key not in self._repeated
@@ -306,7 +306,7 @@ class Transactions:
 
     def open_halves(self) -> tuple[int, Callable[[int], bool]]:
         """Return the queue offset from which halves can be open, and a function for whether one has ended."""
-        return self._checks.judged_below(), self._ended_halves().snapshot()
+        return self._checks.judged_below(), self._ended_halves().ended_lookup()
 
     def _ended_halves(self) -> EndedHalves:
         if self._ended is None:
@@ -403,7 +403,7 @@ class Transactions:
             self._recent.clear()
         self._next_op = result.queue_offset + 1
         if self._ended is not None:
-            self._ended.add(queue_offset, result.queue_offset)
+            self._ended.mark_ended(queue_offset, result.queue_offset)
 
     def _drop_ended_below(self, queue_offset: int) -> None:
         if self._ended is not None:

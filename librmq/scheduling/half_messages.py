@@ -56,7 +56,7 @@ class TransactionOffsets(Protocol):
 class EndedHalves:
     """The ended halves from the check's progress on: one bit for each, read from the op queue.
 
-    Not thread-safe. The constructor reads the op messages from the progress on; `add` notes later ones.
+    Not thread-safe. The constructor reads the op messages from the progress on; `mark_ended` notes later ones.
     """
 
     def __init__(self, store: MessageStore, offsets: TransactionOffsets) -> None:
@@ -71,16 +71,16 @@ class EndedHalves:
         """Return whether the half at ``queue_offset`` has ended; False below the progress."""
         return _is_marked(self._bits, queue_offset - self._base)
 
-    def snapshot(self) -> Callable[[int], bool]:
+    def ended_lookup(self) -> Callable[[int], bool]:
         """Return a function, for any thread, that returns whether a half has ended by now."""
         base, bits = self._base, bytes(self._bits)
         return lambda queue_offset: _is_marked(bits, queue_offset - base)
 
-    def add(self, queue_offset: int, op_offset: int) -> None:
+    def mark_ended(self, queue_offset: int, op_offset: int) -> None:
         """Note an op message that was just written for a half."""
         if op_offset == self._next_op:
             self._next_op += 1
-            self._mark(queue_offset)
+            self._set_bit(queue_offset)
         else:  # another writer added op messages
             self._read_new_ops()
 
@@ -99,12 +99,12 @@ class EndedHalves:
             for op in batch.messages:
                 queue_offset = half_of(op)
                 if queue_offset is not None and queue_offset < end:  # the body of an op message can be anything
-                    self._mark(queue_offset)
+                    self._set_bit(queue_offset)
             if batch.next_offset == self._next_op or batch.status is GetStatus.NO_MESSAGE_IN_QUEUE:
                 return
             self._next_op = batch.next_offset
 
-    def _mark(self, queue_offset: int) -> None:
+    def _set_bit(self, queue_offset: int) -> None:
         at = queue_offset - self._base
         if at < 0:
             return
@@ -124,11 +124,11 @@ class RepeatedHalves:
         self._lock = Lock()
         self._places: dict[str, int | None] | None = None  # physical offset of the only half of an id; None for several
 
-    def add(self, unique_key: str, physical_offset: int) -> int | None:
+    def add_half(self, unique_key: str, physical_offset: int) -> int | None:
         """Note a half that was stored; return the physical offset of the only half that it repeats, if there is one."""
         with self._lock:
             if self._places is None:
-                self._places = self._read(physical_offset)
+                self._places = self._read_last_halves(physical_offset)
             is_new = unique_key not in self._places
             before = self._places.pop(unique_key, None)
             self._places[unique_key] = physical_offset if is_new else None
@@ -141,7 +141,7 @@ class RepeatedHalves:
         with self._lock:
             return unique_key is not None and self._places is not None and self._places.get(unique_key, -1) is None
 
-    def _read(self, before: int) -> dict[str, int | None]:
+    def _read_last_halves(self, before: int) -> dict[str, int | None]:
         """Return the ids of the last halves in the log before a physical offset."""
         places: dict[str, int | None] = {}
         low, end = self._store.queue_range(HALF_TOPIC, QUEUE)

@@ -326,9 +326,9 @@ class Timers:
             topic = message.properties.get(record.PROPERTY_REAL_TOPIC, "")
             if delete_key(topic, message.unique_key) in slot.deleted:
                 return
-        self._deliver(message, write_time_ms, rolls, now_ms)
+        self._deliver_message(message, write_time_ms, rolls, now_ms)
 
-    def _deliver(self, message: StoredMessage, enqueue_ms: int, rolls: bool, now_ms: int) -> None:
+    def _deliver_message(self, message: StoredMessage, enqueue_ms: int, rolls: bool, now_ms: int) -> None:
         properties = {**message.properties, ENQUEUE_MS: str(enqueue_ms)}
         topic, queue_id = message.topic, message.queue_id
         if rolls:
@@ -431,7 +431,7 @@ class Timers:
         write_ms, precision_ms = self._write_ms, self._precision_ms
         out_ms = self._floor(out_ms)
         if out_ms < write_ms:
-            self._deliver(message, _NEVER_IN_THE_WHEEL, False, now_ms)
+            self._deliver_message(message, _NEVER_IN_THE_WHEEL, False, now_ms)
             return
         magic, window_ms, slots = DEFAULT, self._config.window_ms, self._config.window_slots
         if out_ms - write_ms >= window_ms:
@@ -440,7 +440,7 @@ class Timers:
             out_ms = write_ms + (slots // 2 if nearly else slots) * precision_ms
         if DELETE_KEY in properties:
             magic |= DELETE
-        self._slots.put(
+        self._slots.add_unit(
             out_ms,
             write_ms,
             magic,

@@ -48,7 +48,7 @@ class TimerProgress:
         self._slots = slots
         saver = FlushAside(
             "the timer's progress",
-            flush=self._write,
+            flush=self._write_checkpoint,
             reached=self._reached,
             note=self._saved,
             now_ms=store.clock.now_ms,
@@ -81,7 +81,7 @@ class TimerProgress:
             checkpoint.version_timestamp_ms = self._store.clock.now_ms()
         return _Reached(self.changes, checkpoint)
 
-    def _write(self, reached: _Reached) -> None:
+    def _write_checkpoint(self, reached: _Reached) -> None:
         """Flush everything that a checkpoint covers, and write the checkpoint. Thread-safe."""
         self._store.flush()
         self._slots.flush()

@@ -34,7 +34,7 @@ class TimerSlots:
     """The last unit that `recover` has kept, None if there is none."""
 
     def __init__(self, store: str, slots: int, precision_ms: int, log_file_size: int, files: Files) -> None:
-        """Open the files of a wheel of ``slots`` slots; `CorruptionError` if they differ. Only `put` writes."""
+        """Open the files of a wheel of ``slots`` slots; `CorruptionError` if they differ. Only `add_unit` writes."""
         self._store = store
         self._files = files
         self._slots = slots
@@ -180,7 +180,7 @@ class TimerSlots:
                 return
             position = unit.previous
 
-    def put(
+    def add_unit(
         self,
         time_ms: int,
         write_ms: int,
