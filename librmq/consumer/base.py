@@ -118,7 +118,7 @@ class Consumer(Startable, Generic[C]):
     def _lock(self, queue: MessageQueue) -> bool:
         return True
 
-    def _reset(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
+    def _reset_offsets(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
         raise NotImplementedError
 
     # ---- subscriptions
@@ -227,7 +227,7 @@ class Consumer(Startable, Generic[C]):
                 with self.runner.lock:
                     try:
                         self._save(self.assigned.values())
-                        self._end()
+                        self._release_locks()
                     finally:
                         self._leave()
                         self._leaving = False
@@ -239,7 +239,7 @@ class Consumer(Startable, Generic[C]):
         self.assigned.clear()
         self.client.leave(self)
 
-    def _end(self) -> None:
+    def _release_locks(self) -> None:
         """Release this instance's locks at the brokers."""
 
     def __repr__(self) -> str:
@@ -344,7 +344,7 @@ class Consumer(Startable, Generic[C]):
             self._routes_changed()
             self.rebalancing.wake()
         elif isinstance(request, ResetOffsets):
-            self._reset(request.topic, request.offsets)
+            self._reset_offsets(request.topic, request.offsets)
         elif isinstance(request, ConsumerOffsets):
             result = self.progress(request.topic)
         elif isinstance(request, DescribeInstance):

@@ -66,7 +66,7 @@ class ConcurrentDelivery(Delivery):
     def pulled(self, assigned: AssignedQueue, count: int, now_ms: int) -> None:
         """Begin messages that were added to a queue, as far as threads are free."""
         self._pulled.append(_Pulled(assigned, count))
-        self._begin(now_ms)
+        self._begin_waiting(now_ms)
 
     def try_begin(self, assigned: AssignedQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int) -> bool:
         """Add and begin a message if nothing precedes it: the fast path of a consumer that keeps up."""
@@ -77,10 +77,10 @@ class ConcurrentDelivery(Delivery):
         begun = assigned.messages.begin(message, bounds)
         if begun is None:
             return False
-        self._deliver(assigned, [begun], now_ms)
+        self._deliver_messages(assigned, [begun], now_ms)
         return True
 
-    def _begin(self, now_ms: int) -> None:
+    def _begin_waiting(self, now_ms: int) -> None:
         pulled, limit = self._pulled, 1 if self.rests.is_probing else self.config.threads
         if self.consumer.stopping:
             pulled.clear()
@@ -105,9 +105,9 @@ class ConcurrentDelivery(Delivery):
                     pulled.popleft()
                 if not messages:
                     continue
-            self._deliver(assigned, messages, now_ms)
+            self._deliver_messages(assigned, messages, now_ms)
 
-    def _deliver(self, assigned: AssignedQueue, messages: list[DeliveredMessage], now_ms: int) -> None:
+    def _deliver_messages(self, assigned: AssignedQueue, messages: list[DeliveredMessage], now_ms: int) -> None:
         for message in messages:
             message.consume_start_timestamp_ms = now_ms
         if self._expiring.at is None:
@@ -140,11 +140,11 @@ class ConcurrentDelivery(Delivery):
             if messages:
                 self._apply(assigned, messages, consumed, error)
         if self._pulled:
-            self._begin(self.runner.now_ms())
+            self._begin_waiting(self.runner.now_ms())
 
     def _rest(self, assigned: AssignedQueue, messages: list[DeliveredMessage], error: DownstreamDown) -> None:
         """Keep messages to begin again after a rest, without counting a failure."""
-        self.count(assigned, len(messages), "downstream")
+        self.count_messages(assigned, len(messages), "downstream")
         for message in messages:
             message.consume_start_timestamp_ms = None  # a rest is not time in a listener
         self._pulled.appendleft(_Pulled(assigned, len(messages), messages))
@@ -153,19 +153,21 @@ class ConcurrentDelivery(Delivery):
     def _resumed(self, now_ms: int) -> None:
         self._pulled.extendleft(reversed(self._resting))
         self._resting.clear()
-        self._begin(now_ms)
+        self._begin_waiting(now_ms)
 
     def _apply(
         self, assigned: AssignedQueue, messages: list[DeliveredMessage], consumed: int, error: Exception | None
     ) -> None:
         self.counts.consumed += consumed
         if self.consumer.metrics is not None:
-            self.count(assigned, consumed, "success")
+            self.count_messages(assigned, consumed, "success")
         ended: Sequence[DeliveredMessage] = messages
         if consumed < len(messages):
             failed = messages[consumed:]
             self.counts.failed += len(failed)
-            self.count(assigned, len(failed), "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
+            self.count_messages(
+                assigned, len(failed), "later" if self.config.model is MessageModel.CLUSTERING else "dropped"
+            )
             if self.config.model is MessageModel.BROADCASTING:
                 self.counts.dropped += len(failed)
                 self.log_retry(assigned, failed, 1, 0, "and it is dropped, because broadcasting has no retries", error)
@@ -251,7 +253,7 @@ class ConcurrentDelivery(Delivery):
     def _deliver_postponed(self, now_ms: int) -> int | None:
         while self._postponed and self._postponed[0][0] <= now_ms:
             self._pulled.append(self._postponed.popleft()[1])
-        self._begin(now_ms)
+        self._begin_waiting(now_ms)
         return self._postponed[0][0] if self._postponed else None
 
     # ---- consume timeout

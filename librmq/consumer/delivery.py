@@ -94,17 +94,17 @@ class Delivery:
                 cancelled += 1
         return cancelled
 
-    def end(self) -> None:
+    def release_locks(self) -> None:
         """Clean up before the consumer leaves its group."""
 
-    def lock(self, queue: MessageQueue) -> bool:
+    def lock_queue(self, queue: MessageQueue) -> bool:
         """Return whether the queue may be taken."""
         return True
 
-    def take(self, assigned: AssignedQueue) -> None:
+    def take_queue(self, assigned: AssignedQueue) -> None:
         """Note that a queue was taken."""
 
-    def release(self, assigned: AssignedQueue, now_ms: int) -> bool:
+    def release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
         """Note that a queue is released; return False while its listener has to end first."""
         return True
 
@@ -153,7 +153,7 @@ class Delivery:
         """Submit a call of the listener; ``done`` gets its result or exception."""
         consumer = self.consumer
         topic = messages[0].topic if assigned.is_retry else assigned.queue.topic
-        listener = consumer.listeners.find(topic, messages[0])
+        listener = consumer.listeners.listener_for(topic, messages[0])
         if listener is None:  # this instance does not subscribe to the topic of the redelivery
             listener = _missing_listener(topic)
         self.running += 1
@@ -203,7 +203,7 @@ class Delivery:
             "consume_seconds", clock.monotonic() - begin, topic=topic, group=group
         )
 
-    def count(self, assigned: AssignedQueue, count: int, result: str) -> None:
+    def count_messages(self, assigned: AssignedQueue, count: int, result: str) -> None:
         """Count messages by their result."""
         if count and self.consumer.metrics is not None:
             topic, group = assigned.queue.topic, self.consumer.group

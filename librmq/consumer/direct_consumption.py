@@ -25,7 +25,7 @@ def consume_directly(consumer: PushInstance, request: ConsumeDirectly) -> None:
     stored = request.message
     queue = MessageQueue(stored.topic, request.broker_name, stored.queue_id)
     message = DeliveredMessage(stored.raw, queue, stored.queue_offset, (0, stored.queue_offset + 1))
-    listener = consumer.listeners.find(message.topic, message)
+    listener = consumer.listeners.listener_for(message.topic, message)
     if consumer.stopping or listener is None:
         why = "it is shutting down" if consumer.stopping else f"it has no listener for topic {message.topic!r}"
         raise ClientStateError(f"{consumer.label} can't consume message {message.message_id} directly: {why}")

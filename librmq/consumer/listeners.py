@@ -83,7 +83,7 @@ class Listeners:
         """Drop all listeners of a topic."""
         self._by_topic.pop(topic, None)
 
-    def find(self, topic: str, message: DeliveredMessage) -> Listener | None:
+    def listener_for(self, topic: str, message: DeliveredMessage) -> Listener | None:
         """Return the listener of a message; None where the topic, or the message's tag, has none."""
         by_tag = self._by_topic.get(topic)
         if by_tag is None:

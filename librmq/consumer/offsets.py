@@ -121,7 +121,7 @@ class LocalOffsets:
         self._unwritten: dict[AssignedQueue, int] = {}
         self._saver = FlushAside(
             f"progress in {self.path}",
-            flush=self._write,
+            flush=self._write_file,
             reached=self._reached,
             note=self._written,
             now_ms=now_ms,
@@ -129,9 +129,9 @@ class LocalOffsets:
             retry_s=_RETRY_S,
             aside=aside,
         )
-        self._table = self._load()
+        self._table = self._load_table()
 
-    def _load(self) -> dict[MessageQueue, int]:
+    def _load_table(self) -> dict[MessageQueue, int]:
         problem: MalformedError | None = None
         for path in (self.path, self.path + ".bak"):
             if self._files.size(path):
@@ -184,7 +184,7 @@ class LocalOffsets:
         }
         return dict(self._unwritten), dumps({"offsetTable": rows}).encode()
 
-    def _write(self, reached: tuple[dict[AssignedQueue, int], bytes]) -> None:
+    def _write_file(self, reached: tuple[dict[AssignedQueue, int], bytes]) -> None:
         make_folders(self._files, os.path.dirname(self.path))
         if self._files.size(self.path):
             self._files.write(self.path + ".bak", self._files.read(self.path))

@@ -94,7 +94,7 @@ class OrderlyDelivery(Delivery):
 
     # ---- locks
 
-    def lock(self, queue: MessageQueue) -> bool:
+    def lock_queue(self, queue: MessageQueue) -> bool:
         """Ask the broker for the lock of a queue, and return whether this client has it."""
         if not self._locks:
             return True
@@ -102,8 +102,8 @@ class OrderlyDelivery(Delivery):
         request = LockQueues(self.consumer.group, self.consumer.client.client_id, frozenset((queue,)))
         return queue in self.consumer.client.endpoint(queue.broker_name).call(request)
 
-    def take(self, assigned: AssignedQueue) -> None:
-        """Note that a queue was taken, for which `lock` has just got the lock.
+    def take_queue(self, assigned: AssignedQueue) -> None:
+        """Note that a queue was taken, for which `lock_queue` has just got the lock.
 
         In a queue that the group has consumed, consumption begins after the next periodic lock, as in 4.9.
         """
@@ -217,7 +217,7 @@ class OrderlyDelivery(Delivery):
         """Ask for the lock of one queue; return False if the broker cannot be asked."""
         broker_name = assigned.queue.broker_name
         try:
-            self._apply_lock(assigned, self.lock(assigned.queue), now_ms)
+            self._apply_lock(assigned, self.lock_queue(assigned.queue), now_ms)
         except RmqError as error:
             self.consumer.states.failing(("lock", broker_name), f"locking queues at {broker_name}", error)
             return False
@@ -243,7 +243,7 @@ class OrderlyDelivery(Delivery):
 
     # ---- release
 
-    def release(self, assigned: AssignedQueue, now_ms: int) -> bool:
+    def release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
         """Unlock a released queue; return False while its listener runs."""
         if assigned.running:
             if not assigned.release_until_ms:
@@ -268,7 +268,7 @@ class OrderlyDelivery(Delivery):
         self._unlocking[queue] = step
         self.runner.wake(step, now_ms + UNLOCK_DELAY_MS)
 
-    def end(self) -> None:
+    def release_locks(self) -> None:
         """Release all locks except those of running listeners."""
         if self._locks:
             running = {assigned.queue for assigned in self.consumer.assigned.values() if assigned.running}
@@ -295,9 +295,9 @@ class OrderlyDelivery(Delivery):
             assigned.delivering = True
             assigned.since_ms = now_ms
             self._waiting.append(assigned)
-            self._begin(now_ms)
+            self._begin_waiting(now_ms)
 
-    def _begin(self, now_ms: int) -> None:
+    def _begin_waiting(self, now_ms: int) -> None:
         waiting, limit = self._waiting, 1 if self.rests.is_probing else self.config.threads
         while waiting and self.running < limit and not self.consumer.stopping and not self.rests.is_whole:
             assigned = waiting.popleft()
@@ -331,7 +331,7 @@ class OrderlyDelivery(Delivery):
         self.runner.wake(step, self.runner.now_ms() + milliseconds)
 
     def _resumed(self, now_ms: int) -> None:
-        self._begin(now_ms)
+        self._begin_waiting(now_ms)
 
     def _stop_resting(self, assigned: AssignedQueue) -> None:
         if self._resting.pop(assigned.queue, None) is not None:
@@ -362,14 +362,14 @@ class OrderlyDelivery(Delivery):
                 self._waiting.appendleft(assigned)  # continue with the same queue
             else:
                 assigned.delivering = False
-        self._begin(now_ms)
+        self._begin_waiting(now_ms)
 
     def _done_after_release(self, assigned: AssignedQueue, messages: Iterable[DeliveredMessage], now_ms: int) -> None:
         assigned.delivering = False
         assigned.messages.remove(messages)
         if assigned.release_until_ms and not self.consumer.stopping:
             if now_ms <= assigned.release_until_ms:
-                if self.release(assigned, now_ms):
+                if self.release_queue(assigned, now_ms):
                     self.consumer.assigned.pop(assigned.queue, None)
                     self.consumer.rebalancing.wake()
             else:
@@ -385,7 +385,7 @@ class OrderlyDelivery(Delivery):
     ) -> int | None:
         """Apply the result or the exception of a listener, and return the pause of the queue."""
         if isinstance(error, DownstreamDown):
-            self.count(assigned, len(messages), "downstream")
+            self.count_messages(assigned, len(messages), "downstream")
             assigned.messages.put_back(messages)
             return self.rests.begin(error, assigned.queue)
         if self.rests.is_probing or self.consumer.states.causes:
@@ -399,14 +399,14 @@ class OrderlyDelivery(Delivery):
             if result is OrderlyResult.ROLLBACK:
                 assigned.messages.roll_back()
                 return self._suspension(None)
-            self._commit(assigned, "success")
+            self._commit_messages(assigned, "success")
             return None
         self.counts.failed += len(messages)
         attempt = messages[0].reconsume_times + 1
         if self._send_exhausted(assigned, messages, error):
-            self._commit(assigned, "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
+            self._commit_messages(assigned, "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
             return None
-        self.count(assigned, len(messages), "suspend")
+        self.count_messages(assigned, len(messages), "suspend")
         assigned.messages.put_back(messages)
         rest_ms = self._suspension(error)
         if attempt == 1:
@@ -416,9 +416,9 @@ class OrderlyDelivery(Delivery):
         self._log_blocked(assigned, messages[0])
         return rest_ms
 
-    def _commit(self, assigned: AssignedQueue, result: str) -> None:
+    def _commit_messages(self, assigned: AssignedQueue, result: str) -> None:
         self.counts.consumed += assigned.messages.begun
-        self.count(assigned, assigned.messages.begun, result)
+        self.count_messages(assigned, assigned.messages.begun, result)
         progress = assigned.messages.commit()
         if progress is not None:
             self.consumer.progressed(assigned, progress)

@@ -214,7 +214,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._arrived.set()
         super()._routes_changed()
 
-    def _reset(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
+    def _reset_offsets(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
         for queue, queue_offset in offsets.items():
             if queue in self.assigned:
                 self._set_position(self.assigned[queue], queue_offset)
@@ -361,7 +361,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         for number in range(len(queues)):
             at = (self._turn + number) % len(queues)
             before = queues[at].next_offset
-            messages = self._pull(queues[at])
+            messages = self._pull_queue(queues[at])
             if messages:
                 if one_by_one:  # handing out each message moves the position
                     self._pulled_end = queues[at].next_offset
@@ -372,7 +372,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             has_moved |= queues[at].next_offset != before
         return [], has_moved
 
-    def _pull(self, assigned: AssignedQueue) -> list[DeliveredMessage]:
+    def _pull_queue(self, assigned: AssignedQueue) -> list[DeliveredMessage]:
         queue = assigned.queue
         assigned.pulled_timestamp_ms = self.runner.now_ms()
         try:

@@ -78,20 +78,20 @@ class PullRequests:
     def _run_pull(self, assigned: AssignedQueue, now_ms: int) -> int | None:
         assigned.lost = False
         try:
-            return self._pull(assigned, now_ms)
+            return self._pull_queue(assigned, now_ms)
         except BaseException:
             assigned.lost = True
             self._consumer.rebalancing.wake_on_grid()
             raise
 
-    def _pull(self, assigned: AssignedQueue, now_ms: int) -> int | None:
+    def _pull_queue(self, assigned: AssignedQueue, now_ms: int) -> int | None:
         consumer = self._consumer
         if assigned.released or consumer.stopping or consumer.is_paused:
             return None
         assigned.pulled_timestamp_ms = now_ms
         assigned.throttled = self.is_full(assigned)
         if assigned.throttled:
-            self._count("flow_controls", assigned)
+            self._count_pull("flow_controls", assigned)
             return None
         queue = assigned.queue
         try:
@@ -124,7 +124,7 @@ class PullRequests:
         if progress is not None:
             assigned.stored_progress = progress
         status = response.status
-        self._count("pulls", assigned, status)
+        self._count_pull("pulls", assigned, status)
         if status is PullStatus.HELD:
             return self._handle_hold(assigned, response, now_ms)
         assigned.idle_since_ms = None
@@ -140,7 +140,7 @@ class PullRequests:
             self._pass_skipped(assigned)
         return now_ms + self._interval_ms
 
-    def _count(self, name: str, assigned: AssignedQueue, status: PullStatus | None = None) -> None:
+    def _count_pull(self, name: str, assigned: AssignedQueue, status: PullStatus | None = None) -> None:
         metrics = self._consumer.metrics
         if metrics is None:
             return

@@ -246,13 +246,13 @@ class PushConsumer(Consumer[ConsumerConfig]):
             )
         return in_time
 
-    def _end(self) -> None:
+    def _release_locks(self) -> None:
         resets, self._resets = self._resets, []
         for assigned, queue_offset in (entry for reset in resets for entry in reset):  # a reset is still running
             if self.assigned.get(assigned.queue) is assigned:
                 assigned.progress, assigned.stored_progress = queue_offset, None
                 self._save((assigned,))
-        self.delivery.end()
+        self.delivery.release_locks()
 
     def pause(self) -> None:
         """Stop pulling; pulled messages are still delivered."""
@@ -274,13 +274,13 @@ class PushConsumer(Consumer[ConsumerConfig]):
         return AssignedQueue(queue, next_offset, progress, step)
 
     def _lock(self, queue: MessageQueue) -> bool:
-        return self.delivery.lock(queue)
+        return self.delivery.lock_queue(queue)
 
     def _take(self, assigned: AssignedQueue) -> None:
         self.pull_requests.share_limits()
         if assigned.progress is not None:
             self.progressed(assigned, assigned.progress)
-        self.delivery.take(assigned)
+        self.delivery.take_queue(assigned)
         self.pull_requests.start(assigned)
 
     def _may_store(self, assigned: AssignedQueue) -> bool:
@@ -289,7 +289,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     def _release(self, assigned: AssignedQueue, now_ms: int) -> bool:
         super()._release(assigned, now_ms)
-        return self.delivery.release(assigned, now_ms)
+        return self.delivery.release_queue(assigned, now_ms)
 
     def reassign(self, assigned: AssignedQueue) -> None:
         """Release a queue whose progress was set from outside; the next rebalance resumes at the new progress."""
@@ -297,7 +297,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         if self._release(assigned, self.runner.now_ms()):
             self.assigned.pop(assigned.queue, None)
 
-    def _reset(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
+    def _reset_offsets(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
         """Drop held messages, wait for running listeners, and continue from other offsets."""
         self.is_paused = True
         reset = [

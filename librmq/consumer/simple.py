@@ -85,7 +85,9 @@ class _Wait:
         self.wake = wake
         self._held: list[tuple[Endpoint, Callable[[], None]]] = []
 
-    def receive(self, endpoint: Endpoint, make: Callable[[Callable[[], None]], Receive]) -> tuple[Received, ...]:
+    def receive_or_hold(
+        self, endpoint: Endpoint, make: Callable[[Callable[[], None]], Receive]
+    ) -> tuple[Received, ...]:
         """Receive, or be held until the broker calls `wake`."""
 
         def notify() -> None:
@@ -220,7 +222,7 @@ class SimpleConsumer(Startable):
             BrokerError: The broker refuses the request.
             ClientStateError: The consumer is not running, or has no subscription.
         """
-        invisible_ms, seconds = self._check("receive", invisible, wait)
+        invisible_ms, seconds = self._check_receive("receive", invisible, wait)
         clock, arrived = self.runner.clock, threading.Event()
         deadline = clock.monotonic() + seconds
         with self._waiting(arrived.set) as waits:
@@ -239,7 +241,7 @@ class SimpleConsumer(Startable):
         wait: float | timedelta = _WAIT_S,
     ) -> list[ReceivedMessage]:
         """Receive while other coroutines of the event loop run."""
-        invisible_ms, seconds = self._check("receive_async", invisible, wait)
+        invisible_ms, seconds = self._check_receive("receive_async", invisible, wait)
         clock, arrived, loop = self.runner.clock, asyncio.Event(), asyncio.get_running_loop()
         deadline = clock.monotonic() + seconds
 
@@ -257,7 +259,7 @@ class SimpleConsumer(Startable):
                 if not await wait_async(clock, arrived, remaining):
                     return []
 
-    def _check(self, call: str, invisible: float | timedelta, wait: float | timedelta) -> tuple[int, float]:
+    def _check_receive(self, call: str, invisible: float | timedelta, wait: float | timedelta) -> tuple[int, float]:
         self._life.check_running(call)
         if not self.subscriptions:
             raise ClientStateError(f"{self._life.what} has no subscription: call subscribe(topic) first")
@@ -300,7 +302,7 @@ class SimpleConsumer(Startable):
                 )
 
             try:
-                received = waits.receive(self.client.endpoint(name), request)
+                received = waits.receive_or_hold(self.client.endpoint(name), request)
             except (BrokerUnreachableError, NoRouteError) as error:
                 if len(sources) == 1:
                     raise

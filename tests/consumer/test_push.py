@@ -439,7 +439,7 @@ def test_a_failing_shutdown_still_leaves_the_group(one_queue: Kit, monkeypatch: 
     def oops() -> None:
         raise RuntimeError("oops")
 
-    monkeypatch.setattr(consumer.delivery, "end", oops)
+    monkeypatch.setattr(consumer.delivery, "release_locks", oops)
     with pytest.raises(RuntimeError, match="oops"):
         consumer.shutdown()
     assert one_queue.broker.call(ConsumerIds("g")) == ()
