@@ -67,7 +67,7 @@ class Administration:
         """Delete a consumer group, with its progress if that is asked for."""
         self._groups.delete(request.group)
         if request.removes_progress:
-            self._offsets.delete_group(request.group)
+            self._offsets.drop_group(request.group)
 
     def view_message(self, request: ViewMessage) -> StoredMessage | None:
         """Return the message at a physical offset."""

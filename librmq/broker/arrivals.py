@@ -69,7 +69,7 @@ class Arrivals:
         for queue in queues:
             if queue in self._held:
                 with self._runner.lock:
-                    self._held_pulls.answer(queue)
+                    self._held_pulls.answer_queue(queue)
         if self._wake_flush is not None:
             self._wake_flush()
 

@@ -547,10 +547,10 @@ class Broker:
 
     def close(self) -> None:
         """Save everything and close the store. Shut down clients first. A second call does nothing."""
-        if not self._end(was_killed=False):
+        if not self._end_calls(was_killed=False):
             return
         with ExitStack() as last:
-            last.callback(self._release)
+            last.callback(self._release_runner)
             if self._temporary is not None:
                 self._parts.end_writing()
                 last.callback(self.store.abandon, why="was closed")  # no other handle opens it
@@ -561,23 +561,23 @@ class Broker:
 
     def abandon(self) -> None:
         """Release everything without saving, like a killed process; the next open recovers the store."""
-        if self._end(was_killed=True):
+        if self._end_calls(was_killed=True):
             self._parts.end_writing()
             try:
                 self.store.abandon()
             finally:
-                self._release()
+                self._release_runner()
 
-    def _end(self, *, was_killed: bool) -> bool:
+    def _end_calls(self, *, was_killed: bool) -> bool:
         """Accept no more calls; return False after an earlier end."""
         with self.runner.lock:
             if self.dead:
                 return False
-            self._parts.stop()
-            self._life.end(was_killed=was_killed)
+            self._parts.stop_serving()
+            self._life.mark_ended(was_killed=was_killed)
             return True
 
-    def _release(self) -> None:
+    def _release_runner(self) -> None:
         if self._own_runner is not None:
             self._own_runner.shutdown()
         if self._temporary is not None:

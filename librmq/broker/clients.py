@@ -58,7 +58,7 @@ class Clients:
     def heartbeat(self, request: Heartbeat) -> None:
         """Register a client; make the groups of its consumers, and their retry topics."""
         for data in request.consumers:
-            group = self._groups.get(data.group)
+            group = self._groups.get_or_create(data.group)
             # At least one queue, because a group without any can get some later, and the topic stays as it is.
             self._topics.ensure(retry_topic(group.name), max(group.retry_queues, 1))
         self._warn_of_same_id(request)
@@ -146,7 +146,7 @@ class Clients:
         """Remove a client from a group, with its held pulls there."""
         if request.consumer_group is not None:
             self._held_pulls.remove_client(request.client_id, request.consumer_group)
-        changes = self._registry.leave(request.client_id, request.producer_group, request.consumer_group)
+        changes = self._registry.leave_groups(request.client_id, request.producer_group, request.consumer_group)
         if self._registry.endpoint(request.client_id) is None:
             self._registry.shared_ids.discard(request.client_id)
         self._notify_members(changes)

@@ -91,7 +91,7 @@ class BrokerContext:
         with runner.lock:  # before transactions and the relay resume from their progress
             self.offsets.clamp(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
             if config.replica_of is None:
-                self.topics.check(unlisted_topics(store.queues, store.queue_range, self.topics.by_name))
+                self.topics.add_unlisted(unlisted_topics(store.queues, store.queue_range, self.topics.by_name))
         self.registry = Registry()
         sweep_ms = round(1000 * config.sweep_pulls_every_s)
         self.held_pulls = HeldPulls(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))

@@ -56,7 +56,7 @@ class FailedMessages:
     def send_back(self, request: SendBack) -> SentBack | None:
         """Store a failed message again: for a later delivery, or as a dead letter."""
         with self._runner.lock:
-            group = self._groups.get(request.group)
+            group = self._groups.get_or_create(request.group)
             if group.retry_queues <= 0:
                 return None
             retries = self._topics.ensure(retry_topic(group.name), group.retry_queues)
@@ -138,7 +138,7 @@ class FailedMessages:
     def redirect(self, message: Message, queue_id: int, request: SendMessage) -> int:
         """Make a dead letter of a message that a consumer sent to its retry topic too often; return its queue."""
         with self._runner.lock:
-            group = self._groups.get(message.topic.removeprefix(RETRY_PREFIX))
+            group = self._groups.get_or_create(message.topic.removeprefix(RETRY_PREFIX))
         if request.reconsume_times < _max_retries(group, request):
             return queue_id
         message.topic = self._dead_letters_of(group)

@@ -133,7 +133,7 @@ class Groups:
         """Return the names of all groups but the broker's own."""
         return [name for name in self.by_name if name not in _BROKERS_OWN]
 
-    def get(self, name: str) -> Group:
+    def get_or_create(self, name: str) -> Group:
         """Return the group, made on demand; `BrokerError` if that is switched off."""
         group = self.by_name.get(name)
         if group is not None:

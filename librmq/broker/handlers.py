@@ -106,7 +106,7 @@ class Handlers:
         )
         replication = self.replication = Replication(context, check_open)
         sending = self.sending = SendHandler(
-            context, deliveries.arrivals, delayed, context.writing.write, replication, transactions.stored
+            context, deliveries.arrivals, delayed, context.writing.write, replication, transactions.half_stored
         )
         pulling = PullHandler(context, sending, replication)
         locks = QueueLocks(round(1000 * context.config.lock_expiry_s))
@@ -121,7 +121,7 @@ class Handlers:
         answer(SendBatch, sending.send_batch)
         answer(SendReply, ReplyPushes(context, sending.send).reply)
         answer(SendBack, sending.failed.send_back)
-        answer(EndTransaction, transactions.end)
+        answer(EndTransaction, transactions.end_transaction)
         answer(PullMessage, pulling.pull)
         answer(CheckSubscription, pulling.check_subscription)
         answer(Receive, locked(receives.receive))
@@ -138,8 +138,8 @@ class Handlers:
         answer(UnlockQueues, locked(clients.unlock))
         answer(QueryOffset, progress.query)
         answer(UpdateOffset, locked(progress.update))
-        answer(MaxOffset, progress.end)
-        answer(MinOffset, progress.begin)
+        answer(MaxOffset, progress.queue_end)
+        answer(MinOffset, progress.queue_begin)
         answer(QueueOffsetAt, progress.queue_offset_at)
         answer(ResetGroup, locked(progress.reset))
         answer(TopicGroups, locked(progress.groups))
@@ -151,8 +151,8 @@ class Handlers:
         answer(ViewMessage, administration.view_message)
         answer(QueryMessages, administration.query_messages)
         answer(DescribeLog, replication.describe)
-        answer(FollowLog, replication.follow)
-        answer(LeaveLog, replication.leave)
+        answer(FollowLog, replication.follow_log)
+        answer(LeaveLog, replication.remove_replica)
         answer(CopyTables, locked(replication.tables))
         master = context.config.replica_of
         if master is not None:

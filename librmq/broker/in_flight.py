@@ -50,7 +50,7 @@ class RetryOwners:
         self._groups = groups
         self._owners: dict[str, str] = {}
 
-    def check(self, group: str, topic: str) -> None:
+    def check_owner(self, group: str, topic: str) -> None:
         """Refuse a group whose retry topic belongs to another group: each would get the other's messages.
 
         Raises:
@@ -145,11 +145,11 @@ class QueueFlights:
         """The smallest unacknowledged queue offset."""
         return next(iter(self.flights), self.next_offset)
 
-    def add(self, queue_offset: int, flight: Flight) -> None:
+    def add_flight(self, queue_offset: int, flight: Flight) -> None:
         """Note a delivery; queue offsets only rise."""
         self.flights[queue_offset] = flight
 
-    def finish(self, queue_offset: int) -> None:
+    def remove_flight(self, queue_offset: int) -> None:
         """Remove a message that was processed."""
         del self.flights[queue_offset]
         self.counts.pop(queue_offset, None)

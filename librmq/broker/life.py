@@ -44,11 +44,11 @@ class BrokerLife:
         self._why = "was closed"
         self._watchers = Watchers()
 
-    def begin(self) -> None:
+    def mark_open(self) -> None:
         """Note that the broker is open; a fork ends it in the child."""
         _open.add(self)
 
-    def end(self, *, was_killed: bool) -> None:
+    def mark_ended(self, *, was_killed: bool) -> None:
         """Note that the broker accepts no more calls, and notify its watchers. Under the runner's lock."""
         self.dead, self.was_killed = True, was_killed
         _open.discard(self)

@@ -45,7 +45,7 @@ class HeldPulls:
         # The message that ended each hold, until the client asks again.
         self._ended_by: dict[tuple[_QueueName, _Holder], tuple[Selection, AppendResult]] = {}
 
-    def add(
+    def hold(
         self,
         queue: _QueueName,
         holder: _Holder,
@@ -58,7 +58,7 @@ class HeldPulls:
             held = self.by_queue[queue] = {}
         held[holder] = _HeldPull(selection, notify)
 
-    def remove(self, queue: _QueueName, holder: _Holder) -> None:
+    def remove_pull(self, queue: _QueueName, holder: _Holder) -> None:
         """Remove a pull, if it is held."""
         held = self.by_queue.get(queue)
         if held is not None and held.pop(holder, None) is not None and not held:
@@ -68,7 +68,7 @@ class HeldPulls:
         """Remove a held pull; return the matching message that ended the hold, or None."""
         ending = self._ended_by.pop((queue, holder), None)
         if ending is None:
-            self.remove(queue, holder)
+            self.remove_pull(queue, holder)
             return None
         return ending[1] if ending[0] is selection else None
 
@@ -80,7 +80,7 @@ class HeldPulls:
         for queue, held in list(self.by_queue.items()):
             for holder in [key for key in held if key[0] == client_id and group in (None, key[1])]:
                 hold = held[holder]
-                self.remove(queue, holder)
+                self.remove_pull(queue, holder)
                 if group is None:
                     hold.notify()
         for queue, holder in list(self._ended_by):
@@ -97,7 +97,7 @@ class HeldPulls:
                 self._ended_by[queue, holder] = hold.selection, message
                 hold.notify()  # before the removal, so that after an interruption the next message answers it
                 if held.get(holder) is hold:
-                    self.remove(queue, holder)
+                    self.remove_pull(queue, holder)
             elif not hold.is_passed:
                 hold.is_passed = True
                 due = self._next_sweep()
@@ -110,17 +110,17 @@ class HeldPulls:
             return now_ms
         return now_ms - (now_ms - self._begin_ms) % self._sweep_ms + self._sweep_ms
 
-    def answer(self, queue: _QueueName) -> None:
+    def answer_queue(self, queue: _QueueName) -> None:
         """Answer all held pulls of a queue, whatever they match."""
         for holder, hold in list(self.by_queue.get(queue, {}).items()):
-            self.remove(queue, holder)
+            self.remove_pull(queue, holder)
             hold.notify()
 
     def answer_passed(self) -> None:
         """Answer the pulls that other messages have passed now, so that progress passes them too."""
         for _, _, queue, holder, hold in list(self._due):
             if self._is_held(queue, holder, hold):
-                self.remove(queue, holder)
+                self.remove_pull(queue, holder)
                 hold.notify()
         self._due.clear()
 
@@ -132,7 +132,7 @@ class HeldPulls:
         while due and (due[0][0] <= now_ms or not self._is_held(*due[0][2:])):
             _, _, queue, holder, hold = heapq.heappop(due)
             if self._is_held(queue, holder, hold):
-                self.remove(queue, holder)
+                self.remove_pull(queue, holder)
                 hold.notify()
         return due[0][0] if due else None
 

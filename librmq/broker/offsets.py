@@ -104,7 +104,7 @@ class GroupOffsets:
                 self._table.remove(f"{topic}@{group}")
                 self._rows.pop((group, topic), None)
 
-    def delete_group(self, group: str) -> None:
+    def drop_group(self, group: str) -> None:
         """Delete a group's progress in all topics."""
         for name in [name for name in self._table.rows if name.rpartition("@")[2] == group]:
             self._table.remove(name)

@@ -73,7 +73,7 @@ class BrokerParts:
                     self.handlers.receives.start()
                     if (HALF_TOPIC, 0) in store.queues:
                         self.transactions.prepared()
-            life.begin()
+            life.mark_open()
         except BaseException:
             store.close()
             raise
@@ -85,7 +85,7 @@ class BrokerParts:
             with self._runner.lock:
                 self._runner.wake(self._housekeeping, at)
 
-    def stop(self) -> None:
+    def stop_serving(self) -> None:
         """Drop held pulls and hide the gauges. Under the runner's lock."""
         self.context.held_pulls.by_queue.clear()
         if self._metrics is not None:
@@ -104,14 +104,14 @@ class BrokerParts:
 
     def end_writing(self) -> None:
         """End all writes; return when none is running."""
-        self.context.writing.end(self._life.why_dead)
-        self.deliveries.end(self._life.why_dead)
+        self.context.writing.end_writing(self._life.why_dead)
+        self.deliveries.end_writing(self._life.why_dead)
 
     def _show_gauges(self) -> None:
         metrics = self._metrics
         if metrics is not None:
             store, held = self.store, self.context.held_pulls.by_queue
             metrics.gauge("held_pulls", lambda: sum(map(len, list(held.values()))))
-            metrics.gauge("replicas", lambda: self.handlers.replication.count)
+            metrics.gauge("replicas", lambda: self.handlers.replication.replica_count)
             metrics.gauge("log_bytes", lambda: store.log.end)
             metrics.gauge("disk_used", lambda: store.files.used_ratio(store.path))

@@ -77,7 +77,7 @@ class TableWriter:
         if after_flush:
             self._after_flush.add(table)
         if self._waits:
-            self._write(table, None, now_ms)
+            self._write_table(table, None, now_ms)
         else:
             self._latest[table] = table.snapshot(now_ms)
             self._wake()
@@ -105,11 +105,11 @@ class TableWriter:
             self._check_not_ended()
             while pending := self._pending():
                 table, data = pending[0]
-                self._write(table, data)
+                self._write_table(table, data)
                 self._written[table] = data
                 self._check_not_ended()
 
-    def _write(self, table: ConfigTable, data: bytes | None, now_ms: int = 0) -> None:
+    def _write_table(self, table: ConfigTable, data: bytes | None, now_ms: int = 0) -> None:
         """Write a snapshot of a table or, with None, its present content, after the flush that it depends on."""
         if table in self._after_flush:
             self._flush()
@@ -126,7 +126,7 @@ class TableWriter:
         """Begin no further write; later callers get ``why``."""
         self._end_reason = why
 
-    def end(self, why: str) -> None:
+    def end_writing(self, why: str) -> None:
         """`refuse`; returns when nothing is being written."""
         self.refuse(why)
         with self._write_lock:
@@ -199,7 +199,7 @@ class Persistence:
         """Save every changed table for the last time; later callers get ``why``."""
         self.offsets.save(now_ms)
         self._save_filters(now_ms)
-        self._writing.end(why)
+        self._writing.end_writing(why)
         self._flush()
         self._tables.persist(now_ms)
 

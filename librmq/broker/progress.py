@@ -77,11 +77,11 @@ class Progress:
                 groups[group.name] = ConsumerData(group.name, group.kind, group.model, group.consume_from, {})
         return groups
 
-    def end(self, request: MaxOffset) -> int:
+    def queue_end(self, request: MaxOffset) -> int:
         """Return the queue offset after the last message of a queue."""
         return self._store.queue_range(request.topic, request.queue_id)[1]
 
-    def begin(self, request: MinOffset) -> int:
+    def queue_begin(self, request: MinOffset) -> int:
         """Return the queue offset of the first message of a queue."""
         return self._store.queue_range(request.topic, request.queue_id)[0]
 
@@ -199,7 +199,7 @@ class Progress:
                     ResponseCode.SYSTEM_ERROR, f"group {group!r} has no progress in queue {queue_id} of {name!r}"
                 )
             if request.timestamp_ms == -1:
-                target = self.end(MaxOffset(name, queue_id))
+                target = self.queue_end(MaxOffset(name, queue_id))
             else:
                 target = self._store.queue_offset_at(name, queue_id, request.timestamp_ms)
             queue = MessageQueue(name, self._broker_name, queue_id)

@@ -64,7 +64,7 @@ class PullHandler:
         name, holder = (topic, queue_id), (request.client_id, request.group)
         is_held = False
         with self._runner.lock:
-            selection = self._check(request)
+            selection = self._check_pull(request)
             if request.commit_offset is not None and not self._is_replica:
                 self._offsets.set(request.group, topic, queue_id, request.commit_offset)
             if notify is not None:
@@ -75,25 +75,25 @@ class PullHandler:
                         return response
                 elif store.queue_range(topic, queue_id)[1] == queue_offset:
                     # Hold first, then look again: a writer looks for held pulls after its append, without the lock.
-                    held_pulls.add(name, holder, selection, notify)
+                    held_pulls.hold(name, holder, selection, notify)
                     begin, end = store.queue_range(topic, queue_id)
                     if queue_offset == end:
                         return PullResponse(PullStatus.HELD, end, begin, end, (), True)
-                    held_pulls.remove(name, holder)
+                    held_pulls.remove_pull(name, holder)
             result = store.read(topic, queue_id, queue_offset, request.max_messages, selection.matching)
             status = _status(result, queue_offset)
             if self._is_replica and queue_offset > result.max_offset:
                 return self._wait_for_copy(request, selection, result)
             end = result.next_offset
             if notify is not None and request.stay and status is PullStatus.FOUND and end == result.max_offset:
-                held_pulls.add(name, holder, selection, notify)
+                held_pulls.hold(name, holder, selection, notify)
                 is_held = store.queue_range(topic, queue_id)[1] == end
                 if not is_held:
-                    held_pulls.remove(name, holder)
+                    held_pulls.remove_pull(name, holder)
         if status is PullStatus.OFFSET_ILLEGAL:
             self._store_moved_event(request, result.next_offset)
         if result.messages:
-            self._count(request, len(result.messages), result.total_size)
+            self._count_read(request, len(result.messages), result.total_size)
         has_others = self._is_replica or self._replication.has_followers
         suggests = has_others and self._is_far_behind(result.messages)
         return PullResponse(
@@ -109,7 +109,7 @@ class PullHandler:
         status, is_held = PullStatus.NO_NEW_MESSAGE, request.notify is not None
         if request.notify is not None:
             name, holder = (request.topic, request.queue_id), (request.client_id, request.group)
-            self._held_pulls.add(name, holder, selection, request.notify)
+            self._held_pulls.hold(name, holder, selection, request.notify)
             status = PullStatus.HELD
         return PullResponse(status, request.queue_offset, result.min_offset, result.max_offset, (), is_held)
 
@@ -124,27 +124,27 @@ class PullHandler:
         if raw is None:
             return None
         name, holder = (request.topic, request.queue_id), (request.client_id, request.group)
-        self._held_pulls.add(name, holder, selection, notify)
+        self._held_pulls.hold(name, holder, selection, notify)
         begin, end = self._store.queue_range(request.topic, request.queue_id)
         if end != arrived.queue_offset + 1:
-            self._held_pulls.remove(name, holder)
+            self._held_pulls.remove_pull(name, holder)
             return None
-        self._count(request, 1, arrived.size)
+        self._count_read(request, 1, arrived.size)
         return PullResponse(PullStatus.FOUND, end, begin, end, (StoredMessage(raw),), True)
 
-    def _count(self, request: PullMessage, messages: int, size: int) -> None:
+    def _count_read(self, request: PullMessage, messages: int, size: int) -> None:
         if self._metrics is not None:
             self._metrics.count("messages_out", messages, topic=request.topic, group=request.group)
             self._metrics.count("bytes_out", size, topic=request.topic, group=request.group)
 
-    def _check(self, request: PullMessage) -> Selection:
+    def _check_pull(self, request: PullMessage) -> Selection:
         """Refuse a pull that can't be served; return the group's selection."""
         if request.max_messages < 0:
             raise BrokerError(
                 ResponseCode.SYSTEM_ERROR, f"max_messages: expected 0 or more, found {request.max_messages}"
             )
         name = request.topic
-        group = self._groups.by_name.get(request.group) or self._groups.get(request.group)
+        group = self._groups.by_name.get(request.group) or self._groups.get_or_create(request.group)
         if not group.consumes:
             raise consumption_is_off(group.name)
         topic = self._topics.by_name.get(name)
@@ -238,7 +238,7 @@ class PullHandler:
         message = Message(OFFSET_MOVED_TOPIC, body, tags=request.group, keys=request.group)
         message.properties["DELAY"] = "0"
         try:
-            self._sending.put(message, 0)
+            self._sending.store_message(message, 0)
         except RmqError as error:  # for example a full disk; the client continues at a valid offset nevertheless
             _log.warning(
                 "group %(group)s: the event %(event)s could not be stored: %(error)s",

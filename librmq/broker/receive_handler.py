@@ -110,31 +110,31 @@ class ReceiveHandler:
             if self._offsets.get(*key) is not None:
                 self._queue(*key)
             else:
-                self._saved.take(key)
+                self._saved.pop_row(key)
 
     # ---- requests
 
     def receive(self, request: Receive) -> ReceiveResponse:
         """Return messages, or hold the request."""
-        group, queues, selection = self._check(request)
+        group, queues, selection = self._check_receive(request)
         self._follow_clock(self._runner.now_ms())
         notify = request.notify
         received, has_more = self._read_queues(request, group, queues, selection)
         if received or notify is None:
             return ReceiveResponse(tuple(received))
         if not has_more:
-            self._held.add(request, queues, selection, notify)
+            self._held.hold(request, queues, selection, notify)
             # Read once more, because a writer looks for held receives after its append.
             received, has_more = self._read_queues(request, group, queues, selection)
             if received or has_more:
-                self._held.remove(notify)
+                self._held.remove_receive(notify)
         if has_more and not received:
             notify()  # no new message has to come: the next receive reads on
         return ReceiveResponse(tuple(received), is_held=not received)
 
     def cancel(self, request: CancelReceive) -> None:
         """Remove a held receive."""
-        self._held.remove(request.notify)
+        self._held.remove_receive(request.notify)
 
     def acknowledge(self, request: Acknowledge) -> tuple[bool, ...]:
         """Remove processed messages from flight."""
@@ -151,7 +151,7 @@ class ReceiveHandler:
             return receipt.received_ms + receipt.invisible_ms > now_ms
         if flight.visible_ms <= now_ms:
             return False
-        self._finish(key, receipt.queue_offset)
+        self._finish_message(key, receipt.queue_offset)
         return True
 
     def change(self, request: ChangeInvisible) -> str:
@@ -172,11 +172,11 @@ class ReceiveHandler:
         """Make a message a dead letter."""
         key, receipt, flight = self._in_flight(request.group, request.topic, request.receipt)
         self._make_dead_letter(request.group, flight.physical_offset, request.cause)
-        self._finish(key, receipt.queue_offset)
+        self._finish_message(key, receipt.queue_offset)
 
     # ---- checks
 
-    def _check(self, request: Receive) -> tuple[Group, list[tuple[str, int]], Selection]:
+    def _check_receive(self, request: Receive) -> tuple[Group, list[tuple[str, int]], Selection]:
         """Refuse an invalid receive; return the group, the queues in turn, and the selection."""
         _check_number("max_messages", request.max_messages, 1, MAX_RECEIVED)
         _check_number("invisible_ms", request.invisible_ms, 1, MAX_INVISIBLE_MS)
@@ -191,7 +191,7 @@ class ReceiveHandler:
                 f"{retries[:20]!r}… would have more than {_MAX_RETRY_TOPIC}",
             )
         validate_topic(retries)
-        group = self._groups.get(request.group)
+        group = self._groups.get_or_create(request.group)
         if not group.consumes:
             raise consumption_is_off(group.name)
         topic = self._topics.by_name.get(name)
@@ -205,7 +205,7 @@ class ReceiveHandler:
             subscribed = request.subscription
             selection = selection_of(subscribed.expression, subscribed.expression_type, by_text=True)
         if not group.is_ordered:
-            self._retry_owners.check(group.name, name)
+            self._retry_owners.check_owner(group.name, name)
         self._warn_of_pulls(group.name, name)
         return group, self._queues_in_turn(group, name, topic.read_queues), selection
 
@@ -299,7 +299,7 @@ class ReceiveHandler:
                     )
                     continue
                 flight = Flight(message.physical_offset, now_ms, request.invisible_ms, attempt)
-                queue.add(message.queue_offset, flight)
+                queue.add_flight(message.queue_offset, flight)
                 self._wake_at(flight.visible_ms, key, message.queue_offset)
                 received.append(self._received(request.topic, key, message, flight, group.is_ordered))
             queue.next_offset = result.next_offset
@@ -308,7 +308,7 @@ class ReceiveHandler:
         else:
             has_more = True
         if received or queue.progress != queue.committed:
-            self._commit(key, queue)
+            self._commit_progress(key, queue)
         return received, has_more
 
     def _redelivered(self, request: Receive, key: QueueKey, queue: QueueFlights) -> list[Received]:
@@ -350,14 +350,14 @@ class ReceiveHandler:
             return queue
         begin, end = self._store.queue_range(topic, queue_id)
         if queue is None and progress is not None:
-            queue = QueueFlights.of_row(self._saved.take(key), progress, end)
+            queue = QueueFlights.of_row(self._saved.pop_row(key), progress, end)
             for queue_offset, flight in queue.flights.items():
                 self._wake_at(flight.visible_ms, key, queue_offset)
         else:
             queue = QueueFlights(self._first(key, begin, end) if progress is None else progress)
         self._queues[key] = queue
         queue.committed = -1 if progress is None else progress
-        self._commit(key, queue)
+        self._commit_progress(key, queue)
         return queue
 
     def _first(self, key: QueueKey, begin: int, end: int) -> int:
@@ -390,23 +390,23 @@ class ReceiveHandler:
             return None
         return queue
 
-    def _commit(self, key: QueueKey, queue: QueueFlights) -> None:
+    def _commit_progress(self, key: QueueKey, queue: QueueFlights) -> None:
         progress = queue.progress
         if progress != queue.committed:
             self._offsets.set(*key, progress)
             queue.committed = progress
         self._saved.changed()
 
-    def _finish(self, key: QueueKey, queue_offset: int) -> None:
+    def _finish_message(self, key: QueueKey, queue_offset: int) -> None:
         """Finish a message: move the progress, and wake receives that wait for the queue in order or for room."""
         queue = self._current(key)
         if queue is None or queue_offset not in queue.flights:  # its progress was moved while it was stored again
             return
         was_full = len(queue.flights) >= MAX_IN_FLIGHT
-        queue.finish(queue_offset)
-        self._commit(key, queue)
-        if was_full or (self._groups.get(key[0]).is_ordered and not queue.is_locked(self._runner.now_ms())):
-            self._held.wake(key[0], key[1])
+        queue.remove_flight(queue_offset)
+        self._commit_progress(key, queue)
+        if was_full or (self._groups.get_or_create(key[0]).is_ordered and not queue.is_locked(self._runner.now_ms())):
+            self._held.wake_topic(key[0], key[1])
 
     def _parse(self, text: str) -> Receipt | None:
         receipt = Receipt.parse(text)
@@ -470,9 +470,9 @@ class ReceiveHandler:
             flight = None if queue is None else queue.flights.get(queue_offset)
             if flight is None or flight.visible_ms > now_ms:  # a change has its own entry
                 continue
-            group = self._groups.get(key[0])
+            group = self._groups.get_or_create(key[0])
             if group.is_ordered:
-                self._held.wake(key[0], key[1])
+                self._held.wake_topic(key[0], key[1])
                 continue
             try:
                 self._store_again(key, flight)
@@ -482,7 +482,7 @@ class ReceiveHandler:
                 self._states.failing(("again", key[0]), what, error, again_ms=_TRY_AGAIN_MS)
                 continue
             self._states.works(("again", key[0]), "storing messages again that were not acknowledged")
-            self._finish(key, queue_offset)
+            self._finish_message(key, queue_offset)
         return due[0][0] if due else None
 
     def _follow_clock(self, now_ms: int) -> None:
@@ -514,7 +514,7 @@ class ReceiveHandler:
         copy = Message(self._topics.ensure(retries).name, message.stored_body, flag=message.flag)
         copy.properties.update(message.properties)
         copy.properties.setdefault(_FIRST_POP_TIME, str(flight.received_ms))
-        self._sending.put(
+        self._sending.store_message(
             copy,
             0,
             message.born_timestamp_ms,

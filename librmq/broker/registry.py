@@ -76,7 +76,7 @@ class Registry:
         self._leave_consumers(beat.client_id, [name for name in self.consumers if name not in groups], changes)
         return changes
 
-    def leave(self, client_id: str, producer_group: str | None, consumer_group: str | None) -> Changes:
+    def leave_groups(self, client_id: str, producer_group: str | None, consumer_group: str | None) -> Changes:
         """Remove a client from a group, as producer or consumer or both."""
         changes = Changes()
         if producer_group is not None:

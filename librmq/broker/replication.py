@@ -84,7 +84,7 @@ class Replication:
         place = files, os.path.realpath(store.path)
         return LogDescription(self._context.name, place, store.config, store.log.begin, store.log.end)
 
-    def follow(self, request: FollowLog) -> LogBytes:
+    def follow_log(self, request: FollowLog) -> LogBytes:
         """Record what a replica has, and return the bytes that follow."""
         self._check_open()
         log, at = self._store.log, request.physical_offset
@@ -137,7 +137,7 @@ class Replication:
         for notify in notified:
             notify()
 
-    def leave(self, request: LeaveLog) -> None:
+    def remove_replica(self, request: LeaveLog) -> None:
         """Remove a replica."""
         with self._guard:
             self._followers.pop(request.replica, None)
@@ -168,7 +168,7 @@ class Replication:
         return bool(self._followers)
 
     @property
-    def count(self) -> int:
+    def replica_count(self) -> int:
         """Number of replicas that follow."""
         return len(self._available())
 

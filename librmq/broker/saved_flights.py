@@ -62,7 +62,7 @@ class SavedFlights:
             if queue_id.isdecimal() and queue_id.isascii():
                 yield group, topic, int(queue_id)
 
-    def take(self, key: QueueKey) -> object:
+    def pop_row(self, key: QueueKey) -> object:
         """Return the row of a queue, once; None if there is none."""
         return self._rows.pop(_name(key), None)
 

@@ -90,7 +90,7 @@ class SendHandler:
         self._longest_wait_s = config.longest_wait_s
         self._stuck_at = -1  # the log's end when a running write was last seen,
         self._stuck_since = 0  # and the time when it was first seen
-        self.failed = FailedMessages(context, self.put)
+        self.failed = FailedMessages(context, self.store_message)
         host = record.encode_host(record.parse_host(store.config.store_host))
         self._id_prefix = host.hex().upper()
 
@@ -129,7 +129,7 @@ class SendHandler:
             properties = stored_message.properties
         if _DELAY in properties and self._level(name, properties[_DELAY]) > 0 and wait is not None:
             properties[_WAIT] = wait
-        result = self.put(
+        result = self.store_message(
             stored_message,
             stored_queue_id,
             request.born_timestamp_ms,
@@ -300,7 +300,7 @@ class SendHandler:
 
     # ---- storing
 
-    def put(
+    def store_message(
         self,
         message: Message,
         queue_id: int,

@@ -138,7 +138,7 @@ class Topics:
         self.by_name: dict[str, Topic] = {name: self._topic(name) for name in table.rows}
         """By name."""
 
-    def check(self, unlisted: Mapping[str, int]) -> None:
+    def add_unlisted(self, unlisted: Mapping[str, int]) -> None:
         """Handle topics with messages that the table lacks, by their numbers of queues. Under the runner's lock.
 
         A store that never had a broker has no table: its topics are created. An incomplete table stays as it is.
@@ -197,9 +197,9 @@ class Topics:
         is_allowed = self._config.auto_create_topic or default_topic != AUTO_CREATE_TOPIC
         if is_allowed and default is not None and default.permission & PERM_INHERIT:
             queues = max(0, min(default_queues, default.write_queues))
-            return self._put(name, queues, queues, default.permission & ~PERM_INHERIT)
+            return self._set_row(name, queues, queues, default.permission & ~PERM_INHERIT)
         if name.startswith(RETRY_PREFIX):
-            return self._put(name, 1, 1, _READ_WRITE)
+            return self._set_row(name, 1, 1, _READ_WRITE)
         otherwise = "let sends do so with BrokerConfig(auto_create_topic=True)"
         if default_topic != AUTO_CREATE_TOPIC:
             otherwise = (
@@ -211,7 +211,7 @@ class Topics:
 
     def ensure(self, name: str, queues: int = 1) -> Topic:
         """Return one of the broker's own topics, such as a group's retry topic, created on demand."""
-        return self.by_name.get(name) or self._put(name, queues, queues, _READ_WRITE)
+        return self.by_name.get(name) or self._set_row(name, queues, queues, _READ_WRITE)
 
     def set(
         self,
@@ -244,7 +244,7 @@ class Topics:
                 write_queues=write_queues,
                 read_queues=read_queues,
             )
-        self._put(name, read_queues, write_queues, permission, message_type)
+        self._set_row(name, read_queues, write_queues, permission, message_type)
 
     def delete(self, name: str) -> None:
         """Delete a topic; `BrokerError` if it does not exist, `MessageIllegalError` for one of the broker's own."""
@@ -259,7 +259,7 @@ class Topics:
         if name in self._own_topics or is_system_topic(name):
             raise MessageIllegalError(f"topic {name!r} is the broker's own: it can't be created, changed or deleted")
 
-    def _put(
+    def _set_row(
         self,
         name: str,
         read_queues: int,

@@ -78,11 +78,11 @@ class BrokerTransactions:
             with self._runner.lock:
                 self._runner.wake(self._step)
 
-    def stored(self, unique_key: str | None, physical_offset: int) -> None:
+    def half_stored(self, unique_key: str | None, physical_offset: int) -> None:
         """Note a half message that was stored. Thread-safe."""
         self._transactions.stored(unique_key, physical_offset)
 
-    def end(self, request: EndTransaction) -> None:
+    def end_transaction(self, request: EndTransaction) -> None:
         """Commit or roll back; `BrokerError` with 4.9's code."""
         if request.state is TransactionState.UNKNOWN:
             return
@@ -101,7 +101,7 @@ class BrokerTransactions:
         if op is not None and self._waits:
             self._store.wait_for(op)  # without the lock, so that other ends can share the flush
         if half is not None:
-            self._count(request.state.name.lower(), half)
+            self._count_outcome(request.state.name.lower(), half)
 
     def _half(self, physical_offset: int) -> StoredMessage | None:
         try:
@@ -192,11 +192,11 @@ class BrokerTransactions:
             self._transactions.not_reached(question)
 
     def _discarded(self, half: StoredMessage, check_times: int) -> None:
-        self._count("discard", half)
+        self._count_outcome("discard", half)
         for hook in self.discard_hooks:
             self._runner.submit(Work("discard hook", partial(hook, half, check_times), _log_failed_hook))
 
-    def _count(self, outcome: str, half: StoredMessage) -> None:
+    def _count_outcome(self, outcome: str, half: StoredMessage) -> None:
         if self._metrics is not None:
             topic = half.properties.get(record.PROPERTY_REAL_TOPIC, "")
             self._metrics.count("transactions", topic=topic, outcome=outcome)

@@ -206,7 +206,7 @@ def test_a_change_overtaken_by_the_end_is_not_called_durable(tmp_path: Path, dis
     making = threading.Thread(target=make)
     making.start()
     assert held.wait(WAIT_S)
-    broker._context.writing.end("was abandoned")
+    broker._context.writing.end_writing("was abandoned")
     disk.begun.set()
     making.join(WAIT_S)
     assert "was abandoned" in str(failures)
