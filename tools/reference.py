@@ -133,10 +133,10 @@ def add_limits(setting: griffe.Attribute) -> None:
     for limits in hint.__metadata__:
         if isinstance(limits, Between) and setting.docstring:
             unit = " seconds" if isinstance(limits, Seconds) else ""
-            least, most = number(limits.least), number(limits.most)
+            minimum, maximum = number(limits.minimum), number(limits.maximum)
             if isinstance(setting.value, griffe.ExprBinOp):
                 setting.docstring.value += f" Default: {number(owner.__dataclass_fields__[setting.name].default)}."
-            among = f"at least {least}" if limits.most == math.inf else f"{least} to {most}"
+            among = f"at least {minimum}" if limits.maximum == math.inf else f"{minimum} to {maximum}"
             setting.docstring.value += f" Allowed: {among}{unit}."
 
 
