@@ -90,9 +90,9 @@ def passes(pending: int, ended: int) -> Run:
                 transactions.prepare(message, 0)
             clock.advance(minutes=1)
             with Stopwatch() as watch:
-                asked = transactions.check(clock.now_ms()).asked
-            if len(asked) != pending:
-                raise RuntimeError(f"{len(asked)} of {pending} were asked about")
+                questions = transactions.check(clock.now_ms()).questions
+            if len(questions) != pending:
+                raise RuntimeError(f"{len(questions)} of {pending} were asked about")
         return pending / watch.seconds
 
     return run
