@@ -33,7 +33,7 @@ class Arrivals:
         delayed: Callable[[int, int], int],
         wake_flush: Callable[[], None] | None,
     ) -> None:
-        """Take the receivers of notifications.
+        """Create an observer with the receivers of its notifications.
 
         Args:
             runner: Its lock is held while held pulls are notified.

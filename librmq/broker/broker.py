@@ -528,7 +528,7 @@ class Broker:
         self._parts.deliveries.arrivals.copied(queues)
 
     def copy_tables(self, tables: CopiedTables) -> None:
-        """Take a master's topics, groups and progress as those of a replica. `librmq.cluster.Replica` calls it."""
+        """Replace a replica's topics, groups and progress by its master's. `librmq.cluster.Replica` calls it."""
         with self._life.errors(), self.runner.lock:
             self._life.check_open()
             self._context.copy_tables(tables)

@@ -120,7 +120,7 @@ class Clients:
     def _warn_of_differences(self, group: str, client_id: str) -> None:
         """Log each time the group's instances begin or cease to have different subscriptions."""
         subscriptions, previous = self._registry.consumers[group].subscriptions_by_client, self._compared.get(group, {})
-        # Only those of this client are read again, because each member of a large group sends heartbeats.
+        # Only this client's subscriptions are read again, because each member of a large group sends heartbeats.
         compared = {
             member: previous[member] if member in previous and member != client_id else comparable(topics)
             for member, topics in subscriptions.items()

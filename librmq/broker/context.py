@@ -98,7 +98,7 @@ class BrokerContext:
         holding = steps.step("answers held pulls", self.held_pulls.run_due)
 
     def copy_tables(self, tables: CopiedTables) -> None:
-        """Take a master's tables. Under the runner's lock."""
+        """Replace the tables by a master's. Under the runner's lock."""
         self.topics.replace(tables.topics)
         self.groups.replace(tables.groups)
         self.offsets.merge(tables.offsets)

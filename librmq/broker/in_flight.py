@@ -1,4 +1,4 @@
-"""Messages in flight: those of one group and queue that were received but not acknowledged.
+"""Messages in flight: received by a group from a queue, but not acknowledged.
 
 Mirrors the notes of ``PopCheckPoint`` and ``ConsumerOrderInfoManager`` of 5.x, but in memory. Pure: no store, no clock.
 

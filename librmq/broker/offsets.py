@@ -1,7 +1,7 @@
 """Progress of consumer groups, kept in ``consumerOffset.json``.
 
-Mirrors ``ConsumerOffsetManager``. Called under the runner's lock; `GroupOffsets.get`, `groups` and `of_topic` also
-without it.
+Mirrors ``ConsumerOffsetManager``. Called under the runner's lock; `GroupOffsets.get`, `groups` and `of_topic` do not
+need it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class GroupOffsets:
     def __init__(
         self, table: ConfigTable, save: Callable[[ConfigTable, int], None], changed: Callable[[], None]
     ) -> None:
-        """Take the table, and the handlers of changes.
+        """Use a table, and report its changes.
 
         Args:
             table: The rows of ``consumerOffset.json``.
@@ -83,7 +83,7 @@ class GroupOffsets:
             self.has_changed = True
 
     def merge(self, rows: Mapping[str, Mapping[int, int]]) -> None:
-        """Take the progress of a master, by ``topic@group``; progress that only this table has stays."""
+        """Merge a master's progress, by ``topic@group``; progress that only this table has stays."""
         for name, row in rows.items():
             if self._table.rows.get(name) != row:
                 topic, _, group = name.rpartition("@")

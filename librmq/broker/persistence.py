@@ -36,7 +36,7 @@ class TableWriter:
         wake: Callable[[], None],
         aside: Aside | None,
     ) -> None:
-        """Take the functions that wait.
+        """Create a writer of tables.
 
         Args:
             flush: Returns when the store's messages are on the device.

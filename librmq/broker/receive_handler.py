@@ -461,7 +461,7 @@ class ReceiveHandler:
         self._max_due = max(_FEW_DUE, 2 * len(self._due))
 
     def _run_due(self, now_ms: int) -> int | None:
-        """Deliver messages again whose invisible time is over."""
+        """Deliver the messages again that were not acknowledged within their invisible time."""
         self._follow_clock(now_ms)
         due = self._due
         while due and due[0][0] <= now_ms:

@@ -109,7 +109,7 @@ class Replication:
             return follower
 
     def _watch(self, follower: _Follower, request: FollowLog) -> None:
-        """Let the next append notify a replica, only once if it has asked several times."""
+        """Notify a replica of the next append, only once after several requests."""
         with self._guard:
             follower.notify = request.notify
             is_watched, self._is_watched = self._is_watched, True

@@ -1,4 +1,4 @@
-"""Replies: passed to the client whose request they answer, and stored. Mirrors ``ReplyMessageProcessor``."""
+"""Replies, which the broker passes to the requesting client and stores. Mirrors ``ReplyMessageProcessor``."""
 
 from __future__ import annotations
 

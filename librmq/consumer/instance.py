@@ -121,5 +121,5 @@ class PushInstance(Instance, Protocol):
         ...
 
     def reassign(self, assigned: AssignedQueue) -> None:
-        """Release a queue whose progress was set from outside."""
+        """Release a queue after its progress was set from outside."""
         ...

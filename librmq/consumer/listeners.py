@@ -108,7 +108,7 @@ def is_coroutine_function(function: object) -> bool:
 
 
 def refuse_generator(function: object, where: str = "") -> None:
-    """Raise `ConfigError` for a listener whose call returns a generator, of either kind, and runs nothing.
+    """Raise `ConfigError` for a generator function, asynchronous or not, because a call of it runs nothing.
 
     ``where`` begins the message.
     """

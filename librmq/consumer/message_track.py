@@ -37,7 +37,7 @@ class TrackType(enum.Enum):
     NOT_CONSUME_YET = "NOT_CONSUME_YET"
     """The group's progress has not reached it."""
     PULL = "PULL"
-    """The instances are pull consumers, whose results are unknown."""
+    """The instances are pull consumers; the broker does not know their results."""
     CONSUME_BROADCASTING = "CONSUME_BROADCASTING"
     """Each instance has progress of its own."""
     NOT_ONLINE = "NOT_ONLINE"

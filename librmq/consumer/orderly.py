@@ -162,7 +162,7 @@ class OrderlyDelivery(Delivery):
             return
         assigned.owned_timestamp_ms = now_ms
         renewed_ms = assigned.lock_timestamp_ms
-        if renewed_ms is None or now_ms - renewed_ms >= BROKER_LOCK_MS:  # others can have consumed meanwhile
+        if renewed_ms is None or now_ms - renewed_ms >= BROKER_LOCK_MS:  # another client can have consumed since then
             if assigned.running:
                 return  # apply the listener's result first
             try:
@@ -269,7 +269,7 @@ class OrderlyDelivery(Delivery):
         self.runner.wake(step, now_ms + UNLOCK_DELAY_MS)
 
     def release_locks(self) -> None:
-        """Release all locks except those of running listeners."""
+        """Release all locks except the locks of running listeners."""
         if self._locks:
             running = {assigned.queue for assigned in self.consumer.assigned.values() if assigned.running}
             queues = {*self.consumer.assigned, *self._unlocking} - running

@@ -345,13 +345,13 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                     assigned.next_offset = before
 
     def _try_poll(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
-        """Ask the queues, and wait at those without messages."""
+        """Pull the queues in turn; the brokers hold the pulls of queues without messages."""
         self._arrived.clear()
         with self.runner.lock:
             return ([], False) if self.stopping else self._pull_in_turn(one_by_one)
 
     def _pull_in_turn(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
-        """Ask each queue up to the first with messages; also return whether one moved on without any."""
+        """Pull each queue up to the first with messages; return also whether a position moved without any."""
         has_moved = False
         queues = [
             assigned

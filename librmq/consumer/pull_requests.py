@@ -183,7 +183,7 @@ class PullRequests:
             self._consumer.progressed(assigned, assigned.next_offset)
 
     def _correct_later(self, assigned: AssignedQueue, next_offset: int, now_ms: int) -> None:
-        """Give up a queue without this offset, and take it again at an offset that it has."""
+        """Release a queue that lacks this offset; it is assigned again at an offset that it has."""
         consumer = self._consumer
         consumer.log.warning(
             "%(consumer)s: %(queue)s has no offset %(queue_offset)d; %(next_offset)d is next",

@@ -292,7 +292,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         return self.delivery.release_queue(assigned, now_ms)
 
     def reassign(self, assigned: AssignedQueue) -> None:
-        """Release a queue whose progress was set from outside; the next rebalance resumes at the new progress."""
+        """Release a queue after its progress was set from outside; the next rebalance resumes at the new progress."""
         assigned.stored_progress = None
         if self._release(assigned, self.runner.now_ms()):
             self.assigned.pop(assigned.queue, None)

@@ -151,7 +151,7 @@ class Rebalancing:
         member = self._member
         queues = self._queues(topic)
         if not queues:
-            self._is_incomplete |= self._is_remote  # the route forgets a missing topic that no consumer asks for
+            self._is_incomplete |= self._is_remote  # the route drops a missing topic that no consumer requests
             return False  # as in 4.9, assigned queues stay
         if member.config.model is MessageModel.CLUSTERING:
             clients = self._clients([data.broker_name for data in self._route_of(topic)])

@@ -53,7 +53,7 @@ class EarlierCopies:
         """Return whether a copy of a record is in one of ``topics``; False in doubt.
 
         A copy has ``deliveries`` more deliveries than the record, and ``accepts(copy)`` is true. In doubt are records
-        without a unique id, and equal records of which some may have no copy.
+        without a unique id, and equal records if some of them may have no copy.
         """
         if not message.unique_key or not self.concerns(message.physical_offset):
             return False

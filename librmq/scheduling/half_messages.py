@@ -116,7 +116,7 @@ class EndedHalves:
 class RepeatedHalves:
     """The latest unique ids that several halves share: a producer that got no answer sends its half again.
 
-    Thread-safe. It remembers the latest 32,768 ids, and at the opening those of the last 4,096 halves.
+    Thread-safe. It keeps the latest 32,768 ids; at the opening it reads the ids of the last 4,096 halves.
     """
 
     def __init__(self, store: MessageStore) -> None:

@@ -144,7 +144,7 @@ def send_at(message: Message, target_ms: int, queue_id: int = 0) -> Message:
 class HopProxy:
     """Sends on the messages in topic ``SYSTEM_SCHEDULE_MSG``. Not thread-safe: one caller at a time.
 
-    Use it beside `librmq.delay.DelaySchedule`, which brings each hop back to the topic; call `run_due` when a message
+    Use it with `librmq.delay.DelaySchedule`, which delivers each hop to the topic again; call `run_due` when a message
     has arrived there. A message without a time or a topic is dropped and logged as an error. After a temporary failure,
     such as a full disk, the next try is 10 s later. After a crash a message that the log shows as sent on is passed;
     in doubt it is sent on again, so none is lost or early.

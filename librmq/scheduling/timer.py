@@ -113,7 +113,7 @@ class Timers:
 
         Raises:
             ConfigError: The settings contradict the files.
-            CorruptionError: The files are not those of a timer.
+            CorruptionError: The files are not timer files.
         """
         timers = object.__new__(cls)
         timers._open(store, config or TimerConfig(), delivered, aside)
@@ -183,7 +183,7 @@ class Timers:
     def put(self, message: Message, queue_id: int = 0, **fields: Any) -> AppendResult:  # noqa: ANN401 (of `append`)
         """Store a message as 5.x does: in the timer topic if it names a future time, otherwise in its own topic.
 
-        Call `run_due` soon after, which puts it into the wheel. ``fields`` are those of `MessageStore.append`, whose
+        Call `run_due` soon after, which puts it into the wheel. ``fields`` are keywords of `MessageStore.append`, whose
         errors are raised too.
 
         Raises:

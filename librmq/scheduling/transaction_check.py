@@ -54,7 +54,7 @@ class CheckPass:
         is_reachable: Callable[[str], bool] | None = None,
         uncounted: set[int] | None = None,
     ) -> None:
-        """Begin a pass; the limits are those of `librmq.txn.TransactionConfig`.
+        """Begin a pass, with the limits of `librmq.txn.TransactionConfig`.
 
         Args:
             store: Open for writing.
@@ -215,7 +215,7 @@ class CheckPass:
         return self._last_born_ms - self._start_ms > self._timeout_ms or age_ms <= -1
 
     def _keep_immune(self, half: StoredMessage, properties: dict[str, str]) -> bool:
-        """Append a copy of a half whose own immunity lasts, unless it has ended; return False if that fails."""
+        """Append a copy of a half that is still immune, unless it has ended; return False if that fails."""
         first = properties.get(_PREPARED_AT)
         if first is not None:
             queue_offset = java_long(first)
