@@ -164,6 +164,16 @@ def test_a_store_or_a_route_is_named(shell: Shell, words: tuple[str, ...]) -> No
     assert "expected either the folder of a STORE or --route HOST:PORT" in answer.said
 
 
+@pytest.mark.parametrize(
+    "words", [("--keys", "k.yml"), ("--access-key", "a"), ("--secret-key", "s"), ("--tls",), ("--tls-ca", "ca.pem")]
+)
+@pytest.mark.parametrize("command", ["groups", "replay"])
+def test_keys_and_tls_need_a_cluster(shell: Shell, command: str, words: tuple[str, ...]) -> None:
+    answer = shell(command, "store", *words)
+    assert (answer.status, answer.out) == (2, "")
+    assert f"{words[0]} is for a cluster: add --route HOST:PORT" in answer.said
+
+
 def test_an_unreachable_cluster_is_an_error(shell: Shell) -> None:
     with listen() as closed:
         address = "{}:{}".format(*closed.getsockname())
