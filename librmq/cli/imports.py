@@ -82,7 +82,8 @@ def import_(arguments: argparse.Namespace, output: Output) -> int:
                     write(read)
             except (InputError, MessageIllegalError, csv.Error, UnicodeEncodeError) as error:
                 what = "half of a surrogate pair is not a character" if isinstance(error, UnicodeEncodeError) else error
-                done = "" if write is None else f" (earlier rows are imported: continue by --skip {number - 1})"
+                is_begun = write is not None and bool(counted)
+                done = f" (earlier rows are imported: continue by --skip {number - 1})" if is_begun else ""
                 raise InputError(f"{arguments.path}: row {number}: {what}{done}") from None
             count = counted.setdefault(read.message.topic, [0, 0, 0])
             count[0] = max(count[0], read.queue_id + 1)

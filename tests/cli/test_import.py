@@ -138,6 +138,15 @@ def test_a_bad_row_ends_the_import_with_its_number(shell: Shell, line: str, said
     assert "--skip 1" in answer.said
 
 
+def test_a_bad_first_row_does_not_claim_an_import(shell: Shell) -> None:
+    answer = shell("import", "new", "-", given='{}\n{"topic":"T","body":"x"}\n')
+    assert (answer.status, answer.out) == (2, "")
+    assert "row 1: " in answer.said
+    assert "imported" not in answer.said
+    assert "--skip" not in answer.said
+    assert shell("show", "new").rows == []
+
+
 @pytest.mark.parametrize(
     "row",
     [
