@@ -68,7 +68,7 @@ def commit(
         if _was_committed(store, job):
             discard(folder)
             return 0
-        with closing(StagedRecords(folder, sorted(staged, key=lambda one: one.task), ordered)) as records:
+        with closing(StagedRecords(folder, sorted(staged, key=lambda file: file.task), ordered)) as records:
             if len(records):
                 _bring_in(store, job, records, folder)
                 if keep_note:
@@ -164,17 +164,17 @@ def _bring_in(store: MessageStore, job: str, records: StagedRecords, folder: str
     lanes = [store.appender.lane(*lane) for lane in records.lanes]
     begin, last, end = _extent(records, old_end, log.file_size)
     try:
-        shown = _write(store, job, records, lanes, (begin, end), now_ms)
+        head = _write(store, job, records, lanes, (begin, end), now_ms)
         log.flush()
-        log.patch(begin, shown)  # within one sector, so it is atomic
+        log.patch(begin, head)  # within one sector, so it is atomic
     except BaseException:
         log.truncate(old_end)
         store.files.delete(note_path(store.path, job))
         raise
     log.last_write = last
     try:
-        with ThreadPoolExecutor(1) as beside:
-            flushed = beside.submit(log.flush)
+        with ThreadPoolExecutor(1) as executor:
+            flushed = executor.submit(log.flush)
             if not store.config.enable_consumequeue_ext:
                 _derive(store, records, lanes, old_end, now_ms)
             flushed.result()
@@ -200,8 +200,8 @@ def _write(
 ) -> bytes:
     """Write the records except their first bytes, which are returned."""
     log, (begin, end) = store.log, extent
-    shown = b""
-    with ThreadPoolExecutor(1) as beside:  # writes a chunk while the next one is prepared
+    head = b""
+    with ThreadPoolExecutor(1) as executor:  # writes a chunk while the next one is prepared
         written: Future[None] | None = None
         for placed in _placed(records, lanes, log.end, log.file_size):
             places = placed.places
@@ -210,7 +210,7 @@ def _write(
                 _fill_in(data, places[first:until], placed.queue_offsets[first:until], now_ms)
                 if written is None:
                     gate = min(len(data), _SECTOR - begin % _SECTOR)
-                    shown = bytes(data[:gate])
+                    head = bytes(data[:gate])
                     note = JobNote(begin, end, bytes(data[:FIRST_BYTES]), len(records))
                     note.write(note_path(store.path, job), store.files)
                     data[:gate] = bytes(gate)
@@ -220,22 +220,22 @@ def _write(
                     raise CorruptionError(
                         log.sequence.folder, int(places[first]), "record", "expected the log's end here"
                     )
-                written = beside.submit(log.append_block, data)
+                written = executor.submit(log.append_block, data)
         assert written is not None
         written.result()
-    return shown
+    return head
 
 
 def _derive(store: MessageStore, records: StagedRecords, lanes: Sequence[Lane], old_end: int, now_ms: int) -> None:
     """Write queue entries and keys of all records, block by block, as the store's dispatcher writes its batches."""
-    with ThreadPoolExecutor(1) as beside:
+    with ThreadPoolExecutor(1) as executor:
         indexed: Future[None] | None = None
         for placed in _placed(records, lanes, old_end, store.log.file_size):
             block = placed.block
             if indexed is not None:
                 indexed.result()
             stored = np.full(len(placed.places), now_ms, np.int64)
-            indexed = beside.submit(
+            indexed = executor.submit(
                 store.index.append_block, placed.places, stored, block.record_of_key, block.key_hashes
             )
             _derive_queues(store, placed, lanes)
@@ -251,9 +251,9 @@ def _derive_queues(store: MessageStore, placed: _Placed, lanes: Sequence[Lane]) 
     numbers, firsts = np.unique(block.lane[order], return_index=True)
     dispatcher = store.appender.dispatcher
     for number, first, until in zip(numbers.tolist(), firsts, [*firsts[1:], len(order)], strict=True):
-        lane, chosen = lanes[number], order[first:until]
-        lane.queue.append_many(lane.next_queue_offset, entries[chosen].tobytes())
-        lane.next_queue_offset += len(chosen)
+        lane, records = lanes[number], order[first:until]
+        lane.queue.append_many(lane.next_queue_offset, entries[records].tobytes())
+        lane.next_queue_offset += len(records)
         dispatcher.unflushed.add(lane.queue)
     dispatcher.entries += len(order)
 

@@ -96,11 +96,11 @@ class Encoder:
         bodies = _bodies(batch, first_row)
         topics, queue_ids = self._topics(batch), self._queue_ids(batch, first_row)
         lanes, lane = _lanes(topics, queue_ids)
-        own = {name: _texts(batch, column) for column, name in _OWN}
+        reserved = {name: _texts(batch, column) for column, name in _OWN}
         properties = _column(batch, "properties")
-        own = {name: _given(values, properties, name) for name, values in own.items()}
-        self._check(bodies, own, _column(batch, "keys"), properties, first_row)
-        stored = _Properties(properties, own, rows).stored()
+        reserved = {name: _or_property(values, properties, name) for name, values in reserved.items()}
+        self._check(bodies, reserved, _column(batch, "keys"), properties, first_row)
+        stored = _Properties(properties, reserved, rows).stored()
         host = record.encode_host(record.parse_host(self.host))
         topic_fields = _topic_fields(lanes).take(pa.array(lane))
         body_sizes = _sizes(bodies)
@@ -134,8 +134,8 @@ class Encoder:
             parts = [_fixed(np.ascontiguousarray(wide).view(f"V{wide.shape[1]}").reshape(rows))]
         parts += [bodies, topic_fields, _fixed(lengths), stored]
         joined = pc.binary_join_element_wise(*parts, b"")
-        record_of_key, hashes = _key_hashes(lanes, lane, own)
-        codes = _tags_codes(own[record.PROPERTY_TAGS])
+        record_of_key, hashes = _key_hashes(lanes, lane, reserved)
+        codes = _tags_codes(reserved[record.PROPERTY_TAGS])
         buffer = joined.buffers()[2] if rows else pa.py_buffer(b"")
         return Encoded(buffer.slice(0, int(sizes.sum())), sizes, lanes, lane, codes, record_of_key, hashes)
 
@@ -150,26 +150,26 @@ class Encoder:
         return column if self.topic is None else column.fill_null(self.topic)
 
     def _queue_ids(self, batch: pa.RecordBatch, first_row: int) -> Ints:
-        usual = (first_row + np.arange(batch.num_rows)) % self.queues
+        queue_ids = (first_row + np.arange(batch.num_rows)) % self.queues
         if self.queue_id is not None:
-            usual[:] = self.queue_id
+            queue_ids[:] = self.queue_id
         column = _column(batch, "queueId")
         if column is None:
-            return usual
-        found = column.cast(pa.int64()).fill_null(-1 << 40).to_numpy(zero_copy_only=False)
-        return np.where(found == -1 << 40, usual, found)
+            return queue_ids
+        requested = column.cast(pa.int64()).fill_null(-1 << 40).to_numpy(zero_copy_only=False)
+        return np.where(requested == -1 << 40, queue_ids, requested)
 
     def _check(
         self,
         bodies: pa.Array,
-        own: dict[str, pa.Array],
+        reserved: dict[str, pa.Array],
         keys: pa.Array | None,
         properties: pa.Array | None,
         first_row: int,
     ) -> None:
         suspicious = np.zeros(len(bodies), np.bool_)
         suspicious |= _sizes(bodies) > self.max_body
-        for values in own.values():
+        for values in reserved.values():
             if _least_byte(values) <= 2:
                 suspicious |= _mask(pc.match_substring_regex(values, _NO_TEXT))
         lists = keys if keys is not None and pa.types.is_list(keys.type) else None
@@ -196,12 +196,13 @@ class Encoder:
             body = bodies[at].as_py()
             if len(body) > self.max_body:
                 raise MessageIllegalError(f"row {first_row + at}: a body of {len(body)} bytes, {self.max_body} at most")
-            given = {} if properties is None else dict(properties[at].as_py() or ())
+            others = {} if properties is None else dict(properties[at].as_py() or ())
             try:
-                Message("t", b"", properties={name: one for name, one in given.items() if name not in _TAKEN},
-                        tags=own["TAGS"][at].as_py(),
-                        keys=record.split_keys(own["KEYS"][at].as_py()) if lists is None else lists[at].as_py() or (),
-                        unique_key=own["UNIQ_KEY"][at].as_py())  # fmt: skip
+                Message("t", b"", properties={name: value for name, value in others.items() if name not in _TAKEN},
+                        tags=reserved["TAGS"][at].as_py(),
+                        keys=record.split_keys(reserved["KEYS"][at].as_py()) if lists is None
+                        else lists[at].as_py() or (),
+                        unique_key=reserved["UNIQ_KEY"][at].as_py())  # fmt: skip
             except MessageIllegalError as error:
                 raise MessageIllegalError(f"row {first_row + at}: {error}") from None
 
@@ -255,17 +256,17 @@ def _texts(batch: pa.RecordBatch, name: str) -> pa.Array:
     return pc.if_else(pc.equal(column, ""), pa.scalar(None, pa.string()), column)
 
 
-def _given(values: pa.Array, properties: pa.Array | None, name: str) -> pa.Array:
+def _or_property(values: pa.Array, properties: pa.Array | None, name: str) -> pa.Array:
     """Return a property from its own column, or from the map where the column is null."""
     if properties is None or not values.null_count:
         return values
-    found = pc.map_lookup(properties, pa.scalar(name), "last")
-    return pc.coalesce(values, pc.if_else(pc.equal(found, ""), pa.scalar(None, pa.string()), found))
+    value = pc.map_lookup(properties, pa.scalar(name), "last")
+    return pc.coalesce(values, pc.if_else(pc.equal(value, ""), pa.scalar(None, pa.string()), value))
 
 
-def _ints(batch: pa.RecordBatch, name: str, usual: int) -> Any:
+def _ints(batch: pa.RecordBatch, name: str, default: int) -> Any:
     column = _column(batch, name)
-    return usual if column is None else column.fill_null(usual).to_numpy(zero_copy_only=False)
+    return default if column is None else column.fill_null(default).to_numpy(zero_copy_only=False)
 
 
 def _millis(batch: pa.RecordBatch, now_ms: int) -> Any:
@@ -277,13 +278,13 @@ def _millis(batch: pa.RecordBatch, now_ms: int) -> Any:
 
 
 def _sizes(values: pa.Array) -> Ints:
-    found: Ints = pc.binary_length(values).to_numpy(zero_copy_only=False).astype(np.int64)
-    return found
+    sizes: Ints = pc.binary_length(values).to_numpy(zero_copy_only=False).astype(np.int64)
+    return sizes
 
 
 def _mask(values: pa.Array) -> npt.NDArray[np.bool_]:
-    found: npt.NDArray[np.bool_] = values.fill_null(False).to_numpy(zero_copy_only=False).astype(np.bool_)
-    return found
+    mask: npt.NDArray[np.bool_] = values.fill_null(False).to_numpy(zero_copy_only=False).astype(np.bool_)
+    return mask
 
 
 def _bytes_of(values: pa.Array) -> npt.NDArray[np.uint8]:
@@ -350,22 +351,24 @@ def _tags_codes(tags: pa.Array) -> Ints:
     encoded = tags.dictionary_encode()
     names = encoded.dictionary.to_pylist()
     codes = string_hashes(names).astype(np.int64) if names else np.zeros(0, np.int64)
-    found: Ints = pa.array(codes).take(encoded.indices).fill_null(0).to_numpy(zero_copy_only=False)
-    return found
+    tags_codes: Ints = pa.array(codes).take(encoded.indices).fill_null(0).to_numpy(zero_copy_only=False)
+    return tags_codes
 
 
-def _key_hashes(lanes: Sequence[QueueName], lane: npt.NDArray[np.int32], own: dict[str, pa.Array]) -> tuple[Ints, Ints]:
+def _key_hashes(
+    lanes: Sequence[QueueName], lane: npt.NDArray[np.int32], reserved: dict[str, pa.Array]
+) -> tuple[Ints, Ints]:
     """Return the row of each key, ascending, and its hash in the index; the unique id first."""
     prefixes = np.array([string_hash(f"{topic}#") for topic, _ in lanes], np.int64)
-    uniques, keys = own[record.PROPERTY_UNIQUE_KEY], own[record.PROPERTY_KEYS]
+    uniques, keys = reserved[record.PROPERTY_UNIQUE_KEY], reserved[record.PROPERTY_KEYS]
     rows = len(lane)
     unique_rows = np.flatnonzero(uniques.is_valid().to_numpy(zero_copy_only=False))
     if (_bytes_of(keys) == 0x20).any():
-        each = pc.split_pattern(keys.fill_null(""), " ")
-        flat = each.flatten()
-        kept = _mask(pc.not_equal(flat, "")) if len(flat) else np.zeros(0, np.bool_)
-        key_rows = np.repeat(np.arange(rows), _sizes_of_lists(each))[kept]
-        keys = flat.filter(pa.array(kept))
+        split = pc.split_pattern(keys.fill_null(""), " ")
+        flat = split.flatten()
+        nonempty = _mask(pc.not_equal(flat, "")) if len(flat) else np.zeros(0, np.bool_)
+        key_rows = np.repeat(np.arange(rows), _sizes_of_lists(split))[nonempty]
+        keys = flat.filter(pa.array(nonempty))
     else:
         key_rows = np.flatnonzero(keys.is_valid().to_numpy(zero_copy_only=False))
         keys = keys.drop_null()
@@ -389,8 +392,8 @@ def _hashes(prefixes: Ints, keys: pa.Array) -> Ints:
 
 
 def _sizes_of_lists(lists: pa.Array) -> Ints:
-    found: Ints = pc.list_value_length(lists).to_numpy(zero_copy_only=False).astype(np.int64)
-    return found
+    sizes: Ints = pc.list_value_length(lists).to_numpy(zero_copy_only=False).astype(np.int64)
+    return sizes
 
 
 def _counts(properties: pa.Array) -> Ints:
@@ -422,8 +425,8 @@ def _row_numbers(table: Ints) -> Ints:
 class _Properties:
     """The property strings of a batch."""
 
-    def __init__(self, properties: pa.Array | None, own: dict[str, pa.Array], rows: int) -> None:
-        self._own = own
+    def __init__(self, properties: pa.Array | None, reserved: dict[str, pa.Array], rows: int) -> None:
+        self._reserved = reserved
         self._rows = rows
         self._names: list[str] = []
         counts, codes = np.zeros(rows, np.int64), np.zeros(0, np.int64)
@@ -436,17 +439,17 @@ class _Properties:
             self._names = encoded.dictionary.to_pylist()
             codes = encoded.indices.to_numpy().astype(np.int64)
             user = np.array([name not in _TAKEN for name in self._names], np.bool_)
-            kept = user[codes] if len(codes) else np.zeros(0, np.bool_)
-            self._values = values.filter(pa.array(kept))
-            codes, row = codes[kept], row[kept]
+            is_stored = user[codes] if len(codes) else np.zeros(0, np.bool_)
+            self._values = values.filter(pa.array(is_stored))
+            codes, row = codes[is_stored], row[is_stored]
             counts = np.bincount(row, minlength=rows)
         self._starts = np.concatenate(([0], np.cumsum(counts)))
         widest = int(counts.max()) if rows else 0
         # A row's shape: the names of its map in their order, and which of the others it has.
-        shapes = np.full((rows, widest + len(own)), -1, np.int64)
+        shapes = np.full((rows, widest + len(reserved)), -1, np.int64)
         row = np.repeat(np.arange(rows), counts)
         shapes[row, np.arange(len(codes)) - np.repeat(self._starts[:-1], counts)] = codes
-        for at, values in enumerate(own.values()):
+        for at, values in enumerate(reserved.values()):
             shapes[:, widest + at] = values.is_valid().to_numpy(zero_copy_only=False)
         self._widest = widest
         self._shapes = shapes
@@ -457,13 +460,13 @@ class _Properties:
         if (self._shapes == self._shapes[0]).all():
             return self._joined(np.arange(self._rows), self._shapes[0]).cast(pa.binary())
         _, first, which = np.unique(_row_numbers(self._shapes), return_index=True, return_inverse=True)
-        made, places = [], []
+        groups, places = [], []
         for number, example in enumerate(first.tolist()):
             rows = np.flatnonzero(which.reshape(-1) == number)
-            made.append(self._joined(rows, self._shapes[example]))
+            groups.append(self._joined(rows, self._shapes[example]))
             places.append(rows)
         order = np.argsort(np.concatenate(places), kind="stable")
-        return pa.concat_arrays(made).take(pa.array(order)).cast(pa.binary())
+        return pa.concat_arrays(groups).take(pa.array(order)).cast(pa.binary())
 
     def _joined(self, rows: Ints, shape: Ints) -> pa.Array:
         names, columns = [], []
@@ -471,8 +474,8 @@ class _Properties:
             if code >= 0:
                 names.append(self._names[code])
                 columns.append(self._values.take(pa.array(self._starts[rows] + at)))
-        for (name, values), there in zip(self._own.items(), shape[self._widest :].tolist(), strict=True):
-            if there:
+        for (name, values), is_present in zip(self._reserved.items(), shape[self._widest :].tolist(), strict=True):
+            if is_present:
                 names.append(name)
                 columns.append(values.take(pa.array(rows)))
         if not names:

@@ -14,8 +14,8 @@ _CAUSE: Final = re.compile(r"^(?:pyspark\.\S+: )?librmq\.[\w.]+: (.*)", re.MULTI
 
 def cause_of(error: BaseException) -> str | None:
     """Return the sentence of the librmq error that made Spark fail; None if the cause is another."""
-    found = _CAUSE.findall(str(error))
-    return found[-1] if found else None
+    causes = _CAUSE.findall(str(error))
+    return causes[-1] if causes else None
 
 
 def show_causes() -> None:

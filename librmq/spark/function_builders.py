@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["register_builder"]
 
 
-def register_builder(spark: SparkSession, name: str, function: Any, made: Callable[[Column, str], Column]) -> None:
-    """Let ``made`` build the calls of a registered function of a column and a text whose text is a literal.
+def register_builder(spark: SparkSession, name: str, function: Any, build: Callable[[Column, str], Column]) -> None:
+    """Let ``build`` make the calls of a registered function of a column and a text whose text is a literal.
 
     Other calls run ``function``. So do all calls in a session that has no builders: one of Spark Connect, or of a Spark
     with other internals.
@@ -29,7 +29,7 @@ def register_builder(spark: SparkSession, name: str, function: Any, made: Callab
     from pyspark import java_gateway
 
     jvm: Any = spark.sparkContext._jvm
-    builder = _Builder(session, jvm.org.apache.spark.sql.classic.ExpressionUtils, name, function, made)
+    builder = _Builder(session, jvm.org.apache.spark.sql.classic.ExpressionUtils, name, function, build)
     try:
         builder.check()
         registry = session.sessionState().functionRegistry()
@@ -49,13 +49,13 @@ class _Builder:
         implements = ("scala.Function1",)
 
     def __init__(
-        self, session: Any, expressions: Any, name: str, function: Any, made: Callable[[Column, str], Column]
+        self, session: Any, expressions: Any, name: str, function: Any, build: Callable[[Column, str], Column]
     ) -> None:
         self._session = session
         self._expressions = expressions
         self._name = name
         self._function = function
-        self._made = made
+        self._build = build
 
     def check(self) -> None:
         """Raise an error of py4j or `TypeError` if this Spark lacks what `apply` calls."""
@@ -65,9 +65,9 @@ class _Builder:
 
     def apply(self, arguments: Any) -> Any:
         """Return the expression of a call."""
-        given = [arguments.apply(number) for number in range(arguments.length())]
-        if len(given) == 2 and (text := _literal_text(given[1])) is not None:
-            column = self._made(self._column(given[0]), text).alias(f"{self._name}({given[0].sql()}, {text})")
+        operands = [arguments.apply(number) for number in range(arguments.length())]
+        if len(operands) == 2 and (text := _literal_text(operands[1])) is not None:
+            column = self._build(self._column(operands[0]), text).alias(f"{self._name}({operands[0].sql()}, {text})")
             return self._session.expression(column._jc)
         return self._function._judf.builder(arguments)
 

@@ -166,16 +166,16 @@ def bloom_positions(text: Column | str, error_percent: float = 20, expected: int
 
 
 def _positions(bloom: BloomFilter, texts: pa.Array) -> pa.Array:
-    found = [None if text is None else list(bloom.positions(text)) for text in texts.to_pylist()]
-    return pa.array(found, pa.list_(pa.int32()))
+    positions = [None if text is None else list(bloom.positions(text)) for text in texts.to_pylist()]
+    return pa.array(positions, pa.list_(pa.int32()))
 
 
 def _bloom_positions(texts: pa.Array, rates: pa.Array, numbers: pa.Array) -> pa.Array:
-    found = [
+    positions = [
         None if text is None else list(_bloom(float(rate), number).positions(text))
         for text, rate, number in zip(texts.to_pylist(), rates.to_pylist(), numbers.to_pylist(), strict=True)
     ]
-    return pa.array(found, pa.list_(pa.int32()))
+    return pa.array(positions, pa.list_(pa.int32()))
 
 
 _bloom = lru_cache(maxsize=64)(BloomFilter)
@@ -191,8 +191,8 @@ def dedup_key(application: str, group: str, topic: Column | str, tags: Column | 
 
 def _dedup_key(application: str, group: str, topics: pa.Array, tags: pa.Array, keys: pa.Array) -> pa.Array:
     rows = zip(topics.to_pylist(), tags.to_pylist(), keys.to_pylist(), strict=True)
-    found = [key_of_record(application, topic, group, tag, key) if key else None for topic, tag, key in rows]
-    return pa.array(found, pa.string())
+    dedup_keys = [key_of_record(application, topic, group, tag, key) if key else None for topic, tag, key in rows]
+    return pa.array(dedup_keys, pa.string())
 
 
 def _dedup_key_in_sql(
@@ -224,13 +224,13 @@ def strategy_of(text: str) -> allocation.AllocationStrategy:
         case "MACHINE_ROOM_NEARBY" if not setting.startswith(name):
             inner = strategy_of(setting or "AVG")
             return allocation.allocate_machine_room_nearby(inner, lambda queue: _room(queue.broker_name), _room)
-    known = "AVG, AVG_BY_CIRCLE, CONSISTENT_HASH[:nodes], MACHINE_ROOM:rooms, MACHINE_ROOM_NEARBY[:inner]"
-    raise ConfigError(f"unknown allocation strategy {text!r}; known are {known}")
+    strategies = "AVG, AVG_BY_CIRCLE, CONSISTENT_HASH[:nodes], MACHINE_ROOM:rooms, MACHINE_ROOM_NEARBY[:inner]"
+    raise ConfigError(f"unknown allocation strategy {text!r}; known are {strategies}")
 
 
 def _room(name: str) -> str | None:
-    room, found, _ = name.partition("-")
-    return room if found else None
+    room, separator, _ = name.partition("-")
+    return room if separator else None
 
 
 def allocate(
@@ -257,11 +257,11 @@ def _function(strategy: str | allocation.AllocationStrategy) -> allocation.Alloc
 
 
 def _queues_of(row: Sequence[Mapping[str, Any]] | None) -> list[MessageQueue]:
-    return [MessageQueue(one["topic"], one["brokerName"], one["queueId"]) for one in row or ()]
+    return [MessageQueue(queue["topic"], queue["brokerName"], queue["queueId"]) for queue in row or ()]
 
 
 def _dicts(share: Sequence[MessageQueue]) -> list[dict[str, Any]]:
-    return [{"topic": one.topic, "brokerName": one.broker_name, "queueId": one.queue_id} for one in share]
+    return [{"topic": queue.topic, "brokerName": queue.broker_name, "queueId": queue.queue_id} for queue in share]
 
 
 def _shares(strategy: str | allocation.AllocationStrategy, queues: pa.Array, clients: pa.Array) -> pa.Array:
@@ -278,11 +278,11 @@ def _shares_by_name(strategies: pa.Array, queues: pa.Array, clients: pa.Array) -
 def _all_shares(
     function: allocation.AllocationStrategy, queues: Any, clients: Any
 ) -> list[tuple[str, list[dict[str, Any]]]] | None:
-    known, members = _queues_of(queues), list(clients or ())
+    assignable, members = _queues_of(queues), list(clients or ())
     try:
         if not members:
-            function("any", known, members)
-        return [(one, _dicts(function(one, known, members))) for one in dict.fromkeys(members)]
+            function("any", assignable, members)
+        return [(client, _dicts(function(client, assignable, members))) for client in dict.fromkeys(members)]
     except AllocationError:
         return None
 
@@ -291,13 +291,13 @@ def _share(
     strategy: str | allocation.AllocationStrategy, queues: pa.Array, clients: pa.Array, client: pa.Array
 ) -> pa.Array:
     function = _function(strategy)
-    found: list[list[dict[str, Any]] | None] = []
+    shares: list[list[dict[str, Any]] | None] = []
     for row in zip(client.to_pylist(), queues.to_pylist(), clients.to_pylist(), strict=True):
         try:
-            found.append(_dicts(function(row[0] or "", _queues_of(row[1]), list(row[2] or ()))))
+            shares.append(_dicts(function(row[0] or "", _queues_of(row[1]), list(row[2] or ()))))
         except AllocationError:
-            found.append(None)
-    return pa.array(found, pa.list_(_ARROW_QUEUE))
+            shares.append(None)
+    return pa.array(shares, pa.list_(_ARROW_QUEUE))
 
 
 # ------------------------------------------------------------------------------------------------------------------ SQL
@@ -342,7 +342,7 @@ def _arrow(function: Callable[..., pa.Array], result: str) -> Callable[..., Colu
     def called(*arrays: Any) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FilterWarning)
-            return function(*(_whole(array) for array in arrays))
+            return function(*(_one_array(array) for array in arrays))
 
     # Spark recognises the kind of a function by the number and types of its arguments, which a partial hides.
     names = ("a", "b", "c", "d", "e")
@@ -356,8 +356,8 @@ def _arrow(function: Callable[..., pa.Array], result: str) -> Callable[..., Colu
     ]
     wrapped = of_count[count - 1]
     wrapped.__annotations__ = dict.fromkeys((*names[:count], "return"), pa.Array)
-    made: Callable[..., Column] = cast(Any, arrow_udf)(wrapped, result)
-    return made
+    udf: Callable[..., Column] = cast(Any, arrow_udf)(wrapped, result)
+    return udf
 
 
 def _arguments(function: Callable[..., pa.Array]) -> int:
@@ -366,5 +366,5 @@ def _arguments(function: Callable[..., pa.Array]) -> int:
     return int(code.co_argcount) - bound
 
 
-def _whole(array: Any) -> Any:
+def _one_array(array: Any) -> Any:
     return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array

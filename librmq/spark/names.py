@@ -60,28 +60,28 @@ def plain_schema(schema: StructType) -> StructType:
     """
     from pyspark.sql.types import StringType, StructField, StructType
 
-    found: dict[str, StructField] = {}
+    fields: dict[str, StructField] = {}
     for field in schema:
         kind = field.dataType
         if field.name == "key":
             if kind.simpleString() != "binary":
                 raise ConfigError(f"column 'key': expected type binary, found {kind.simpleString()}")
             kind = StringType()
-        found.setdefault(plain_name(field.name), StructField(plain_name(field.name), kind))
-    return StructType(list(found.values()))
+        fields.setdefault(plain_name(field.name), StructField(plain_name(field.name), kind))
+    return StructType(list(fields.values()))
 
 
 @dataclass(frozen=True)
 class Renaming:
     """The columns that a reader shows, each with the column that it reads."""
 
-    shown: pa.Schema
+    schema: pa.Schema
 
     def batches(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield batches with the shown names and types."""
+        """Yield batches with the names and types of ``schema``."""
         for batch in batches:
-            columns = [batch.column(plain_name(field.name)).cast(field.type) for field in self.shown]
-            yield pa.RecordBatch.from_arrays(columns, schema=self.shown)
+            columns = [batch.column(plain_name(field.name)).cast(field.type) for field in self.schema]
+            yield pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
 
 def written_schema(columns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

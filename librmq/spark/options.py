@@ -56,26 +56,26 @@ _LARGEST_QUEUE_ID: Final = (1 << 31) - 1
 _MILLIS: Final = re.compile(r"-?\d{1,18}")
 
 
-def refuse_unknown(options: Mapping[str, str], known: Any, what: str) -> None:
-    """Raise `ConfigError` for an option outside of ``known``; names are case-insensitive."""
-    lower = {name.lower() for name in known}
+def refuse_unknown(options: Mapping[str, str], names: Any, what: str) -> None:
+    """Raise `ConfigError` for an option outside of ``names``; names are case-insensitive."""
+    lower = {name.lower() for name in names}
     for name in options:
         if name.lower() not in lower:
-            raise ConfigError(f"unknown option {name!r} for {what} rocketmq: {suggest(name, known)}")
+            raise ConfigError(f"unknown option {name!r} for {what} rocketmq: {suggest(name, names)}")
 
 
 def refuse_for_batches(options: Mapping[str, str]) -> None:
     """Raise `ConfigError` for an option that only a stream obeys."""
-    found = _known(options, _STREAM_OPTIONS)
-    if found:
-        raise ConfigError(f"option {next(iter(found))}: only a stream has it; remove it, or use a stream")
+    stream_options = _recognized(options, _STREAM_OPTIONS)
+    if stream_options:
+        raise ConfigError(f"option {next(iter(stream_options))}: only a stream has it; remove it, or use a stream")
 
 
 def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
     """Check options, whose names are case-insensitive; `ConfigError`, `FilterSyntaxError`."""
     refuse_unknown(options, READ_OPTIONS, "reading")
-    given = _known(options, READ_OPTIONS)
-    view = _choice(given, "view", ("messages", "queues", "log", "progress"), "messages")
+    values = _recognized(options, READ_OPTIONS)
+    view = _choice(values, "view", ("messages", "queues", "log", "progress"), "messages")
     if view == "progress":  # whose reader parses its own options
         raise ConfigError(
             "option view: progress is for reads with spark.read alone; here it is messages, queues or log"
@@ -83,29 +83,29 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
     if parse_names(options) == "kafka" and view != "messages":
         raise ConfigError("option names: Kafka's names are for the view messages")
     pushes_filters(options)
-    mode = _choice(given, "mode", ("FAILFAST", "PERMISSIVE", "DROPMALFORMED"), "FAILFAST", upper=True)
-    topics = _list(given, "topic")
-    if topics is not None and "topicPattern" in given:
+    mode = _choice(values, "mode", ("FAILFAST", "PERMISSIVE", "DROPMALFORMED"), "FAILFAST", upper=True)
+    topics = _list(values, "topic")
+    if topics is not None and "topicPattern" in values:
         raise ConfigError("options topic and topicPattern: expected only one of them, found both")
-    pattern = given.get("topicPattern")
+    pattern = values.get("topicPattern")
     try:
         topic_pattern = None if pattern is None else re.compile(pattern)
     except re.error as error:
         raise ConfigError(f"option topicPattern: {pattern!r} is not a regular expression: {error}") from None
-    ids = _list(given, "queueId")
-    selector = given.get("selector")
-    tags = check_filters(view, given.get("tags"), selector, "option selector")
-    begin_ms, end_ms = _millis(given, "startingTimestamp"), _millis(given, "endingTimestamp")
+    ids = _list(values, "queueId")
+    selector = values.get("selector")
+    tags = check_filters(view, values.get("tags"), selector, "option selector")
+    begin_ms, end_ms = _millis(values, "startingTimestamp"), _millis(values, "endingTimestamp")
     if begin_ms is not None and end_ms is not None and begin_ms > end_ms:
         raise ConfigError(f"option startingTimestamp: expected a time before {end_ms}, the end, found {begin_ms}")
-    starting, ending = _offsets(given, "startingOffsets", "earliest"), _offsets(given, "endingOffsets", "latest")
+    starting, ending = _offsets(values, "startingOffsets", "earliest"), _offsets(values, "endingOffsets", "latest")
     if view == "log" and (starting, ending) != ("earliest", "latest"):
         raise ConfigError(
             "options startingOffsets, endingOffsets: the view log is not read by queue; give startingTimestamp and "
             "endingTimestamp, or read the view messages"
         )
-    storage_options = _storage_options(given)
-    paths = _paths(given, storage_options)
+    storage_options = _storage_options(values)
+    paths = _paths(values, storage_options)
     if storage_options is not None and not any("://" in path for path in paths):
         raise ConfigError(f"option storageOptions: it is for URLs such as s3://bucket/store; remove it for {paths[0]}")
     return ReadOptions(
@@ -114,7 +114,7 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
         wanted=Wanted(
             topics=None if topics is None else frozenset(topics),
             topic_pattern=topic_pattern,
-            queue_ids=None if ids is None else frozenset(_queue_id(one) for one in ids),
+            queue_ids=None if ids is None else frozenset(_queue_id(text) for text in ids),
             begin_ms=begin_ms,
             end_ms=end_ms,
             tags=tags,
@@ -123,13 +123,13 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
         selector=selector,
         starting=starting,
         ending=ending,
-        fail_on_data_loss=_flag(given, "failOnDataLoss", True),
+        fail_on_data_loss=_flag(values, "failOnDataLoss", True),
         mode=cast(Mode, mode),
-        as_recovered=_flag(given, "asRecovered", False),
-        min_partitions=_whole("minPartitions", given.get("minPartitions", "1"), 1),
-        checksums=_flag(given, "checksums", True),
+        as_recovered=_flag(values, "asRecovered", False),
+        min_partitions=_whole_number("minPartitions", values.get("minPartitions", "1"), 1),
+        checksums=_flag(values, "checksums", True),
         storage_options=storage_options,
-        several=len(paths) > 1 or any(_is_glob(text) for text in (given.get("path", ""), given.get("paths", ""))),
+        several=len(paths) > 1 or any(_is_glob(text) for text in (values.get("path", ""), values.get("paths", ""))),
     )
 
 
@@ -145,12 +145,12 @@ def refuse_urls(paths: Sequence[str], what: str) -> None:
 
 def parse_names(options: Mapping[str, str]) -> str:
     """Return which names the columns have: ``rocketmq`` or ``kafka``."""
-    return _choice(_known(options, ("names",)), "names", ("rocketmq", "kafka"), "rocketmq")
+    return _choice(_recognized(options, ("names",)), "names", ("rocketmq", "kafka"), "rocketmq")
 
 
 def pushes_filters(options: Mapping[str, str]) -> bool:
     """Return whether Spark may push the conditions of a query into a batch."""
-    return _flag(_known(options, ("pushFilters",)), "pushFilters", False)
+    return _flag(_recognized(options, ("pushFilters",)), "pushFilters", False)
 
 
 @dataclass(frozen=True)
@@ -167,25 +167,25 @@ class StreamLimits:
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> StreamLimits:
         """Check options, whose names are case-insensitive; `ConfigError`."""
-        given = _known(options, READ_OPTIONS)
+        values = _recognized(options, READ_OPTIONS)
 
         def whole(name: str) -> int | None:
-            return _whole(name, given[name], 1) if name in given else None
+            return _whole_number(name, values[name], 1) if name in values else None
 
-        found = cls(
+        limits = cls(
             max_offsets=whole("maxOffsetsPerTrigger"),
             max_bytes=whole("maxBytesPerTrigger"),
             min_offsets=whole("minOffsetsPerTrigger") or 0,
-            max_delay_seconds=_duration(given.get("maxTriggerDelay", "15m")),
+            max_delay_seconds=_duration(values.get("maxTriggerDelay", "15m")),
         )
-        if "maxTriggerDelay" in given and not found.min_offsets:
+        if "maxTriggerDelay" in values and not limits.min_offsets:
             raise ConfigError("option maxTriggerDelay: it limits the wait for minOffsetsPerTrigger, which is not given")
-        if found.max_offsets is not None and found.min_offsets > found.max_offsets:
+        if limits.max_offsets is not None and limits.min_offsets > limits.max_offsets:
             raise ConfigError(
                 f"options minOffsetsPerTrigger, maxOffsetsPerTrigger: expected the first not above the second, "
-                f"found {found.min_offsets} and {found.max_offsets}"
+                f"found {limits.min_offsets} and {limits.max_offsets}"
             )
-        return found
+        return limits
 
 
 @dataclass(frozen=True)
@@ -211,62 +211,64 @@ class WriteOptions:
     def parse(cls, options: Mapping[str, str]) -> WriteOptions:
         """Check options, whose names are case-insensitive; `ConfigError`."""
         refuse_unknown(options, WRITE_OPTIONS, "writing")
-        given = _known(options, WRITE_OPTIONS)
-        if "path" not in given:
+        values = _recognized(options, WRITE_OPTIONS)
+        if "path" not in values:
             raise ConfigError(
                 "option path: expected the folder of a store, found none; INSERT INTO a table has none, because Spark "
                 'does not pass the options of a table: use df.write.format("rocketmq").mode("append").save(path)'
             )
-        if "queueId" in given and "queues" in given:
+        if "queueId" in values and "queues" in values:
             raise ConfigError("options queueId and queues: expected only one of them, found both")
         return cls(
-            path=local_path(given["path"]),
-            topic=given.get("topic"),
-            queue_id=_queue_id(given["queueId"]) if "queueId" in given else None,
-            queues=_whole("queues", given.get("queues", "4"), 1),
-            order_by=given.get("orderBy"),
-            job_id=_job_id(given.get("jobId")),
-            staging=local_path(given["staging"]) if "staging" in given else None,
-            wait_seconds=_seconds("wait", given["wait"]) if "wait" in given else cls.wait_seconds,
+            path=local_path(values["path"]),
+            topic=values.get("topic"),
+            queue_id=_queue_id(values["queueId"]) if "queueId" in values else None,
+            queues=_whole_number("queues", values.get("queues", "4"), 1),
+            order_by=values.get("orderBy"),
+            job_id=_job_id(values.get("jobId")),
+            staging=local_path(values["staging"]) if "staging" in values else None,
+            wait_seconds=_seconds("wait", values["wait"]) if "wait" in values else cls.wait_seconds,
             names=parse_names(options),
-            checkpoint=given.get("checkpointLocation"),
+            checkpoint=values.get("checkpointLocation"),
         )
 
 
 # ---------------------------------------------------------------------------------------------------- single options
 
 
-def _known(options: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+def _recognized(options: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     """Return the options of these names, which are case-insensitive."""
     return {name: options[key] for name in names for key in options if key.lower() == name.lower()}
 
 
-def _choice(given: Mapping[str, str], name: str, known: tuple[str, ...], usual: str, *, upper: bool = False) -> str:
-    text = given.get(name, usual)
-    found = text.upper() if upper else text.lower()
-    if found not in known:
-        raise ConfigError(f"option {name}: unknown value {text!r}: {suggest(text, known)}")
-    return found
+def _choice(
+    values: Mapping[str, str], name: str, choices: tuple[str, ...], default: str, *, upper: bool = False
+) -> str:
+    text = values.get(name, default)
+    choice = text.upper() if upper else text.lower()
+    if choice not in choices:
+        raise ConfigError(f"option {name}: unknown value {text!r}: {suggest(text, choices)}")
+    return choice
 
 
-def _flag(given: Mapping[str, str], name: str, usual: bool) -> bool:
-    text = given.get(name, str(usual)).lower()
+def _flag(values: Mapping[str, str], name: str, default: bool) -> bool:
+    text = values.get(name, str(default)).lower()
     if text not in ("true", "false"):
         raise ConfigError(f"option {name}: expected true or false, found {text!r}")
     return text == "true"
 
 
-def _whole(name: str, text: str, least: int) -> int:
-    if not (_MILLIS.fullmatch(text.strip()) and least <= int(text) <= LARGEST_OFFSET):
-        raise ConfigError(f"option {name}: expected a whole number of at least {least}, found {text!r}")
+def _whole_number(name: str, text: str, minimum: int) -> int:
+    if not (_MILLIS.fullmatch(text.strip()) and minimum <= int(text) <= LARGEST_OFFSET):
+        raise ConfigError(f"option {name}: expected a whole number of at least {minimum}, found {text!r}")
     return int(text)
 
 
 def _queue_id(text: str) -> int:
-    found = _whole("queueId", text, 0)
-    if found > _LARGEST_QUEUE_ID:
+    queue_id = _whole_number("queueId", text, 0)
+    if queue_id > _LARGEST_QUEUE_ID:
         raise ConfigError(f"option queueId: expected at most {_LARGEST_QUEUE_ID}, found {text!r}")
-    return found
+    return queue_id
 
 
 def _job_id(text: str | None) -> str | None:
@@ -281,23 +283,23 @@ def _job_id(text: str | None) -> str | None:
 
 def _seconds(name: str, text: str) -> float:
     try:
-        found = float(text)
+        seconds = float(text)
     except ValueError:
-        found = -1
-    if not 0 <= found < 1e9:
+        seconds = -1
+    if not 0 <= seconds < 1e9:
         raise ConfigError(f"option {name}: expected a number of seconds, found {text!r}")
-    return found
+    return seconds
 
 
 def _duration(text: str) -> float:
-    found = re.fullmatch(r"\s*(\d{1,9})\s*(ms|s|m|h)\s*", text)
-    if found is None:
+    match = re.fullmatch(r"\s*(\d{1,9})\s*(ms|s|m|h)\s*", text)
+    if match is None:
         raise ConfigError(f"option maxTriggerDelay: expected a duration such as 30s or 15m, found {text!r}")
-    return int(found[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[found[2]]
+    return int(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
-def _millis(given: Mapping[str, str], name: str) -> int | None:
-    text = given.get(name)
+def _millis(values: Mapping[str, str], name: str) -> int | None:
+    text = values.get(name)
     if text is None:
         return None
     if not _MILLIS.fullmatch(text.strip()):
@@ -305,22 +307,22 @@ def _millis(given: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _list(given: Mapping[str, str], name: str) -> list[str] | None:
-    if name not in given:
+def _list(values: Mapping[str, str], name: str) -> list[str] | None:
+    if name not in values:
         return None
-    found = [part.strip() for part in given[name].split(",") if part.strip()]
-    if not found:
-        raise ConfigError(f"option {name}: expected one or several, separated by commas, found {given[name]!r}")
-    return found
+    items = [part.strip() for part in values[name].split(",") if part.strip()]
+    if not items:
+        raise ConfigError(f"option {name}: expected one or several, separated by commas, found {values[name]!r}")
+    return items
 
 
-def _offsets(given: Mapping[str, str], name: str, usual: Literal["earliest", "latest"]) -> OffsetBounds:
+def _offsets(values: Mapping[str, str], name: str, default: Literal["earliest", "latest"]) -> OffsetBounds:
     by_time = f"{name}ByTimestamp"
-    if by_time in given:
-        if name in given:
+    if by_time in values:
+        if name in values:
             raise ConfigError(f"options {name} and {by_time}: expected only one of them, found both")
-        return OffsetTimes(_by_queue(by_time, given[by_time], 0))
-    text = given.get(name, usual).strip()
+        return OffsetTimes(_by_queue(by_time, values[by_time], 0))
+    text = values.get(name, default).strip()
     if text.lower() == "earliest":
         return "earliest"
     if text.lower() == "latest":
@@ -328,27 +330,27 @@ def _offsets(given: Mapping[str, str], name: str, usual: Literal["earliest", "la
     return _by_queue(name, text, EARLIEST)
 
 
-def _by_queue(name: str, text: str, least: int) -> Mapping[str, Any]:
+def _by_queue(name: str, text: str, minimum: int) -> Mapping[str, Any]:
     try:
-        found = json.loads(text)
-        _check_offsets(found, least)
+        document = json.loads(text)
+        _check_offsets(document, minimum)
     except (ValueError, RecursionError):
         expected = (
             'JSON of milliseconds since 1970 like {"TopicA": {"0": 1700000000000}}'
-            if least == 0
+            if minimum == 0
             else 'earliest, latest, or JSON like {"TopicA": {"0": 23, "1": -1}} (-2 is earliest, -1 latest)'
         )
         raise ConfigError(f"option {name}: expected {expected}, found {text[:200]!r}") from None
-    return cast(Mapping[str, Any], found)
+    return cast(Mapping[str, Any], document)
 
 
-def _check_offsets(found: Any, least: int, depth: int = 0) -> None:
-    if not isinstance(found, dict):
+def _check_offsets(document: Any, minimum: int, depth: int = 0) -> None:
+    if not isinstance(document, dict):
         raise ValueError
-    for name, below in found.items():
+    for name, below in document.items():
         if isinstance(below, dict) and depth < 2:
-            _check_offsets(below, least, depth + 1)
-        elif depth == 0 or type(below) is not int or not least <= below <= LARGEST_OFFSET or not name.isdigit():
+            _check_offsets(below, minimum, depth + 1)
+        elif depth == 0 or type(below) is not int or not minimum <= below <= LARGEST_OFFSET or not name.isdigit():
             raise ValueError
 
 
@@ -356,34 +358,34 @@ def _is_glob(text: str) -> bool:
     return any(character in text for character in "*?[")
 
 
-def _storage_options(given: Mapping[str, str]) -> Mapping[str, Any] | None:
-    if "storageOptions" not in given:
+def _storage_options(values: Mapping[str, str]) -> Mapping[str, Any] | None:
+    if "storageOptions" not in values:
         return None
     try:
-        found = json.loads(given["storageOptions"])
+        document = json.loads(values["storageOptions"])
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        document = None
+    if not isinstance(document, dict):
         raise ConfigError(
             'option storageOptions: expected arguments of the file system as JSON like {"anon": true}, '
             "found something else"  # it may hold keys
         )
-    return found
+    return document
 
 
-def _paths(given: Mapping[str, str], storage_options: Mapping[str, Any] | None) -> tuple[str, ...]:
+def _paths(values: Mapping[str, str], storage_options: Mapping[str, Any] | None) -> tuple[str, ...]:
     texts: list[str] = []
-    if "paths" in given:
+    if "paths" in values:
         try:
-            texts = list(json.loads(given["paths"]))
+            texts = list(json.loads(values["paths"]))
         except (ValueError, TypeError):
-            texts = given["paths"].split(",")
-    if given.get("path"):
-        whole = located(os.path.expanduser(given["path"]), storage_options)
-        texts += [given["path"]] if isinstance(whole, str) and os.path.exists(whole) else given["path"].split(",")
+            texts = values["paths"].split(",")
+    if values.get("path"):
+        single = located(os.path.expanduser(values["path"]), storage_options)
+        texts += [values["path"]] if isinstance(single, str) and os.path.exists(single) else values["path"].split(",")
     if not texts:
         raise ConfigError("option path: expected the folder of a store, found none")
-    found: list[str] = []
+    paths: list[str] = []
     for text in texts:
         store = located(os.path.expanduser(text.strip()), storage_options)
         path = store.url if isinstance(store, RemoteStore) else store
@@ -393,8 +395,8 @@ def _paths(given: Mapping[str, str], storage_options: Mapping[str, Any] | None) 
             matches = sorted(filter(os.path.isdir, glob.glob(path)))
             if not matches:
                 raise ConfigError(f"option path: no folder matches {path}")
-        found += [match for match in matches if match not in found]
-    return tuple(found)
+        paths += [match for match in matches if match not in paths]
+    return tuple(paths)
 
 
 def local_path(text: str) -> str:

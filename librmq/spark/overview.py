@@ -63,22 +63,22 @@ def overview(
 
     Unreadable records are left out and listed as damage.
     """
-    wanted = ReportScope.of(dict(only or {}))
+    scope = ReportScope.of(dict(only or {}))
     folders = stores.paths_of(paths)
     names = short_names(folders)
-    parts = _parts(spark, names, wanted)
+    parts = _parts(spark, names, scope)
     damaged = any(part.damage or part.summary.error for part in parts.values())
     mode: Mode = "DROPMALFORMED" if damaged else "FAILFAST"
     messages = stores.messages(spark, folders, _COLUMNS, mode=mode, **source_options(dict(only or {}))).cache()
     try:
-        sums = _Sums(messages, window_s, wanted)
+        sums = _Sums(messages, window_s, scope)
         axis = sums.axis
-        found = {folder: sums.of(folder, names[folder]) for folder in folders}
+        sums_by_folder = {folder: sums.of(folder, names[folder]) for folder in folders}
     finally:
         messages.unpersist()
     filters = _filters(spark, names, dict(only or {}), "skip" if damaged else "fail")
-    whole = [_joined(parts[folder], found[folder], filters.get(folder, ())) for folder in folders]
-    return join_parts(whole, axis, wanted, title=title, window_s=window_s)
+    joined = [_joined(parts[folder], sums_by_folder[folder], filters.get(folder, ())) for folder in folders]
+    return join_parts(joined, axis, scope, title=title, window_s=window_s)
 
 
 def _joined(part: ReportPart, sums: ReportPart, filters: Sequence[FilterMatch]) -> ReportPart:
@@ -95,28 +95,28 @@ def _joined(part: ReportPart, sums: ReportPart, filters: Sequence[FilterMatch]) 
 # ------------------------------------------------------------------------------------------------- a task for a store
 
 
-def _parts(spark: SparkSession, names: dict[str, str], wanted: ReportScope) -> dict[str, ReportPart]:
+def _parts(spark: SparkSession, names: dict[str, str], scope: ReportScope) -> dict[str, ReportPart]:
     """Return the part of each store that needs no pass over its messages, found in a task for each."""
     rows = spark.createDataFrame(list(names.items()), "store string, name string")
 
     def survey(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
 
-        for one in (row for batch in batches for row in batch.to_pylist()):
-            text = _survey(one["store"], one["name"], wanted)
-            yield pa.RecordBatch.from_pydict({"store": [one["store"]], "report": [text]})
+        for row in (row for batch in batches for row in batch.to_pylist()):
+            text = _survey(row["store"], row["name"], scope)
+            yield pa.RecordBatch.from_pydict({"store": [row["store"]], "report": [text]})
 
-    found = rows.repartition(len(names), "store").mapInArrow(survey, "store string, report string").collect()
-    return {row["store"]: _part(Report.from_json(row["report"])) for row in found}
+    reports = rows.repartition(len(names), "store").mapInArrow(survey, "store string, report string").collect()
+    return {row["store"]: _part(Report.from_json(row["report"])) for row in reports}
 
 
-def _survey(path: str, name: str, wanted: ReportScope) -> str:
+def _survey(path: str, name: str, scope: ReportScope) -> str:
     try:
         with StoreView.open(path) as view:
-            part = survey_findings(view, name, wanted, limits=Thresholds(), check=True)
+            part = survey_findings(view, name, scope, limits=Thresholds(), check=True)
     except CorruptionError as error:
         part = broken_store(path, name, error)
-    return join_parts([part], None, wanted, title=None, window_s=WINDOW_S).to_json()
+    return join_parts([part], None, scope, title=None, window_s=WINDOW_S).to_json()
 
 
 def _part(report: Report) -> ReportPart:
@@ -140,19 +140,19 @@ class _Total:
 class _Sums:
     """Sums over the messages of all stores, as `librmq.diagnosis.survey.traffic` makes them of one."""
 
-    def __init__(self, messages: DataFrame, window_s: float, wanted: ReportScope) -> None:
+    def __init__(self, messages: DataFrame, window_s: float, scope: ReportScope) -> None:
         stored, born = F.unix_millis("storeTimestamp"), F.unix_millis("bornTimestamp")
         by_topic = messages.groupBy("store", "topic").agg(
             F.count("*"), F.sum("size"), F.min(stored), F.max(stored), F.max(stored - born)
         )
-        self._wanted = wanted
+        self._scope = scope
         self._totals: dict[str, dict[str, _Total]] = defaultdict(dict)
         for store, topic, *values in by_topic.collect():
             self._totals[store][topic] = _Total(*values)
         every = [total for topics in self._totals.values() for total in topics.values()]
         self.axis = None
         if every:
-            self.axis = TimeAxis.over(min(one.first_ms for one in every), max(one.last_ms for one in every))
+            self.axis = TimeAxis.over(min(total.first_ms for total in every), max(total.last_ms for total in every))
             interval = F.floor((stored - F.lit(self.axis.begin_ms)) / F.lit(self.axis.interval_ms)).cast("int")
             self._stored = _counts(messages, interval)
         else:
@@ -163,10 +163,10 @@ class _Sums:
         self._delays = _counts(messages, at)
         attempt = F.greatest(F.least("reconsumeTimes", F.lit(ATTEMPTS)), F.lit(1))
         self._attempts = _counts(messages.where(F.col("topic").startswith(RETRY_PREFIX)), attempt)
-        own = _own(messages)
-        self._keys = skew(own, "key", MOST_OF_A_TOPIC + 1).where("messages > 1").collect()
+        produced = _messages_of_producers(messages)
+        self._keys = skew(produced, "key", MOST_OF_A_TOPIC + 1).where("messages > 1").collect()
         self._repeated = (
-            duplicates(own, window_s)
+            duplicates(produced, window_s)
             .groupBy("store", "topic")
             .agg(F.count("*"), F.count(F.when(F.col("resend"), 1)), F.countDistinct("key"), F.min("secondsAfter"))
             .collect()
@@ -175,16 +175,16 @@ class _Sums:
     def of(self, store: str, name: str) -> ReportPart:
         """Return the sums of one store."""
         totals = self._totals.get(store, {})
-        largest = sorted(totals.items(), key=lambda one: (-one[1].messages, one[0]))
+        largest = sorted(totals.items(), key=lambda item: (-item[1].messages, item[0]))
         topics = tuple(self._topic(store, name, topic, total) for topic, total in largest)
         summary = _no_summary(name, store)._replace(
-            messages=sum(one.messages for one in topics),
-            bytes=sum(one.bytes for one in topics),
-            first_ms=min((one.first_ms for one in topics), default=None),
-            last_ms=max((one.last_ms for one in topics), default=None),
+            messages=sum(topic.messages for topic in topics),
+            bytes=sum(topic.bytes for topic in topics),
+            first_ms=min((topic.first_ms for topic in topics), default=None),
+            last_ms=max((topic.last_ms for topic in topics), default=None),
         )
         keys = {(row["topic"], row["key"]): row for row in self._keys if row["store"] == store}
-        listed = most_frequent((row["messages"], *of) for of, row in keys.items())
+        listed = most_frequent((row["messages"], *key) for key, row in keys.items())
         return ReportPart(
             summary=summary,
             topics=topics,
@@ -196,7 +196,7 @@ class _Sums:
             retries=tuple(
                 RetriedMessages(name, group, _list(self._attempts[store, topic], ATTEMPTS, 1))
                 for topic in sorted(totals)
-                if topic.startswith(RETRY_PREFIX) and self._wanted.has_group(group := topic.removeprefix(RETRY_PREFIX))
+                if topic.startswith(RETRY_PREFIX) and self._scope.has_group(group := topic.removeprefix(RETRY_PREFIX))
             ),
             keys=tuple(
                 FrequentKey(name, topic, key, count, keys[topic, key]["share"], False, cut)
@@ -204,8 +204,8 @@ class _Sums:
             ),
             repeated=tuple(
                 RepeatedKeys(name, topic, count, resent, keyed, max(0.0, after), False)
-                for of, topic, count, resent, keyed, after in sorted(self._repeated)
-                if of == store
+                for folder, topic, count, resent, keyed, after in sorted(self._repeated)
+                if folder == store
             ),
         )
 
@@ -222,33 +222,33 @@ def _no_summary(name: str, path: str) -> Any:
     return StoreSummary(name, path, None, None, None, None, 0, 0, None, None)
 
 
-def _counts(messages: DataFrame, of: Any) -> dict[tuple[str, str], dict[int, int]]:
+def _counts(messages: DataFrame, column: Any) -> dict[tuple[str, str], dict[int, int]]:
     """Return the number of messages by store and topic, and by another value."""
-    found: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
-    for store, topic, value, count in messages.groupBy("store", "topic", of.alias("value")).count().collect():
-        found[store, topic][value] = count
-    return found
+    counts: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+    for store, topic, value, count in messages.groupBy("store", "topic", column.alias("value")).count().collect():
+        counts[store, topic][value] = count
+    return counts
 
 
 def _list(counts: dict[int, int], length: int, first: int = 0) -> tuple[int, ...]:
     return tuple(counts.get(first + at, 0) for at in range(length))
 
 
-def _own(messages: DataFrame) -> DataFrame:
+def _messages_of_producers(messages: DataFrame) -> DataFrame:
     """Return the messages of producers."""
     topic = F.col("topic")
     return first_sends(messages).where(~topic.isin(*sorted(SYSTEM_TOPICS)) & ~topic.startswith(SYSTEM_PREFIX))
 
 
 def _filters(spark: SparkSession, names: dict[str, str], only: Settings, damaged: str) -> dict[str, list[FilterMatch]]:
-    known = PIPELINES["filters"].settings
-    settings = {name: value for name, value in {**only, "damaged": damaged}.items() if name in known}
-    found: dict[str, list[FilterMatch]] = defaultdict(list)
+    setting_names = PIPELINES["filters"].settings
+    settings = {name: value for name, value in {**only, "damaged": damaged}.items() if name in setting_names}
+    matches: dict[str, list[FilterMatch]] = defaultdict(list)
     for row in run(spark, "filters", list(names), settings).collect():
-        found[row["store"]].append(
+        matches[row["store"]].append(
             FilterMatch(
                 names[row["store"]], row["group"], row["topic"], row["expression"], row["messages"], row["matched"],
                 row["bytes"], row["matchedBytes"],
             )
         )  # fmt: skip
-    return found
+    return matches

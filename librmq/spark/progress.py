@@ -39,18 +39,18 @@ def is_progress(options: Mapping[str, str]) -> bool:
     return any(name.lower() == "view" and text.lower() == _VIEW for name, text in options.items())
 
 
-def _options(given: Mapping[str, str]) -> ReadOptions:
-    for name in given:
+def _options(values: Mapping[str, str]) -> ReadOptions:
+    for name in values:
         if name.lower() not in map(str.lower, _OPTIONS):
             raise ConfigError(f"option {name}: the view progress has only {', '.join(_OPTIONS[3:])}; remove it")
-    options = parse_read_options({name: text for name, text in given.items() if name.lower() != "view"})
+    options = parse_read_options({name: text for name, text in values.items() if name.lower() != "view"})
     refuse_urls(options.paths, "the view progress reads")
     return replace(options, wanted=replace(options.wanted, internal=True))
 
 
-def progress_schema(given: Mapping[str, str]) -> StructType:
+def progress_schema(values: Mapping[str, str]) -> StructType:
     """Return the columns of a read without a schema; those of several stores have ``store`` too."""
-    several = _options(given).several
+    several = _options(values).several
     return StructType([StructField(name, kind) for name, kind in _TYPES.items() if several or name != "store"])
 
 
@@ -62,10 +62,10 @@ class _StorePartition(InputPartition):
 class ProgressReader(DataSourceReader):
     """Reads each store's tables in a task of its own."""
 
-    def __init__(self, given: Mapping[str, str], schema: StructType) -> None:
+    def __init__(self, values: Mapping[str, str], schema: StructType) -> None:
         from pyspark.sql.pandas.types import to_arrow_schema
 
-        self._options = _options(given)
+        self._options = _options(values)
         for column in schema.fields:
             if column.name not in _TYPES:
                 raise ConfigError(f"the view progress has no column {column.name!r}: {suggest(column.name, _TYPES)}")
@@ -86,12 +86,12 @@ class ProgressReader(DataSourceReader):
 
         assert isinstance(partition, _StorePartition)
         columns = [*zip(*self._rows(partition.path), strict=True)] or [()] * len(_TYPES)
-        found = dict(zip(_TYPES, columns, strict=True))
-        arrays = [pa.array(found[column.name], column.type) for column in self._schema]
+        values = dict(zip(_TYPES, columns, strict=True))
+        arrays = [pa.array(values[column.name], column.type) for column in self._schema]
         yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
     def _rows(self, path: str) -> Iterable[tuple[str, str, int | None, int | None, str | None, str]]:
-        tables, wanted = BrokerTables.open(os.path.join(path, directory.CONFIG)), self._options.wanted
+        tables, conditions = BrokerTables.open(os.path.join(path, directory.CONFIG)), self._options.wanted
         filters = {
             (group, topic): str(row["expression"])
             for topic, of_topic in tables.filters.items()
@@ -102,8 +102,8 @@ class ProgressReader(DataSourceReader):
             topic, _, group = name.rpartition("@")
             expression = filters.pop((group, topic), None)
             for queue_id, offset in sorted(offsets.items()):
-                if wanted.queue(topic, queue_id):
+                if conditions.queue(topic, queue_id):
                     yield group, topic, queue_id, offset, expression, path
         for (group, topic), expression in sorted(filters.items()):  # registered, and nothing consumed yet
-            if wanted.topic(topic) and wanted.queue_ids is None:
+            if conditions.topic(topic) and conditions.queue_ids is None:
                 yield group, topic, None, None, expression, path

@@ -121,8 +121,8 @@ class _State:
     @classmethod
     def read(cls, path: str) -> _State:
         try:
-            found = json.loads(DiskFiles().read(path))
-            return cls(**(found | {"parts": tuple(found["parts"])}))
+            document = json.loads(DiskFiles().read(path))
+            return cls(**(document | {"parts": tuple(document["parts"])}))
         except (ValueError, TypeError, KeyError) as error:
             raise CorruptionError(path, 0, "config", f"expected the state of an incremental run: {error}") from None
 
@@ -146,28 +146,28 @@ def run_incrementally(
         DataLossError: Retention deleted messages that no run has read; ``damaged=skip`` continues after them.
         StoreLockedError: Another process runs in ``out``.
     """
-    given = dict(settings or {})
-    pipeline = find(name, given)
+    chosen_settings = dict(settings or {})
+    pipeline = find(name, chosen_settings)
     if not isinstance(pipeline.source, OfMessages):
         raise ConfigError(
             f"pipeline {name}: it shows the present state, which append=True (--append) keeps for each run"
         )
-    for one in ("starting_offsets", "ending_offsets"):
-        if one in given:
-            raise ConfigError(f"setting {one}: an incremental run chooses the offsets; leave it out")
+    for setting in ("starting_offsets", "ending_offsets"):
+        if setting in chosen_settings:
+            raise ConfigError(f"setting {setting}: an incremental run chooses the offsets; leave it out")
     out = os.path.abspath(out)
     _check_increments(out)
     make_folders(DiskFiles(), out)
     with _locked(out):
-        before = _last_state(out, name, given)
-        inputs = Inputs(spark, stores.paths_of(paths), given)
+        before = _last_state(out, name, chosen_settings)
+        inputs = Inputs(spark, stores.paths_of(paths), chosen_settings)
         missing = before.ends.keys() - set(inputs.paths)
         if missing:
             raise ConfigError(f"{out}: an earlier run read {min(missing)}; name all stores of the earlier runs")
         _delete_others(os.path.join(out, "messages"), "", before.parts)
         _delete_others(os.path.join(out, "runs"), "", [_folder(before.run)])
-        read = pipeline.source.reads(given)
-        skips = given.get("damaged") == "skip"
+        read = pipeline.source.reads(chosen_settings)
+        skips = chosen_settings.get("damaged") == "skip"
         starting, ending, is_damaged = _range(read, inputs.paths, before.ends, strict=not skips)
         run, parts, count, skipped = before.run + 1, before.parts, _count(starting, ending), LeftOut()
         has_news = count > 0 or not parts
@@ -181,13 +181,13 @@ def run_incrementally(
         if has_news:
             fresh = read.of(spark, inputs.paths, **new)
             if len(parts) >= _MOST_PARTS:
-                fresh, parts = _kept(spark, out, read, parts).unionByName(fresh), ()
+                fresh, parts = _stored_messages(spark, out, read, parts).unionByName(fresh), ()
             parts = (*parts, _folder(run))
             _write(fresh, os.path.join(out, "messages", parts[-1]), ())
-        result = pipeline.result(inputs, _kept(spark, out, read, parts))
+        result = pipeline.result(inputs, _stored_messages(spark, out, read, parts))
         _check_columns(result, partition_by)
         target = os.path.join(out, "runs", _folder(run))
-        state = _State(name, _pinned(given), _joined(before.ends, ending), parts, run)
+        state = _State(name, _pinned(chosen_settings), _joined(before.ends, ending), parts, run)
         _write(result, target, partition_by, json.dumps(vars(state)).encode())
         _link(out, target)
         return Increment(os.path.join(out, "latest"), count, skipped, _lost(before.ends, starting))
@@ -208,9 +208,9 @@ def _last_state(out: str, name: str, settings: Settings) -> _State:
         return _State(name, _pinned(settings))
     state = _State.read(os.path.join(latest, _STATE))
     if (state.pipeline, state.settings) != (name, _pinned(settings)):
-        told = ", ".join(f"{one}={value}" for one, value in state.settings.items()) or "no settings"
+        description = ", ".join(f"{setting}={value}" for setting, value in state.settings.items()) or "no settings"
         raise ConfigError(
-            f"{out} was begun by the pipeline {state.pipeline} with {told}; keep them, or name another folder"
+            f"{out} was begun by the pipeline {state.pipeline} with {description}; keep them, or name another folder"
         )
     return state
 
@@ -220,21 +220,21 @@ def _range(read: MessageRead, paths: Sequence[str], ends: Ends, *, strict: bool)
     is_damaged = False
     starting: Ends = {}
     ending: Ends = {}
-    usual = {} if read.own or "topic" in read.options else {"topicPattern": "(?s).*"}
+    default_topics = {} if read.first_sends_only or "topic" in read.options else {"topicPattern": "(?s).*"}
     for path in paths:
-        options = parse_read_options({**usual, **read.options, "path": path})
+        options = parse_read_options({**default_topics, **read.options, "path": path})
         with PlannedStore.open(
             path, options.wanted, options.mode, as_recovered=options.as_recovered, checksums=options.checksums
         ) as store:
             is_damaged |= bool(store.damage)
             for (topic, queue_id), queue in store.queues.items():
-                known = ends.get(path, {}).get(topic, {}).get(str(queue_id))
-                if strict and known is not None and not queue.begin <= known <= queue.end:
+                last_end = ends.get(path, {}).get(topic, {}).get(str(queue_id))
+                if strict and last_end is not None and not queue.begin <= last_end <= queue.end:
                     raise DataLossError(
-                        f"{path}: topic {topic!r}, queue {queue_id}: the last run ended at offset {known}, but the "
+                        f"{path}: topic {topic!r}, queue {queue_id}: the last run ended at offset {last_end}, but the "
                         f"queue holds {queue.begin} to {queue.end} (setting damaged=skip continues with these)"
                     )
-                begin = known if known is not None and queue.begin <= known <= queue.end else queue.begin
+                begin = last_end if last_end is not None and queue.begin <= last_end <= queue.end else queue.begin
                 starting.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = begin
                 ending.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = queue.end
     return starting, ending, is_damaged
@@ -270,7 +270,7 @@ def _joined(before: Ends, now: Ends) -> Ends:
     }
 
 
-def _kept(spark: SparkSession, out: str, read: MessageRead, parts: Sequence[str]) -> DataFrame:
+def _stored_messages(spark: SparkSession, out: str, read: MessageRead, parts: Sequence[str]) -> DataFrame:
     return spark.read.schema(read.columns).parquet(*(os.path.join(out, "messages", part) for part in parts))
 
 
@@ -299,11 +299,11 @@ def _check_increments(out: str) -> None:
         _refuse_others(out, os.path.join(out, name), rf"\d{{6,}}|{_UNFINISHED}.*")
 
 
-def _refuse_others(out: str, folder: str, known: str) -> None:
+def _refuse_others(out: str, folder: str, own_names: str) -> None:
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
-        if not re.fullmatch(rf"{known}|{_UNFINISHED}.*", name):
-            found = os.path.relpath(os.path.join(folder, name), out)
-            raise ConfigError(f"{out} holds {found}, which is no result of a pipeline; name another folder")
+        if not re.fullmatch(rf"{own_names}|{_UNFINISHED}.*", name):
+            path = os.path.relpath(os.path.join(folder, name), out)
+            raise ConfigError(f"{out} holds {path}, which is no result of a pipeline; name another folder")
 
 
 def _check_earlier_runs(out: str, frame: DataFrame, partition_by: Sequence[str]) -> None:
@@ -317,8 +317,8 @@ def _check_earlier_runs(out: str, frame: DataFrame, partition_by: Sequence[str])
 
         partitions = [folder.partition("=")[0] for folder in folders]
         if partitions != list(partition_by):
-            found = f"partitioned by {', '.join(partitions) or 'nothing'}"
-            raise ConfigError(f"partition_by: the earlier runs in {out} are {found}; use the same, or another folder")
+            layout = f"partitioned by {', '.join(partitions) or 'nothing'}"
+            raise ConfigError(f"partition_by: the earlier runs in {out} are {layout}; use the same, or another folder")
         columns = [*pq.read_schema(os.path.join(below, file)).names, *partitions]
         if set(columns) != set(frame.columns):
             raise ConfigError(
@@ -375,8 +375,8 @@ def _write(frame: DataFrame, target: str, partition_by: Sequence[str], state: by
     if state is not None:
         DiskFiles().write(os.path.join(unfinished, _STATE), state)
     for below, _, names in os.walk(unfinished):
-        for one in names:
-            with open(os.path.join(below, one), "rb") as file:
+        for file_name in names:
+            with open(os.path.join(below, file_name), "rb") as file:
                 os.fsync(file.fileno())
         DiskFiles().flush_folder(below)
     with suppress(FileNotFoundError):
@@ -419,10 +419,10 @@ def _link(out: str, target: str) -> None:
     DiskFiles().flush_folder(out)
 
 
-def _delete_others(folder: str, prefix: str, kept: Sequence[str]) -> None:
+def _delete_others(folder: str, prefix: str, current: Sequence[str]) -> None:
     """Delete what killed or earlier runs left in ``folder``."""
     if not os.path.isdir(folder):
         return
     for name in os.listdir(folder):
-        if name.startswith(prefix) and name not in kept:
+        if name.startswith(prefix) and name not in current:
             shutil.rmtree(os.path.join(folder, name))

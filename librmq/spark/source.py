@@ -60,8 +60,10 @@ class RocketMQDataSource(DataSource):
         self._creates_table = options.get("provider", "").lower() == "rocketmq"
         if self._creates_table:
             # CREATE TABLE passes the properties of the table as well; options occur again with a prefix.
-            own = {name.removeprefix(_OPTION): value for name, value in options.items() if name.startswith(_OPTION)}
-            options = own | {name: value for name, value in options.items() if name.lower() == "path"}
+            named_options = {
+                name.removeprefix(_OPTION): value for name, value in options.items() if name.startswith(_OPTION)
+            }
+            options = named_options | {name: value for name, value in options.items() if name.lower() == "path"}
         super().__init__(options)
         refuse_unknown(options, {*READ_OPTIONS, *WRITE_OPTIONS}, "format")
 
@@ -70,18 +72,18 @@ class RocketMQDataSource(DataSource):
         """Return the name of the format."""
         return "rocketmq"
 
-    def _given(self, schema: StructType) -> dict[str, str]:
+    def _options_of(self, schema: StructType) -> dict[str, str]:
         """Return the options of a read, which the schema of a table can hold."""
-        given = dict(self.options)
-        if not given:  # Spark reads a table of the catalog without its options
-            kept = [field.metadata[_OPTIONS_OF_TABLE] for field in schema if _OPTIONS_OF_TABLE in field.metadata]
-            if not kept:
+        options = dict(self.options)
+        if not options:  # Spark reads a table of the catalog without its options
+            documents = [field.metadata[_OPTIONS_OF_TABLE] for field in schema if _OPTIONS_OF_TABLE in field.metadata]
+            if not documents:
                 raise ConfigError(
                     "no option path: Spark passes no options of a table that was created with columns; "
                     "write CREATE TABLE … USING rocketmq OPTIONS (path '…') without columns"
                 )
-            given = json.loads(kept[0])
-        return given
+            options = json.loads(documents[0])
+        return options
 
     def schema(self) -> StructType:
         """Return the columns of a read without a schema."""
@@ -92,14 +94,14 @@ class RocketMQDataSource(DataSource):
 
         options = dict(self.options)
         if is_progress(options):
-            found = progress_schema(options)
+            schema = progress_schema(options)
         else:
-            found = schema_of(default_columns(parse_read_options(options)))
+            schema = schema_of(default_columns(parse_read_options(options)))
         if parse_names(options) == "kafka":
-            found = kafka_schema(found)
+            schema = kafka_schema(schema)
         if self._creates_table:
-            found.fields[0].metadata = {_OPTIONS_OF_TABLE: json.dumps(dict(self.options))}
-        return found
+            schema.fields[0].metadata = {_OPTIONS_OF_TABLE: json.dumps(dict(self.options))}
+        return schema
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch."""
@@ -107,14 +109,14 @@ class RocketMQDataSource(DataSource):
         from librmq.spark.progress import ProgressReader, is_progress
 
         refuse_for_batches(self.options)  # a table of the catalog can have options for streams
-        given = self._given(schema)
-        if is_progress(given):
-            return ProgressReader(given, schema)
-        options = parse_read_options(given)
+        values = self._options_of(schema)
+        if is_progress(values):
+            return ProgressReader(values, schema)
+        options = parse_read_options(values)
         # Spark refuses a reader with filters if the session does not push any. It also keeps one plan for a frame, the
         # last one, and uses it for every other scan of the frame, so pushing is safe only where the user asks for it.
-        kind = PushingReader if _PUSHING in sys.modules and pushes_filters(given) else Reader
-        return kind(options, *read_schema(schema, options, given))
+        kind = PushingReader if _PUSHING in sys.modules and pushes_filters(values) else Reader
+        return kind(options, *read_schema(schema, options, values))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
         """Return the reader of a stream."""
@@ -123,14 +125,14 @@ class RocketMQDataSource(DataSource):
         from librmq.spark.stream import RefusedStream, StreamReader
 
         try:
-            given = self._given(schema)
-            if is_progress(given):
+            values = self._options_of(schema)
+            if is_progress(values):
                 raise ConfigError("option view: progress is for batch reads; a stream reads messages or queues")
-            options = parse_read_options(given)
+            options = parse_read_options(values)
             refuse_urls(options.paths, "a stream reads")
             if pushes_filters(self.options):
                 raise ConfigError("option pushFilters: Spark pushes no conditions into a stream; use the other options")
-            return StreamReader(options, StreamLimits.parse(given), *read_schema(schema, options, given))
+            return StreamReader(options, StreamLimits.parse(values), *read_schema(schema, options, values))
         except RmqError as error:  # Spark would hide it behind its own error
             return RefusedStream(error)
 
@@ -166,8 +168,8 @@ class Reader(DataSourceReader):
         from librmq.columns.remote import RemoteFiles, RemoteStore, located
         from librmq.columns.sharing import plan_for_others
 
-        found = [located(path, self._options.storage_options) for path in self._options.paths if "://" in path]
-        stores = {one.url: one for one in found if isinstance(one, RemoteStore)}
+        remote = [located(path, self._options.storage_options) for path in self._options.paths if "://" in path]
+        stores = {store.url: store for store in remote if isinstance(store, RemoteStore)}
         return [PartPartition(part) for part in plan_for_others(self._options, RemoteFiles(stores) if stores else None)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -188,14 +190,14 @@ class PushingReader(Reader):
         from librmq.spark.names import plain_name
 
         for filter_ in filters:
-            name, whole = ".".join(getattr(filter_, "attribute", ())), False
+            name, is_covered = ".".join(getattr(filter_, "attribute", ())), False
             if name == CORRUPT and isinstance(filter_, IsNotNull):
-                self._options, whole = replace(self._options, predicate=self._damaged()), True
+                self._options, is_covered = replace(self._options, predicate=self._damaged()), True
             elif name:
                 name = name if self._renaming is None else plain_name(name)
-                wanted, whole = _narrowed(self._options, filter_, name)
-                self._options = replace(self._options, wanted=wanted)
-            if not whole:
+                conditions, is_covered = _narrowed(self._options, filter_, name)
+                self._options = replace(self._options, wanted=conditions)
+            if not is_covered:
                 yield filter_
 
     def _damaged(self) -> Predicate:
@@ -210,39 +212,43 @@ class PushingReader(Reader):
 
 def _narrowed(options: ReadOptions, filter_: Filter, name: str) -> tuple[Wanted, bool]:
     """Narrow what is wanted by a filter of Spark; return it, and whether it covers the whole filter."""
-    wanted, view, value = options.wanted, options.view, getattr(filter_, "value", None)
+    conditions, view, value = options.wanted, options.view, getattr(filter_, "value", None)
     if view == "log":
-        return wanted, False
+        return conditions, False
     if isinstance(filter_, IsNotNull):
-        return wanted, options.mode != "PERMISSIVE" and name in _NEVER_NULL
+        return conditions, options.mode != "PERMISSIVE" and name in _NEVER_NULL
     values: tuple[Any, ...] | None = None
     if isinstance(filter_, EqualTo | EqualNullSafe):
         values = (value,)
     elif isinstance(filter_, In):
         values = tuple(filter_.value)
-    if name == "topic" and values is not None and all(isinstance(one, str) for one in values):
+    if name == "topic" and values is not None and all(isinstance(item, str) for item in values):
         # Topics that the options exclude stay excluded.
-        return replace(wanted, topics=frozenset(one for one in values if wanted.topic(one)), topic_pattern=None), True
-    if name == "queueId" and values is not None and all(type(one) is int for one in values):
-        known = wanted.queue_ids
-        return replace(wanted, queue_ids=frozenset(one for one in values if known is None or one in known)), True
+        return replace(
+            conditions, topics=frozenset(item for item in values if conditions.topic(item)), topic_pattern=None
+        ), True
+    if name == "queueId" and values is not None and all(type(item) is int for item in values):
+        queue_ids = conditions.queue_ids
+        return replace(
+            conditions, queue_ids=frozenset(item for item in values if queue_ids is None or item in queue_ids)
+        ), True
     if name == "queueOffset" and (bounds := _bounds(filter_, value)) is not None:
         begin, end = bounds
         return replace(
-            wanted, begin_offset=max(wanted.begin_offset, begin), end_offset=min(wanted.end_offset, end)
+            conditions, begin_offset=max(conditions.begin_offset, begin), end_offset=min(conditions.end_offset, end)
         ), True
     if name == "storeTimestamp" and view == "messages" and isinstance(value, datetime):
         moment = value.replace(tzinfo=value.tzinfo or UTC)
         millis = int((moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() * 1000)
         if isinstance(filter_, GreaterThan | GreaterThanOrEqual | EqualTo):
-            wanted = replace(wanted, begin_ms=max(wanted.begin_ms or 0, millis - 1))
+            conditions = replace(conditions, begin_ms=max(conditions.begin_ms or 0, millis - 1))
         if isinstance(filter_, LessThan | LessThanOrEqual | EqualTo):
             end = millis + 2
-            wanted = replace(wanted, end_ms=end if wanted.end_ms is None else min(wanted.end_ms, end))
-        return wanted, False
-    if name == "tags" and wanted.tags is None and values is not None and all(_is_tag(one) for one in values):
-        return replace(wanted, tags="||".join(values)), False
-    return wanted, False
+            conditions = replace(conditions, end_ms=end if conditions.end_ms is None else min(conditions.end_ms, end))
+        return conditions, False
+    if name == "tags" and conditions.tags is None and values is not None and all(_is_tag(item) for item in values):
+        return replace(conditions, tags="||".join(values)), False
+    return conditions, False
 
 
 def _is_tag(value: object) -> bool:
@@ -250,13 +256,13 @@ def _is_tag(value: object) -> bool:
 
 
 def _bounds(filter_: Filter, value: Any) -> tuple[int, int] | None:
-    most = (1 << 63) - 1
+    largest = (1 << 63) - 1
     if type(value) is not int:
         return None
     if isinstance(filter_, EqualTo):
         return value, value + 1
     if isinstance(filter_, GreaterThan | GreaterThanOrEqual):
-        return value + isinstance(filter_, GreaterThan), most
+        return value + isinstance(filter_, GreaterThan), largest
     if isinstance(filter_, LessThan | LessThanOrEqual):
         return 0, value + isinstance(filter_, LessThanOrEqual)
     return None
@@ -273,14 +279,14 @@ def schema_of(columns: list[str]) -> StructType:
 
 
 def read_schema(
-    schema: StructType, options: ReadOptions, given: Mapping[str, str]
+    schema: StructType, options: ReadOptions, values: Mapping[str, str]
 ) -> tuple[pa.Schema, Renaming | None]:
-    """Return the columns to read for ``schema``, and their renaming if ``given`` asks for Kafka's names."""
+    """Return the columns to read for ``schema``, and their renaming if the options ask for Kafka's names."""
     from pyspark.sql.pandas.types import to_arrow_schema
 
     from librmq.spark.options import parse_names
 
-    if parse_names(given) != "kafka":
+    if parse_names(values) != "kafka":
         return arrow_schema(schema, options), None
     from librmq.spark.names import Renaming, plain_schema
 
@@ -294,15 +300,15 @@ def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
     from librmq.columns.schema import TYPES, columns_of
     from librmq.config import suggest
 
-    known = columns_of(options.view)
+    columns = columns_of(options.view)
     for field in schema.fields:
         if schema.names.count(field.name) > 1:
             raise ConfigError(f"column {field.name!r} is named twice; name each column once")
-        if field.name not in known:
-            raise ConfigError(f"the view {options.view} has no column {field.name!r}: {suggest(field.name, known)}")
-        wanted = from_arrow_type(TYPES[field.name])
-        if field.dataType.simpleString() != wanted.simpleString():
+        if field.name not in columns:
+            raise ConfigError(f"the view {options.view} has no column {field.name!r}: {suggest(field.name, columns)}")
+        expected = from_arrow_type(TYPES[field.name])
+        if field.dataType.simpleString() != expected.simpleString():
             raise ConfigError(
-                f"column {field.name!r}: expected type {wanted.simpleString()}, found {field.dataType.simpleString()}"
+                f"column {field.name!r}: expected type {expected.simpleString()}, found {field.dataType.simpleString()}"
             )
     return to_arrow_schema(schema, timezone="UTC")

@@ -73,8 +73,8 @@ def discard(folder: str) -> None:
 class _Task:
     """The two files of a task."""
 
-    def __init__(self, folder: str, one: Staged) -> None:
-        path = os.path.join(folder, one.name)
+    def __init__(self, folder: str, staged: Staged) -> None:
+        path = os.path.join(folder, staged.name)
         try:
             self.raw: Final = FileIO(f"{path}.log")
             self._columns: Final = pa.ipc.open_file(pa.OSFile(f"{path}.arrow"))  # not mapped, to free pages
@@ -121,25 +121,25 @@ class StagedRecords:
     def __init__(self, folder: str, staged: Sequence[Staged], ordered: bool) -> None:
         self._folder = folder
         self._staged = staged
-        known: dict[QueueName, int] = {}
+        lane_numbers: dict[QueueName, int] = {}
         self._own_lanes: list[Ints] = []
         self._records = 0
         self._sorted: _Sorted | None = None
-        for one in staged:
-            with _Task(folder, one) as task:
+        for file in staged:
+            with _Task(folder, file) as task:
                 records = size = 0
                 for table in task.tables():
                     records += len(table)
                     size += pc.sum(table["size"].cast(pa.int64())).as_py() or 0
-                if records != one.records or size != os.fstat(task.raw.fileno()).st_size:
-                    raise CorruptionError(folder, 0, "size", f"{one.name}: expected {one.records} whole records")
-            for lane in one.lanes:
-                known.setdefault(lane, len(known))
-            self._own_lanes.append(np.array([known[lane] for lane in one.lanes], np.int64))
+                if records != file.records or size != os.fstat(task.raw.fileno()).st_size:
+                    raise CorruptionError(folder, 0, "size", f"{file.name}: expected {file.records} whole records")
+            for lane in file.lanes:
+                lane_numbers.setdefault(lane, len(lane_numbers))
+            self._own_lanes.append(np.array([lane_numbers[lane] for lane in file.lanes], np.int64))
             self._records += records
-        self.lanes = list(known)
+        self.lanes = list(lane_numbers)
         if ordered and staged:
-            self._sorted = _Sorted(self._tables(), [os.path.join(folder, f"{one.name}.log") for one in staged])
+            self._sorted = _Sorted(self._tables(), [os.path.join(folder, f"{file.name}.log") for file in staged])
 
     def __len__(self) -> int:
         return self._records
@@ -167,10 +167,10 @@ class StagedRecords:
 
     def _tables(self) -> Iterator[tuple[_Numbered, pa.Table, Ints]]:
         """Yield the rows of each task with the numbers of their queues."""
-        for number, (one, own) in enumerate(zip(self._staged, self._own_lanes, strict=True)):
-            with _Task(self._folder, one) as task:
+        for number, (file, lane_numbers) in enumerate(zip(self._staged, self._own_lanes, strict=True)):
+            with _Task(self._folder, file) as task:
                 for table in task.tables():
-                    yield _Numbered(number, task.raw), table, own[_ints(table["lane"])]
+                    yield _Numbered(number, task.raw), table, lane_numbers[_ints(table["lane"])]
 
 
 class _Numbered(NamedTuple):
@@ -227,9 +227,9 @@ class _Sorted:
             yield StagedBlock(sizes, lane, codes, record_of_key, hashes, partial(self._read, which))
 
     def _read(self, which: Ints, begin: int, end: int) -> bytearray:
-        chosen = which[begin:end]
-        tasks = np.searchsorted(self._firsts, chosen, "right") - 1
-        rows = zip(tasks.tolist(), self._begins[chosen].tolist(), self._sizes[chosen].tolist(), strict=True)
+        records = which[begin:end]
+        tasks = np.searchsorted(self._firsts, records, "right") - 1
+        rows = zip(tasks.tolist(), self._begins[records].tolist(), self._sizes[records].tolist(), strict=True)
         return bytearray(b"".join([os.pread(self._raw[task].fileno(), size, at) for task, at, size in rows]))
 
 
@@ -248,8 +248,8 @@ def _reader(raw: FileIO, first: int, sizes: Ints) -> Callable[[int, int], bytear
 
 
 def _ints(column: pa.Array | pa.ChunkedArray) -> Ints:
-    found: Ints = column.to_numpy(zero_copy_only=False) if isinstance(column, pa.Array) else column.to_numpy()
-    return found.astype(np.int64)
+    values: Ints = column.to_numpy(zero_copy_only=False) if isinstance(column, pa.Array) else column.to_numpy()
+    return values.astype(np.int64)
 
 
 def _keys(lists: pa.Array) -> tuple[Ints, Ints]:

@@ -48,10 +48,10 @@ DELAY_GROUP: Final = "delay levels"
 
 def paths_of(paths: Paths) -> tuple[str, ...]:
     """Return the folders of stores, with globs resolved; `ConfigError` for a glob that matches nothing."""
-    each = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    found = [one for path in each for one in parse_read_options({"path": os.fspath(path)}).paths]
-    refuse_urls(found, "pipelines and the report read")
-    return tuple(dict.fromkeys(found))
+    given_paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    folders = [folder for path in given_paths for folder in parse_read_options({"path": os.fspath(path)}).paths]
+    refuse_urls(folders, "pipelines and the report read")
+    return tuple(dict.fromkeys(folders))
 
 
 def messages(spark: SparkSession, paths: Paths, columns: str, **options: str) -> DataFrame:
@@ -78,10 +78,10 @@ def queues(spark: SparkSession, paths: Paths, mode: Mode = "FAILFAST") -> DataFr
 def offsets(spark: SparkSession, paths: Paths) -> DataFrame:
     """Return store, group, topic, queueId, offset: each group's progress; that of delay levels as `DELAY_GROUP`."""
     rows = [
-        (path, *name, queue_id, found)
+        (path, *name, queue_id, next_offset)
         for path in paths_of(paths)
         for name, of_queue in _progress(path).items()
-        for queue_id, found in of_queue.items()
+        for queue_id, next_offset in of_queue.items()
     ]
     return _frame(spark, rows, "store string, group string, topic string, queueId int, offset bigint")
 
@@ -89,14 +89,14 @@ def offsets(spark: SparkSession, paths: Paths) -> DataFrame:
 def _progress(path: str) -> dict[tuple[str, str], dict[int, int]]:
     """Return the offsets of queues by group and topic."""
     config = BrokerTables.open(os.path.join(path, directory.CONFIG))
-    found: dict[tuple[str, str], dict[int, int]] = {}
+    progress: dict[tuple[str, str], dict[int, int]] = {}
     for name, of_queue in config.offsets.rows.items():
         topic, _, group = name.rpartition("@")
-        found[group, topic] = dict(of_queue)
+        progress[group, topic] = dict(of_queue)
     if config.delays.rows:
         levels = {queue_id_of_level(level): queue_offset for level, queue_offset in config.delays.rows.items()}
-        found[DELAY_GROUP, SCHEDULE_TOPIC] = levels
-    return found
+        progress[DELAY_GROUP, SCHEDULE_TOPIC] = levels
+    return progress
 
 
 def backlog(
@@ -146,13 +146,13 @@ def _backlog(
         if group == DELAY_GROUP:  # what waits for its time is no backlog
             continue
         for queue_id in queues.get(topic, ()):
-            queue, found = store.queues[topic, queue_id], of_queue.get(queue_id)
-            following = queue.begin if found is None else max(found, queue.begin)
+            queue, stored = store.queues[topic, queue_id], of_queue.get(queue_id)
+            following = queue.begin if stored is None else max(stored, queue.begin)
             oldest = stored_at((topic, queue_id), following) if following < queue.end else None
             age = 0.0 if oldest is None or newest is None else (newest - oldest) / 1000
             yield (
-                store.path, group, topic, queue_id, queue.begin, queue.end, found, max(0, queue.end - following),
-                0 if found is None else max(0, queue.begin - found),
+                store.path, group, topic, queue_id, queue.begin, queue.end, stored, max(0, queue.end - following),
+                0 if stored is None else max(0, queue.begin - stored),
                 None if oldest is None else oldest * 1000, None if newest is None else newest * 1000, age,
             )  # fmt: skip
 
@@ -163,7 +163,9 @@ def filters(spark: SparkSession, paths: Paths) -> DataFrame:
     for path in paths_of(paths):
         config = BrokerTables.open(os.path.join(path, directory.CONFIG))
         rows += [
-            (path, one.group, one.topic, one.expression) for one in config.registrations(0) if one.filter is not None
+            (path, entry.group, entry.topic, entry.expression)
+            for entry in config.registrations(0)
+            if entry.filter is not None
         ]
     return _frame(spark, rows, "store string, group string, topic string, expression string")
 
@@ -202,15 +204,15 @@ def timer_units(spark: SparkSession, paths: Paths) -> DataFrame:
 def _units(logs: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
 
-    for one in (row for batch in logs for row in batch.to_pylist()):
-        checkpoint = TimerCheckpoint.read(one["store"], DiskFiles()) or TimerCheckpoint()
-        log = TimerLog(one["store"], one["size"], writable=False)
+    for row in (row for batch in logs for row in batch.to_pylist()):
+        checkpoint = TimerCheckpoint.read(row["store"], DiskFiles()) or TimerCheckpoint()
+        log = TimerLog(row["store"], row["size"], writable=False)
         for _, block in log.blocks(checkpoint.log_position):
             times = block["write_time_ms"].astype(np.int64) + block["delay_ms"]
             waiting = times >= checkpoint.read_time_ms
             yield pa.RecordBatch.from_pydict(
                 {
-                    "store": pa.repeat(one["store"], int(waiting.sum())),
+                    "store": pa.repeat(row["store"], int(waiting.sum())),
                     "slot": times[waiting],
                     "magic": block["magic"][waiting].astype(np.int32),
                     "physicalOffset": block["physical_offset"][waiting].astype(np.int64),

@@ -61,11 +61,11 @@ def stream_lags(progress: Any) -> list[StreamLag]:
 
     ``progress`` is a ``StreamingQueryProgress`` or ``StreamingQuery.lastProgress``; other sources are left out.
     """
-    found = []
+    lags = []
     for source in json.loads(progress.json)["sources"] if hasattr(progress, "json") else progress["sources"]:
         ends, latest = (_offset_of(source.get(name)) for name in ("endOffset", "latestOffset"))
-        found += [StreamLag(*key, max(0, end - ends.get(key, 0))) for key, end in latest.items()]
-    return sorted(found, key=lambda one: (-one.lag, one))
+        lags += [StreamLag(*key, max(0, end - ends.get(key, 0))) for key, end in latest.items()]
+    return sorted(lags, key=lambda lag: (-lag.lag, lag))
 
 
 def _offset_of(value: Any) -> dict[Key, int]:
@@ -130,8 +130,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def initialOffset(self) -> Offset:  # noqa: N802 (Spark's)
         """Return the start of a new query."""
         options = self._options
-        found: dict[Key, int] = {}
-        for path, store in self._looked_at().items():
+        offsets: dict[Key, int] = {}
+        for path, store in self._refreshed_stores().items():
             store.check_names(options.starting, options.offset_settings[0])
             for name, queue in store.queues.items():
                 begin = store.offset_of(name, options.starting, -2)
@@ -141,16 +141,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 begin = min(max(begin, queue.begin), queue.end)
                 if options.wanted.begin_ms is not None:
                     begin = max(begin, store.first_at(name, options.wanted.begin_ms))
-                found[path, *name] = begin
-        return _nested(found)
+                offsets[path, *name] = begin
+        return _nested(offsets)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """Return the limit in the options."""
-        most = self._limits.max_offsets
+        max_offsets = self._limits.max_offsets
         if self._limits == StreamLimits():
             return ReadAllAvailable()
         # Spark knows no limit of several kinds; `latestOffset` applies the others.
-        return ReadMaxRows(LARGEST_OFFSET if most is None else most)
+        return ReadMaxRows(LARGEST_OFFSET if max_offsets is None else max_offsets)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Keep the present ends, where the query stops."""
@@ -169,20 +169,20 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         for key, end in ends.items():
             begin = self._begin(key, begins.get(key))
             lags[key] = max(0, end - begin)
-        taken = lags
+        counts = lags
         if not isinstance(limit, ReadAllAvailable):
             if self._target is None and self._waits(sum(lags.values())):
                 return start
             if self._limits.max_offsets is not None:
-                taken = share(lags, self._limits.max_offsets)
+                counts = share(lags, self._limits.max_offsets)
             if self._limits.max_bytes is not None:
-                taken = self._within(taken, self._limits.max_bytes, begins)
+                counts = self._within(counts, self._limits.max_bytes, begins)
         # A deleted queue stays in the offset, so that it is not read again if it comes back.
-        found = dict(begins)
-        for key, count in taken.items():
+        offsets = dict(begins)
+        for key, count in counts.items():
             if count or key in begins:
-                found[key] = self._begin(key, begins.get(key)) + count
-        return _nested(found)
+                offsets[key] = self._begin(key, begins.get(key)) + count
+        return _nested(offsets)
 
     def _waits(self, lag: int) -> bool:
         """Return whether a trigger has too few messages, and has not waited long enough for more."""
@@ -197,14 +197,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._waiting_since = None
         return False
 
-    def _within(self, lags: Mapping[Key, int], most: int, begins: Mapping[Key, int]) -> dict[Key, int]:
-        """Return as many messages of each queue as have at most ``most`` bytes in all.
+    def _within(self, lags: Mapping[Key, int], max_bytes: int, begins: Mapping[Key, int]) -> dict[Key, int]:
+        """Return as many messages of each queue as have at most ``max_bytes`` bytes in all.
 
         A queue gets bytes in proportion to its messages; what it leaves goes to the queues with more messages. The
         queue with the most messages gives at least one, so that a large record does not stop a queue forever.
         """
-        left, behind = most, sum(lags.values())
-        taken: dict[Key, int] = {}
+        left, behind = max_bytes, sum(lags.values())
+        counts: dict[Key, int] = {}
         order = sorted((key for key in lags if lags[key]), key=lambda key: (lags[key], key))
         for key in order:
             share_ = left * lags[key] // behind
@@ -212,17 +212,17 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             until = begin + min(lags[key], share_ // SMALLEST_RECORD)
             entries = self._stores[key[0]].queues[key[1:]].entries.entries(begin, until)
             sums = np.cumsum(entries["size"].astype(np.int64))
-            taken[key] = int(np.searchsorted(sums, share_, "right"))
-            left -= int(sums[taken[key] - 1]) if taken[key] else 0
+            counts[key] = int(np.searchsorted(sums, share_, "right"))
+            left -= int(sums[counts[key] - 1]) if counts[key] else 0
             behind -= lags[key]
         if order:
-            taken[order[-1]] = max(taken[order[-1]], 1)
-        return taken
+            counts[order[-1]] = max(counts[order[-1]], 1)
+        return counts
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Return the tasks of a batch."""
         begins, ends = _flat(start), _flat(end)
-        stores = self._looked_at()
+        stores = self._refreshed_stores()
         options = self._options
         parts: list[InputPartition] = []
         for path, store in stores.items():
@@ -239,7 +239,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     store.check_loss(name, begin, until)
                 if queue is not None:
                     ranges[name] = range(max(begin, queue.begin), min(until, queue.end))
-            ranges = {name: wanted for name, wanted in ranges.items() if len(wanted)}
+            ranges = {name: offsets for name, offsets in ranges.items() if len(offsets)}
             if ranges:
                 parts += map(
                     PartPartition,
@@ -256,31 +256,31 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             store.close()
         self._stores = {}
 
-    def _begin(self, key: Key, known: int | None) -> int:
+    def _begin(self, key: Key, last_end: int | None) -> int:
         """Return the next offset in a queue: Spark's, or the beginning of a queue that is new or was created again."""
         store = self._stores.get(key[0])
         queue = None if store is None else store.queues.get(key[1:])
-        if known is None:
+        if last_end is None:
             return 0 if queue is None else queue.begin
-        if queue is not None and known > queue.end:
+        if queue is not None and last_end > queue.end:
             if self._options.fail_on_data_loss:
                 raise DataLossError(
-                    f"{key[0]}: topic {key[1]!r}, queue {key[2]}: read up to offset {known}, but it ends at "
+                    f"{key[0]}: topic {key[1]!r}, queue {key[2]}: read up to offset {last_end}, but it ends at "
                     f"{queue.end} (option failOnDataLoss=false starts again at the beginning of the queue)"
                 )
             return queue.begin
         if queue is not None and not self._options.fail_on_data_loss:
-            return max(known, queue.begin)  # triggers don't count messages that retention has deleted
-        return known
+            return max(last_end, queue.begin)  # triggers don't count messages that retention has deleted
+        return last_end
 
     def _ends(self) -> dict[Key, int]:
         return {
             (path, *name): queue.end
-            for path, store in self._looked_at().items()
+            for path, store in self._refreshed_stores().items()
             for name, queue in store.queues.items()
         }
 
-    def _looked_at(self) -> Mapping[str, PlannedStore]:
+    def _refreshed_stores(self) -> Mapping[str, PlannedStore]:
         """Return the stores in their present state."""
         options = self._options
         for path in options.paths:
@@ -306,24 +306,24 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return batches if self._renaming is None else self._renaming.batches(batches)
 
 
-def share(lags: Mapping[Key, int], most: int) -> dict[Key, int]:
-    """Divide ``most`` messages by lag; the rest of the rounding goes to the largest fractions."""
+def share(lags: Mapping[Key, int], count: int) -> dict[Key, int]:
+    """Divide ``count`` messages by lag; messages left by rounding go to the largest fractions."""
     total = sum(lags.values())
-    if total <= most:
+    if total <= count:
         return dict(lags)
-    shares = {key: most * lag // total for key, lag in lags.items()}
-    left = most - sum(shares.values())
-    by_rest = sorted(lags, key=lambda key: (-(most * lags[key] % total), key))
-    for key in by_rest[:left]:
+    shares = {key: count * lag // total for key, lag in lags.items()}
+    left = count - sum(shares.values())
+    by_remainder = sorted(lags, key=lambda key: (-(count * lags[key] % total), key))
+    for key in by_remainder[:left]:
         shares[key] += 1
     return shares
 
 
-def _nested(found: Mapping[Key, int]) -> Offset:
-    made: Offset = {}
-    for (path, topic, queue_id), queue_offset in sorted(found.items()):
-        made.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = queue_offset
-    return made
+def _nested(offsets: Mapping[Key, int]) -> Offset:
+    nested: Offset = {}
+    for (path, topic, queue_id), queue_offset in sorted(offsets.items()):
+        nested.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = queue_offset
+    return nested
 
 
 def _flat(offset: Offset) -> dict[Key, int]:

@@ -82,16 +82,16 @@ class StagingWriter:
         order = self._options.order_by
         path = os.path.join(self._folder, name)
         with open(f"{path}.log", "wb") as data, _Table(f"{path}.arrow") as table:
-            for whole in iterator:
-                for batch in _pieces(written_batch(whole) if self._options.names == "kafka" else whole):
+            for spark_batch in iterator:
+                for batch in _pieces(written_batch(spark_batch) if self._options.names == "kafka" else spark_batch):
                     encoded = self._encoder.encode(batch, rows, SystemClock().now_ms())
                     rows += batch.num_rows
                     data.write(encoded.data)
-                    own = np.array([lanes.setdefault(lane, len(lanes)) for lane in encoded.lanes], np.int32)
+                    lane_numbers = np.array([lanes.setdefault(lane, len(lanes)) for lane in encoded.lanes], np.int32)
                     offsets = np.searchsorted(encoded.record_of_key, np.arange(batch.num_rows + 1)).astype(np.int32)
                     columns = {
                         "size": pa.array(encoded.sizes.astype(np.int32)),
-                        "lane": pa.array(own[encoded.lane] if len(own) else encoded.lane),
+                        "lane": pa.array(lane_numbers[encoded.lane] if len(lane_numbers) else encoded.lane),
                         "tagsCode": pa.array(encoded.tags_code),
                         "keys": pa.ListArray.from_arrays(pa.array(offsets), pa.array(encoded.key_hashes)),
                     }

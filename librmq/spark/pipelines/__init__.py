@@ -33,9 +33,9 @@ from librmq.spark.pipelines.ranges import (
     TIMES,
     TOPIC,
     Settings,
-    chosen,
     first_sends,
     is_first_send,
+    named_rows,
     names_of,
     source_options,
 )
@@ -80,13 +80,13 @@ class MessageRead:
     columns: str
     options: Settings = field(default_factory=dict)
     """Options of the data source."""
-    own: bool = False
+    first_sends_only: bool = False
     """Whether to leave out the broker's topics, retries and dead letters."""
 
     def of(self, spark: SparkSession, paths: tuple[str, ...], **more: str) -> DataFrame:
         """Return the messages of the stores in ``paths``."""
         options = {**self.options, **more}
-        if not self.own:
+        if not self.first_sends_only:
             return stores.messages(spark, paths, self.columns, **options)
         frame: DataFrame = spark.read.format("rocketmq").schema(self.columns).options(**options).load(list(paths))
         return first_sends(frame)
@@ -94,12 +94,12 @@ class MessageRead:
     def left_out(self, spark: SparkSession, paths: tuple[str, ...], **more: str) -> DataFrame:
         """Return store and reason of each place that can't be read, for a read that leaves these out."""
         options = {**self.options, **more, "mode": "PERMISSIVE", "pushFilters": "true"}
-        if not self.own:
+        if not self.first_sends_only:
             options = stores.of_all_topics(options)
         columns = f"{self.columns}, {CORRUPT} string"
         frame: DataFrame = spark.read.format("rocketmq").schema(columns).options(**options).load(list(paths))
         frame = frame.where(F.col(CORRUPT).isNotNull())
-        if self.own:  # of some places the topic is not known
+        if self.first_sends_only:  # of some places the topic is not known
             frame = frame.where(F.col("topic").isNull() | is_first_send())
         return frame.select("store", F.col(CORRUPT).alias("reason"))
 
@@ -118,10 +118,10 @@ class Inputs:
         """Return messages of all topics, or as ``options`` of the data source say."""
         return self.read(MessageRead(columns, {"mode": _mode(self.settings), **options}))
 
-    def read(self, wanted: MessageRead) -> DataFrame:
+    def read(self, request: MessageRead) -> DataFrame:
         """Return the messages of the stores that are wanted."""
-        self.reads.append(wanted)
-        return wanted.of(self.spark, self.paths)
+        self.reads.append(request)
+        return request.of(self.spark, self.paths)
 
 
 @dataclass(frozen=True)
@@ -153,19 +153,19 @@ class Pipeline:
     """The meaning and the default of each setting, by its name."""
 
     def __post_init__(self) -> None:
-        own = {"damaged": "fail or skip: what to do about records that can't be read (fail)"}
-        object.__setattr__(self, "settings", dict(self.settings) | own)
+        common = {"damaged": "fail or skip: what to do about records that can't be read (fail)"}
+        object.__setattr__(self, "settings", dict(self.settings) | common)
 
     def result(self, inputs: Inputs, messages: DataFrame | None = None) -> DataFrame:
         """Return the sorted result, from ``messages`` where they do not come from the stores."""
         if isinstance(self.source, OfStores):
-            found = self.source.make(inputs)
+            frame = self.source.make(inputs)
         else:
             if messages is None:
                 messages = inputs.read(self.source.reads(inputs.settings))
-            found = self.source.make(messages, inputs)
-        names = [name for name in self.order if name.removeprefix("-") in found.columns]
-        return found.orderBy(*map(_sorted_by, names)) if names else found
+            frame = self.source.make(messages, inputs)
+        names = [name for name in self.order if name.removeprefix("-") in frame.columns]
+        return frame.orderBy(*map(_sorted_by, names)) if names else frame
 
 
 def _sorted_by(name: str) -> Column:
@@ -181,9 +181,9 @@ def find(name: str, settings: Settings) -> Pipeline:
     if name not in PIPELINES:
         raise ConfigError(f"unknown pipeline {name!r}: {suggest(name, PIPELINES)}")
     pipeline = PIPELINES[name]
-    for one in settings:
-        if one not in pipeline.settings:
-            raise ConfigError(f"pipeline {name} has no setting {one!r}: {suggest(one, pipeline.settings)}")
+    for setting in settings:
+        if setting not in pipeline.settings:
+            raise ConfigError(f"pipeline {name} has no setting {setting!r}: {suggest(setting, pipeline.settings)}")
     return pipeline
 
 
@@ -193,8 +193,8 @@ def run(spark: SparkSession, name: str, paths: stores.Paths, settings: Settings 
     Raises:
         ConfigError: There is no such pipeline, or a setting is wrong.
     """
-    given = dict(settings or {})
-    return find(name, given).result(Inputs(spark, stores.paths_of(paths), given))
+    chosen_settings = dict(settings or {})
+    return find(name, chosen_settings).result(Inputs(spark, stores.paths_of(paths), chosen_settings))
 
 
 class LeftOut(NamedTuple):
@@ -219,31 +219,31 @@ def left_out(spark: SparkSession, name: str, paths: stores.Paths, settings: Sett
     Raises:
         ConfigError: There is no such pipeline, or a setting is wrong.
     """
-    given = dict(settings or {})
-    inputs = Inputs(spark, stores.paths_of(paths), given)
-    find(name, given).result(inputs)
-    found: DataFrame = spark.createDataFrame([], "store string, reason string")
-    if _mode(given) == "DROPMALFORMED":
+    chosen_settings = dict(settings or {})
+    inputs = Inputs(spark, stores.paths_of(paths), chosen_settings)
+    find(name, chosen_settings).result(inputs)
+    reasons: DataFrame = spark.createDataFrame([], "store string, reason string")
+    if _mode(chosen_settings) == "DROPMALFORMED":
         for read in inputs.reads:
-            found = found.union(read.left_out(spark, inputs.paths))
-    return found.distinct().orderBy("store", "reason")
+            reasons = reasons.union(read.left_out(spark, inputs.paths))
+    return reasons.distinct().orderBy("store", "reason")
 
 
-def _number(settings: Settings, name: str, usual: float, least: float = 0) -> float:
+def _number(settings: Settings, name: str, default: float, minimum: float = 0) -> float:
     try:
-        found = float(settings.get(name, usual))
+        number = float(settings.get(name, default))
     except ValueError:
-        found = least - 1
-    if not least <= found < 1e15:
-        raise ConfigError(f"setting {name}: expected a number of at least {least:g}, found {settings[name]!r}")
-    return found
+        number = minimum - 1
+    if not minimum <= number < 1e15:
+        raise ConfigError(f"setting {name}: expected a number of at least {minimum:g}, found {settings[name]!r}")
+    return number
 
 
 def _mode(settings: Settings) -> Mode:
-    found = settings.get("damaged", "fail")
-    if found not in ("fail", "skip"):
-        raise ConfigError(f"setting damaged: expected fail or skip, found {found!r}")
-    return "DROPMALFORMED" if found == "skip" else "FAILFAST"
+    choice = settings.get("damaged", "fail")
+    if choice not in ("fail", "skip"):
+        raise ConfigError(f"setting damaged: expected fail or skip, found {choice!r}")
+    return "DROPMALFORMED" if choice == "skip" else "FAILFAST"
 
 
 def _options(settings: Settings, **more: str) -> dict[str, str]:
@@ -262,12 +262,12 @@ def _reads_skew(settings: Settings) -> MessageRead:
 
 
 def _skew(messages: DataFrame, inputs: Inputs) -> DataFrame:
-    most = int(_number(inputs.settings, "most", 1, 1)) if "most" in inputs.settings else None
-    return skew(messages, "key" if inputs.settings.get("by") == "key" else "queue", most)
+    largest = int(_number(inputs.settings, "most", 1, 1)) if "most" in inputs.settings else None
+    return skew(messages, "key" if inputs.settings.get("by") == "key" else "queue", largest)
 
 
 def _reads_keys(columns: str) -> Callable[[Settings], MessageRead]:
-    return lambda settings: MessageRead(columns, _options(settings), own=True)
+    return lambda settings: MessageRead(columns, _options(settings), first_sends_only=True)
 
 
 def _duplicates(messages: DataFrame, inputs: Inputs) -> DataFrame:
@@ -287,7 +287,7 @@ def _reads_dead_letters(settings: Settings) -> MessageRead:
 
 
 def _dead_letters(messages: DataFrame, inputs: Inputs) -> DataFrame:
-    return chosen(dead_letters(messages), inputs.settings)
+    return named_rows(dead_letters(messages), inputs.settings)
 
 
 def _reads_filters(settings: Settings) -> MessageRead:
@@ -295,7 +295,7 @@ def _reads_filters(settings: Settings) -> MessageRead:
 
 
 def _filters(messages: DataFrame, inputs: Inputs) -> DataFrame:
-    return filter_savings(messages, chosen(stores.filters(inputs.spark, inputs.paths), inputs.settings))
+    return filter_savings(messages, named_rows(stores.filters(inputs.spark, inputs.paths), inputs.settings))
 
 
 def _reconcile(messages: DataFrame, inputs: Inputs) -> DataFrame:
@@ -317,13 +317,13 @@ def _reconcile(messages: DataFrame, inputs: Inputs) -> DataFrame:
 def _backlog(inputs: Inputs) -> DataFrame:
     spark, paths, settings = inputs.spark, inputs.paths, inputs.settings
     topics, groups = names_of(settings, "topic"), names_of(settings, "group")
-    found = stores.backlog(spark, paths, _mode(settings), topics, groups)
-    if found is not None:
-        return found
+    frame = stores.backlog(spark, paths, _mode(settings), topics, groups)
+    if frame is not None:
+        return frame
     messages = inputs.messages(BACKLOG_COLUMNS.replace(", keys string", ""))
     queues = stores.queues(spark, paths, _mode(settings))
     offsets = stores.offsets(spark, paths).where(F.col("group") != stores.DELAY_GROUP)
-    unsorted = chosen(backlog(offsets, queues, messages), settings)
+    unsorted = named_rows(backlog(offsets, queues, messages), settings)
     return unsorted.orderBy(F.desc("lag"), "store", "group", "topic", "queueId")
 
 
@@ -331,7 +331,9 @@ def _what_if(inputs: Inputs) -> DataFrame:
     settings = inputs.settings
     rate, queue_rate = _number(settings, "rate", 100, 1e-9), _number(settings, "queue_rate", 1e9, 1e-9)
     strategies = settings.get("strategies", "AVG,AVG_BY_CIRCLE,CONSISTENT_HASH").split(",")
-    numbers = [int(_number({"clients": one}, "clients", 1, 1)) for one in settings.get("clients", "1,2,4,8").split(",")]
+    numbers = [
+        int(_number({"clients": text}, "clients", 1, 1)) for text in settings.get("clients", "1,2,4,8").split(",")
+    ]
     rows = [(f"{strategy} x {n}", strategy, n, rate, queue_rate) for strategy in strategies for n in numbers]
     schema = "scenario string, strategy string, clients int, clientRate double, queueRate double"
     return what_if(_backlog(inputs), inputs.spark.createDataFrame(rows, schema))
@@ -345,7 +347,7 @@ def _transactions(inputs: Inputs) -> DataFrame:
     halves = inputs.messages(columns, topic=HALF_TOPIC, queueId="0")
     columns = "store string, queueOffset bigint, tags string, body binary"
     ops = inputs.messages(columns, topic=OP_TOPIC, queueId="0")
-    return chosen(pending_transactions(halves, ops, stores.offsets(inputs.spark, inputs.paths)), inputs.settings)
+    return named_rows(pending_transactions(halves, ops, stores.offsets(inputs.spark, inputs.paths)), inputs.settings)
 
 
 def _timers(inputs: Inputs) -> DataFrame:
@@ -368,7 +370,7 @@ def _timers(inputs: Inputs) -> DataFrame:
     columns = "store string, queueOffset bigint, physicalOffset bigint, properties map<string,string>, uniqueKey string"
     timed = inputs.messages(columns, topic=TIMER_TOPIC, queueId="0")
     timers = pending_timers(stores.timer_units(spark, paths), timed, stores.timer_progress(spark, paths))
-    return delays.unionByName(chosen(timers, inputs.settings))
+    return delays.unionByName(named_rows(timers, inputs.settings))
 
 
 def _retention(inputs: Inputs) -> DataFrame:
@@ -376,7 +378,7 @@ def _retention(inputs: Inputs) -> DataFrame:
         "store string, topic string, queueId int, queueOffset bigint, physicalOffset bigint, storeTimestamp timestamp"
     )
     records = inputs.messages(columns, view="log")
-    hours = [_number({"hours": one}, "hours", 72) for one in inputs.settings.get("hours", "6,12,24,48,72").split(",")]
+    hours = [_number({"hours": text}, "hours", 72) for text in inputs.settings.get("hours", "6,12,24,48,72").split(",")]
     return what_retention_frees(
         records, stores.log_files(inputs.spark, inputs.paths), stores.offsets(inputs.spark, inputs.paths), hours
     )

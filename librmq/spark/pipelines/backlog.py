@@ -55,17 +55,17 @@ def skew(messages: DataFrame, by: Literal["queue", "key"] = "queue", most: int |
     """
     topic = ["store", "topic"]
     if by == "key":
-        each, name = keyed(messages).groupBy(*topic, "key"), "key"
+        grouped, name = keyed(messages).groupBy(*topic, "key"), "key"
     else:
-        each, name = messages.groupBy(*topic, "queueId"), "queueId"
-    counts = each.agg(F.count("*").alias("messages"))
-    whole = Window.partitionBy(*topic)
+        grouped, name = messages.groupBy(*topic, "queueId"), "queueId"
+    counts = grouped.agg(F.count("*").alias("messages"))
+    of_topic = Window.partitionBy(*topic)
     ranked = counts.select(
         *topic,
         name,
         "messages",
-        (F.col("messages") / F.sum("messages").over(whole)).alias("share"),
-        (F.col("messages") / F.avg("messages").over(whole)).alias("ratio"),
-        F.row_number().over(whole.orderBy(F.desc("messages"), F.asc(name))).alias("place"),
+        (F.col("messages") / F.sum("messages").over(of_topic)).alias("share"),
+        (F.col("messages") / F.avg("messages").over(of_topic)).alias("ratio"),
+        F.row_number().over(of_topic.orderBy(F.desc("messages"), F.asc(name))).alias("place"),
     )
     return (ranked if most is None else ranked.where(F.col("place") <= most)).drop("place")

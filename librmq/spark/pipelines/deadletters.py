@@ -55,9 +55,11 @@ def replayable(messages: DataFrame) -> DataFrame:
     ``messages`` has topic, body, properties. Body, keys, tag, unique id and the sender's properties are kept, so a
     consumer with a guard recognises duplicates. The result has ``topic, body, properties``.
     """
-    kept = F.map_filter("properties", lambda name, _: ~name.isin(sorted(RESERVED_PROPERTIES - set(_OWN) | _ADDED)))
+    properties = F.map_filter(
+        "properties", lambda name, _: ~name.isin(sorted(RESERVED_PROPERTIES - set(_OWN) | _ADDED))
+    )
     dead = messages.where(F.col("topic").startswith(DEAD_LETTER_PREFIX))
-    return dead.select(_first_topic().alias("topic"), "body", kept.alias("properties"))
+    return dead.select(_first_topic().alias("topic"), "body", properties.alias("properties"))
 
 
 _ADDED = {"DLQ_ORIGIN_TOPIC", "DLQ_ORIGIN_MESSAGE_ID", "TRAN_PREPARED_QUEUE_OFFSET", "TRANSACTION_CHECK_TIMES"}

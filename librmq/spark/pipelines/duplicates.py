@@ -37,14 +37,14 @@ def duplicates(messages: DataFrame, window_seconds: float, key: Column | str | N
         have the same unique id, so that a client or a broker, not the application, sent it again).
     """
     order = Window.partitionBy("topic", "key").orderBy("storeTimestamp", "store", "physicalOffset")
-    found = keyed(messages, key).withColumns(
+    keyed_messages = keyed(messages, key).withColumns(
         {
             "before": F.lag("storeTimestamp").over(order),
             "resend": F.coalesce(F.lag("uniqueKey").over(order) == F.col("uniqueKey"), F.lit(False)),
         }
     )
     after = F.try_subtract(F.unix_micros("storeTimestamp"), F.unix_micros("before")) / 1_000_000
-    return found.withColumn("secondsAfter", after).where(F.col("secondsAfter") <= window_seconds)
+    return keyed_messages.withColumn("secondsAfter", after).where(F.col("secondsAfter") <= window_seconds)
 
 
 def duplicates_approximate(
@@ -62,9 +62,9 @@ def duplicates_approximate(
     except ImportError:
         raise MissingExtraError("finding duplicates with bloom filters", "bloom") from None
     del pybloom_live
-    found = keyed(messages, key).select("store", "topic", "queueId", "queueOffset", "key")
-    shared = found.repartition(F.col("topic"), F.col("key"))
-    return shared.mapInArrow(partial(_seen_before, error_rate, capacity), found.schema)
+    keyed_messages = keyed(messages, key).select("store", "topic", "queueId", "queueOffset", "key")
+    shared = keyed_messages.repartition(F.col("topic"), F.col("key"))
+    return shared.mapInArrow(partial(_seen_before, error_rate, capacity), keyed_messages.schema)
 
 
 def _seen_before(error_rate: float, capacity: int, batches: Iterator[Any]) -> Iterator[Any]:

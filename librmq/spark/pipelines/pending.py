@@ -36,19 +36,19 @@ def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) 
             F.col("queueOffset") >= F.coalesce(F.col("done"), F.lit(0))
         )
 
-    told = from_progress(ops, OP_TOPIC).where(F.col("tags") == "d")  # the body of an op message can be anything
-    ended = told.select("store", _whole(F.col("body").cast("string")).alias("half"))
+    ended_ops = from_progress(ops, OP_TOPIC).where(F.col("tags") == "d")  # the body of an op message can be anything
+    ended = ended_ops.select("store", _whole_number(F.col("body").cast("string")).alias("half"))
     left = from_progress(halves, HALF_TOPIC)
     left = left.join(ended, (left["store"] == ended["store"]) & (left["queueOffset"] == ended["half"]), "left_anti")
-    of = _properties("properties")
+    value_of = _properties("properties")
     return left.select(
         "store",
-        of("PGROUP").alias("group"),
-        of("REAL_TOPIC").alias("topic"),
+        value_of("PGROUP").alias("group"),
+        value_of("REAL_TOPIC").alias("topic"),
         "uniqueKey",
         "queueOffset",
         "physicalOffset",
-        F.coalesce(_whole(of("TRANSACTION_CHECK_TIMES")).try_cast("int"), F.lit(0)).alias("checks"),
+        F.coalesce(_whole_number(value_of("TRANSACTION_CHECK_TIMES")).try_cast("int"), F.lit(0)).alias("checks"),
         F.col("bornTimestamp").alias("born"),
         F.col("storeTimestamp").alias("stored"),
     )
@@ -75,8 +75,8 @@ def pending_delays(
     # A value in the range of hashes is no time; a lower one leads to an extension unit, which is not read here.
     is_time = F.col("tagsCode") > (1 << 31) - 1
     due = F.when(is_time, F.col("tagsCode")).otherwise(F.unix_millis("storeTimestamp") + delay)
-    found = left.drop("topic").join(messages.drop("topic", "physicalOffset"), [*where, "queueOffset"])
-    return _waiting(found, "delay", F.col("queueId") + 1, due)
+    waiting = left.drop("topic").join(messages.drop("topic", "physicalOffset"), [*where, "queueOffset"])
+    return _waiting(waiting, "delay", F.col("queueId") + 1, due)
 
 
 def pending_timers(units: DataFrame, messages: DataFrame, progress: DataFrame) -> DataFrame:
@@ -86,25 +86,25 @@ def pending_timers(units: DataFrame, messages: DataFrame, progress: DataFrame) -
     store, queueOffset, physicalOffset, properties, uniqueKey. What a deletion in the same slot names is left out.
     Columns: as `pending_delays`, with kind "timer" and no level.
     """
-    of = _properties("properties")
-    found = units.join(messages, ["store", "physicalOffset"])
+    value_of = _properties("properties")
+    timers = units.join(messages, ["store", "physicalOffset"])
     rolled, deletes = F.col("magic").bitwiseAND(ROLL) != 0, F.col("magic").bitwiseAND(DELETE) != 0
-    deleted = found.where(deletes & ~rolled).select("store", "slot", of(DELETE_KEY).alias("deleted"))
-    name = F.concat(F.coalesce(of("REAL_TOPIC"), F.lit("")), F.lit("+"), F.col("uniqueKey"))  # as `delete_key`
-    in_slots = found.where(~deletes).withColumn("name", F.when(~rolled, name)).alias("unit")
+    deleted = timers.where(deletes & ~rolled).select("store", "slot", value_of(DELETE_KEY).alias("deleted"))
+    name = F.concat(F.coalesce(value_of("REAL_TOPIC"), F.lit("")), F.lit("+"), F.col("uniqueKey"))  # as `delete_key`
+    in_slots = timers.where(~deletes).withColumn("name", F.when(~rolled, name)).alias("unit")
     same = [F.col(f"unit.{column}") == F.col(f"gone.{column}") for column in ("store", "slot")]
     in_slots = in_slots.join(deleted.alias("gone"), [*same, F.col("unit.name") == F.col("gone.deleted")], "left_anti")
     on_the_way = messages.join(F.broadcast(progress), "store").where(
-        (F.col("queueOffset") >= F.col("done")) & of(DELETE_KEY).isNull()
+        (F.col("queueOffset") >= F.col("done")) & value_of(DELETE_KEY).isNull()
     )
     columns = "store", "properties", "uniqueKey", "queueOffset", "physicalOffset"
     waiting = in_slots.select(*columns).unionByName(on_the_way.select(*columns))
-    return _waiting(waiting, "timer", F.lit(None).cast("int"), F.coalesce(_whole(of(OUT_MS)), F.lit(0)))
+    return _waiting(waiting, "timer", F.lit(None).cast("int"), F.coalesce(_whole_number(value_of(OUT_MS)), F.lit(0)))
 
 
-def _waiting(found: DataFrame, kind: str, level: Column, due_ms: Column) -> DataFrame:
+def _waiting(messages: DataFrame, kind: str, level: Column, due_ms: Column) -> DataFrame:
     bounded = F.least(F.greatest(due_ms, F.lit(-LAST_MS)), F.lit(LAST_MS))
-    return found.select(
+    return messages.select(
         "store",
         F.lit(kind).alias("kind"),
         level.alias("level"),
@@ -116,7 +116,7 @@ def _waiting(found: DataFrame, kind: str, level: Column, due_ms: Column) -> Data
     )
 
 
-def _whole(text: Column) -> Column:
+def _whole_number(text: Column) -> Column:
     """Parse a number like Java, null for any other text."""
     return F.when(text.rlike(r"\A[+-]?[0-9]+\z"), text.try_cast("bigint"))
 

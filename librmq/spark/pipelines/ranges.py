@@ -20,9 +20,9 @@ __all__ = [
     "TIMES",
     "TOPIC",
     "Settings",
-    "chosen",
     "first_sends",
     "is_first_send",
+    "named_rows",
     "names_of",
     "source_options",
 ]
@@ -70,7 +70,7 @@ def source_options(settings: Settings) -> dict[str, str]:
 
 def names_of(settings: Settings, name: str) -> list[str] | None:
     """Return the names of a setting; None where all are wanted."""
-    return [one.strip() for one in settings[name].split(",")] if name in settings else None
+    return [text.strip() for text in settings[name].split(",")] if name in settings else None
 
 
 def first_sends(messages: DataFrame) -> DataFrame:
@@ -84,7 +84,7 @@ def is_first_send() -> Column:
     return ~topic.startswith(RETRY_PREFIX) & ~topic.startswith(DEAD_LETTER_PREFIX)
 
 
-def chosen(frame: DataFrame, settings: Settings) -> DataFrame:
+def named_rows(frame: DataFrame, settings: Settings) -> DataFrame:
     """Return the rows of ``frame`` with a topic and a group that ``settings`` name."""
     for name in ("topic", "group"):
         names = names_of(settings, name)

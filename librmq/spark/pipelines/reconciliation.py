@@ -47,13 +47,13 @@ def reconcile(
         {"messages": F.coalesce("messages", F.lit(0)), "rows": F.coalesce("rows", F.lit(0))}
     )
     both = both.withColumn("secondsAfter", F.try_subtract(F.unix_micros("first"), F.unix_micros("at")) / 1_000_000)
-    late = F.lit(False) if late_seconds is None else F.col("secondsAfter") > late_seconds
+    is_late = F.lit(False) if late_seconds is None else F.col("secondsAfter") > late_seconds
     verdicts = F.array_compact(
         F.array(
             F.when(F.col("messages") == 0, F.lit("missing")),
             F.when(F.col("rows") == 0, F.lit("extra")),
             F.when((F.col("rows") > 0) & (F.col("messages") > F.col("rows")), F.lit("repeated")),
-            F.when(late, F.lit("late")),
+            F.when(is_late, F.lit("late")),
         )
     )
     return both.select(

@@ -45,15 +45,15 @@ def what_retention_frees(
         )
     )
     newest = by_file.groupBy("store").agg(F.max("last").alias("now"), F.max("begin").alias("written"))
-    each = by_file.join(newest, "store").crossJoin(
-        records.sparkSession.createDataFrame([(float(one),) for one in hours], "hours double")
+    by_hours = by_file.join(newest, "store").crossJoin(
+        records.sparkSession.createDataFrame([(float(hour),) for hour in hours], "hours double")
     )
     age = (F.unix_millis("now") - F.unix_millis("last")) / 3_600_000
-    gone = (age >= F.col("hours")) & (F.col("begin") < F.col("written"))
-    return each.groupBy("store", "hours").agg(
-        F.count(F.when(gone, 1)).alias("files"),
-        F.coalesce(F.sum(F.when(gone, F.col("fileSize"))), F.lit(0)).alias("bytes"),
-        F.coalesce(F.sum(F.when(gone, F.col("messages"))), F.lit(0)).alias("messages"),
-        F.coalesce(F.sum(F.when(gone, F.col("unread"))), F.lit(0)).alias("unread"),
-        F.min(F.when(~gone, F.col("first"))).alias("oldest"),
+    is_freed = (age >= F.col("hours")) & (F.col("begin") < F.col("written"))
+    return by_hours.groupBy("store", "hours").agg(
+        F.count(F.when(is_freed, 1)).alias("files"),
+        F.coalesce(F.sum(F.when(is_freed, F.col("fileSize"))), F.lit(0)).alias("bytes"),
+        F.coalesce(F.sum(F.when(is_freed, F.col("messages"))), F.lit(0)).alias("messages"),
+        F.coalesce(F.sum(F.when(is_freed, F.col("unread"))), F.lit(0)).alias("unread"),
+        F.min(F.when(~is_freed, F.col("first"))).alias("oldest"),
     )

@@ -46,16 +46,16 @@ def what_if(lags: DataFrame, scenarios: DataFrame) -> DataFrame:
     shares = F.coalesce(
         *(F.when(F.col("strategy") == name, allocate(name, "queueList", "members")) for name in names), F.lit(None)
     )
-    each = crossed.withColumn("shares", F.map_values(shares))
+    assigned = crossed.withColumn("shares", F.map_values(shares))
     counts = F.transform("shares", F.size)
 
     def lag_of(share: Column) -> Column:
-        return F.transform(share, lambda one: F.element_at("lagOf", one))
+        return F.transform(share, lambda queue: F.element_at("lagOf", queue))
 
     sums = F.transform("shares", lambda share: F.aggregate(lag_of(share), F.lit(0).cast("bigint"), lambda a, b: a + b))
     largest = F.coalesce(F.array_max(F.map_values("lagOf")), F.lit(0))
     owned = F.coalesce(F.aggregate(counts, F.lit(0), lambda a, b: a + b), F.lit(0))
-    result = each.select(
+    result = assigned.select(
         "scenario", "group", "topic", "strategy", "clients", "clientRate", "queueRate", "lag",
         F.size("queueList").alias("queues"),
         F.coalesce(F.size(F.filter(counts, lambda n: n == 0)), F.lit(0)).alias("idleClients"),
