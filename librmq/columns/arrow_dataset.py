@@ -129,7 +129,7 @@ atexit.register(_Scan.end_all)
 def dataset(store: Stores, **settings: Unpack[ReaderKeywords]) -> StoreDataset:
     """Return a store as a dataset for DuckDB, Polars and PyArrow. Each scan reads the store's content at that time.
 
-    The arguments are those of `librmq.columns.reader`. A query sees only the columns in ``columns``.
+    The arguments are the same as for `librmq.columns.reader`. A query sees only the columns in ``columns``.
 
     Raises:
         ConfigError: A setting, a column or a value is wrong.

@@ -72,5 +72,5 @@ def note_clean_end(path: str, logs: Mapping[str, int], fetch: _Fetch) -> bool:
         )
         write_closed_state(path, files, log, queues, index)
     except CorruptionError:
-        return False  # a reader of the whole copy tells what is wrong
+        return False  # a reader of the whole copy reports what is wrong
     return True

@@ -40,7 +40,7 @@ _END_MS: Final = 253_402_300_800_000
 
 @dataclass(frozen=True)
 class ExportState:
-    """The state of an export, as stored beside the data."""
+    """The state of an export, as stored next to the data."""
 
     form: str
     columns: tuple[str, ...]
@@ -55,7 +55,7 @@ class ExportState:
     last: tuple[int, ...] = ()
     """Of the exported message that is last in the log: physical offset, queue id, queue offset, ms of its birth."""
     told: tuple[str, ...] = ()
-    """The reports of damage that belong to no queue offset, such as that of a whole queue."""
+    """The reports of damage that belong to no queue offset, such as damage of a whole queue."""
 
     @classmethod
     def read(cls, path: str, files: DiskFiles) -> ExportState | None:

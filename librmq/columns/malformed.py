@@ -39,20 +39,20 @@ class Malformed:
         self._first_left_out = ""
 
     def found_before(self, damage: Sequence[Damage]) -> Iterator[pa.RecordBatch]:
-        """Take what the plan found."""
+        """Handle what the plan found."""
         return self._batches(damage, [{}] * len(damage))
 
     def entries(self, rows: Rows) -> Iterator[pa.RecordBatch]:
-        """Take entries that lead to no record."""
+        """Handle entries that lead to no record."""
         return self._batches([self._in_queue(rows, at) for at in range(len(rows))], self._known_columns(rows))
 
     def records(self, rows: Rows, reasons: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Take records that cannot be read, each with its reason."""
+        """Handle records that cannot be read, each with its reason."""
         damage = [self._in_log(place, why) for place, why in zip(rows.places.tolist(), reasons, strict=True)]
         return self._batches(damage, self._known_columns(rows))
 
     def places(self, bad: Sequence[tuple[int, str]]) -> Iterator[pa.RecordBatch]:
-        """Take places of the log where no record begins, each with its reason."""
+        """Handle places of the log where no record begins, each with its reason."""
         return self._batches([self._in_log(place, why) for place, why in bad], [{}] * len(bad))
 
     def end(self) -> None:

@@ -302,7 +302,7 @@ class _Child:
 
     def listen(self) -> bool:
         """Receive its frames; return whether there is a batch or an end to take."""
-        while not self._frames and self._says():
+        while not self._frames and self._has_frame():
             self._take_frame()
         return bool(self._frames)
 
@@ -316,7 +316,7 @@ class _Child:
         self.parts -= kind == END
         return kind, self._slots.buffer(data) if kind == SHARED and self._slots is not None else pa.py_buffer(data)
 
-    def _says(self) -> bool:
+    def _has_frame(self) -> bool:
         """Return whether a frame can be taken without waiting; where that is unknown, False."""
         if os.name != "posix":
             return not self.is_ready

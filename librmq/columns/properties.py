@@ -90,7 +90,7 @@ class Properties:
 
     @cached_property
     def _names(self) -> list[bytes]:
-        """The names in each row, if all rows have those of the first one in the same order, each once; else none."""
+        """The names in each row, if all rows have the first row's names in the same order, each once; else none."""
         count = self._width
         if not count or count > _MOST_COMPARED:
             return []
@@ -229,7 +229,7 @@ class Properties:
         return self._map(counts, names, values)
 
     def _repeated_names(self) -> pa.StringArray:
-        """Return the names of all rows, which are those of the first one."""
+        """Return the names of all rows, which equal the first row's."""
         data = np.frombuffer(b"".join(self._names), np.uint8)
         ends = np.cumsum([len(name) for name in self._names])
         offsets = np.zeros(self.rows * len(ends) + 1, np.int32)

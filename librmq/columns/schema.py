@@ -1,4 +1,4 @@
-"""The columns of each view: their names, which are those of Spark's source, and their Arrow types."""
+"""The columns of each view: their names, the same as in Spark's source, and their Arrow types."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@
     names made, deleted, renamed each possibly, until the folder is flushed; also the folder's own name
     `Files.write`                the old file or the new one until it returns, then the new one
 
-A sector is written as a whole; a running write is there in whole words (8 bytes). This module knows nothing of stores:
-it works for the trace of any program that writes through `librmq.files`.
+A sector is written as a whole; a running write is there in whole words (8 bytes). This module does not depend on
+stores: it works for the trace of any program that writes through `librmq.files`.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _set(names: dict[str, _Node], name: str, node: _Node | None) -> None:
 
 
 class _Disk:
-    """A file system that knows which of its content is on the device."""
+    """A file system that records which of its content is on the device."""
 
     def __init__(self, contents: Mapping[str, bytes | None]) -> None:
         self.root = _Folder()

@@ -1,4 +1,4 @@
-"""A test's questions about its groups and topics, and those that it did not ask."""
+"""Deliveries, progress and dead letters for a test's assertions, and what the test left unchecked."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Evidence:
         return self._in_order(topic)
 
     def _in_order(self, topic: str) -> list[StoredMessage]:
-        """Return the messages of a topic in log order; those of several brokers by time."""
+        """Return the messages of a topic in log order, or by time if several brokers have some."""
         network = self._scene.network
         of_brokers = [
             sorted(network.messages(name, topic), key=lambda message: message.physical_offset)

@@ -313,13 +313,13 @@ class _Search:
         """Run the schedule to replay, or try schedules until one fails or the runs are used up."""
         usual_attempt = self._counted(as_decided(replay or ()))
         if usual_attempt.error is not None:
-            self.result.found = self._found(usual_attempt, is_replayed=replay is not None)
+            self.result.found = self._failure(usual_attempt, is_replayed=replay is not None)
         elif replay is None:
             for strategy in islice(self._strategies(usual_attempt), max(0, self._runs - 1)):
                 attempt = self._counted(strategy)
                 if attempt.error is not None:
                     shortest = _shorten(attempt, usual_attempt, self._attempt, self.result)
-                    self.result.found = self._found(shortest, len(attempt.trace.decisions))
+                    self.result.found = self._failure(shortest, len(attempt.trace.decisions))
                     break
         return self.result
 
@@ -352,7 +352,7 @@ class _Search:
                 yield as_decided(two)
             yield at_random(f"{self._seed}/{number}", _PROBABILITIES[number % len(_PROBABILITIES)])
 
-    def _found(self, failed: Attempt, first_decisions: int = 0, *, is_replayed: bool = False) -> Found:
+    def _failure(self, failed: Attempt, first_decisions: int = 0, *, is_replayed: bool = False) -> Found:
         trace, error = failed
         assert error is not None
         decisions = tuple(trace.decisions)

@@ -50,7 +50,7 @@ class _Cable:
     @staticmethod
     def carry(source: socket.socket, target: socket.socket, raw: bytes | bytearray) -> bytes:
         """Send bytes from one end, and return them as they have come to the other."""
-        came = bytearray()
+        arrived = bytearray()
         for begin in range(0, len(raw), _PIECE):
             piece = raw[begin : begin + _PIECE]
             source.sendall(piece)
@@ -59,9 +59,9 @@ class _Cable:
                 received = target.recv(missing)
                 if not received:
                     raise BrokerUnreachableError("the test has ended")
-                came += received
+                arrived += received
                 missing -= len(received)
-        return bytes(came)
+        return bytes(arrived)
 
     def close(self) -> None:
         self.client.close()

@@ -158,7 +158,7 @@ class History:
         return any(call.group == group and call.where.startswith(f"{topic}/") for call in self.calls)
 
     def keep_messages(self, message_at: Callable[[str, int], StoredMessage]) -> None:
-        """Read the messages of all calls, before another broker takes the place of the one that has them."""
+        """Read the messages of all calls, before another broker replaces the one that has them."""
         for call in self.calls:
             if call.messages is None:
                 call.messages = [message_at(*address) for address in call.about]

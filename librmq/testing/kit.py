@@ -103,7 +103,7 @@ class Kit:
         self.observer: KitObserver = KitObserver(self, self._history, self._evidence, self._process_table, self._start)
         """What runner, processes and replicas report to."""
         self.network = Network(
-            self.path, self.files, self.runner, broker_config, store_config or SMALL_FILES, self._broker_came, over_tcp
+            self.path, self.files, self.runner, broker_config, store_config or SMALL_FILES, self._note_broker, over_tcp
         )
         self._test = self._process_table.make("test", lambda process: None)
         self._test.is_test = True
@@ -367,7 +367,7 @@ class Kit:
 
         self.runner.after(down, f"{label} is back", open_again)
 
-    def _broker_came(self, name: str, is_new: bool) -> None:
+    def _note_broker(self, name: str, is_new: bool) -> None:
         """Let clients register with a broker that was added or reopened. Called under the runner's lock."""
         if self._closed:
             return

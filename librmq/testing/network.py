@@ -91,7 +91,7 @@ class Network:
         runner: Runner,
         config: BrokerConfig | None,
         store_config: StoreConfig,
-        came: Callable[[str, bool], object],
+        joined: Callable[[str, bool], object],
         over_tcp: bool = False,
     ) -> None:
         """Open the broker.
@@ -102,7 +102,7 @@ class Network:
             runner: Runs everything.
             config: Settings of brokers.
             store_config: Settings of stores.
-            came: Called as ``came(name, is_new)`` for each broker that joins or returns.
+            joined: Called as ``joined(name, is_new)`` for each broker that joins or returns.
             over_tcp: Whether requests cross a TCP connection as frames of 4.x.
         """
         self._frames: FrameLinks | None = None
@@ -119,7 +119,7 @@ class Network:
         self._cuts: dict[frozenset[str], set[int]] = {}
         self._cut_ids = count()
         self._read_only: dict[str, MessageStore] = {}
-        self._came = came
+        self._joined = joined
         self._retired: dict[str, list[MessageStore]] = {}
         self._latencies: dict[frozenset[str], float] = {}
         self.copies: list[Copy] = []
@@ -173,7 +173,7 @@ class Network:
         return cluster
 
     def _refresh_brokers(self) -> None:
-        """Take in brokers that were reopened or added since. Called under the runner's lock."""
+        """Add the brokers that were reopened or added since the last call. Called under the runner's lock."""
         for broker in self.table.brokers():
             name = broker.name
             before = self.by_name.get(name)
@@ -182,7 +182,7 @@ class Network:
                 if read_only is not None:
                     read_only.close()
                 self.by_name[name] = broker
-                self._came(name, before is None)
+                self._joined(name, before is None)
                 self._reconnect(name)
 
     def _reconnect(self, name: str) -> None:
@@ -281,7 +281,7 @@ class Network:
         return store
 
     def stores(self, name: str) -> list[MessageStore]:
-        """Return the store of a broker, then those of the brokers whose place it has taken."""
+        """Return the store of a broker, then the stores of the brokers that it replaced."""
         return [self.store(name), *self._retired.get(name, [])]
 
     def messages(self, name: str, topic: str) -> list[StoredMessage]:
@@ -329,7 +329,7 @@ class Network:
         ]
 
     def _check_ends(self, end: str, other: str, ends: set[str | None]) -> None:
-        """Refuse unknown ends of a link; ``ends`` are those of the processes."""
+        """Refuse unknown ends of a link; ``ends`` has the names and sites of the processes."""
         names = [*self.by_name, *(copy.name for copy in self.copies)]
         allowed = {*filter(None, ends), *names, *filter(None, map(site_of, names))}
         for name in (end, other):
@@ -350,7 +350,7 @@ class Network:
     def repeat_frame(self, what: str | None) -> bool:
         """Let the next request, or its answer, arrive twice; return False if requests do not cross a connection.
 
-        None takes it back, for a request that was not sent.
+        None cancels this, for a request that was not sent.
         """
         if self._frames is None:
             return False
@@ -358,13 +358,13 @@ class Network:
         return True
 
     def latency(self, end: str, other: str, site: str | None = None) -> float:
-        """Return the seconds that the link of a broker (``other``) takes; ``site`` is that of a process ``end``."""
+        """Return the seconds that the link of a broker (``other``) takes; ``site`` is the site of a process ``end``."""
         if not self._latencies:
             return 0.0
         return max(self._latencies.get(pair, 0.0) for pair in _links(end, other, site))
 
     def is_cut(self, end: str, other: str, site: str | None = None) -> bool:
-        """Return whether the link to the broker ``other`` is cut, or that of its site."""
+        """Return whether the link to the broker ``other`` or to its site is cut."""
         return bool(self._cuts) and any(pair in self._cuts for pair in _links(end, other, site))
 
     def others(self, end: str, processes: Iterable[Peer]) -> list[str]:

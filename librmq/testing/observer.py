@@ -114,7 +114,7 @@ class KitObserver:
             self._kit.runner.failure = error
 
     def keep_messages(self) -> None:
-        """Read what listeners got so far, because a replica takes the place of a broker."""
+        """Read what listeners got so far, because a replica replaces a broker."""
         self._history.keep_messages(self._evidence.message_at)
 
     # ---- the runner

@@ -79,7 +79,7 @@ class ProcessTable:
         self._tolerated.add(name)
 
     def tolerate_like(self, process: Process, other: Process) -> None:
-        """Treat failures of ``other`` like those of ``process``."""
+        """Treat failures of ``other`` like failures of ``process``."""
         if process.name in self._tolerated:
             self._tolerated.add(other.name)
 

@@ -1,4 +1,4 @@
-"""The server of the 4.x protocol in a served kit, which knows when its clients are settled.
+"""A served kit's server of the 4.x protocol, with a check that its clients are settled.
 
 Clients of 4.x do not acknowledge messages: they store a group's progress, together with their next pull. So a held pull
 ends as soon as its client owes progress, and the next one brings it.
@@ -98,7 +98,7 @@ class ServedRemoting:
 
 
 class _Pulls:
-    """How far the clients of one server have come. Changes only under the runner's lock."""
+    """Progress of the clients of one server. Changes only under the runner's lock."""
 
     def __init__(self, kit: Kit, missing: set[str]) -> None:
         self._kit = kit
