@@ -28,7 +28,7 @@ def worker(sock: socket.socket, authenticated: bool) -> int:
 
 
 def _report(problem: sys.UnraisableHookArgs) -> None:
-    """Print an error of an object's end, but for that of a writer to the closed JVM, which Python 3.14 reports."""
+    """Print an error of an object's end, except the error of a writer to the closed JVM, which Python 3.14 reports."""
     if not isinstance(problem.exc_value, _CLOSED):
         sys.__unraisablehook__(problem)
 

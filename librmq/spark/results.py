@@ -62,7 +62,7 @@ def write_result(
     Args:
         frame: The result.
         out: A folder that does not exist, unless ``append`` or ``overwrite`` is set.
-        append: Add the result as a partition ``run=TIME``, beside those of earlier calls.
+        append: Add the result as a partition ``run=TIME``, next to the partitions of earlier calls.
         overwrite: Replace the folder.
         partition_by: Columns whose values become folders.
 
@@ -307,7 +307,7 @@ def _refuse_others(out: str, folder: str, own_names: str) -> None:
 
 
 def _check_earlier_runs(out: str, frame: DataFrame, partition_by: Sequence[str]) -> None:
-    """Refuse a run beside which those in ``out`` could not be read: with other columns or other partitions."""
+    """Refuse columns or partitions that differ from the earlier runs in ``out``: one read could not cover both."""
     for below, _, names in os.walk(out):
         file = next((name for name in names if name.endswith(".parquet")), None)
         run, *folders = os.path.relpath(below, out).split(os.sep)
@@ -349,7 +349,7 @@ def _replacing(target: str) -> Iterator[None]:
     try:
         yield
     finally:
-        os.unlink(path)  # first: once released, the file can be that of another process
+        os.unlink(path)  # first: once released, the file can belong to another process
         lock.release()
 
 

@@ -76,7 +76,7 @@ def queues(spark: SparkSession, paths: Paths, mode: Mode = "FAILFAST") -> DataFr
 
 
 def offsets(spark: SparkSession, paths: Paths) -> DataFrame:
-    """Return store, group, topic, queueId, offset: each group's progress; that of delay levels as `DELAY_GROUP`."""
+    """Return store, group, topic, queueId, offset: each group's progress; delay levels have `DELAY_GROUP`."""
     rows = [
         (path, *name, queue_id, next_offset)
         for path in paths_of(paths)

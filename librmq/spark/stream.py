@@ -5,7 +5,7 @@
     offset   {store: {topic: {queue id: queue offset of the next message}}}
 
 Spark keeps these offsets in its checkpoint, and repeats its requests after a failure. This module only keeps the stores
-open for reading, beside their writers. Queues and topics that appear later are read from their start.
+open for reading, next to their writers. Queues and topics that appear later are read from their start.
 """
 
 from __future__ import annotations

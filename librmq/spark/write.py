@@ -73,7 +73,7 @@ class StagingWriter:
         """
         context = TaskContext.get()
         task = 0 if context is None else context.partitionId()
-        # A repeated or doubled task writes other files; the commit uses those of one.
+        # A repeated or doubled task writes other files; the commit uses the files of one.
         attempt = "0" if context is None else f"{context.attemptNumber()}-{context.taskAttemptId()}"
         name = f"t{task:06d}-{attempt}-{uuid.uuid4().hex[:8]}"
         make_folders(DiskFiles(), self._folder)

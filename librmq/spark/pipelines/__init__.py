@@ -362,7 +362,7 @@ def _timers(inputs: Inputs) -> DataFrame:
     )
     delayed = inputs.messages(columns, topic=SCHEDULE_TOPIC)
     topics = names_of(inputs.settings, "topic")
-    if topics is not None:  # a retry goes to the topic of its group, and belongs to that of the message too
+    if topics is not None:  # a retry goes to the topic of its group, and belongs to the message's topic too
         target, first = (F.col("properties").getItem(name) for name in ("REAL_TOPIC", "RETRY_TOPIC"))
         is_retry = target.startswith(RETRY_PREFIX) | target.startswith(DEAD_LETTER_PREFIX)
         delayed = delayed.where(target.isin(topics) | (is_retry & first.isin(topics)))
@@ -462,7 +462,7 @@ PIPELINES: Final[dict[str, Pipeline]] = {
         MESSAGES | GROUP,
     ),
     "reconcile": Pipeline(
-        "messages held against business rows: missing, extra, repeated, late",
+        "messages compared with business rows: missing, extra, repeated, late",
         OfMessages(_reads_keys("store string, topic string, storeTimestamp timestamp, keys string"), _reconcile),
         "topic string, key string, verdict string, messages bigint, rows bigint, first timestamp, secondsAfter double",
         ("verdict", "topic", "key"),

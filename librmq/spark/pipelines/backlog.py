@@ -20,7 +20,7 @@ MESSAGE_COLUMNS = "store string, topic string, queueId int, queueOffset bigint, 
 def backlog(offsets: DataFrame, queues: DataFrame, messages: DataFrame) -> DataFrame:
     """Return one row for each queue of each topic that a group has made progress in.
 
-    ``offsets`` and ``queues`` are those of `librmq.spark.stores`; ``messages`` has store, topic, queueId, queueOffset,
+    ``offsets`` and ``queues`` come from `librmq.spark.stores`; ``messages`` has store, topic, queueId, queueOffset,
     storeTimestamp. Columns: store, group, topic, queueId, minOffset, maxOffset, offset (null in a queue without
     progress, whose lag counts from minOffset), lag (waiting messages), lost (messages that retention deleted before
     the group read them), oldest (when the first waiting message was stored), newest (when the store's last message

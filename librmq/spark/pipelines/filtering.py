@@ -22,7 +22,7 @@ FILTER_COLUMNS = (
 def filter_savings(messages: DataFrame, filters: DataFrame) -> DataFrame:
     """Return a row for each registered filter.
 
-    ``messages`` has store, topic, properties, size; ``filters`` those of `librmq.spark.stores`, of which there are few.
+    ``messages`` has store, topic, properties, size; ``filters`` comes from `librmq.spark.stores`, and is small.
     Columns: store, group, topic, expression, messages (of the topic), matched, bytes, matchedBytes, savedBytes (what
     the group would not be sent), selectivity.
     """

@@ -24,7 +24,7 @@ def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) 
     """Return half messages that were neither committed nor rolled back.
 
     ``halves`` are messages of the half topic with store, queueOffset, physicalOffset, properties, uniqueKey,
-    bornTimestamp, storeTimestamp; ``ops`` those of the op topic with store, queueOffset, tags and body (the queue
+    bornTimestamp, storeTimestamp; ``ops`` messages of the op topic with store, queueOffset, tags and body (the queue
     offset of the half that was ended); ``offsets`` as in `librmq.spark.stores`; halves before the broker's own progress
     have ended. Columns: store, group, topic, uniqueKey, queueOffset, physicalOffset, checks, born, stored.
     """
@@ -59,7 +59,7 @@ def pending_delays(
 ) -> DataFrame:
     """Return undelivered messages of delay levels.
 
-    ``entries`` are those of the schedule topic in the view ``queues`` (their tags code is when they are due);
+    ``entries`` belong to the schedule topic in the view ``queues`` (their tags code is when they are due);
     ``messages`` the same topic's with store, queueId, queueOffset, properties, uniqueKey, storeTimestamp; ``offsets``
     as in `librmq.spark.stores`; ``levels`` the broker's, which are asked where a store has extension files. Columns:
     store, kind ("delay"), level, topic, uniqueKey, queueOffset, physicalOffset, due.
@@ -82,7 +82,7 @@ def pending_delays(
 def pending_timers(units: DataFrame, messages: DataFrame, progress: DataFrame) -> DataFrame:
     """Return undelivered timed messages of 5.x, in the wheel or on their way into it.
 
-    ``units`` and ``progress`` are those of the timer, as in `librmq.spark.stores`; ``messages`` the timer topic's with
+    ``units`` and ``progress`` belong to the timer, as in `librmq.spark.stores`; ``messages`` the timer topic's with
     store, queueOffset, physicalOffset, properties, uniqueKey. What a deletion in the same slot names is left out.
     Columns: as `pending_delays`, with kind "timer" and no level.
     """
