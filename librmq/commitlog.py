@@ -194,7 +194,7 @@ class CommitLog(LogState):
         """Write records side by side like `copy_in`; a kill leaves all of them, or a mark for `unfinished_at`."""
         assert self._buffer is not None
         begin = self.end
-        frames.put_together(self._buffer, begin - self._file_start, data)
+        frames.write_records(self._buffer, begin - self._file_start, data)
         self.last_write = begin
         self.end = begin + size
 
@@ -249,7 +249,7 @@ class CommitLog(LogState):
             self._reserved = self._sequence.reserve(start, at, min(at + len(used), self.file_size))
             self.sure = min(self.fits, start + self._reserved)
         assert self._buffer is not None
-        frames.put_together(self._buffer, at, used)
+        frames.write_records(self._buffer, at, used)
         if is_checked:
             items = frames.split(data, self.end)
         else:

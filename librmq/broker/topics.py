@@ -12,7 +12,7 @@ from typing import Any, Final
 from librmq.broker.config import BrokerConfig
 from librmq.errors import BrokerError, MessageIllegalError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.refusals import brokers_own
+from librmq.message.refusals import reserved_topic
 from librmq.message.topics import (
     AUTO_CREATE_TOPIC,
     NOT_FOR_SENDING,
@@ -188,7 +188,7 @@ class Topics:
             BrokerError: The topic does not exist.
         """
         if name in NOT_FOR_SENDING:
-            raise brokers_own(name)
+            raise reserved_topic(name)
         return self.by_name.get(name) or self._create(name, default_queues, default_topic)
 
     def _create(self, name: str, default_queues: int, default_topic: str) -> Topic:

@@ -1,6 +1,6 @@
 """Bodies too large for one message: split into parts, or stored elsewhere with a reference in the message.
 
-Keep ordinary bodies below 128 KiB. There are two ways for larger ones. RocketMQ has neither; its clients see plain
+Keep ordinary bodies below 128 KiB. There are two ways for larger bodies. RocketMQ has neither; its clients see plain
 messages:
 
 - `split_body` makes parts of a message, and `BodyAssembler` joins them in the consumer. Properties name the body, its
@@ -63,7 +63,7 @@ _PART: Final = re.compile(r"([1-9][0-9]{0,11})/([1-9][0-9]{0,11})", re.ASCII)
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _LONGEST_ID: Final = 128
 _PART_OVERHEAD: Final = 512  # memory that each part costs besides its bytes
-_REMEMBERED: Final = 4096  # bodies that are done, to ignore late duplicates of their parts
+_DONE_LIMIT: Final = 4096  # completed bodies, kept to ignore late duplicates of their parts
 
 
 class DeliveredBody(Protocol):
@@ -249,7 +249,7 @@ class BodyAssembler:
         with self._lock:
             self._drop(claim)
             self._done[claim] = None
-            if len(self._done) > _REMEMBERED:
+            if len(self._done) > _DONE_LIMIT:
                 self._done.popitem(last=False)
 
     def safe_progress(self, topic: str, queue_id: int, next_offset: int) -> int:
@@ -267,7 +267,7 @@ class BodyAssembler:
             return min(offsets, default=next_offset)
 
     def leave(self, topic: str, queue_id: int) -> None:
-        """Forget bodies with parts from a queue that went to another consumer, which gets the parts again."""
+        """Drop bodies with parts from a queue that went to another consumer, which gets the parts again."""
         with self._lock:
             for claim, pieces in list(self._waiting.items()):
                 if any((held.topic, held.queue_id) == (topic, queue_id) for held in pieces.held.values()):
@@ -372,7 +372,7 @@ def fetch_body(message: DeliveredBody, bodies: BodyStore | None, limit: int = BO
 class FolderBodies:
     """Bodies in a folder, each in a file named by its SHA-256. Thread-safe; processes can share it.
 
-    Files are never deleted: remove those older than the oldest message that can refer to them.
+    Files are never deleted: remove files older than the oldest message that can refer to them.
     """
 
     def __init__(self, path: str | os.PathLike[str], files: Files | None = None, *, limit: int = BODY_LIMIT) -> None:

@@ -30,7 +30,7 @@ from librmq.errors import (
 from librmq.message import record
 from librmq.message.batch import check_batch, check_batch_size, encoded_size
 from librmq.message.message import Message, MessageQueue, SendKeywords, StoredMessage, validate_client_topic
-from librmq.message.refusals import body_too_large, brokers_own
+from librmq.message.refusals import body_too_large, reserved_topic
 from librmq.message.topics import NOT_FOR_SENDING, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -186,7 +186,7 @@ class Producer(Startable):
         timeout: float | timedelta | None = None,
         **fields: Unpack[SendKeywords],
     ) -> SendResult:
-        """Send a message, or one made of topic, ``body`` and the keywords of `Message`; return where it is stored.
+        """Send a message, given or made from topic, ``body`` and the keywords of `Message`; return where it is stored.
 
         A message goes to the next queue in turn, and on failure to another, unless ``queue`` or ``selector`` chooses
         its queue. The given message is not changed: each send creates a new unique id, unless the message has one.
@@ -392,7 +392,7 @@ class Producer(Startable):
         if message.topic not in self._topics:
             validate_client_topic(message.topic)
             if message.topic in NOT_FOR_SENDING:
-                raise brokers_own(message.topic)
+                raise reserved_topic(message.topic)
         if not message.body:
             raise MessageIllegalError(f"topic {message.topic!r}: the message has no body: expected at least one byte")
         if len(message.body) > self.config.max_message_size:

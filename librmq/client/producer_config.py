@@ -30,7 +30,7 @@ class ProducerConfig(Config):
     avoid_slow_brokers: bool = False
     """Avoid brokers for a while after a failure or a slow answer (`librmq.client.queue_selectors`)."""
     nearby: bool = False
-    """Send to the brokers of the client's own site, and to others only if those fail."""
+    """Send to the brokers of the client's own site, and to others only if these fail."""
     if_broker_down: Literal["refuse", "another"] | None = None
     """How a send with a selector continues while the broker of the selected queue fails: ``refuse`` keeps each key in
     its queue and raises, ``another`` selects among the queues of other brokers. None is 4.9's: refuse until clients

@@ -146,7 +146,7 @@ class _Latency:
 
 
 class BrokerLatencies:
-    """The latencies of brokers, which decide which ones to avoid for a while. Thread-safe.
+    """The latencies of brokers, which decide which brokers to avoid for a while. Thread-safe.
 
     ``now_ms`` returns the time; ``table`` has the form of `AVOIDANCE_TABLE`.
     """

@@ -253,7 +253,7 @@ class TransactionProducer(Producer):
         return half, self._attempts.in_turn(half, self._timeout_ms)
 
     def _end(self, sent: SendResult, state: TransactionState) -> None:
-        """Send the end to the broker; if it gets lost, the broker asks."""
+        """Send the end to the broker; if it is lost, the broker asks."""
         if state is TransactionState.UNKNOWN:
             return
         _, physical_offset = record.parse_offset_message_id(sent.offset_id)

@@ -2,9 +2,9 @@
 
 Mirrors ``RouteInfoManager`` and ``MQClientInstance``, as clients see them::
 
-    a broker is closed   calls fail immediately; its queues leave the route at the clients' next look, every 30 s
+    a broker is closed   calls fail immediately; its queues leave the route at the clients' next poll, every 30 s
     it is killed         the same, 120 s later
-    it is reopened       calls work immediately; its queues return to the route at the clients' next look
+    it is reopened       calls work immediately; its queues return to the route at the clients' next poll
 
 There is no name server and no polling, but changes take effect on the same grid of times.
 """
@@ -59,7 +59,7 @@ class _Entry:
     is_routed: bool = True
     """Whether clients have its queues in their routes."""
     was_up: bool = True
-    learnt_ms: int | None = field(default=None)
+    noticed_ms: int | None = field(default=None)
     """When they notice that this has changed."""
 
 
@@ -67,7 +67,7 @@ class RouteTable:
     """A `Route` over several brokers that share a runner. Thread-safe."""
 
     def __init__(self, *brokers: Broker, poll_s: float = 30, expiry_s: float = 120) -> None:
-        """Clients look at the route every ``poll_s`` seconds; a killed broker stays in it for ``expiry_s`` seconds.
+        """Clients poll the route every ``poll_s`` seconds; a killed broker stays in it for ``expiry_s`` seconds.
 
         Raises:
             ConfigError: There is no broker, two have one name, or they have different runners.
@@ -76,12 +76,12 @@ class RouteTable:
             raise ConfigError("a route table needs at least one broker")
         self.runner: Runner = brokers[0].runner
         self._poll_ms = max(1, round(1000 * poll_s))
-        self._made_ms = self.runner.now_ms()
+        self._created_ms = self.runner.now_ms()
         self._expiry_ms = round(1000 * expiry_s)
         self._watchers = Watchers()
         self._entries: dict[str, _Entry] = {}
         self._sites: dict[str, SiteRoute] = {}
-        self._step = Step("routes", self._learn)
+        self._step = Step("routes", self._update)
         for broker in brokers:
             if broker.name in self._entries:
                 raise ConfigError(f"two brokers are named {broker.name!r}")
@@ -105,9 +105,9 @@ class RouteTable:
             link.is_cut = old is not None and old.link.is_cut
             entry = self._entries[broker.name] = _Entry(link, end_watch, is_routed, link.is_up)
             if old is not None and link.is_cut:
-                entry.learnt_ms = old.learnt_ms  # clients have yet to notice the cut
+                entry.noticed_ms = old.noticed_ms  # clients have yet to notice the cut
             elif not is_routed:
-                self._learn_at(entry, self.runner.now_ms())
+                self._schedule_update(entry, self.runner.now_ms())
             self._watchers.notify()
 
     def cut(self, broker_name: str, *, site: str | None = None) -> None:
@@ -167,7 +167,7 @@ class RouteTable:
     def find_by_id(self, message_id: str) -> StoredMessage | None:
         """Return the first record with an offset id or a producer's unique id; None if no broker has one.
 
-        An offset id names its broker by the store host; a unique id is looked up in all brokers, by name.
+        An offset id names its broker by the store host; a unique id is searched in all brokers, by name.
 
         Raises:
             BrokerUnreachableError: A broker that could have the message cannot be asked.
@@ -202,7 +202,7 @@ class RouteTable:
     # ---- route
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the brokers that have ``topic``, by name, except brokers that clients know to be gone."""
+        """Return the brokers that have ``topic``, by name, except brokers that clients have noticed to be down."""
         entries = sorted(self._entries.items())
         return tuple(data for _, entry in entries if entry.is_routed for data in entry.link.broker.topic_route(topic))
 
@@ -238,23 +238,23 @@ class RouteTable:
             if is_up != entry.was_up:
                 entry.was_up = is_up
                 if is_up == entry.is_routed:
-                    entry.learnt_ms = None  # it was back before a client noticed
+                    entry.noticed_ms = None  # it was back before a client noticed
                 else:
                     is_announced = is_up or (entry.link.broker.dead and not entry.link.broker.was_killed)
-                    self._learn_at(entry, now if is_announced else now + self._expiry_ms)
+                    self._schedule_update(entry, now if is_announced else now + self._expiry_ms)
         self._watchers.notify()
 
-    def _learn_at(self, entry: _Entry, known_ms: int) -> None:
-        """Schedule the clients' first look after ``known_ms``, when a name server would know of the change."""
-        entry.learnt_ms = known_ms - (known_ms - self._made_ms) % self._poll_ms + self._poll_ms
-        self.runner.wake(self._step, entry.learnt_ms)
+    def _schedule_update(self, entry: _Entry, change_ms: int) -> None:
+        """Schedule the clients' first poll after ``change_ms``, when a name server would have the change."""
+        entry.noticed_ms = change_ms - (change_ms - self._created_ms) % self._poll_ms + self._poll_ms
+        self.runner.wake(self._step, entry.noticed_ms)
 
-    def _learn(self, now_ms: int) -> int | None:
+    def _update(self, now_ms: int) -> int | None:
         changed = False
         longest_ms = self._expiry_ms + self._poll_ms  # a longer wait means that the clock was set back
         for entry in self._entries.values():
-            if entry.learnt_ms is not None and not now_ms < entry.learnt_ms <= now_ms + longest_ms:
-                entry.is_routed, entry.learnt_ms, changed = entry.link.is_up, None, True
+            if entry.noticed_ms is not None and not now_ms < entry.noticed_ms <= now_ms + longest_ms:
+                entry.is_routed, entry.noticed_ms, changed = entry.link.is_up, None, True
         if changed:
             self._watchers.notify()
-        return min((entry.learnt_ms for entry in self._entries.values() if entry.learnt_ms is not None), default=None)
+        return min((entry.noticed_ms for entry in self._entries.values() if entry.noticed_ms is not None), default=None)

@@ -61,7 +61,7 @@ class SiteRoute:
         self._links: dict[str, _SiteLink] = {}
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the brokers that have ``topic``, by name, except brokers that clients know to be down."""
+        """Return the brokers that have ``topic``, by name, except brokers that clients have noticed to be down."""
         return self._table.topic_route(topic)
 
     def registered_route(self, topic: str) -> tuple[QueueData, ...]:

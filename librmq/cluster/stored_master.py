@@ -88,7 +88,7 @@ class StoredMaster:
 def _end(log: CommitLog) -> int:
     """Return the log's end, after the blank of its last file.
 
-    A reader beside a writer ends the log before that blank, and a reader alone after it.
+    While a writer runs, a reader ends the log before that blank; without one, after it.
     """
     end, left = log.end, -log.end % log.file_size
     blank = left.to_bytes(4, "big") + BLANK_MAGIC.to_bytes(4, "big")

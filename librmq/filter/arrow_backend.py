@@ -82,7 +82,7 @@ class _MapColumns:
     def _row_of_entry(self) -> Any:
         return np.repeat(np.arange(self.rows, dtype=np.int32), np.diff(self._begins))
 
-    def _one_a_row(self, entries: Places) -> bool:
+    def _has_one_per_row(self, entries: Places) -> bool:
         """Return whether each row has exactly one of these entries, and none of them is null."""
         if len(entries) != self.rows or self._null_rows is not None or self._values.null_count:
             return False
@@ -95,7 +95,7 @@ class _MapColumns:
         """
         if name not in self._places_by_name:
             entries = np.flatnonzero(self._names.equal(name))
-            self._places_by_name[name] = (entries, None) if self._one_a_row(entries) else self._spread(entries)
+            self._places_by_name[name] = (entries, None) if self._has_one_per_row(entries) else self._spread(entries)
         return self._places_by_name[name]
 
     def _spread(self, entries: Places) -> tuple[Places, Any]:
@@ -288,7 +288,7 @@ class _Arrow(ColumnBackend[Any]):
         return _compared(operator, numbers, question.number)
 
     def _number(self, name: str, kind: type) -> tuple[Any, Any]:
-        """Return a property as numbers, null where missing or invalid, and a mask of the invalid ones (False: none)."""
+        """Return a property as numbers, null where missing or invalid, and a mask of the invalid rows (False: none)."""
         if (name, kind) not in self._numbers:
             self._numbers[name, kind] = _doubles(self.text(name)) if kind is float else _integers(self.text(name), kind)
         return self._numbers[name, kind]

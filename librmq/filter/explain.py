@@ -58,12 +58,12 @@ def explain(selector: Selector, properties: Mapping[str, str] | None) -> Explana
     """Evaluate ``selector`` for a message with ``properties``, and explain the result."""
     seen: dict[int, _Outcome] = {}
 
-    def remember(node: Node, outcome: _Outcome) -> None:
+    def record(node: Node, outcome: _Outcome) -> None:
         seen[id(node)] = outcome
 
     outcome: _Outcome
     try:
-        outcome = interpreter.evaluate(selector, properties, remember)
+        outcome = interpreter.evaluate(selector, properties, record)
     except FilterEvaluationError as error:
         outcome = error
     decisive = _decisive(selector.root, seen)

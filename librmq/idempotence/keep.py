@@ -10,7 +10,7 @@ from librmq.config import to_seconds
 __all__ = ["KEEP_CONSUMED", "LONGEST", "to_milliseconds"]
 
 KEEP_CONSUMED: Final = 72 * 3600.0
-"""Seconds for which a consumed message is remembered: as long as a broker keeps it."""
+"""Seconds for which a consumed message is recorded: as long as a broker keeps the message."""
 LONGEST: Final = 1e10
 """The longest duration, in seconds."""
 

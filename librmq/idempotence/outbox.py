@@ -36,7 +36,7 @@ from librmq.idempotence.keep import LONGEST
 from librmq.idempotence.sqltables import KEY_LIMIT, Link, StatementResult, check_name, is_temporary_error, linked
 from librmq.message.message import Message
 from librmq.message.record import PROPERTY_UNIQUE_KEY
-from librmq.message.refusals import brokers_own
+from librmq.message.refusals import reserved_topic
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.runtime.background import Background
 from librmq.runtime.critical import critical
@@ -84,7 +84,7 @@ class Outbox:
         """
         validate_client_topic(message.topic)
         if message.topic in NOT_FOR_SENDING:
-            raise brokers_own(message.topic)
+            raise reserved_topic(message.topic)
         if not 0 < len(message.body) <= _MAX_BODY:
             raise MessageIllegalError(
                 f"topic {message.topic!r}: expected a body of 1 to {_MAX_BODY} bytes, found {len(message.body)}"

@@ -37,7 +37,7 @@ LONG_MIN: Final = -(2**63)
 LONG_MAX: Final = 2**63 - 1
 
 # The zeros of all runs of ten decimal digits in the basic multilingual plane. It is a table, not unicodedata, so that
-# every version of Python, Arrow and Spark agrees on it. Java reads UTF-16 units and knows no digits beyond the plane.
+# every version of Python, Arrow and Spark agrees on it. Java reads UTF-16 units, and has no digits beyond the plane.
 DIGIT_ZEROS: Final = (
     "\u0030\u0660\u06f0\u07c0\u0966\u09e6\u0a66\u0ae6\u0b66\u0be6\u0c66\u0ce6\u0d66\u0de6\u0e50\u0ed0\u0f20\u1040"
     "\u1090\u17e0\u1810\u1946\u19d0\u1a80\u1a90\u1b50\u1bb0\u1c40\u1c50\ua620\ua8d0\ua900\ua9d0\ua9f0\uaa50\uabf0"

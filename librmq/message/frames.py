@@ -16,8 +16,8 @@ from librmq.runtime.core import CORE
 from librmq.runtime.headway import advance
 
 __all__ = [
-    "MAGICS", "SIZE_AND_MAGIC", "LogItem", "blank", "damage", "is_whole", "items", "put_together", "split",
-    "unfinished_size",
+    "MAGICS", "SIZE_AND_MAGIC", "LogItem", "blank", "damage", "is_whole", "items", "split",
+    "unfinished_size", "write_records",
 ]  # fmt: skip
 
 SIZE_AND_MAGIC: Final = record.header_struct("size", "magic", unsigned=("size",))
@@ -38,7 +38,7 @@ def blank(remaining: int) -> bytes:
     return SIZE_AND_MAGIC.pack(remaining, record.BLANK_MAGIC)
 
 
-def put_together(buffer: mmap.mmap, at: int, data: bytes) -> None:
+def write_records(buffer: mmap.mmap, at: int, data: bytes) -> None:
     """Write records side by side; a kill leaves all of them, or a mark for `unfinished_size`."""
     if len(data) <= _BLANK_SIZE:
         buffer[at : at + len(data)] = data

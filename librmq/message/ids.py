@@ -42,13 +42,13 @@ class UniqueIds:
             raise MalformedError(f"ip: expected an address of 4 or 16 bytes, found {ip!r}")
         self._now_ms = now_ms
         self._ip = ip
-        self._given = maker, first
+        self._settings = maker, first
         self._begin()
         _live.add(self)
 
     def _begin(self) -> None:
         """Draw the random values."""
-        maker, first = self._given
+        maker, first = self._settings
         self._maker = os.urandom(4) if maker is None else (maker & 0xFFFFFFFF).to_bytes(4, "big")
         start = int.from_bytes(os.urandom(2)) if first is None else first
         self._count = count(start).__next__  # counting is one step for the interpreter

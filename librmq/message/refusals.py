@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from librmq.errors import MessageIllegalError
 
-__all__ = ["body_too_large", "brokers_own", "delayed_batch", "delayed_transaction"]
+__all__ = ["body_too_large", "delayed_batch", "delayed_transaction", "reserved_topic"]
 
 
-def brokers_own(topic: str) -> MessageIllegalError:
+def reserved_topic(topic: str) -> MessageIllegalError:
     """Return the error of a send to a topic of the broker's own."""
     return MessageIllegalError(f"topic {topic!r} is the broker's own: clients can't send to it")
 

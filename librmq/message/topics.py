@@ -32,7 +32,7 @@ NOT_FOR_SENDING: Final = frozenset(
 """The topics to which only the broker writes."""
 
 SYSTEM_TOPICS: Final = NOT_FOR_SENDING | {AUTO_CREATE_TOPIC, "BenchmarkTest", TRACE_TOPIC}
-"""The topics that RocketMQ reserves, besides those with `SYSTEM_PREFIX`."""
+"""The topics that RocketMQ reserves, besides topics with `SYSTEM_PREFIX`."""
 SYSTEM_PREFIX: Final = "rmq_sys_"
 _MAX_SIZE: Final = 127
 _MAX_GROUP: Final = 120  # its retry topic has a prefix and is limited like any topic

@@ -93,7 +93,7 @@ class ConsumerData:
 
 @value
 class Heartbeat(Request[None]):
-    """Register a client with these groups, in place of its former ones."""
+    """Register a client with these groups, in place of its former groups."""
 
     client_id: str
     client: Endpoint
@@ -165,7 +165,7 @@ class PullResponse:
     is_held: bool = False
     """Whether the broker will call `PullMessage.notify`: with HELD, or as `PullMessage.stay` says."""
     suggests_replica: bool = False
-    """Whether the next pull should ask a replica: this one read so far back that the messages are not in memory."""
+    """Whether the next pull should ask a replica: this pull read so far back that the messages are not in memory."""
 
 
 @value

@@ -105,7 +105,7 @@ class SendBatch(Request[SendResponse]):
 class SendPlain(Request[list[SendResponse]]):
     """Store messages that came together, as `SendMessage` stores each, up to the first that needs anything special.
 
-    The answer has the responses for those that are stored, maybe none. The caller sends the next one by itself.
+    The answer has the responses for the stored messages, maybe none. The caller sends the next message alone.
     """
 
     sends: Sequence[SendMessage]

@@ -62,7 +62,7 @@ class LogDescription:
 
 @value
 class DescribeLog(Request[LogDescription]):
-    """Return what a replica needs to know before it follows."""
+    """Return the description that a replica checks before it follows."""
 
 
 @value
@@ -126,4 +126,4 @@ class CopyTables(Request[CopiedTables]):
     notify: Callable[[], None] | None = None
     """Called once, under the runner's lock, when a table changes."""
     replica: str = ""
-    """The replica's id. Its last ``notify`` replaces the earlier ones."""
+    """The replica's id. Its last ``notify`` replaces the earlier."""

@@ -8,7 +8,7 @@
     text         group billing: 3 messages are gone
     attributes   record.rmq_group == "billing", record.rmq_count == 3
 
-The prefix keeps the attributes apart from those of `logging.LogRecord` and of other packages. docs/logging.md lists
+The prefix keeps the attributes apart from `logging.LogRecord`'s and other packages' attributes. docs/logging.md lists
 every line.
 """
 
@@ -89,7 +89,7 @@ def _plain(value: object) -> object:
 
 
 def hand_over(take: Callable[[bytes], None]) -> None:
-    """Pass every line of this process to ``take`` and to nothing else; `log_again` takes it in another process."""
+    """Pass every line of this process to ``take`` and to nothing else; `log_again` logs it in another process."""
     log = logging.getLogger("librmq")
     log.addHandler(_HandingOver(take))
     log.propagate = False

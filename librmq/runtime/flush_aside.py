@@ -1,4 +1,4 @@
-"""Saving of progress after a flush: some time after a change, beside other turns, repeated after a failure.
+"""Saving of progress after a flush: some time after a change, without blocking other turns, repeated after a failure.
 
 Progress may be saved only after the device has the data that it covers. Its owner makes one `FlushAside` and passes how
 to get the progress, flush, and note it, and how long to wait after a change::

@@ -113,7 +113,7 @@ class ManualRunner(Runner):
         heap, ready, clock = self._heap, self.ready, self.manual_clock
         steps, now = 0, clock.now_ms()
         while not self.is_over():
-            with self.lock:  # other threads may wake steps, for example those of a server
+            with self.lock:  # other threads may wake steps, for example a server's threads
                 top = self._top() if heap else None
                 at = NEVER if top is None else top.at or 0
                 is_due = top is not None and at <= now
