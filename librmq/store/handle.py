@@ -93,6 +93,7 @@ class StoreHandle:
         self._in_background = in_background
         self._file_lock: FileLock | None = None
         self._had_room_at_ms, self._has_room_until = 0, -1  # as `check_room` last saw it
+        self._disk_error = ""
 
     # --------------------------------------------------------------------------------------------------------- opening
 
@@ -263,11 +264,20 @@ class StoreHandle:
 
     def _check_disk(self, now_ms: int) -> None:
         """Begin or end to refuse messages as soon as the disk is too full, or has room again."""
-        with suppress(StoreIOError):  # the next step of retention reports it
-            if self.retention.check_disk(now_ms):
-                self.appender.lock.check_reentry()
-                with critical:
-                    self._update_acceptance()
+        try:
+            has_changed = self.retention.check_disk(now_ms)
+        except StoreIOError as error:
+            if str(error) != self._disk_error:  # each error once
+                _log.warning(
+                    "%(path)s: whether the disk is full can't be checked: %(error)s", error=error, path=self.path
+                )
+            self._disk_error = str(error)
+            return
+        self._disk_error = ""
+        if has_changed:
+            self.appender.lock.check_reentry()
+            with critical:
+                self._update_acceptance()
 
     def check_room(self) -> None:
         """Refuse a send while there is no room for it; see `MessageStore.check_room`."""

@@ -167,7 +167,7 @@ def test_an_export_fails_unless_the_end_is_accepted(shell: Shell, damaged: tuple
     assert row["rows"] == 41
 
 
-def test_damage_before_what_opening_reads_ends_exports_and_is_a_finding(shell: Shell) -> None:
+def test_early_damage_ends_exports_and_is_a_finding(shell: Shell) -> None:
     path = fill(shell.folder / "damaged", StoreConfig.tiny())
     log = min((path / "commitlog").iterdir())
     log.write_bytes(log.read_bytes().replace(b"body 041", b"bodi 041"))

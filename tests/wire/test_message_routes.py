@@ -294,7 +294,7 @@ def test_a_broker_that_hides_its_settings_gets_no_delay() -> None:
     assert broker.properties == [{"DELAY": "3"}]
 
 
-def test_a_broker_of_5_that_hides_its_settings_gets_the_properties_of_its_timer() -> None:
+def test_a_broker_of_5_that_hides_its_settings_has_timers() -> None:
     broker = Described(None, version=V5_0_0)
     with FakeServer(broker) as server, librmq.connect(server.address) as route, Producer(route, "shop") as producer:
         producer.send("t", b"x", delay=5)
