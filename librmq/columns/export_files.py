@@ -52,6 +52,8 @@ class ExportState:
     steps: int = 0
     shown: tuple[str, ...] = ()
     """Files of the last step; committing removes `_UNFINISHED` from their names."""
+    files: int = 0
+    """Number of Parquet files of all steps; one that an earlier release began counts from its next call."""
     last: tuple[int, ...] = ()
     """Of the exported message that is last in the log: physical offset, queue id, queue offset, ms of its birth."""
     told: tuple[str, ...] = ()
@@ -103,6 +105,21 @@ class ParquetFolder:
         self._steps = state.steps
         self.show(state)
         self._delete_unfinished()
+        self._check_complete(state)
+
+    def _check_complete(self, state: ExportState) -> None:
+        """Refuse a folder that lacks files of earlier steps; their messages would be missing without a word."""
+        count = 0
+        for _, _, names in os.walk(self._path):
+            count += sum(name.startswith("part-") and name.endswith(".parquet") for name in names)
+        missing = [os.path.join(self._path, name.removesuffix(_UNFINISHED)) for name in state.shown]
+        missing = [path for path in missing if not os.path.exists(path)]
+        if count < state.files or missing:
+            named = f", among them not {missing[0]}" if missing else ""
+            raise ConfigError(
+                f"out: {self._path} has {count} of the {max(state.files, count + len(missing))} files that were "
+                f"exported{named}; delete the folder to export all messages again, or export to another path"
+            )
 
     def _delete_unfinished(self) -> None:
         """Delete the files of an uncommitted step."""
@@ -226,15 +243,14 @@ class TextFile:
         self._path = path
         self._form = state.form
         self._size = state.size
+        size = os.path.getsize(path) if os.path.exists(path) else 0
+        if size < state.size:
+            what = f"expected the {state.size} bytes that are exported: delete the file to export all messages again, "
+            raise CorruptionError(path, size, "size", f"{what}or export to another path")
 
     def write(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> tuple[list[str], int]:
         """Write a step after the committed data; return the file's name and its new length."""
         names = list(schema.names)
-        size = os.path.getsize(self._path) if os.path.exists(self._path) else 0
-        if size < self._size:
-            raise CorruptionError(
-                self._path, size, "size", f"expected the {self._size} bytes that are exported: export to another path"
-            )
         try:
             with _named_errors(self._path), open(self._path, "r+b" if os.path.exists(self._path) else "wb") as raw:
                 raw.truncate(self._size)

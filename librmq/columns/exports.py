@@ -123,7 +123,7 @@ def export(
     try:
         fresh = ExportState(form, tuple(schema.names), tuple(partition_by), _conditions(options, settings, grep))
         state = ExportState.read(state_path, files)
-        if state is None:
+        if state is None or (form != "parquet" and not os.path.exists(path)):  # a deleted file is made again
             state = fresh
             state.write(state_path, files)  # marks the path as an export
         fresh.check(state, path)
@@ -175,6 +175,7 @@ def export(
                     size=size,
                     steps=steps,
                     shown=tuple(files_written),
+                    files=state.files + len(files_written),
                     told=source.reports,
                 )
                 state.write(state_path, files)

@@ -575,18 +575,44 @@ def test_an_open_store_is_exported_once(tmp_path: Path, flush: bool) -> None:
     assert len(rows(out)) == 10
 
 
-@pytest.mark.parametrize("lost", ["all", "the file"])
-def test_a_shortened_export_is_refused(store: Path, tmp_path: Path, lost: str) -> None:
+@pytest.mark.parametrize("is_grown", [False, True])
+def test_a_shortened_export_is_refused(store: Path, tmp_path: Path, is_grown: bool) -> None:
     out = tmp_path / "out.jsonl"
     export(store, out)
-    if lost == "all":
-        os.truncate(out, 0)
-    else:
-        out.unlink()
-    fill(store, range(60, 70))
-    with pytest.raises(CorruptionError, match=r"out\.jsonl"):
+    os.truncate(out, 0)
+    if is_grown:
+        fill(store, range(60, 70))
+    with pytest.raises(CorruptionError, match=r"out\.jsonl.*delete the file"):
         export(store, out)
-    assert not out.exists() or out.stat().st_size == 0
+    assert out.stat().st_size == 0
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
+def test_a_deleted_export_starts_over(store: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / name
+    export(store, out)
+    content = out.read_bytes()
+    out.unlink()
+    assert export(store, out).rows == 60
+    assert out.read_bytes() == content
+    out.unlink()
+    assert export(store, out, columns=["physicalOffset"]).rows == 60
+    assert export(store, out, columns=["physicalOffset"]).rows == 0
+
+
+@pytest.mark.parametrize("lost", ["one of the first", "one of the last", "all"])
+def test_a_folder_that_lacks_files_is_refused(store: Path, tmp_path: Path, lost: str) -> None:
+    out = tmp_path / "lake"
+    export(store, out, partition_by="topic")
+    fill(store, range(60, 70))
+    export(store, out, partition_by="topic")
+    files = sorted(out.rglob("*.parquet"), key=lambda path: path.name)
+    for path in {"one of the first": files[:1], "one of the last": files[-1:], "all": files}[lost]:
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"files that were exported.*delete the folder"):
+        export(store, out, partition_by="topic")
+    shutil.rmtree(out)
+    assert export(store, out, partition_by="topic").rows == 70
 
 
 @pytest.mark.thorough
