@@ -16,6 +16,7 @@ from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
+from librmq.store import MessageStore
 from librmq.store.format import directory
 from librmq.store.format.directory import StoreKind
 from librmq.testing.files import FailingFiles
@@ -234,6 +235,18 @@ def test_each_setting_is_inferred_from_its_files() -> None:
 )
 def test_files_that_disagree_or_show_nothing(sizes: dict[str, int], length: int) -> None:
     assert directory.infer_config(ROOT, files_with(sizes=sizes)).commitlog_file_size == length
+
+
+def test_empty_files_with_a_gap_between_them_have_the_kept_size() -> None:
+    """A power failure can leave names of queue files, without their lengths and without one between them."""
+    files = MemoryFiles()
+    MessageStore.open(ROOT, TINY, files=files).close()
+    size = TINY.consumequeue_file_size
+    files.make_folder(f"{ROOT}/consumequeue/T/0")
+    for start in (0, 2 * size):
+        files.write(f"{ROOT}/consumequeue/T/0/{start:020d}", b"")
+    assert directory.infer_config(ROOT, files).consumequeue_file_size == size
+    directory.check_config(ROOT, TINY, files)
 
 
 def test_few_of_many_files_are_looked_at() -> None:
