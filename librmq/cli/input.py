@@ -67,13 +67,17 @@ def check_opened(arguments: argparse.Namespace, store: MessageStore) -> None:
 
 
 def report_cut(arguments: argparse.Namespace, cut: Damage) -> None:
-    """Report once that the log ends at ``cut`` for this command, although sound records follow."""
+    """Report once that the log ends at ``cut`` for this command, although sound records or entries follow."""
     if not getattr(arguments, "is_cut_short", False):  # a command can open its store many times
         arguments.is_cut_short = True
-        complain(
-            f"librmq {arguments.command.name}: {arguments.store}: the log ends at {cut.offset}; {cut.bytes} bytes with "
-            f"sound records follow ({cut.what}): librmq salvage saves them"
-        )
+        if cut.bytes:
+            what = f"{cut.bytes} bytes with sound records follow ({cut.what}): librmq salvage saves them"
+        else:
+            what = (
+                f"{cut.what}: copy the missing end of commitlog/ from the store that this is a copy of; without it "
+                "these messages are lost, and librmq recover cuts the entries"
+            )
+        complain(f"librmq {arguments.command.name}: {arguments.store}: the log ends at {cut.offset}; {what}")
 
 
 def age_clock(stores: str | Sequence[str] | None, *times: str | None) -> Clock:

@@ -127,7 +127,9 @@ class PlannedStore:
         cut = None if store is None else store.cut_short
         if cut is not None and mode == "FAILFAST" and not self._as_recovered:
             hint = "(mode PERMISSIVE reads them, as recovered they are left out)"
-            what = f"{cut.what}; the log ends at {cut.offset}; {cut.bytes} bytes with sound records follow {hint}"
+            what = f"{cut.what}; the log ends at {cut.offset}"
+            if cut.bytes:
+                what += f"; {cut.bytes} bytes with sound records follow {hint}"
             raise CorruptionError(cut.file, cut.offset, cut.kind, what)
         # After a crash, bytes that a recovery would cut are no damage if no sound record is among them.
         self._ends_as_recovered = (

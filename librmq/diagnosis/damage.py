@@ -149,10 +149,11 @@ def unverified_damage(view: StoreView) -> list[Finding]:
     if cut is not None:
         path = view.store.path
         where = f"{os.path.relpath(cut.file, path)} at {cut.offset}: {cut.what}"
+        cuts = f", and cut the {cut.bytes} bytes from there on" if cut.bytes else ""
         found.append(
             Finding(
                 "damage", "error", f"store {path}",
-                f"A recovery would end the log at {cut.offset}, and cut the {cut.bytes} bytes from there on: {where}.",
+                f"A recovery would end the log at {cut.offset}{cuts}: {where}.",
                 {"places": 1, "kinds": [cut.kind], "log_end": cut.offset, "bytes": cut.bytes, "error": where}, _NEXT,
             )
         )  # fmt: skip

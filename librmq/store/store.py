@@ -189,10 +189,11 @@ class MessageStore:
 
     @property
     def cut_short(self) -> Damage | None:
-        """The damage at which a read-only store ends although sound records follow it; None without any.
+        """The damage at which a read-only store ends although sound records, or entries of queues, follow; else None.
 
         Reads return what a recovery would leave. ``offset`` is the log's end; ``bytes`` counts those from there to the
-        last nonzero one, which a recovery would cut and ``librmq salvage`` returns.
+        last nonzero one, which a recovery would cut and ``librmq salvage`` returns. They are 0 if only the queues of a
+        closed store lead beyond the end, because the log lacks its last files.
         """
         view = self._handle.view
         return None if view is None else view.cut_short()

@@ -226,6 +226,52 @@ def test_a_torn_end_is_read_as_recovery_leaves_it(shell: Shell) -> None:
     assert shell("count", path).rows[0]["messages"] == MESSAGES - 1
 
 
+# --------------------------------------------------------------------------------------------- a log without its end
+
+
+def remove_end(path: Path) -> int:
+    """Remove the last log file with records, and prepared ones after it; return where the log ended."""
+    with MessageStore.open(path, read_only=True) as store:
+        end = store.log.end
+    for file in (path / "commitlog").iterdir():
+        if int(file.name) + CONFIG.commitlog_file_size >= end:
+            file.unlink()
+    return end
+
+
+@pytest.mark.parametrize("writer", ["librmq", "a broker"])
+@pytest.mark.parametrize("words", [words for words in READS if words != ["show"]], ids=" ".join)
+def test_a_read_says_that_queues_lead_beyond_the_log(shell: Shell, orders: Path, words: list[str], writer: str) -> None:
+    if writer == "a broker":
+        (orders / "librmq" / "closed.json").unlink()
+    whole_end = remove_end(orders)
+    answer = shell(words[0], orders, *words[1:])
+    assert answer.status == 1
+    assert f"queues have entries up to {whole_end}, beyond the log's end: copy the missing end" in answer.said
+    accepted = shell(words[0], orders, *words[1:], "--as-recovered")
+    assert (accepted.status, accepted.rows) == (0, answer.rows)
+
+
+def test_exports_and_findings_say_that_queues_lead_beyond_the_log(shell: Shell, orders: Path) -> None:
+    remove_end(orders)
+    answer = shell("export", orders, "-o", "out.jsonl")
+    assert (answer.status, answer.out) == (1, "")
+    assert "beyond the log's end" in answer.said
+    (export,) = shell("export", orders, "-o", "out.jsonl", "--as-recovered").rows
+    (count,) = shell("count", orders, "--as-recovered").rows
+    assert 0 < export["rows"] == count["messages"] < MESSAGES
+    assert "beyond the log's end" in str(kinds(shell, orders, "--no-verify")["damage"]["what"])
+    assert shell("recover", orders).status == 0
+    assert (shell("count", orders).status, shell("count", orders).rows) == (0, [count])
+
+
+def test_a_killed_writer_leaves_queues_ahead_without_a_word(shell: Shell, orders: Path) -> None:
+    remove_end(orders)
+    (orders / "abort").touch()
+    answer = shell("lag", orders)
+    assert (answer.status, answer.said) == (0, "")
+
+
 # ------------------------------------------------------------------------------------------------------- snapshots
 
 

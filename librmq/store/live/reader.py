@@ -22,6 +22,7 @@ from typing import Final
 
 from librmq.clock import Clock
 from librmq.config import StoreConfig
+from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.damage import Damage
 from librmq.files.overlay import OverlayFiles
@@ -75,6 +76,7 @@ class ReadOnlyView:
         self._holder: str | None = None
         self._live: LiveParts | None = None
         self._marks: tuple[object, ...] = ()
+        self._was_closed = False
         self._inferred: tuple[bool, ...] = ()
         self.version = 0
         self._open()
@@ -116,11 +118,31 @@ class ReadOnlyView:
         return None
 
     def cut_short(self) -> Damage | None:
-        """Return the damage at which the log of this view ends although sound records follow it; None without any.
+        """Return the damage at which the log ends although sound records follow, or closed queues lead beyond it.
 
-        Its ``bytes`` go up to the last nonzero one. A record that a writer is just writing, or has left unfinished, is
-        no damage.
+        Its ``bytes`` go up to the last nonzero one; they are 0 if only queues lead beyond the end. A record that a
+        writer is just writing, or has left unfinished, is no damage.
         """
+        return self._cut_before_records() or self._cut_before_entries()
+
+    def _cut_before_entries(self) -> Damage | None:
+        """Return as damage that queues of a closed store lead beyond the log's end, which no crash explains."""
+        if not self._was_closed:
+            return None
+        log, config = self.parts.log, self.config
+        end = max((state.max_physic_offset for state in self.parts.queues.states().values()), default=0)
+        for cut in self.parts.cuts:
+            if cut.kind == "ahead" and cut.bytes:  # a recovery in memory has cut the queue
+                folder = os.path.dirname(cut.file)
+                queue = ConsumeQueue.open(folder, config.consumequeue_file_size, files=self._files, writable=False)
+                end = max(end, queue.max_physic_offset)
+                queue.close()
+        if end <= log.end:
+            return None
+        what = f"queues have entries up to {end}, beyond the log's end"
+        return Damage(log.sequence.path_at(log.end), log.end, "ahead", what)
+
+    def _cut_before_records(self) -> Damage | None:
         log, cuts = self.parts.log, self.parts.cuts
         at = log.end
         cut = next((earlier for earlier in reversed(cuts) if earlier.kind == "record" and earlier.offset == at), None)
@@ -185,6 +207,7 @@ class ReadOnlyView:
         self.config, self.parts, self._live, self._holder = config, parts, live, holder
         self._inferred = inferred
         self._marks = () if live is not None else self._read_state()
+        self._was_closed = live is None and not has_abort(self._files, self._path)
         self._opened(self)
         self.version += 1
 
