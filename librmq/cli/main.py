@@ -90,6 +90,8 @@ def _advice(error: CorruptionError) -> str:
     """Return the end of a message about damage: what to do."""
     if os.path.basename(os.path.dirname(error.file)) == "config":
         return "; restore the file from a copy, or move it away: the store then lacks what it holds"
+    if error.kind == "size" and any(f"{os.sep}{kind}{os.sep}" in error.file for kind in ("consumequeue", "index")):
+        return "; the log has the messages: librmq recover makes the file again"
     return "; librmq verify lists the damage, and librmq salvage --into NEW saves every record that can be read"
 
 

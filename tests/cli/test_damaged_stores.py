@@ -226,6 +226,19 @@ def test_a_torn_end_is_read_as_recovery_leaves_it(shell: Shell) -> None:
     assert shell("count", path).rows[0]["messages"] == MESSAGES - 1
 
 
+@pytest.mark.parametrize("kind", ["consumequeue", "index"])
+def test_a_truncated_file_of_a_queue_or_index_is_made_again(shell: Shell, orders: Path, kind: str) -> None:
+    whole = shell("lag", orders).rows
+    file = min(path for path in (orders / kind).rglob("*") if path.is_file())
+    file.write_bytes(file.read_bytes()[:50])
+    answer = shell("lag", orders)
+    assert answer.status == 1
+    assert "librmq recover makes the file again" in answer.said
+    assert "salvage" not in answer.said
+    assert shell("recover", orders).status == 0
+    assert shell("lag", orders).rows == whole
+
+
 # --------------------------------------------------------------------------------------------- a log without its end
 
 

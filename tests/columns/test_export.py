@@ -111,7 +111,7 @@ def test_a_store_with_a_damaged_queue(
     with pytest.raises(CorruptionError, match="found 30"):
         export(store, tmp_path / name, columns=columns)
     assert main(["export", str(store), "-o", str(tmp_path / f"other-{name}")]) == 1
-    assert "librmq salvage --into NEW saves every record" in capsys.readouterr().err
+    assert "librmq recover makes the file again" in capsys.readouterr().err
     settings: dict[str, Any] = {"partition_by": ["topic", "date"]} if name == "out" else {}
     export(store, tmp_path / f"whole-{name}", mode="PERMISSIVE", columns=columns, **settings)
     assert export(store, tmp_path / name, mode="PERMISSIVE", columns=columns).rows == 45 + 1
