@@ -339,7 +339,7 @@ def test_diagnose_says_whether_records_were_checked(shell: Shell, monkeypatch: p
     assert [row["finding"] for row in shell("diagnose", "store", "--limit", "1").rows] == ["damage"]
     assert "damage" not in {row["finding"] for row in shell("diagnose", "store", "--no-verify").rows}
     monkeypatch.setattr("librmq.diagnosis.damage.AT_ONCE", 3)
-    assert "were not checked" in shell("diagnose", "store").said
+    assert "were not compared" in shell("diagnose", "store").said
     assert "salvage STORE --into NEW" in shell("verify", "store").said
 
 

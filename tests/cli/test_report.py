@@ -51,7 +51,7 @@ def test_a_store_that_cannot_be_listed_gets_its_report(shell: Shell) -> None:
     """Its topics are not known, so nothing is said about a name that may be one of them."""
     (shell.folder / "store" / "consumequeue" / "OrderTopic" / "-1").mkdir()
     answer = shell("report", "store", "--topic", "OrderTopics", "--group", "CG_orders")
-    assert answer.status == 0
+    assert answer.status == 1  # the folder -1 is no queue, so the numbers can lack messages
     assert "did you mean" not in answer.said
     assert (shell.folder / "report.html").exists()
 
