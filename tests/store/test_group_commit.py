@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,6 +26,19 @@ def no_space() -> StoreIOError:
     return StoreIOError("flush", "/store/commitlog/0", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
+class Signals:
+    """A semaphore that an exception thrown into a thread can't leave locked, as `threading.Semaphore` can be."""
+
+    def __init__(self) -> None:
+        self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def release(self) -> None:
+        self._signals.put(None)
+
+    def acquire(self) -> None:
+        self._signals.get()
+
+
 class Device:
     """A log that grows and whose flushes can be held up. ``flushes`` lists the position that each one reached."""
 
@@ -33,8 +47,8 @@ class Device:
         self.flushes: list[int] = []
         self.error: BaseException | None = None
         self.held = False
-        self.begun = threading.Semaphore(0)
-        self.go_on = threading.Semaphore(0)
+        self.begun = Signals()
+        self.go_on = Signals()
         self.failures = 0
         self.commit = GroupCommit(self.flush, 0, self.on_failure)
 
@@ -99,7 +113,7 @@ class CountedRow(deque[Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.waiting = threading.Semaphore(0)
+        self.waiting = Signals()
 
     def append(self, one: Any) -> None:
         super().append(one)
