@@ -265,7 +265,7 @@ def test_a_read_says_that_queues_lead_beyond_the_log(shell: Shell, orders: Path,
     assert (accepted.status, accepted.rows) == (0, answer.rows)
 
 
-def test_exports_and_findings_say_that_queues_lead_beyond_the_log(shell: Shell, orders: Path) -> None:
+def test_exports_and_findings_say_what_leads_beyond_the_log(shell: Shell, orders: Path) -> None:
     remove_end(orders)
     answer = shell("export", orders, "-o", "out.jsonl")
     assert (answer.status, answer.out) == (1, "")
