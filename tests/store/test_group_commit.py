@@ -9,6 +9,7 @@ import ctypes
 import errno
 import os
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -170,6 +171,18 @@ def test_appends_during_a_flush_share_the_next_one(device: Device) -> None:
     assert outcomes[1:] == [2100] * 20
 
 
+@pytest.fixture
+def untraced() -> Iterator[None]:
+    """Run untraced: under a tracer CPython 3.11 enters no function while another thread has an exception waiting."""
+    own, of_threads = sys.gettrace(), threading.gettrace()
+    sys.settrace(None)
+    threading.settrace(None)
+    yield
+    threading.settrace(of_threads)
+    sys.settrace(own)
+
+
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_an_exception_thrown_into_a_waiter_stops_no_other(device: Device, number: int) -> None:
     with held(device) as (waiters, row):
