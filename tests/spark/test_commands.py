@@ -148,7 +148,7 @@ def test_the_report_is_the_same_with_spark(store: Path, tmp_path: Path) -> None:
 
     def made(name: str, *words: str) -> tuple[Report, str]:
         page = tmp_path / f"{name}.html"
-        assert main(["report", *words, "--out", str(page)]) == 0
+        assert main(["report", *words, "--out", str(page)]) == (1 if str(other) in words else 0)  # it is damaged
         return Report.from_json((tmp_path / f"{name}.json").read_text()), page.read_text()
 
     part = [str(store), "--topic", "T", "--until", str(START_MS + 9500)]

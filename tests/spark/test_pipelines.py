@@ -208,12 +208,16 @@ def test_damage_after_a_crash_halves_no_number_in_silence(tmp_path: Path) -> Non
         log.write(b"\xff")
     (path / "abort").touch()
     spark = shared_session()
-    source = spark.read.format("rocketmq").schema("topic string, body binary")
+
+    def read(**options: str) -> Any:
+        reader = spark.read.format("rocketmq").schema("topic string, body binary")
+        return reader.options(**options).load(str(path))
+
     for name in ("skew", "backlog", "duplicates"):
         with pytest.raises(Exception, match="sound records follow"):
             run(spark, name, str(path)).collect()
         assert run(spark, name, str(path), {"damaged": "skip"}).count() >= 0
     with pytest.raises(Exception, match="sound records follow"):
-        source.load(str(path)).collect()
-    assert source.option("asRecovered", "true").load(str(path)).count() == 4
-    assert source.option("mode", "DROPMALFORMED").load(str(path)).count() == 8
+        read().collect()
+    assert read(asRecovered="true").count() == 4
+    assert read(mode="DROPMALFORMED").count() == 8
