@@ -66,7 +66,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     found = parser.parse_args(_join_times(given.rest), before)
     if command.takes_route and (found.store is None) == (found.route is None):
         parser.error("expected either the folder of a STORE or --route HOST:PORT")
-    if getattr(found, "route", None) is None:
+    if hasattr(found, "route") and found.route is None:  # `serve` has a --tls of its own
         for one in SECURED:
             name = one.names[0]
             if getattr(found, name.removeprefix("--").replace("-", "_"), None):
