@@ -327,7 +327,7 @@ def test_a_closed_store_without_its_last_log_files(path: Path, tmp_path: Path, k
     for file in sorted((copy / "commitlog").iterdir())[kept:]:
         file.unlink()
     for view in get_args(View):
-        with pytest.raises(CorruptionError, match=r"beyond the log's end|the log lacks the messages of queue offsets"):
+        with pytest.raises(CorruptionError, match=r"queues have entries up to \d+, beyond the log's end"):
             reader(copy, view=view)
     found = reader(copy, topic="A", mode="PERMISSIVE", columns=["body", "_corrupt_record"]).read_all().to_pylist()
     assert sum("the log lacks" in (row["_corrupt_record"] or "") for row in found) == 2  # queues
