@@ -223,9 +223,11 @@ class RemotingServer:
                 try:
                     frames += reader.feed(received)
                 finally:  # what came before rubbish is answered
+                    if frames and not has_asked:
+                        has_asked = True
+                        self._count(channel, held, has_asked=True)  # before a client can act on its first answer
                     self._answers.write(channel, frames)
-                if held > _COUNTED or (frames and not has_asked):
-                    has_asked = has_asked or bool(frames)
+                if held > _COUNTED:
                     self._count(channel, reader.held, has_asked=has_asked)
                 if not reader.held:
                     deadline = None
