@@ -14,7 +14,8 @@ from benchmarks.common import CHECKOUT, Bench, Measure, Row, Run, Stopwatch, Tar
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.message.message import Message
-from librmq.scheduling.timer import TimerConfig, Timers
+from librmq.scheduling.timer import Timers
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 
 TIMERS: Final = 10_000

@@ -22,8 +22,6 @@ from librmq.protocol import (
 )
 from librmq.scheduling.relay import HOP_TOPIC
 
-__all__ = ["Administration"]
-
 _MAX_RESULTS: Final = 64
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from librmq.protocol import ConsumeFrom, MessageModel, Subscription
 
-__all__ = ["ConnectedClient", "GroupConnections"]
-
 
 @dataclass(frozen=True, slots=True)
 class ConnectedClient:

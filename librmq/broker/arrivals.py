@@ -17,8 +17,6 @@ from librmq.store import AppendResult
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.engine.prepared import Prepared
 
-__all__ = ["Arrivals"]
-
 _DELAY: Final = record.PROPERTY_DELAY
 
 

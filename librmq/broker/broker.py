@@ -65,8 +65,6 @@ from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 
-__all__ = ["Broker"]
-
 R = TypeVar("R")
 _LOCK_RETRY_S: Final = 0.05
 _JOIN_STEP_S: Final = 0.02

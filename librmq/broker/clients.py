@@ -31,8 +31,6 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 
-__all__ = ["Clients"]
-
 _log = EventLog("librmq.broker")
 
 

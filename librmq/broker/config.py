@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 from librmq.config import Between, Config, Seconds, StoreConfig
 from librmq.delay import DelayConfig
-from librmq.scheduling.timer import TimerConfig
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.txn import TransactionConfig
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from librmq.files.seam import Files
     from librmq.metrics import Metrics
     from librmq.runtime.runner import Runner
-
-__all__ = ["BrokerConfig", "OpenKeywords"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

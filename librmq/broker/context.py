@@ -20,8 +20,6 @@ from librmq.store.format.broker_tables import BrokerTables
 if TYPE_CHECKING:
     from librmq.filter import Registrations
 
-__all__ = ["BrokerContext", "BrokerSteps"]
-
 
 class BrokerSteps:
     """Creates the steps of one broker, which bear its name and run until its end."""

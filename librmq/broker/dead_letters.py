@@ -21,8 +21,6 @@ from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.store import AppendResult
 from librmq.store.engine.dispatch import parse_level
 
-__all__ = ["FailedMessages", "retry_of"]
-
 _WAIT: Final = record.PROPERTY_WAIT
 _DELAY: Final = record.PROPERTY_DELAY
 _RETRY_TOPIC: Final = record.PROPERTY_RETRY_TOPIC

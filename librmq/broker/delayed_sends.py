@@ -17,8 +17,6 @@ from librmq.scheduling.relay import HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGE
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, deliver_time_ms
 
-__all__ = ["DelayedSends", "names_time", "time_properties"]
-
 _TIMES: Final = (DELAY_SEC, DELAY_MS, DELIVER_MS)
 _SWITCH_ON: Final = "open the broker with BrokerConfig(timers=TimerConfig()) or BrokerConfig(hops=True)"
 

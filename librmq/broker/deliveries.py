@@ -14,10 +14,9 @@ from librmq.errors import MessageIllegalError
 from librmq.message.delay_levels import level_of_queue_id
 from librmq.message.message import StoredMessage
 from librmq.scheduling.relay import HOP_TOPIC, HopProxy
-from librmq.scheduling.timer import TIMER_TOPIC, Timers
+from librmq.scheduling.timer import Timers
+from librmq.scheduling.timer_config import TIMER_TOPIC
 from librmq.store import AppendResult
-
-__all__ = ["Deliveries"]
 
 
 class Deliveries:

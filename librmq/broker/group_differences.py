@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from librmq.java.hashing import utf16_order
 from librmq.protocol import Subscription
 
-__all__ = ["TopicDifference", "comparable", "describe_differences", "group_differences"]
-
 
 class TopicDifference(NamedTuple):
     """A topic for which the instances of a group have different subscriptions. Clients are sorted."""

@@ -14,8 +14,6 @@ from librmq.message.topics import validate_group
 from librmq.protocol import ResponseCode
 from librmq.store.format.broker_tables import MOST_QUEUES, ConfigTable, group_row
 
-__all__ = ["Group", "Groups", "consumption_is_off", "group_settings"]
-
 _BROKERS_OWN: Final = (
     "TOOLS_CONSUMER",
     "FILTERSRV_CONSUMER",

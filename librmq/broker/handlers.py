@@ -63,8 +63,6 @@ from librmq.protocol import (
     ViewMessage,
 )
 
-__all__ = ["Handlers"]
-
 A = TypeVar("A")
 Q = TypeVar("Q", bound=Request[Any])
 

@@ -9,8 +9,6 @@ from librmq.broker.long_polling import HeldPulls
 from librmq.broker.subscription_filter import ALL, Selection
 from librmq.protocol import Receive
 
-__all__ = ["HeldReceives"]
-
 
 class _Held:
     __slots__ = ("holder", "notify", "queues", "request", "selection")

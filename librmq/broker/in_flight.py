@@ -21,8 +21,6 @@ from librmq.errors import BrokerError
 from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import ResponseCode
 
-__all__ = ["Flight", "QueueFlights", "Receipt", "RetryOwners", "is_receive_retry", "receive_retry_topic"]
-
 _IN_ORDER: Final = 999
 _NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _FIELDS: Final = 9

@@ -10,8 +10,6 @@ from librmq.lazy_exports import exported
 from librmq.message.message import StoredMessage
 from librmq.protocol import Route
 
-__all__ = ["consume_topic"]
-
 
 class _Consumer(Protocol):
     """The part of a pull consumer that `consume_topic` needs."""

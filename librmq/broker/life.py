@@ -25,8 +25,6 @@ from librmq.errors import (
 from librmq.protocol import ResponseCode
 from librmq.runtime.watchers import Watchers
 
-__all__ = ["BrokerLife"]
-
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 
 from librmq.message.message import MessageQueue
 
-__all__ = ["QueueLocks"]
-
 
 class QueueLocks:
     """The locks of one broker. Called under the runner's lock."""

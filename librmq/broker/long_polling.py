@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from librmq.broker.subscription_filter import Selection
 from librmq.store import AppendResult
 
-__all__ = ["HeldPulls"]
-
 _QueueName = tuple[str, int]
 _Holder = tuple[str, str]  # client id, group
 

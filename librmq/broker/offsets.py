@@ -13,8 +13,6 @@ from librmq.protocol import ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.store.format.broker_tables import ConfigTable
 
-__all__ = ["GroupOffsets"]
-
 _log = EventLog("librmq.broker")
 
 

@@ -21,8 +21,6 @@ from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.checkpoint import has_abort
 
-__all__ = ["BrokerParts"]
-
 
 class BrokerParts:
     """The handlers of one broker's requests, and its scheduled steps."""

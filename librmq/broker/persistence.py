@@ -21,8 +21,6 @@ from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 if TYPE_CHECKING:
     from librmq.filter import Registrations
 
-__all__ = ["DelayProgress", "Persistence", "TableWriter"]
-
 _FILTERS_S: Final = 10
 
 

@@ -30,8 +30,6 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 
-__all__ = ["Progress"]
-
 _log = EventLog("librmq.broker")
 
 

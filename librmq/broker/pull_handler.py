@@ -31,8 +31,6 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.store import AppendResult, GetStatus, ReadResult
 
-__all__ = ["PullHandler"]
-
 _log = EventLog("librmq.broker")
 
 _MOVED: Final = frozenset((GetStatus.OFFSET_OVERFLOW_BADLY, GetStatus.OFFSET_TOO_SMALL))

@@ -16,10 +16,9 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, RETRY_PREFIX
 from librmq.protocol import ConsumeFrom, MessageModel
 from librmq.scheduling.half_messages import CHECK_GROUP, QUEUE
-from librmq.scheduling.timer import TIMER_TOPIC, Timers
+from librmq.scheduling.timer import Timers
+from librmq.scheduling.timer_config import TIMER_TOPIC
 from librmq.store.upkeep.unread import Unread, UnreadInFile
-
-__all__ = ["StoreReaders"]
 
 DELAYS = "delay levels"
 TIMERS = "timers"

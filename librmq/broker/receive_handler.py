@@ -52,8 +52,6 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.state_log import StateLog
 
-__all__ = ["ReceiveHandler"]
-
 _log = EventLog("librmq.broker")
 
 MAX_IN_FLIGHT: Final = 10_000

@@ -23,8 +23,6 @@ from librmq.protocol import (
     Subscription,
 )
 
-__all__ = ["Changes", "ConsumerGroup", "Registry"]
-
 
 @dataclass(slots=True)
 class ConsumerGroup:

@@ -27,8 +27,6 @@ from librmq.protocol import (
 )
 from librmq.runtime.locks import Lock
 
-__all__ = ["Replication"]
-
 _OK: Final = SendStatus.SEND_OK
 
 

@@ -11,8 +11,6 @@ from librmq.message.message import Message
 from librmq.message.properties import PROPERTY_PUSH_REPLY_TIME, PROPERTY_REPLY_TO_CLIENT
 from librmq.protocol import ReplyArrived, ResponseCode, SendMessage, SendReply, SendResponse
 
-__all__ = ["ReplyPushes"]
-
 
 class ReplyPushes:
     """The replies at one broker. Thread-safe."""

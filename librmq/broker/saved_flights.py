@@ -24,8 +24,6 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.flush_aside import FlushAside
 from librmq.store.format.broker_tables import ConfigTable
 
-__all__ = ["QueueKey", "SavedFlights"]
-
 _log = EventLog("librmq.broker")
 
 QueueKey = tuple[str, str, int]

@@ -31,13 +31,10 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.relay import HOP_TOPIC
-from librmq.scheduling.timer import is_timed
-from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELIVER_MS
+from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELIVER_MS, is_timed
 from librmq.store import AppendResult
 from librmq.store.engine.append_lock import CTRL_C_WAITS_S
 from librmq.store.engine.prepared import Prepared
-
-__all__ = ["SendHandler"]
 
 _log = EventLog("librmq.broker")
 

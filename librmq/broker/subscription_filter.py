@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from librmq.filter import Registration, Registrations, SqlFilter, TagFilter
     from librmq.store.engine.read import MessageFilter
 
-__all__ = ["ALL", "Selection", "parse_selection", "registered_selection", "selection_of"]
-
 
 class Selection:
     """A subscription, ready to use. Immutable and thread-safe."""

@@ -30,8 +30,6 @@ from librmq.runtime.event_log import EventLog
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.store.format.broker_tables import MOST_QUEUES, ConfigTable, topic_row, topic_type, with_topic_type
 
-__all__ = ["Topic", "Topics", "not_readable", "unlisted_topics"]
-
 _READ_WRITE: Final = PERM_READ | PERM_WRITE
 _BENCHMARK_TOPIC: Final = "BenchmarkTest"
 

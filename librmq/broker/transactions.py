@@ -22,8 +22,6 @@ from librmq.runtime.locks import RLock
 from librmq.runtime.runner import Aside, Work
 from librmq.txn import CheckBack, FinalMessage, Transactions
 
-__all__ = ["BrokerTransactions", "CheckOffsets", "DiscardHook"]
-
 _log = EventLog("librmq.broker")
 
 DiscardHook = Callable[[StoredMessage, int], object]

@@ -24,8 +24,6 @@ from librmq.errors import AllocationError, ConfigError, InputError
 from librmq.java.hashing import long_hash
 from librmq.message.message import Message, MessageQueue
 
-__all__ = ["allocate"]
-
 Row = dict[str, Any]
 
 _STRATEGIES: Final = (

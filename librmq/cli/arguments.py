@@ -21,8 +21,6 @@ from librmq.cli.commands.options import (
 )  # fmt: skip
 from librmq.cli.output import BAD_INPUT, complain
 
-__all__ = ["parse", "parser_of"]
-
 _AGO: Final = re.compile(r"-\d+(ms|s|m|h|d)")
 _OR_URL: Final = ", or its URL such as s3://bucket/store (extra: remote)"
 _END: Final = (

@@ -12,8 +12,6 @@ from librmq.errors import BodyCompressionError
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 
-__all__ = ["BodyForm", "shown_row"]
-
 BodyForm = Literal["text", "json", "hex", "base64", "none"]
 
 _OF_THE_BODY: Final = ("body_b64", "stored_body_b64")

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from librmq.broker import Broker
     from librmq.config import StoreConfig
 
-__all__ = ["chosen_queues", "opened_broker", "opened_to_change"]
-
 _QUEUES: Final = re.compile(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*", re.ASCII)
 
 

@@ -15,8 +15,6 @@ from librmq.message.message import MessageQueue
 from librmq.protocol import QueueOffsetAt, UpdateOffset
 from librmq.wire.remote import QueueBounds
 
-__all__ = ["reset_in_cluster"]
-
 
 def reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
     """Set a group's progress.

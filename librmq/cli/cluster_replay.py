@@ -17,20 +17,18 @@ from librmq.cli.output import Output, complain
 from librmq.cli.progress import ProgressBar
 from librmq.cli.queues import open_store
 from librmq.cli.selection import MessageQuery, select
-from librmq.client.producer import Producer, SendResult
+from librmq.client.producer import Producer
+from librmq.client.send_result import SendResult
 from librmq.diagnosis.letters import OF_A_LETTER
-from librmq.diagnosis.view import is_user_topic
 from librmq.errors import CorruptionError, InputError
 from librmq.files.disk import DiskFiles
 from librmq.message import record
 from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.properties import RESERVED_PROPERTIES
-from librmq.message.topics import dead_letter_topic, validate_client_topic
+from librmq.message.topics import dead_letter_topic, is_user_topic, validate_client_topic
 from librmq.protocol import SendStatus
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
-
-__all__ = ["replay_to_cluster"]
 
 _GROUP: Final = "librmq-replay"
 _TOGETHER: Final = 256  # messages

@@ -22,8 +22,6 @@ from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, dead_letter_
 from librmq.protocol import PullMessage, PullStatus, QueueOffsetAt, ResponseCode, Subscription
 from librmq.wire.remote import ClusterAdmin, QueueBounds, RemoteRoute, connect
 
-__all__ = ["ClusterSource", "connect_to", "open_cluster"]
-
 _PULLER: Final = "TOOLS_CONSUMER"
 """The group of ``mqadmin``, which brokers know."""
 _AT_ONCE: Final = 32

@@ -11,8 +11,6 @@ from librmq.cli.arguments import parser_of
 from librmq.cli.commands import COMMANDS
 from librmq.cli.output import Output
 
-__all__ = ["completion", "options_of"]
-
 _BASH: Final = """\
 _librmq() {{
     local current=${{COMP_WORDS[COMP_CWORD]}} command=${{COMP_WORDS[1]}} words=

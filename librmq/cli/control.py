@@ -29,8 +29,6 @@ from librmq.wire.remoting import listen
 if TYPE_CHECKING:
     from librmq.wire.grpc import GrpcServer
 
-__all__ = ["Control", "Ports"]
-
 _log = EventLog("librmq.cli")
 
 _MOST_BYTES: Final = 64 << 10

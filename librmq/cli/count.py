@@ -23,8 +23,6 @@ from librmq.message.record import tags_code
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
 
-__all__ = ["count"]
-
 Group = tuple[Any, ...]
 Counts = dict[Group, tuple[int, int]]
 

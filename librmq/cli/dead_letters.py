@@ -14,8 +14,6 @@ from librmq.diagnosis import letters
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
 
-__all__ = ["dead_letters"]
-
 
 def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
     """Print the dead letters, or their causes, or send them to their group again."""

@@ -11,8 +11,6 @@ from librmq.cli.unknown_names import note_message, note_topic
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.view import StoreView
 
-__all__ = ["check", "diagnose", "story"]
-
 _HAS_ERRORS = 1
 
 

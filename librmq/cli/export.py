@@ -17,8 +17,6 @@ from librmq.files.disk import DiskFiles
 from librmq.runtime.headway import watched
 from librmq.store.format import directory
 
-__all__ = ["export"]
-
 _MODES: Final = re.compile(r" \(mode PERMISSIVE[^)]*\)")
 """What an error advises users of columns and Spark; the command has no modes."""
 

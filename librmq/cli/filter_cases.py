@@ -12,8 +12,6 @@ from librmq.filter.lint import lint
 from librmq.filter.parser import Dialect, parse, refuse_rest
 from librmq.filter.sqlfilter import compiled
 
-__all__ = ["answer_bloom", "answer_case", "explain_text", "read_case"]
-
 
 def answer_case(row: object, dialect: Dialect = "4.9", *, strict: bool = False) -> dict[str, Any]:
     """Return a case ``{expr, props}`` with its ``result`` and ``match``.

@@ -13,8 +13,6 @@ from librmq.cli.output import Output
 from librmq.errors import ConfigError, FilterError, InputError
 from librmq.message.printable import printable
 
-__all__ = ["bloom", "filter_"]
-
 Row = dict[str, Any]
 T = TypeVar("T")
 

@@ -16,8 +16,6 @@ from librmq.cli.progress import ProgressBar
 if TYPE_CHECKING:
     from librmq.cluster import Replica
 
-__all__ = ["StatusLine", "follow"]
-
 _LOOK_S: Final = 0.2
 _CLEAR: Final = "\r\x1b[K"
 

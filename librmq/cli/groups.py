@@ -23,8 +23,6 @@ from librmq.store.format import directory
 if TYPE_CHECKING:
     from librmq.cli.cluster_source import ClusterSource
 
-__all__ = ["expiring", "groups", "lag", "open_view"]
-
 
 @contextmanager
 def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:

@@ -34,8 +34,6 @@ from librmq.store.engine.prepared import AppendFields
 from librmq.store.format.broker_tables import MOST_QUEUES, BrokerTables
 from librmq.store.format.directory import CONFIG, check_kind
 
-__all__ = ["import_"]
-
 _OF_THE_STORE: Final = record.HOSTS_V6 | record.TRANSACTION_MASK | record.COMPRESSED | 0x700
 _FLUSH_BYTES: Final = 64 << 20
 _READ_PERMISSION: Final = 6

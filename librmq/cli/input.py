@@ -24,24 +24,6 @@ from librmq.store.format.directory import check_config, check_kind, infer_config
 if TYPE_CHECKING:
     from librmq.store import MessageStore
 
-__all__ = [
-    "age_clock",
-    "check_opened",
-    "check_text",
-    "field",
-    "files_and_config",
-    "input_size",
-    "parse_duration",
-    "parse_object",
-    "parse_time",
-    "read_config",
-    "read_ranges",
-    "read_rows",
-    "report_cut",
-    "settle_config",
-    "standard_input",
-]
-
 _LONGEST_LINE: Final = 64 << 20
 _LARGEST: Final = (1 << 63) - 1
 _AGO: Final = re.compile(r"-?(\d{1,12})(ms|s|m|h|d)")

@@ -15,8 +15,6 @@ from librmq.errors import InputError
 if TYPE_CHECKING:
     from librmq.columns import RemoteStore
 
-__all__ = ["copied", "is_url", "locate", "storage_options"]
-
 _LOG: Final = "commitlog"
 _DEEPEST: Final = 2
 _MOST_FOLDERS: Final = 2000

@@ -21,8 +21,6 @@ from librmq.message.message import StoredMessage
 from librmq.store.format.directory import COMMITLOG
 from librmq.store.recovery.salvage import find_record
 
-__all__ = ["cut_at", "dump"]
-
 _ZEROS: Final = bytes(1 << 20)
 
 

@@ -21,8 +21,6 @@ from librmq.errors import InputError
 if TYPE_CHECKING:
     from librmq.errors import CorruptionError
 
-__all__ = ["main"]
-
 Handler = Callable[[argparse.Namespace, Output], int]
 
 

@@ -20,8 +20,6 @@ from librmq.store.format.directory import broker_conf as broker_conf_of
 if TYPE_CHECKING:
     from librmq.filter import Registrations
 
-__all__ = ["broker_conf", "load", "recover", "verify"]
-
 
 def verify(arguments: argparse.Namespace, output: Output) -> int:
     """Print the damage of a store, without changing it."""
@@ -76,7 +74,7 @@ def load(arguments: argparse.Namespace, output: Output) -> int:
     _, config = files_and_config(arguments, writable=True)
 
     from librmq.cli import load
-    from librmq.scheduling.timer import TimerConfig
+    from librmq.scheduling.timer_config import TimerConfig
 
     timer = TimerConfig.from_row(read_config(arguments.config)) if arguments.config else None
 

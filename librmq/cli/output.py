@@ -12,18 +12,6 @@ from typing import Any, Final, Protocol, TextIO
 from librmq.errors import InputError, MissingExtraError
 from librmq.message.printable import UNSAFE, escape, printable
 
-__all__ = [
-    "Enough",
-    "JsonLines",
-    "Output",
-    "RowWriter",
-    "complain",
-    "json_line",
-    "name_as",
-    "open_output",
-    "whole_number",
-]
-
 DAMAGED: Final = 1
 """Exit status: the store is damaged."""
 BAD_INPUT: Final = 2

@@ -11,8 +11,6 @@ from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
 from librmq.store.format.directory import check_kind
 
-__all__ = ["decide", "pending", "timers"]
-
 
 def pending(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each message that waits."""

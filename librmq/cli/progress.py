@@ -14,8 +14,6 @@ from librmq.files.disk import DiskFiles
 from librmq.runtime.headway import watched
 from librmq.store.format.directory import COMMITLOG
 
-__all__ = ["ProgressBar", "log_bar", "watching_bar"]
-
 _FIRST_S: Final = 1.0
 _EVERY_S: Final = 0.1
 

@@ -19,8 +19,6 @@ from librmq.errors import InputError
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 
-__all__ = ["replay", "reset", "skip"]
-
 if TYPE_CHECKING:
     from librmq.diagnosis.policies import Skip
 

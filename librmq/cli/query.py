@@ -18,8 +18,6 @@ from librmq.message.message import StoredMessage
 from librmq.store import MessageStore
 from librmq.store.engine.message_filters import ByTags
 
-__all__ = ["ask", "query"]
-
 _LARGEST: Final = (1 << 63) - 1
 _USUAL_MAX: Final = 64
 

@@ -13,8 +13,6 @@ from librmq.diagnosis.findings import named
 from librmq.errors import InputError
 from librmq.store import MessageStore
 
-__all__ = ["open_store", "queue", "queues"]
-
 
 def open_store(arguments: argparse.Namespace, *, all_in_memory: bool = False) -> MessageStore:
     """Open the store that a command reads, without a lock and without changes.

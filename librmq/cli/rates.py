@@ -16,8 +16,6 @@ from librmq.diagnosis.backlog import GroupRate, Lag
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
 
-__all__ = ["follow_rates", "interval_of", "recent_rates", "stored_recently"]
-
 _WINDOW_S: Final = 600
 _LEAST_S: Final = 0.1
 

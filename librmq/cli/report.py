@@ -15,8 +15,6 @@ from librmq.cli.unknown_names import note_part
 from librmq.diagnosis.survey.model import Report
 from librmq.errors import InputError
 
-__all__ = ["report"]
-
 
 def report(arguments: argparse.Namespace, output: Output) -> int:
     """Write the page about stores."""

@@ -11,8 +11,6 @@ from typing import Any, Final, TextIO
 from librmq.errors import InputError, MissingExtraError
 from librmq.message.printable import cell, printable
 
-__all__ = ["CsvRows", "ParquetRows"]
-
 _FIRST: Final = 500
 """Rows that tell which columns there are."""
 _GROUP: Final = 1 << 14

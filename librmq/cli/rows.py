@@ -26,21 +26,6 @@ if TYPE_CHECKING:  # `dump` needs none of these at run time
     from librmq.store.recovery.verify import Verdict
     from librmq.store.upkeep.snapshot import Snapshot
 
-__all__ = [
-    "blank_row",
-    "cut_row",
-    "entry_rows",
-    "gap_row",
-    "get_message_row",
-    "index_query_row",
-    "message_row",
-    "offset_by_time_row",
-    "queue_row",
-    "snapshot_row",
-    "store_row",
-    "verify_row",
-]
-
 Row = dict[str, Any]
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # a search of the log alone needs none of these
     from librmq.store.engine.queue_table import QueueName
     from librmq.store.engine.read import MessageFilter
 
-__all__ = ["MessageQuery", "check_id", "check_times", "end_at", "first_at", "in_queue", "select", "user_queue"]
-
 _LARGEST: Final = (1 << 63) - 1
 _HEX_DIGITS: Final = frozenset("0123456789abcdefABCDEF")
 _ID_LENGTHS: Final = (32, 56)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from librmq.wire.grpc import GrpcServer
     from librmq.wire.remoting import RemotingServer
 
-__all__ = ["serve"]
-
 _log = EventLog("librmq.cli")
 
 _GRPC_PORT: Final = 8081

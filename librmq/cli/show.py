@@ -28,8 +28,6 @@ from librmq.store.format.directory import COMMITLOG
 if TYPE_CHECKING:
     from librmq.store import MessageStore
 
-__all__ = ["show", "tail"]
-
 _FILES_MAPPED: Final = 32
 _LOOK_AGAIN_S: Final = 0.2
 _FIRST_WINDOW: Final = 32

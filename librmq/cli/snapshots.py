@@ -9,8 +9,6 @@ from librmq.cli.output import Output
 from librmq.cli.progress import log_bar
 from librmq.cli.rows import gap_row, message_row, snapshot_row
 
-__all__ = ["restore", "salvage", "snapshot"]
-
 
 def salvage(arguments: argparse.Namespace, output: Output) -> int:
     """Print every sound record and every gap, or make a new store of the records."""

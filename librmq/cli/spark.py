@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from librmq.spark.pipelines import LeftOut
 
-__all__ = ["doctor", "refused", "spark", "start"]
-
 T = TypeVar("T")
 
 

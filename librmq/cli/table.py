@@ -16,8 +16,6 @@ import rich.text
 from librmq.diagnosis.people import duration
 from librmq.message.printable import printable
 
-__all__ = ["Table", "local_time"]
-
 Row = Mapping[str, Any]
 Column = tuple[str, Callable[[Row], object]]
 

@@ -15,8 +15,6 @@ from librmq.message.topics import is_system_topic, validate_client_topic, valida
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import MOST_QUEUES, BrokerTables, group_row, topic_row, with_topic_type
 
-__all__ = ["group", "topic"]
-
 _QUEUES: Final = 8
 _NAMED: Final = 10
 """The most retries that are named."""

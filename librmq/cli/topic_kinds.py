@@ -7,8 +7,6 @@ from typing import Final
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, is_system_topic
 
-__all__ = ["is_listed", "kind_of_topic"]
-
 _INHERITED: Final = 1
 _KINDS: Final = {SCHEDULE_TOPIC: "delay", HALF_TOPIC: "half", OP_TOPIC: "op"}
 

@@ -19,8 +19,6 @@ from librmq.store.format.checkpoint import has_abort
 if TYPE_CHECKING:
     from librmq.consumequeue import ConsumeQueue
 
-__all__ = ["stats", "tables_of", "topics"]
-
 
 def tables_of(store: MessageStore) -> BrokerTables:
     """Return the broker's tables in a store's folder."""

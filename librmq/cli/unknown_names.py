@@ -12,8 +12,6 @@ from librmq.errors import StoreError
 if TYPE_CHECKING:
     from librmq.store import MessageStore
 
-__all__ = ["GROUPS", "TOPICS", "near", "note_group", "note_message", "note_part", "note_topic", "note_topic_of"]
-
 
 GROUPS: Final = "; librmq groups lists the groups"
 TOPICS: Final = "; librmq topics lists the topics"

@@ -14,8 +14,6 @@ from librmq.diagnosis.drain import Consumption, consumption_of, what_if
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
 
-__all__ = ["whatif"]
-
 _MOST: Final = 1024
 """The most clients, threads or messages per call: RocketMQ's limit of a batch; its limit of threads is 1000."""
 

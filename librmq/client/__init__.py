@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from librmq.client.identity import Client as Client
     from librmq.client.process_clients import ProcessClients as ProcessClients
     from librmq.client.producer import Producer as Producer
-    from librmq.client.producer import ProducerConfig as ProducerConfig
-    from librmq.client.producer import SendResult as SendResult
+    from librmq.client.producer_config import ProducerConfig as ProducerConfig
     from librmq.client.queue_selectors import select_by_hash as select_by_hash
     from librmq.client.queue_selectors import select_by_remainder as select_by_remainder
+    from librmq.client.send_result import SendResult as SendResult
     from librmq.client.transactions import CheckedMessage as CheckedMessage
     from librmq.client.transactions import TransactionProducer as TransactionProducer
     from librmq.client.transactions import TransactionResult as TransactionResult

@@ -17,28 +17,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from librmq.broker.group_differences import TopicDifference, describe_differences, group_differences
+from librmq.broker.group_differences import describe_differences
 from librmq.cluster.sites import site_of
 from librmq.errors import AllocationError, ConfigError, GroupMismatchError
 from librmq.java.hashing import utf16_order
 from librmq.message.message import MessageQueue
-
-__all__ = [
-    "AllocationStrategy",
-    "TopicDifference",
-    "allocate_averagely",
-    "allocate_averagely_by_circle",
-    "allocate_by_config",
-    "allocate_by_machine_room",
-    "allocate_by_site",
-    "allocate_consistent_hash",
-    "allocate_machine_room_nearby",
-    "describe_differences",
-    "group_differences",
-    "own_share",
-    "refuse_differences",
-    "unowned_queues",
-]
 
 AllocationStrategy = Callable[[str, Sequence[MessageQueue], Sequence[str]], list[MessageQueue]]
 """``strategy(client_id, queues, clients)`` returns one client's queues, from all queues of a topic and all clients."""

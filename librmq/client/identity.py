@@ -40,8 +40,6 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner, Step
 from librmq.runtime.state_log import StateLog
 
-__all__ = ["Client", "LifeCycle", "Member", "Startable", "State", "client_of"]
-
 R = TypeVar("R")
 FIRST_HEARTBEAT_MS: Final = 1_000
 HEARTBEAT_MS: Final = 30_000

@@ -32,19 +32,6 @@ from librmq.message.message import Message
 from librmq.message.record import PROPERTY_UNIQUE_KEY
 from librmq.runtime.locks import Lock
 
-__all__ = [
-    "BODY_LIMIT",
-    "PART_SIZE",
-    "BodyAssembler",
-    "BodyStore",
-    "DeliveredBody",
-    "FolderBodies",
-    "IncompleteBody",
-    "fetch_body",
-    "park_body",
-    "split_body",
-]
-
 PART_SIZE: Final = 128 << 10
 """Recommended size of a body, in bytes."""
 

@@ -12,8 +12,6 @@ from librmq.client.identity import Client
 from librmq.protocol import Route
 from librmq.runtime.event_log import EventLog
 
-__all__ = ["ProcessClients"]
-
 _log = EventLog("librmq.client")
 
 

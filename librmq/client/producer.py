@@ -17,7 +17,7 @@ from librmq.client.publish_routes import PublishRoutes
 from librmq.client.queue_selectors import QueueSelector
 from librmq.client.request_reply import reply, reply_properties, send_request
 from librmq.client.send_attempts import SendAttempts
-from librmq.client.send_result import SendContext, SendHook, SendResult
+from librmq.client.send_result import SendHook, SendResult
 from librmq.config import check_kind, to_seconds
 from librmq.errors import (
     BrokerError,
@@ -39,17 +39,6 @@ from librmq.protocol import (
     Route,
 )
 from librmq.runtime.event_log import EventLog
-
-__all__ = [
-    "Producer",
-    "ProducerConfig",
-    "ProducerKeywords",
-    "QueueSelector",
-    "SendContext",
-    "SendHook",
-    "SendKeywords",
-    "SendResult",
-]
 
 R = TypeVar("R")
 _log = EventLog("librmq.producer")

@@ -8,8 +8,6 @@ from typing import Annotated, Literal, TypedDict
 
 from librmq.config import Between, Config, Seconds
 
-__all__ = ["ProducerConfig", "ProducerKeywords"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerConfig(Config):

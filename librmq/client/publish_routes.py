@@ -13,8 +13,6 @@ from librmq.message.message import Message, MessageQueue
 from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol import PERM_WRITE, Endpoint, QueueData
 
-__all__ = ["PublishRoutes", "TopicQueues"]
-
 
 class TopicQueues(NamedTuple):
     """The writable queues of a topic, and the next one in turn."""

@@ -18,18 +18,6 @@ from librmq.java.hashing import boolean_hash, double_hash, long_hash, string_has
 from librmq.message.message import Message, MessageQueue
 from librmq.runtime.locks import Lock
 
-__all__ = [
-    "AVOIDANCE_TABLE",
-    "BrokerLatencies",
-    "QueueSelector",
-    "RoundRobin",
-    "key_hash",
-    "select_at_random",
-    "select_by_hash",
-    "select_by_remainder",
-    "select_by_room",
-]
-
 QueueSelector = Callable[[Sequence[MessageQueue], Message, Any], MessageQueue]
 
 AVOIDANCE_TABLE: Final = (

@@ -33,8 +33,6 @@ from librmq.message.properties import (
 from librmq.message.topics import reply_topic
 from librmq.protocol import ReplyArrived, ResponseCode, SendMessage, SendReply
 
-__all__ = ["reply", "reply_properties", "send_request"]
-
 _REPLY: Final = "reply"
 _STEP_S: Final = 0.1
 """Time that passes at once on a clock that stands still."""

@@ -20,8 +20,6 @@ from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, SendBatch, SendMessage, SendResponse, SendStatus
 from librmq.runtime.event_log import EventLog
 
-__all__ = ["SendAttempts"]
-
 _log = EventLog("librmq.producer")
 _RETRIED: Final = frozenset(
     (

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from librmq.message.message import Message, MessageQueue
 from librmq.protocol import SendStatus
 
-__all__ = ["SendContext", "SendHook", "SendResult"]
-
 
 class SendResult(NamedTuple):
     """Where a sent message or batch is stored."""

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
 from librmq.client.identity import Client
-from librmq.client.producer import Producer, ProducerConfig, ProducerKeywords, SendHook, SendResult
+from librmq.client.producer import Producer
+from librmq.client.producer_config import ProducerConfig, ProducerKeywords
+from librmq.client.send_result import SendHook, SendResult
 from librmq.errors import ClientError, ConfigError, MessageIllegalError
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
@@ -35,8 +37,6 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Work
-
-__all__ = ["CheckedMessage", "OpenTransaction", "TransactionProducer", "TransactionResult"]
 
 R = TypeVar("R")
 _log = EventLog("librmq.producer")

@@ -18,8 +18,6 @@ from librmq.metrics import Metrics
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 
-__all__ = ["Cluster"]
-
 _PORT: Final = 10911
 _NOT_IN_NAMES: Final = frozenset("/\\\0:")
 

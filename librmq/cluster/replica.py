@@ -37,8 +37,6 @@ from librmq.store.engine.log_copy import whole_size
 from librmq.store.format import directory
 from librmq.store.format.replica_mark import ReplicaMark, clear_mark, read_mark, write_mark
 
-__all__ = ["Replica", "promote_replica"]
-
 _log = EventLog("librmq.cluster")
 
 _MOST_AT_ONCE: Final = 8 << 20

@@ -20,8 +20,6 @@ from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.replica_mark import ReplicaMark, read_mark
 
-__all__ = ["check_bytes", "check_folder", "check_origin"]
-
 _COMPARED: Final = 64 << 10
 _AT_ONCE: Final = 1 << 20
 _SECTOR: Final = 512  # bytes that a device writes together

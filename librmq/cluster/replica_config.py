@@ -7,8 +7,6 @@ from typing import Annotated
 
 from librmq.config import Between, Config, Seconds
 
-__all__ = ["ReplicaConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig(Config):

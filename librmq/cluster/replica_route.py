@@ -25,8 +25,6 @@ from librmq.protocol import (
 )
 from librmq.runtime.runner import Runner
 
-__all__ = ["ReplicaRoute"]
-
 R = TypeVar("R")
 
 

@@ -28,8 +28,6 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock
 from librmq.runtime.runner import Runner, Step, Work
 
-__all__ = ["RoutedClient", "SiteRouter", "Switch"]
-
 _log = EventLog("librmq.cluster")
 _ANY: Final = float("inf")
 

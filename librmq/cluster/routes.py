@@ -25,8 +25,6 @@ from librmq.protocol import Endpoint, QueueData, Request
 from librmq.runtime.runner import Runner, Step
 from librmq.runtime.watchers import Watchers
 
-__all__ = ["RouteTable"]
-
 R = TypeVar("R")
 
 

@@ -9,8 +9,6 @@ from librmq.errors import BrokerUnreachableError
 from librmq.protocol import Endpoint, QueueData, Request
 from librmq.runtime.runner import Runner
 
-__all__ = ["SiteRoute"]
-
 R = TypeVar("R")
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from librmq.errors import ConfigError
 
-__all__ = ["check_site", "site_of"]
-
 
 def site_of(name: str) -> str | None:
     """Return the site of a broker's name or a client id, the text before its first ``-``; None without a site."""

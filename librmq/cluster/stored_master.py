@@ -25,8 +25,6 @@ from librmq.protocol import (
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 
-__all__ = ["StoredMaster"]
-
 R = TypeVar("R")
 
 

@@ -17,22 +17,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("decoding records into Arrow columns", "arrow") from error
 
-__all__ = [
-    "Bytes",
-    "Ints",
-    "Mask",
-    "gather",
-    "keep_freed_memory",
-    "known_text",
-    "not_utf8",
-    "numbers",
-    "offsets_and_bytes",
-    "replaced",
-    "slices",
-    "strings",
-    "texts",
-]
-
 Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]

@@ -18,8 +18,6 @@ import pyarrow.dataset as ds
 
 from librmq.columns.record_batches import ReaderKeywords, Stores, batches_of, selection
 
-__all__ = ["StoreDataset", "dataset"]
-
 
 class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
     """The rows of a store, read at each scan; created by `dataset`.

@@ -27,8 +27,6 @@ from librmq.columns.transfer import (
 )
 from librmq.runtime.event_log import hand_over
 
-__all__ = ["COMMAND", "serve"]
-
 COMMAND: Final = "import sys; sys.path[:] = {path!r}; from librmq.columns.child import serve; serve()"
 
 

@@ -19,8 +19,6 @@ from librmq.store.format import directory
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.clean_shutdown import write_closed_state
 
-__all__ = ["note_clean_end"]
-
 _AFTER_END: Final = 4096
 _Fetch = Callable[[Sequence[tuple[str, int, int]]], None]
 

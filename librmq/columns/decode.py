@@ -34,8 +34,6 @@ from librmq.message.checksum import crc32
 from librmq.message.message import DECOMPRESSED_LIMIT
 from librmq.runtime.core import CORE
 
-__all__ = ["COLUMNS", "FIXED_COLUMNS", "HEADER", "LAST_MS", "MAP", "TIMESTAMP", "Block"]
-
 HEADER: Final = np.dtype(
     [(name, {"8s": "V8"}.get(code, f">{code}")) for name, code in (record.LAYOUT | {"body_crc": "I"}).items()]
 )

@@ -18,8 +18,6 @@ from librmq.files.rolling import file_name
 from librmq.files.seam import Files
 from librmq.store.format import directory
 
-__all__ = ["slice_entries"]
-
 
 def slice_entries(part: Part, share: Slice, files: Files, deleted: list[str]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """Yield the entries of a slice, each time with the first queue offset; add deleted files to ``deleted``."""

@@ -25,8 +25,6 @@ from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.message.printable import cell, guarded, is_safe_in_cell, printable
 
-__all__ = ["DATE", "ExportState", "ParquetFolder", "TextFile"]
-
 _VERSION: Final = 1
 _GROUP_ROWS: Final = 1 << 16
 _GROUP_BYTES: Final = 64 << 20

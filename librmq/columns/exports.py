@@ -38,8 +38,6 @@ from librmq.files.seam import make_folders
 from librmq.runtime.headway import advance
 from librmq.store.format import directory
 
-__all__ = ["ExportFormat", "Exported", "export"]
-
 ExportFormat = Literal["parquet", "csv", "jsonl"]
 
 _STATE: Final = "librmq_export.json"

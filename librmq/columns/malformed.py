@@ -19,8 +19,6 @@ from librmq.files.rolling import file_name
 from librmq.runtime.event_log import EventLog
 from librmq.store.format import directory
 
-__all__ = ["Malformed"]
-
 _log = EventLog("librmq.columns")
 _MOST_TOLD: Final = 1000
 """Rows in one batch about damage."""

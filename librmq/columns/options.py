@@ -10,8 +10,6 @@ from typing import Any, Final, Literal
 from librmq.errors import ConfigError
 from librmq.message.topics import is_user_topic
 
-__all__ = ["Mode", "OffsetBounds", "OffsetTimes", "Predicate", "ReadOptions", "View", "Wanted", "check_filters"]
-
 View = Literal["messages", "queues", "log"]
 Mode = Literal["FAILFAST", "PERMISSIVE", "DROPMALFORMED"]
 OffsetBounds = Literal["earliest", "latest"] | Mapping[str, Any]

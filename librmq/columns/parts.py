@@ -12,8 +12,6 @@ from typing import Any, Final
 from librmq.errors import StoreError
 from librmq.files.damage import Damage
 
-__all__ = ["DataLossError", "Part", "ReadingProcessError", "RemoteLog", "Slice"]
-
 REST: Final = (
     "to read the rest, set fail_on_data_loss=False; in Spark failOnDataLoss=false, in librmq export --skip-deleted"
 )

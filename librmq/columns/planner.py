@@ -37,8 +37,6 @@ from librmq.store.engine.queue_table import QueueName, QueueState
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 
-__all__ = ["PlannedStore", "Ranges", "plan"]
-
 PARTITION_BYTES: Final = 64 << 20
 PARTITION_ENTRIES: Final = 1 << 19
 Ranges = Sequence[tuple[QueueName, range]]

@@ -43,8 +43,6 @@ from librmq.columns.transfer import (
 from librmq.errors import ConfigError, StoreError
 from librmq.runtime.event_log import log_again
 
-__all__ = ["SharedReader"]
-
 _PARTS_AHEAD: Final = 2
 _PARTS_TO_START: Final = 8
 _AHEAD_BYTES: Final = 48 << 20

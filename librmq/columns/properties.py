@@ -28,8 +28,6 @@ from librmq.columns.arrays import (
 )
 from librmq.message import record
 
-__all__ = ["Properties"]
-
 _MOST_COMPARED: Final = 24
 """Rows with more properties are decoded one by one; array operations compare the properties of the others."""
 _WORD: Final = 8

@@ -20,8 +20,6 @@ from librmq.columns.schema import TYPES, columns_of
 from librmq.errors import ConfigError
 from librmq.store.engine.queue_table import QueueName
 
-__all__ = ["predicate_of", "pruned"]
-
 _LEAST: Final = 8
 _PIECES: Final = 8
 _MOST: Final = 1 << 14

@@ -18,8 +18,6 @@ from librmq.consumequeue_entries import places_and_sizes
 from librmq.files.seam import Files
 from librmq.store.engine.queue_table import QueueState
 
-__all__ = ["QueueRange", "ShortQueue", "stored_entries"]
-
 _SHORT: Final = 1 << 10
 """Most bytes of entries to keep in memory for a queue."""
 _READ: Final = 1 << 13

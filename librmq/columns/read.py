@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from librmq.filter import TagFilter
     from librmq.filter.questions import Question
 
-__all__ = ["Reading"]
-
 BATCH_ROWS: Final = 8192
 ENTRY_BATCH_ROWS: Final = 65_536
 BATCH_BYTES: Final = 16 << 20

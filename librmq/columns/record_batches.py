@@ -28,8 +28,6 @@ from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError
 from librmq.files.seam import Files
 
-__all__ = ["ReaderKeywords", "Store", "Stores", "batches_of", "reader", "scan", "selection"]
-
 Store = str | os.PathLike[str] | RemoteStore
 Stores = Store | Sequence[Store]
 """The folder or URL of a store, or several."""

@@ -35,8 +35,6 @@ from librmq.files.seam import Files, make_folders
 from librmq.runtime.headway import advance
 from librmq.store.format import directory
 
-__all__ = ["RemoteFiles", "RemoteStore", "check_storage_options", "fetch", "located"]
-
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::|://).")
 _BLOCK: Final = 64 << 10
 _REQUEST_BYTES: Final = 8 << 20

@@ -9,8 +9,6 @@ import pyarrow as pa
 from librmq.columns.decode import COLUMNS
 from librmq.columns.options import ReadOptions, View
 
-__all__ = ["CORRUPT", "TYPES", "columns_of", "default_columns"]
-
 CORRUPT: Final = "_corrupt_record"
 """The column that says why a record cannot be read, in mode ``PERMISSIVE``."""
 

@@ -12,8 +12,6 @@ from librmq.columns.planner import PARTITION_BYTES, PlannedStore, Ranges, plan
 from librmq.columns.remote import RemoteFiles
 from librmq.files.seam import Files
 
-__all__ = ["plan_for_others"]
-
 
 def plan_for_others(
     options: ReadOptions,

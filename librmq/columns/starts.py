@@ -17,8 +17,6 @@ from librmq.columns.arrays import Bytes, Ints, gather
 from librmq.errors import RecordError
 from librmq.message import record
 
-__all__ = ["record_starts"]
-
 WINDOW: Final = 64 << 20
 """Bytes of the log to scan before the found records are yielded."""
 _STRETCH: Final = 64 << 10

@@ -29,23 +29,6 @@ import pyarrow as pa
 from librmq.columns.options import ReadOptions
 from librmq.errors import StoreError
 
-__all__ = [
-    "BATCH",
-    "END",
-    "ERROR",
-    "FRAME",
-    "LENGTH",
-    "LOG_LINE",
-    "READY",
-    "SHARED",
-    "ReadRequest",
-    "SlotWriter",
-    "Slots",
-    "pickled",
-    "pipe_size",
-    "unpickled",
-]
-
 FRAME: Final = struct.Struct(">cQ")
 LENGTH: Final = struct.Struct(">Q")
 READY: Final = b"r"

@@ -10,8 +10,6 @@ from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import Endpoint
 from librmq.runtime.runner import Step
 
-__all__ = ["AssignedQueue"]
-
 
 class AssignedQueue:
     """One queue from its assignment until it is released. Changed under the runner's lock."""

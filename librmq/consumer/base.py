@@ -45,8 +45,6 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner, Step, aside_by
 from librmq.runtime.state_log import StateLog
 
-__all__ = ["Consumer"]
-
 C = TypeVar("C", bound=ConsumerConfig)
 R = TypeVar("R")
 

@@ -22,8 +22,6 @@ from librmq.message.message import StoredMessage
 from librmq.protocol import MessageModel, SendBack, SentBack
 from librmq.runtime.runner import Step
 
-__all__ = ["ConcurrentDelivery"]
-
 REDELIVERY_MS: Final = 5_000
 """Pause before a message that no broker accepted back is delivered again."""
 EXPIRED_LEVEL: Final = 3

@@ -13,8 +13,6 @@ from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
 from librmq.protocol import ConsumeFrom, MessageModel
 
-__all__ = ["ConsumerConfig", "ConsumerKeywords", "PullConsumerConfig", "PullConsumerKeywords"]
-
 _DURATIONS: Final = ("consume_timeout", "suspend_time", "pull_interval", "shutdown_timeout", "poll_timeout")
 
 

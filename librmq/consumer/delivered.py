@@ -20,8 +20,6 @@ from librmq.message.record import (
 )
 from librmq.message.topics import RETRY_PREFIX
 
-__all__ = ["DeliveredMessage"]
-
 _ORIGIN_MESSAGE_ID: Final = PROPERTY_ORIGIN_MESSAGE_ID.encode()
 _RETRY_TOPIC: Final = PROPERTY_RETRY_TOPIC.encode()
 _TRANSACTION_PREPARED: Final = PROPERTY_TRANSACTION_PREPARED.encode()

@@ -24,8 +24,6 @@ from librmq.message.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics
 from librmq.runtime.runner import Work
 
-__all__ = ["BlockedQueue", "ConsumerCounts", "Delivery", "cause_of"]
-
 _MAX_CAUSE: Final = 500
 
 

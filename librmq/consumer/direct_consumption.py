@@ -13,8 +13,6 @@ from librmq.message.message import MessageQueue
 from librmq.protocol import ConsumeDirectly, DirectlyConsumed, DirectResult
 from librmq.runtime.runner import Work
 
-__all__ = ["consume_directly"]
-
 
 def consume_directly(consumer: PushInstance, request: ConsumeDirectly) -> None:
     """Run the listener of a message in parallel with others, and pass the result to the request's ``ended``.

@@ -10,8 +10,6 @@ from librmq.errors import RmqError
 from librmq.metrics import Metrics
 from librmq.protocol import MaxOffset
 
-__all__ = ["show_gauges"]
-
 _GAUGES: dict[str, Callable[[Instance, AssignedQueue], float]] = {
     "queues": lambda member, assigned: 1,
     "waiting_messages": lambda member, assigned: len(assigned.messages),

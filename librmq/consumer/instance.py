@@ -20,8 +20,6 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner
 from librmq.runtime.state_log import StateLog
 
-__all__ = ["ConsumeContext", "ConsumeHook", "Instance", "PushInstance"]
-
 
 class ConsumeContext(NamedTuple):
     """A delivery, as passed to a hook."""

@@ -15,8 +15,6 @@ from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.instance import Instance
 from librmq.protocol import HeldQueue, InstanceState, ListenerCall
 
-__all__ = ["instance_state", "listener_calls"]
-
 
 def instance_state(
     member: Instance,

@@ -12,8 +12,6 @@ from librmq.errors import ConfigError
 from librmq.filter import WatchedPredicate
 from librmq.listener import ReconsumeLater
 
-__all__ = ["BatchListener", "Listener", "Listeners", "MessageListener"]
-
 MessageListener = Callable[[DeliveredMessage], object | Awaitable[object]]
 """A listener for one message at a time."""
 

@@ -24,8 +24,6 @@ from librmq.protocol import (
     TopicGroups,
 )
 
-__all__ = ["MessageTrack", "TrackType", "message_tracks", "resend_dead_letters"]
-
 
 class TrackType(enum.Enum):
     """Whether a group has consumed a message."""

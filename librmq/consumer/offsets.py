@@ -26,8 +26,6 @@ from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
 
-__all__ = ["BrokerOffsets", "LocalOffsets", "Offsets"]
-
 _log = EventLog("librmq.consumer")
 _RETRY_S: Final = 2  # within the time of two saves
 

@@ -42,8 +42,6 @@ from librmq.message.topics import retry_topic
 from librmq.protocol import LockQueues, MessageModel, SendMessage, UnlockQueues
 from librmq.runtime.runner import Step
 
-__all__ = ["OrderlyDelivery", "OrderlyResult"]
-
 FIRST_RENEWAL_MS: Final = 1_000
 RENEWAL_MS: Final = 20_000
 TRUSTED_MS: Final = 30_000

@@ -18,8 +18,6 @@ from librmq.consumer.delivered import DeliveredMessage
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.record import header_struct
 
-__all__ = ["ProcessQueue"]
-
 _V6_HOSTS: Final = 0x30
 _unpack_body = header_struct("sys_flag", "body_length").unpack_from
 _unpack_queue_offset = header_struct("queue_offset").unpack_from

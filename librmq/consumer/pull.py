@@ -36,8 +36,6 @@ from librmq.protocol import (
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Step
 
-__all__ = ["PullConsumer"]
-
 LOCK_PAUSE_S: Final = 0.0001
 """Seconds between two rounds of a poll, during which other threads can take the lock."""
 

@@ -16,8 +16,6 @@ from librmq.errors import BrokerError, RmqError
 from librmq.protocol import MessageModel, PullMessage, PullResponse, PullStatus, ResponseCode
 from librmq.runtime.runner import Step
 
-__all__ = ["PullRequests"]
-
 AFTER_ERROR_MS: Final = 3_000
 HOLD_MS: Final = 15_000
 CORRECTION_MS: Final = 10_000

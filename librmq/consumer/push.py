@@ -37,8 +37,6 @@ from librmq.metrics import Metrics
 from librmq.protocol import ConsumeDirectly, ConsumerOffsets, InstanceState, Request, Route
 from librmq.runtime.runner import Step
 
-__all__ = ["PushConsumer"]
-
 F = TypeVar("F", bound=MessageListener | BatchListener)
 R = TypeVar("R")
 

@@ -30,8 +30,6 @@ from librmq.protocol import (
 )
 from librmq.runtime.runner import Step
 
-__all__ = ["Rebalancing", "next_on_grid"]
-
 INTERVAL_MS: Final = 20_000
 PULL_IDLE_MS: Final = 120_000
 _LONGEST_FIRST_MS: Final = 60_000

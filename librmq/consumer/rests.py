@@ -9,8 +9,6 @@ from librmq.listener import DownstreamDown
 from librmq.message.message import MessageQueue
 from librmq.runtime.runner import Step
 
-__all__ = ["Rests"]
-
 
 class Rests:
     """The rests of one consumer. Its methods are called under the runner's lock."""

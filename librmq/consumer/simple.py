@@ -47,8 +47,6 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner
 from librmq.runtime.state_log import StateLog
 
-__all__ = ["ReceivedMessage", "SimpleConsumer"]
-
 R = TypeVar("R")
 _WAIT_S: Final = 5.0
 _INVISIBLE_S: Final = 60.0

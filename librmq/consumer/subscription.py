@@ -10,8 +10,6 @@ from librmq.filter import SQL92, TAG, SqlFilter, TagFilter
 from librmq.message.message import validate_client_topic
 from librmq.protocol import CheckSubscription, Subscription
 
-__all__ = ["check_at_brokers", "make_subscription"]
-
 
 def make_subscription(
     topic: str, tags: str | None, sql: str | None, version: int

@@ -21,8 +21,6 @@ from librmq.message.topics import RETRY_PREFIX
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Step, Work
 
-__all__ = ["Alarm", "Watch", "watch"]
-
 _GROWING: Final = {"dead-letters": "messages", "given-up-halves": "halves", "expired-unread": "expired"}
 """Findings with a number that matters: each growth is another alarm."""
 

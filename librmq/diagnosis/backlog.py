@@ -28,20 +28,6 @@ from librmq.message.topics import RETRY_PREFIX
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
 
-__all__ = [
-    "GroupLag",
-    "GroupRate",
-    "Lag",
-    "QueueLag",
-    "TopicLag",
-    "TopicProgress",
-    "first_place",
-    "is_uneven",
-    "lag",
-    "lag_findings",
-    "no_progress",
-]
-
 _AT_ONCE: Final = 64  # entries
 
 

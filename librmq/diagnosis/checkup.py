@@ -11,8 +11,6 @@ from librmq.diagnosis.samples import sample_findings
 from librmq.diagnosis.stuck import stuck_findings
 from librmq.diagnosis.view import Source, viewed
 
-__all__ = ["diagnose"]
-
 
 def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: bool | None = None) -> list[Finding]:
     """Return the findings about a store, worst first; empty for a healthy one.

@@ -17,8 +17,6 @@ from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import PERM_READ, InstanceState, MessageModel
 
-__all__ = ["consistency_findings"]
-
 States = Mapping[str, InstanceState | None]
 
 

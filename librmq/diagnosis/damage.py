@@ -14,17 +14,6 @@ from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.recovery.clean_shutdown import read_closed_state
 
-__all__ = [
-    "AT_ONCE",
-    "damage_finding",
-    "damage_findings",
-    "is_verified",
-    "message_count",
-    "missing_log_findings",
-    "unlisted_topic_findings",
-    "unverified_damage",
-]
-
 AT_ONCE: Final = 30_000
 """The most messages that `diagnose` verifies without being asked."""
 _NEXT: Final = (
@@ -37,13 +26,20 @@ class DamageLike(Protocol):
     """A damaged place."""
 
     @property
-    def file(self) -> str: ...
+    def file(self) -> str:
+        """Return the path of the damaged file."""
+
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """Return the first damaged byte of the file."""
+
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """Return the kind of damage."""
+
     @property
-    def what(self) -> str: ...
+    def what(self) -> str:
+        """Return a sentence about it."""
 
 
 def message_count(view: StoreView) -> int:

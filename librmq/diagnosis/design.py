@@ -15,11 +15,10 @@ from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis.findings import Finding, Thresholds, counted, sample, worst_first
 from librmq.diagnosis.kinds import kind_of
 from librmq.diagnosis.samples import newest
-from librmq.diagnosis.view import Source, StoreView, is_own_group, is_user_topic, viewed
+from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE
-
-__all__ = ["TopicVolume", "design_check", "topic_volumes"]
+from librmq.message.topics import is_user_topic
 
 _FAR_APART = 100
 """Ratio from which one topic of a group delays the other."""

@@ -25,8 +25,6 @@ from librmq.diagnosis.view import Source, viewed
 from librmq.errors import ConfigError
 from librmq.message.message import MessageQueue
 
-__all__ = ["Consumption", "Estimate", "Scenario", "consumption_of", "estimate", "what_if"]
-
 _DEVIATIONS: Final = 2.0  # on either side: about 95 %
 _EXACT: Final = 0.03
 """Relative error from allocation, pulls and rounding."""

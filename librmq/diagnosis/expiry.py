@@ -19,8 +19,6 @@ from librmq.errors import ConfigError
 from librmq.store.recovery.queue_search import first_at
 from librmq.store.upkeep.retention import first_behind, last_timestamp_ms
 
-__all__ = ["ExpiringMessages", "expiring"]
-
 
 class ExpiringMessages(NamedTuple):
     """The unconsumed messages of a group in a topic that retention would delete soon."""

@@ -6,19 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
-__all__ = [
-    "NAMED",
-    "Finding",
-    "Severity",
-    "Thresholds",
-    "counted",
-    "cut_if",
-    "named",
-    "place_of",
-    "sample",
-    "worst_first",
-]
-
 Severity = Literal["error", "warning", "info"]
 
 _ORDER: Final[dict[str, int]] = {"error": 0, "warning": 1, "info": 2}

@@ -24,8 +24,6 @@ from librmq.scheduling.half_messages import OP_TAG, QUEUE
 
 _SYSTEM_ERROR = 1
 
-__all__ = ["GivenUpHalf", "decide_half", "given_up", "half_findings"]
-
 
 class GivenUpHalf(NamedTuple):
     """An undecided half message that checks have discarded."""

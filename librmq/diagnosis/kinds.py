@@ -7,8 +7,6 @@ from typing import Literal
 from librmq.message import record
 from librmq.message.message import StoredMessage
 
-__all__ = ["kind_of"]
-
 
 def kind_of(message: StoredMessage) -> Literal["plain", "delayed", "transactional"]:
     """Return the kind of a message in a topic of producers."""

@@ -22,17 +22,6 @@ from librmq.store.format import directory
 if TYPE_CHECKING:
     from librmq.broker import Broker
 
-__all__ = [
-    "DeadLetterCause",
-    "GivenUpMessage",
-    "dead_letter_causes",
-    "dead_letter_findings",
-    "dead_letters",
-    "given_up",
-    "resend",
-    "sum_up_causes",
-]
-
 IN_ORDER: Final = "ordered, retries used up"
 AT_ONCE: Final = "never retried"
 USED_UP: Final = "retries used up"

@@ -26,20 +26,25 @@ from typing import Final, Literal, NamedTuple
 
 from librmq.diagnosis.findings import counted
 from librmq.diagnosis.letters import given_up
-from librmq.diagnosis.view import Source, StoreView, is_user_topic, viewed
+from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type
 from librmq.filter.tags import TagFilter
 from librmq.java.numbers import java_int
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import StoredMessage
-from librmq.message.topics import CHECK_MAX_TIME_TOPIC, DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX
+from librmq.message.topics import (
+    CHECK_MAX_TIME_TOPIC,
+    DEAD_LETTER_PREFIX,
+    HALF_TOPIC,
+    OP_TOPIC,
+    RETRY_PREFIX,
+    is_user_topic,
+)
 from librmq.scheduling.half_messages import QUEUE, half_of
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer_config import DELETE_KEY, TIMER_TOPIC
 from librmq.store import MessageStore
-
-__all__ = ["EventKind", "StoryEvent", "story"]
 
 EventKind = Literal[
     "stored", "half", "committed", "rolled_back", "checked", "given_up", "delayed", "delivered", "retried", "dead",

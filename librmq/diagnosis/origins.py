@@ -12,8 +12,6 @@ from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError
 from librmq.message.topics import RETRY_PREFIX
 
-__all__ = ["WaitingOrigins", "waiting_origins"]
-
 
 class WaitingOrigins(NamedTuple):
     """The origins of the messages of a topic that a group has left to consume."""

@@ -30,8 +30,6 @@ from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
 from librmq.txn import TransactionConfig
 
-__all__ = ["Kind", "PendingMessage", "family_of_half", "given_up_halves", "open_halves", "pending_messages"]
-
 Kind = Literal["half", "given_up", "delay", "retry", "timer"]
 
 _READ: Final = 32

@@ -6,8 +6,6 @@ import unicodedata
 from datetime import UTC, datetime
 from typing import Final
 
-__all__ = ["UNKNOWN", "duration", "moment", "number", "percent", "rate", "short", "size", "span", "visible"]
-
 UNKNOWN: Final = "unknown"
 
 _DURATIONS: Final = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))

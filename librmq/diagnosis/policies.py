@@ -21,21 +21,6 @@ from librmq.message.record import RESERVED_PROPERTIES
 from librmq.protocol import LOCAL_HOST, QueueData, SendMessage
 from librmq.store.format import directory
 
-__all__ = [
-    "Replay",
-    "Skip",
-    "SkippedQueue",
-    "continue_as",
-    "move_to",
-    "plan_continue_as",
-    "plan_replay",
-    "plan_skip",
-    "replay",
-    "set_aside",
-    "skip",
-    "skipped",
-]
-
 Policy = Literal["age", "lag", "end"]
 
 _FILE: Final = "skipped.jsonl"

@@ -15,13 +15,11 @@ from librmq.diagnosis.findings import NAMED, Finding, Severity, Thresholds, coun
 from librmq.diagnosis.kinds import kind_of
 from librmq.diagnosis.letters import given_up
 from librmq.diagnosis.people import duration
-from librmq.diagnosis.view import Source, StoreView, is_own_group, is_user_topic, viewed
+from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.errors import CorruptionError
 from librmq.filter.registrations import Registration
 from librmq.message.message import StoredMessage
-from librmq.message.topics import RETRY_PREFIX
-
-__all__ = ["newest", "registered_filters", "sample_findings"]
+from librmq.message.topics import RETRY_PREFIX, is_user_topic
 
 _FEWEST: Final = 10
 """Fewest messages that say something about a filter."""

@@ -21,8 +21,6 @@ from librmq.runtime import lazy_numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["UNKNOWN", "Ints", "store_times", "store_times_at"]
-
 UNKNOWN: Final = -1
 _PLACE_AND_TIME: Final = struct.Struct(">qi16xq").unpack_from  # from the physical offset to the store time
 

@@ -19,8 +19,6 @@ from librmq.errors import CorruptionError
 from librmq.message.message import StoredMessage
 from librmq.protocol import HeldQueue, InstanceState, ListenerCall
 
-__all__ = ["HeldProgress", "held_progress", "stuck_findings"]
-
 _SAMPLED: Final = 1000
 _SHORT: Final = 3  # frames
 

@@ -15,8 +15,6 @@ from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, CorruptionError
 from librmq.runtime.headway import advance
 
-__all__ = ["WINDOW_S", "join_parts", "report", "short_names"]
-
 WINDOW_S: Final = 3600.0
 
 

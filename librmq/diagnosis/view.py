@@ -21,7 +21,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
-from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, is_user_topic
+from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 from librmq.store import MessageStore
 from librmq.store.engine.queue_table import QueueName, QueueState
 from librmq.store.format import directory
@@ -29,8 +29,6 @@ from librmq.store.format.broker_tables import BrokerTables
 
 if TYPE_CHECKING:
     from librmq.broker import Broker
-
-__all__ = ["Source", "StoreView", "is_own_group", "is_user_topic", "viewed"]
 
 _OWN_GROUPS = frozenset(("TOOLS_CONSUMER", "FILTERSRV_CONSUMER", "SELF_TEST_C_GROUP"))
 

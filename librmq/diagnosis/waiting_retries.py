@@ -14,8 +14,6 @@ from librmq.message.topics import retry_topic
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables, topic_row
 
-__all__ = ["move_retries", "waiting_retries"]
-
 _READABLE: Final = 6  # and writable
 _OF_THE_DELAY: Final = frozenset((record.PROPERTY_DELAY, record.PROPERTY_REAL_TOPIC, record.PROPERTY_REAL_QUEUE_ID))
 

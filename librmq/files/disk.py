@@ -20,8 +20,6 @@ from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.lock import DiskLock, lock_holder
 from librmq.files.seam import File, FileLock, FolderEntry, named, without_zeros
 
-__all__ = ["DiskFiles", "TemporaryFolder"]
-
 _BINARY: Final = getattr(os, "O_BINARY", 0)
 # Do not follow a link to a file to write: it could lead out of the store.
 _TO_WRITE: Final = os.O_RDWR | _BINARY | getattr(os, "O_NOFOLLOW", 0)

@@ -26,8 +26,6 @@ from librmq.runtime.locks import Lock
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["DiskLock", "lock_holder"]
-
 _FLOCK: Final = struct.Struct("qqihh" if sys.platform == "darwin" else "hhqqi4x")
 """``struct flock``: type, whence, start, length, pid on 64-bit Linux; start, length, pid, type, whence on macOS."""
 _HAS_OWN_LOCKS: Final = sys.platform == "linux" and _FLOCK.size == 32 and struct.calcsize("P") == 8

@@ -11,8 +11,6 @@ from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
 from librmq.files.seam import Buffer, File, FileLock, FolderEntry
 from librmq.runtime.locks import RLock
 
-__all__ = ["MemoryFiles"]
-
 
 class MemoryFiles:
     """Files in anonymous memory, for tests and ephemeral stores; gone with the object. Thread-safe."""

@@ -17,8 +17,6 @@ from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import File, FileLock, Files, FolderEntry
 
-__all__ = ["OverlayFiles"]
-
 
 class _PrivateBuffer(mmap.mmap):
     """A private mapping of a file that reports its first change; writing the same bytes again is none."""

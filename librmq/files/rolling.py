@@ -24,8 +24,6 @@ from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
 from librmq.files.seam import File, Files, FolderEntry, folders_to_name, used_end
 from librmq.runtime.locks import Lock
 
-__all__ = ["MappedFileQueue", "MappingPool", "file_name", "list_starts"]
-
 _POSITIONS: Final = 1 << 63
 _FIRST_RESERVE: Final = 4096
 _MAX_RESERVE: Final = 1 << 20

@@ -24,20 +24,6 @@ from typing import Final, NamedTuple, Protocol
 
 from librmq.errors import StoreIOError
 
-__all__ = [
-    "Buffer",
-    "File",
-    "FileLock",
-    "Files",
-    "FolderEntry",
-    "copy_file",
-    "fills_by_itself",
-    "folders_to_name",
-    "link_file",
-    "make_folders",
-    "named",
-]
-
 Buffer = mmap.mmap
 """The bytes of an open file: a mapping, or what a file system of tests gives in its place."""
 _CHUNK: Final = 1 << 20

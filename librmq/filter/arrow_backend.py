@@ -35,8 +35,6 @@ from librmq.filter.questions import (
 from librmq.filter.syntax import JavaLong
 from librmq.java.numbers import DIGIT_ZEROS, INT_MAX, INT_MIN
 
-__all__ = ["match_arrow"]
-
 COLUMN_ROWS_AT_A_TIME: Final = 32_768
 MAP_ROWS_AT_A_TIME: Final = 16_384
 """At these sizes intermediate results stay in the processor's cache; a map has several entries in each row."""

@@ -14,8 +14,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["Places", "Texts", "booleans"]
-
 Places: TypeAlias = npt.NDArray[np.int64]
 
 _WORD: Final = 8

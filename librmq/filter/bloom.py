@@ -23,8 +23,6 @@ import mmh3
 
 from librmq.errors import ConfigError
 
-__all__ = ["BROKER_BLOOM", "BloomFilter", "BloomPositions"]
-
 _INT_MAX: Final = 2**31 - 1
 
 

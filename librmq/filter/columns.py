@@ -25,8 +25,6 @@ from librmq.filter.questions import (
 from librmq.filter.syntax import Order
 from librmq.java.numbers import DECIMAL_DIGITS
 
-__all__ = ["COMPARE", "JAVA_INTEGER", "NEGATED", "ColumnBackend", "Condition"]
-
 C = TypeVar("C")
 
 COMPARE: Final[Mapping[str, Callable[[Any, Any], Any]]] = {

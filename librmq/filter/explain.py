@@ -27,8 +27,6 @@ from librmq.filter.syntax import (
     is_boolean,
 )
 
-__all__ = ["Explanation", "explain"]
-
 WIDTH: Final = 60
 
 _Outcome: TypeAlias = Value | FilterEvaluationError

@@ -34,8 +34,6 @@ from librmq.filter.syntax import (
 )
 from librmq.java.numbers import java_int, java_long, parse_double
 
-__all__ = ["JavaError", "Seen", "equal", "evaluate", "in_order", "is_true", "negated", "ordered", "searched"]
-
 Seen: TypeAlias = Callable[[Node, "Value | FilterEvaluationError"], None]
 """Called with each evaluated node, and its value or the error that ended it."""
 

@@ -24,8 +24,6 @@ from librmq.filter.syntax import (
     postorder,
 )
 
-__all__ = ["Lint", "lint"]
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Lint:

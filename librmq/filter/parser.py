@@ -39,8 +39,6 @@ from librmq.filter.syntax import (
 )
 from librmq.java.numbers import INT_MAX, LONG_MAX
 
-__all__ = ["MAX_DEPTH", "Dialect", "Selector", "parse", "refuse_rest"]
-
 Dialect: TypeAlias = Literal["4.9", "5.3"]
 
 MAX_DEPTH: Final = 2000
@@ -74,6 +72,7 @@ class Token(str):
     __slots__ = ("end_pos", "start_pos", "type")
 
     def __new__(cls, type: str, text: str, start_pos: int, end_pos: int) -> Token:
+        """Return the text from ``start_pos`` to before ``end_pos``, in characters."""
         name = str.__new__(cls, text)
         name.type, name.start_pos, name.end_pos = type, start_pos, end_pos
         return name

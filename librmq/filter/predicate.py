@@ -13,8 +13,6 @@ from librmq.errors import ConfigError
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 
-__all__ = ["Policy", "PredicateCounts", "WatchedPredicate"]
-
 M = TypeVar("M")
 
 _log = EventLog("librmq.filter")

@@ -41,8 +41,6 @@ from librmq.filter.questions import (
 from librmq.filter.syntax import JavaLong, Order
 from librmq.java.numbers import java_int, java_long, parse_double
 
-__all__ = ["Evaluate", "EvaluationRefusedError", "Match", "compile_evaluate", "compile_match"]
-
 Properties: TypeAlias = Mapping[str, str] | None
 Match: TypeAlias = Callable[[Properties], bool]
 Evaluate: TypeAlias = Callable[[Properties], "bool | None"]

@@ -13,27 +13,6 @@ from enum import Enum
 
 from librmq.filter.syntax import Order, SearchKind
 
-__all__ = [
-    "All",
-    "Always",
-    "Answer",
-    "AnyOf",
-    "Mapped",
-    "Missing",
-    "Negation",
-    "NumberIs",
-    "OrderOf",
-    "Question",
-    "SameAnswer",
-    "SameText",
-    "TextIn",
-    "TextSearch",
-    "TextTrue",
-    "below",
-    "cheapest_first",
-    "names",
-]
-
 
 class Answer(Enum):
     """The possible answers to a question."""

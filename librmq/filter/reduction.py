@@ -47,8 +47,6 @@ from librmq.filter.syntax import (
     postorder,
 )
 
-__all__ = ["reduce"]
-
 TRUE: Final = Always(Answer.TRUE)
 FALSE: Final = Always(Answer.FALSE)
 UNKNOWN: Final = Always(Answer.UNKNOWN)

@@ -25,8 +25,6 @@ from librmq.filter.sqlfilter import Compiled, compiled
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import RLock
 
-__all__ = ["SQL92", "TAG", "Registration", "Registrations", "is_tag_type"]
-
 SQL92: Final = "SQL92"
 """Type of a subscription by an SQL92 expression."""
 TAG: Final = "TAG"

@@ -36,8 +36,6 @@ from librmq.filter.questions import (
 from librmq.filter.syntax import JavaLong
 from librmq.java.numbers import digit_translation
 
-__all__ = ["LARGEST", "to_column"]
-
 LARGEST: Final = 50_000
 """Most expressions in one column. An expression that occurs twice counts twice, because Spark copies it."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import Column
 
-__all__ = ["FilterWarning", "SqlFilter", "compiled"]
-
 CACHED_FILTERS: Final = 512
 CACHED_LENGTH: Final = 4096
 """Longer expressions are compiled each time, so the cache has a bounded size in memory."""
@@ -39,6 +37,7 @@ class Compiled:
 
     @cached_property
     def matches(self) -> Callable[[Mapping[str, str] | None], bool]:
+        """Return the function that decides whether properties match."""
         return compile_match(self.question)
 
     @cached_property
@@ -46,6 +45,7 @@ class Compiled:
         return compile_evaluate(self.question)
 
     def evaluate(self, properties: Mapping[str, str] | None) -> bool | None:
+        """Return whether properties match; None if that is unknown (SQL's NULL)."""
         if self._answer_first:  # compiling a long expression costs more than interpreting it once
             self._answer_first = False
             return interpreter.evaluate(self.selector, properties)

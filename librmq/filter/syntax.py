@@ -14,28 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
-__all__ = [
-    "And",
-    "Compare",
-    "Constant",
-    "In",
-    "IsNull",
-    "JavaLong",
-    "Negate",
-    "Node",
-    "Not",
-    "Or",
-    "Order",
-    "Property",
-    "Search",
-    "Truth",
-    "Value",
-    "children",
-    "is_boolean",
-    "postorder",
-    "respan",
-]
-
 Order: TypeAlias = Literal["=", "<", "<=", ">", ">="]
 SearchKind: TypeAlias = Literal["CONTAINS", "STARTSWITH", "ENDSWITH"]
 

@@ -12,8 +12,6 @@ from typing import Final
 from librmq.errors import FilterSyntaxError
 from librmq.java.hashing import string_hash
 
-__all__ = ["ALL_TAGS", "TagFilter", "tags_code"]
-
 ALL_TAGS: Final = "*"
 
 _TRIMMED: Final = "".join(map(chr, range(0x21)))  # the characters that Java's trim removes

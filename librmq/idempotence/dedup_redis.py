@@ -30,8 +30,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from redis import Redis
 
-__all__ = ["RedisDedupStore"]
-
 _MARGIN_MS: Final = 60_000
 
 _READ: Final = """

@@ -26,8 +26,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from librmq.idempotence.prefilter import SeenKeys
 
-__all__ = ["SqlDedupStore"]
-
 _ATTEMPTS: Final = 5
 # Serialization failure, deadlock, a wait for a lock that was too long: by SQLSTATE and by MySQL's numbers.
 _REPEATABLE: Final = frozenset({"40001", "40P01", 1213, 1205})

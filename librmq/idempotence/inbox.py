@@ -26,8 +26,6 @@ from librmq.idempotence.keep import KEEP_CONSUMED, to_milliseconds
 from librmq.idempotence.sqltables import Link, check_name, is_integrity_error, linked
 from librmq.idempotence.stores import dedup_key, unique_id
 
-__all__ = ["Transactional", "purge_messages", "transactional"]
-
 
 def transactional(
     session: Any,

@@ -7,8 +7,6 @@ from typing import Final
 
 from librmq.config import to_seconds
 
-__all__ = ["KEEP_CONSUMED", "LONGEST", "to_milliseconds"]
-
 KEEP_CONSUMED: Final = 72 * 3600.0
 """Seconds for which a consumed message is recorded: as long as a broker keeps the message."""
 LONGEST: Final = 1e10

@@ -42,8 +42,6 @@ from librmq.runtime.background import Background
 from librmq.runtime.critical import critical
 from librmq.runtime.event_log import EventLog
 
-__all__ = ["MessageSender", "Outbox", "OutboxSender"]
-
 T = TypeVar("T")
 _log = EventLog("librmq.outbox")
 

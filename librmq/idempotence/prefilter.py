@@ -16,8 +16,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("a prefilter of keys", "bloom") from error
 
-__all__ = ["SeenKeys"]
-
 
 class SeenKeys:
     """Remembers at least the last ``capacity`` keys, in a few bytes each, and drops older ones. Thread-safe.

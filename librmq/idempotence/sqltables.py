@@ -45,16 +45,6 @@ from typing import Any, Final, NamedTuple
 
 from librmq.errors import ConfigError
 
-__all__ = [
-    "Link",
-    "StatementResult",
-    "check_name",
-    "is_integrity_error",
-    "is_temporary_error",
-    "linked",
-    "upgrade_tables",
-]
-
 KEY_LIMIT: Final = 255
 """The longest key that the tables take, in characters."""
 

@@ -29,19 +29,6 @@ from librmq.runtime.critical import critical
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 
-__all__ = [
-    "Claim",
-    "DedupRecord",
-    "DedupStatements",
-    "DedupStore",
-    "MemoryDedupStore",
-    "SqliteDedupStore",
-    "dedup_key",
-    "purge_in_background",
-    "purge_step",
-    "unique_id",
-]
-
 _log = EventLog("librmq.dedup")
 
 PURGE_INTERVAL: Final = 60.0

@@ -22,22 +22,6 @@ from librmq.runtime import lazy_numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = [
-    "LONGEST_FIXED_KEY",
-    "boolean_hash",
-    "double_hash",
-    "fixed_key_hashes",
-    "hash_append",
-    "hash_map_order",
-    "index_key_hash",
-    "index_key_hashes",
-    "java_decode",
-    "long_hash",
-    "string_hash",
-    "string_hashes",
-    "utf16_order",
-]
-
 _MASK = 0xFFFFFFFF
 _SIGN = 0x80000000
 

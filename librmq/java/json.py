@@ -27,8 +27,6 @@ from typing import Any, Final, NoReturn
 
 from librmq.errors import MalformedError
 
-__all__ = ["ObjectKey", "Written", "dumps", "loads", "written"]
-
 _MAX_DEPTH: Final = 64
 
 _SPACE: Final = re.compile(r"[ \t\r\n]*")

@@ -18,19 +18,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = [
-    "DECIMAL_DIGITS",
-    "DIGIT_ZEROS",
-    "INT_MAX",
-    "INT_MIN",
-    "LONG_MAX",
-    "LONG_MIN",
-    "digit_translation",
-    "java_int",
-    "java_long",
-    "parse_double",
-]
-
 INT_MIN: Final = -(2**31)
 INT_MAX: Final = 2**31 - 1
 LONG_MIN: Final = -(2**63)

@@ -19,17 +19,6 @@ from librmq.message.message import Message
 from librmq.message.record import PROPERTY_DELAY, PROPERTY_UNIQUE_KEY, PROPERTY_WAIT, encode_properties
 from librmq.message.refusals import body_too_large, delayed_batch
 
-__all__ = [
-    "BATCH_FIXED_SIZE",
-    "BatchItem",
-    "check_batch",
-    "check_batch_size",
-    "decode_batch",
-    "encode_batch",
-    "encoded_size",
-    "split_batch",
-]
-
 _HEADER: Final = struct.Struct(">iiiii")  # size, magic, body crc, flag, body length
 _SHORT: Final = struct.Struct(">h")
 BATCH_FIXED_SIZE: Final = _HEADER.size + 2

@@ -9,5 +9,3 @@ try:
     from isal.isal_zlib import crc32 as crc32
 except ImportError:
     from zlib import crc32 as crc32
-
-__all__ = ["crc32"]

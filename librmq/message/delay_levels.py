@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from librmq.errors import ConfigError
 
-__all__ = ["DEFAULT_LEVELS", "SCHEDULE_TOPIC", "DelayLevels", "level_of_queue_id", "queue_id_of_level"]
-
 SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 
 _UNITS_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}

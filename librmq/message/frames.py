@@ -15,11 +15,6 @@ from librmq.message.checksum import crc32
 from librmq.runtime.core import CORE
 from librmq.runtime.headway import advance
 
-__all__ = [
-    "MAGICS", "SIZE_AND_MAGIC", "LogItem", "blank", "damage", "is_whole", "items", "split",
-    "unfinished_size", "write_records",
-]  # fmt: skip
-
 SIZE_AND_MAGIC: Final = record.header_struct("size", "magic", unsigned=("size",))
 MAGICS: Final = (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2)
 _FRAME: Final = ("size", "magic", "body_crc", "sys_flag", "body_length")

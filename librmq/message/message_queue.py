@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from librmq.java.hashing import string_hash, utf16_order
 
-__all__ = ["MessageQueue"]
-
 
 class MessageQueue(NamedTuple):
     """One queue of a topic on one broker. Sorts as in RocketMQ: strings by UTF-16 units."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["cell", "cell_text", "guarded", "is_safe_in_cell", "printable", "shown_body", "unguarded"]
-
 UNSAFE: Final = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 """Control characters, marks that change the direction of what follows, halves of surrogate pairs."""
 _UNSAFE: Final = re.compile(f"[{UNSAFE}]")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from librmq.errors import MessageIllegalError
 
-__all__ = ["body_too_large", "delayed_batch", "delayed_transaction", "reserved_topic"]
-
 
 def reserved_topic(topic: str) -> MessageIllegalError:
     """Return the error of a send to a topic of the broker's own."""

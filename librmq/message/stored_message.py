@@ -42,8 +42,6 @@ from librmq.message.record import (
 )
 from librmq.runtime.core import CORE, StoredState
 
-__all__ = ["DECOMPRESSED_LIMIT", "StoredMessage"]
-
 DECOMPRESSED_LIMIT: Final = 64 << 20
 """The longest decompressed body that `StoredMessage.body` returns, in bytes."""
 

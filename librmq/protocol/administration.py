@@ -9,17 +9,6 @@ from librmq.message.topics import TopicType
 from librmq.protocol.parties import PERM_READ, PERM_WRITE
 from librmq.protocol.request import Request, value
 
-__all__ = [
-    "CleanUnusedTopics",
-    "CreateTopic",
-    "DeleteGroup",
-    "DeleteTopic",
-    "QueryMessages",
-    "ResetGroup",
-    "SetGroup",
-    "ViewMessage",
-]
-
 
 @value
 class CreateTopic(Request[None]):

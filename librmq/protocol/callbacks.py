@@ -11,22 +11,6 @@ from librmq.protocol.consuming import MessageModel
 from librmq.protocol.producing import SendMessage
 from librmq.protocol.request import Request, value
 
-__all__ = [
-    "CheckTransaction",
-    "ClientRemoved",
-    "ConsumeDirectly",
-    "ConsumerOffsets",
-    "ConsumersChanged",
-    "DescribeInstance",
-    "DirectResult",
-    "DirectlyConsumed",
-    "HeldQueue",
-    "InstanceState",
-    "ListenerCall",
-    "ReplyArrived",
-    "ResetOffsets",
-]
-
 
 @value
 class ConsumersChanged(Request[None]):

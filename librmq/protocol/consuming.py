@@ -9,32 +9,6 @@ from librmq.message.message import MessageQueue, StoredMessage
 from librmq.protocol.parties import Endpoint
 from librmq.protocol.request import Request, value
 
-__all__ = [
-    "ChannelClosed",
-    "CheckSubscription",
-    "ConsumeFrom",
-    "ConsumerData",
-    "ConsumerIds",
-    "GroupSubscriptions",
-    "Heartbeat",
-    "LockQueues",
-    "MaxOffset",
-    "MessageModel",
-    "MinOffset",
-    "PullMessage",
-    "PullResponse",
-    "PullStatus",
-    "QueryOffset",
-    "QueueOffsetAt",
-    "SendBack",
-    "SentBack",
-    "Subscription",
-    "TopicGroups",
-    "UnlockQueues",
-    "Unregister",
-    "UpdateOffset",
-]
-
 
 class PullStatus(enum.Enum):
     """Status of a pull."""

@@ -10,16 +10,6 @@ from librmq.message.topics import TopicType
 from librmq.protocol.request import Request, value
 from librmq.runtime.runner import Runner
 
-__all__ = [
-    "LOCAL_HOST",
-    "PERM_INHERIT",
-    "PERM_READ",
-    "PERM_WRITE",
-    "Endpoint",
-    "QueueData",
-    "Route",
-]
-
 R = TypeVar("R")
 
 PERM_READ: Final = 4

@@ -10,17 +10,6 @@ from librmq.message.message import Message
 from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol.request import Request, value
 
-__all__ = [
-    "EndTransaction",
-    "SendBatch",
-    "SendMessage",
-    "SendPlain",
-    "SendReply",
-    "SendResponse",
-    "SendStatus",
-    "TransactionState",
-]
-
 
 class SendStatus(enum.Enum):
     """How durable a stored message is."""

@@ -9,18 +9,6 @@ from librmq.message.message import StoredMessage
 from librmq.protocol.consuming import Subscription
 from librmq.protocol.request import Request, value
 
-__all__ = [
-    "MAX_INVISIBLE_MS",
-    "MAX_RECEIVED",
-    "Acknowledge",
-    "CancelReceive",
-    "ChangeInvisible",
-    "ForwardToDeadLetters",
-    "Receive",
-    "ReceiveResponse",
-    "Received",
-]
-
 MAX_RECEIVED: Final = 32
 """Messages that one receive can return, as in 5.x."""
 MAX_INVISIBLE_MS: Final = 12 * 3_600_000

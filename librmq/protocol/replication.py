@@ -23,18 +23,6 @@ from librmq.protocol.consuming import (
 )
 from librmq.protocol.request import Request, value
 
-__all__ = [
-    "MEMBERSHIP",
-    "REPLICA_READS",
-    "CopiedTables",
-    "CopyTables",
-    "DescribeLog",
-    "FollowLog",
-    "LeaveLog",
-    "LogBytes",
-    "LogDescription",
-]
-
 REPLICA_READS: Final[frozenset[type[Request[Any]]]] = frozenset(
     (
         *(CheckSubscription, MaxOffset, MinOffset, QueueOffsetAt, QueryMessages, ViewMessage),

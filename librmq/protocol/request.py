@@ -6,12 +6,6 @@ import enum
 from dataclasses import dataclass
 from typing import Generic, TypeVar, dataclass_transform
 
-__all__ = [
-    "Request",
-    "ResponseCode",
-    "value",
-]
-
 R = TypeVar("R")
 _C = TypeVar("_C")
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from librmq.clock import Clock
 from librmq.runtime.critical import critical
 
-__all__ = ["Background"]
-
 
 class Background:
     """A thread that calls a step when it is due or woken. It ends with `stop` and does not keep a process alive."""

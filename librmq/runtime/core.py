@@ -10,8 +10,6 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["CORE", "CORE_STATE", "AlarmState", "AppendState", "DispatchState", "LaneState", "LogState", "StoredState"]
-
 _API: Final = 8
 _SWITCH: Final = "LIBRMQ_CORE"
 

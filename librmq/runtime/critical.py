@@ -25,8 +25,6 @@ from threading import get_ident
 from types import FrameType
 from typing import Any, Final, cast
 
-__all__ = ["critical"]
-
 _Handler = Callable[[int, FrameType | None], Any]
 
 _SIGNALS: Final = sorted(map(int, signal.valid_signals()))

@@ -19,8 +19,6 @@ import pickle
 from collections.abc import Callable
 from typing import Final, Self
 
-__all__ = ["EventLog", "hand_over", "log_again"]
-
 _PREFIX: Final = "rmq_"
 _DEEP: Final = 3  # stack levels from a record to its caller: `_write`, the method of the level, the caller
 

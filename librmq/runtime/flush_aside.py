@@ -31,8 +31,6 @@ from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Aside
 from librmq.runtime.state_log import StateLog
 
-__all__ = ["FlushAside"]
-
 _log = EventLog("librmq.runtime")
 _T = TypeVar("_T")
 _SAVING: Final = ("saving",), "saving"

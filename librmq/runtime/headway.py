@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final, TypeAlias
 
-__all__ = ["advance", "watched"]
-
 Watcher: TypeAlias = Callable[[int, int | None], object]
 """Receives the amount just done, and the total if the call knows it."""
 

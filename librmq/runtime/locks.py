@@ -11,10 +11,9 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Final
 
-__all__ = ["Lock", "RLock"]
-
 if TYPE_CHECKING or sys.version_info < (3, 14):
-    from threading import Lock, RLock  # noqa: TID251
+    from threading import Lock as Lock  # noqa: TID251
+    from threading import RLock as RLock  # noqa: TID251
 else:
 
     class _InWith:

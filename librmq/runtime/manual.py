@@ -13,7 +13,6 @@ from librmq.clock import ManualClock
 from librmq.errors import EndlessLoopError, NotIdleError
 from librmq.runtime.runner import NEVER, Runner, Step, Turn, Work, _TimePasses
 
-__all__ = ["ManualRunner"]
 _MOST_STEPS_AT_ONCE: Final = 1_000_000
 
 

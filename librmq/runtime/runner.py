@@ -23,8 +23,6 @@ from typing import Any, Final, Protocol, TypeVar
 from librmq.clock import Clock, moves_by_itself
 from librmq.runtime.locks import RLock
 
-__all__ = ["AT_ONCE", "NEVER", "Aside", "Owner", "Runner", "Step", "Turn", "Work", "aside_by"]
-
 _T = TypeVar("_T")
 NEVER: Final = 1 << 62
 """A time that never comes, in milliseconds."""

@@ -6,8 +6,6 @@ import logging
 
 from librmq.runtime.event_log import EventLog
 
-__all__ = ["StateLog"]
-
 
 class StateLog:
     """Logs lasting conditions: one line when a condition begins or changes, one when it ends.

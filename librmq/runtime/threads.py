@@ -18,8 +18,6 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock
 from librmq.runtime.runner import AT_ONCE, NEVER, Runner, Step, Work
 
-__all__ = ["ThreadRunner"]
-
 _log = EventLog("librmq.runner")
 _T = TypeVar("_T")
 _NOT_APPLIED: Final = "%(work)s: its result could not be applied"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["Watchers"]
-
 
 class Watchers:
     """Functions to call when something changes, in the order in which they were added. False if there are none."""

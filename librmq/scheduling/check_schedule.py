@@ -24,8 +24,6 @@ from librmq.scheduling.half_messages import CHECK_GROUP, QUEUE, TransactionOffse
 from librmq.scheduling.transaction_check import CheckPass
 from librmq.store import MessageStore
 
-__all__ = ["CheckBack", "CheckHooks", "CheckSchedule", "Checked", "TransactionConfig"]
-
 _log = EventLog("librmq.txn")
 
 _CHECK: Final = ("check",), "the check of half messages"

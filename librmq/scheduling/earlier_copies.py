@@ -17,8 +17,6 @@ from librmq.runtime.event_log import EventLog
 from librmq.scheduling.timer_config import ROLL_TIMES
 from librmq.store import MessageStore
 
-__all__ = ["EarlierCopies"]
-
 _log = EventLog("librmq.delay")
 
 _MAX_RECORDS: Final = 4096

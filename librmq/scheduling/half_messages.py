@@ -18,17 +18,6 @@ from librmq.runtime.locks import Lock
 from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus
 
-__all__ = [
-    "CHECK_GROUP",
-    "OP_TAG",
-    "QUEUE",
-    "EndedHalves",
-    "RepeatedHalves",
-    "TransactionOffsets",
-    "half_of",
-    "progress",
-]
-
 _log = EventLog("librmq.txn")
 
 CHECK_GROUP: Final = "CID_RMQ_SYS_TRANS"

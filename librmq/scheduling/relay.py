@@ -35,18 +35,6 @@ from librmq.scheduling.half_messages import TransactionOffsets
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.read import GetStatus
 
-__all__ = [
-    "HOP_GROUP",
-    "HOP_TOPIC",
-    "HopPlan",
-    "HopProxy",
-    "best_level",
-    "hop_plan",
-    "hops",
-    "send_at",
-    "simple_level",
-]
-
 _log = EventLog("librmq.hops")
 
 HOP_TOPIC: Final = "SYSTEM_SCHEDULE_MSG"

@@ -53,7 +53,6 @@ from librmq.scheduling.timer_config import (
     ROLL_TIMES,
     TIMER_TOPIC,
     TimerConfig,
-    TimerRefusedError,
     delete_key,
     is_timed,
     out_time_ms,
@@ -63,8 +62,6 @@ from librmq.scheduling.timer_wheel import TimerSlots
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format.timerfiles import DEFAULT, DELETE, ROLL, TimerCheckpoint, timer_log_size
-
-__all__ = ["TIMER_TOPIC", "TimerConfig", "TimerRefusedError", "Timers", "delete_key", "is_timed"]
 
 _log = EventLog("librmq.timer")
 

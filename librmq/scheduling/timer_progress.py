@@ -12,8 +12,6 @@ from librmq.scheduling.timer_wheel import TimerSlots
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint
 
-__all__ = ["TimerProgress"]
-
 
 class _Reached(NamedTuple):
     """Progress at one time."""

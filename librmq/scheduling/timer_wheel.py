@@ -16,8 +16,6 @@ from librmq.files.seam import Files
 from librmq.runtime.event_log import EventLog
 from librmq.store.format.timerfiles import DELETE, UNIT_SIZE, Slot, TimerLog, TimerWheel, Unit
 
-__all__ = ["TimerSlots"]
-
 _log = EventLog("librmq.timer")
 
 

@@ -21,8 +21,6 @@ from librmq.scheduling.half_messages import CHECK_GROUP, QUEUE, TransactionOffse
 from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus, ReadResult
 
-__all__ = ["CheckPass"]
-
 _log = EventLog("librmq.txn")
 
 _OPS_READ: Final = 32

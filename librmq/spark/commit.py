@@ -34,8 +34,6 @@ from librmq.store.engine.dispatch import Lane
 from librmq.store.format import directory
 from librmq.store.format.job_notes import FIRST_BYTES, FOLDER, JobNote, note_path
 
-__all__ = ["commit", "wait_until_free"]
-
 _T = TypeVar("_T")
 
 CHUNK_BYTES: Final = 2 << 20

@@ -37,8 +37,6 @@ from librmq.message.message import Message
 from librmq.message.topics import is_system_topic, validate_queue, validate_topic
 from librmq.store.engine.queue_table import QueueName
 
-__all__ = ["COLUMNS", "Encoded", "Encoder"]
-
 COLUMNS: Final[dict[str, tuple[str, ...]]] = {
     "topic": ("string",),
     "body": ("binary", "string"),

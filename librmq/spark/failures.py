@@ -7,8 +7,6 @@ import sys
 from types import TracebackType
 from typing import Final
 
-__all__ = ["cause_of", "show_causes"]
-
 _CAUSE: Final = re.compile(r"^(?:pyspark\.\S+: )?librmq\.[\w.]+: (.*)", re.MULTILINE)
 
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pyspark.sql import Column, SparkSession
 
-__all__ = ["register_builder"]
-
 
 def register_builder(spark: SparkSession, name: str, function: Any, build: Callable[[Column, str], Column]) -> None:
     """Let ``build`` make the calls of a registered function of a column and a text whose text is a literal.

@@ -39,18 +39,6 @@ from librmq.spark.function_builders import register_builder
 if TYPE_CHECKING:
     from pyspark.sql import Column, SparkSession
 
-__all__ = [
-    "allocate",
-    "bloom_positions",
-    "dedup_key",
-    "match_sql",
-    "match_sql_udf",
-    "match_tags",
-    "register_functions",
-    "strategy_of",
-    "tags_code",
-]
-
 QUEUE: Final = "struct<topic:string,brokerName:string,queueId:int>"
 
 _ARROW_QUEUE: Final = pa.struct([("topic", pa.string()), ("brokerName", pa.string()), ("queueId", pa.int32())])

@@ -26,8 +26,6 @@ from librmq.errors import ConfigError
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-__all__ = ["Renaming", "kafka_schema", "plain_name", "plain_schema", "written_batch", "written_schema"]
-
 _PLAIN: Final = {
     "key": "keys",
     "value": "body",

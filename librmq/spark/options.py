@@ -26,20 +26,6 @@ from librmq.columns.remote import RemoteStore, located
 from librmq.config import suggest
 from librmq.errors import ConfigError
 
-__all__ = [
-    "READ_OPTIONS",
-    "WRITE_OPTIONS",
-    "StreamLimits",
-    "WriteOptions",
-    "local_path",
-    "parse_names",
-    "parse_read_options",
-    "pushes_filters",
-    "refuse_for_batches",
-    "refuse_unknown",
-    "refuse_urls",
-]
-
 READ_OPTIONS: Final = (
     "path", "paths", "view", "topic", "topicPattern", "queueId", "tags", "selector", "startingOffsets",
     "endingOffsets", "startingTimestamp", "endingTimestamp", "startingOffsetsByTimestamp", "endingOffsetsByTimestamp",

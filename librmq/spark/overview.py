@@ -32,9 +32,9 @@ from librmq.diagnosis.survey.model import (
 )
 from librmq.diagnosis.survey.scope import ReportScope, TimeAxis
 from librmq.diagnosis.survey.stores import broken_store, survey_findings
-from librmq.diagnosis.view import StoreView, is_user_topic
+from librmq.diagnosis.view import StoreView
 from librmq.errors import CorruptionError
-from librmq.message.topics import RETRY_PREFIX, SYSTEM_PREFIX, SYSTEM_TOPICS
+from librmq.message.topics import RETRY_PREFIX, SYSTEM_PREFIX, SYSTEM_TOPICS, is_user_topic
 from librmq.spark import stores
 from librmq.spark.pipelines import PIPELINES, duplicates, run, skew
 from librmq.spark.pipelines.ranges import Settings, first_sends, source_options
@@ -42,8 +42,6 @@ from librmq.spark.pipelines.ranges import Settings, first_sends, source_options
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
-
-__all__ = ["overview"]
 
 _COLUMNS: Final = (
     "store string, topic string, queueId int, queueOffset bigint, physicalOffset bigint, storeTimestamp timestamp, "

@@ -10,8 +10,6 @@ from pyspark.sql.datasource import InputPartition
 if TYPE_CHECKING:
     from librmq.columns.parts import Part
 
-__all__ = ["PartPartition"]
-
 
 @dataclass
 class PartPartition(InputPartition):

@@ -24,8 +24,6 @@ from librmq.store.format.broker_tables import BrokerTables
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["ProgressReader", "is_progress", "progress_schema"]
-
 _VIEW: Final = "progress"
 _OPTIONS: Final = ("path", "paths", "view", "topic", "topicPattern", "queueId")
 _TYPES: Final = {

@@ -40,8 +40,6 @@ from librmq.spark.pipelines.ranges import Settings
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["Increment", "has_files", "run_incrementally", "write_result"]
-
 _log = EventLog("librmq.spark")
 
 _STATE: Final = "_librmq_run.json"

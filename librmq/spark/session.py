@@ -32,8 +32,6 @@ from librmq.spark.failures import show_causes
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["java_home", "register", "require", "session"]
-
 OLDEST_JAVA: Final = 17
 LOG_LEVEL: Final = "ERROR"
 LEFT_OUT: Final = "jdk.incubator.vector"

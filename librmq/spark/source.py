@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from librmq.columns.options import Predicate, ReadOptions, Wanted
     from librmq.spark.names import Renaming
 
-__all__ = ["RocketMQDataSource", "arrow_schema", "schema_of"]
-
 _PUSHING: Final = "pyspark.sql.worker.data_source_pushdown_filters"
 _NEVER_NULL: Final = ("topic", "queueId", "queueOffset", "physicalOffset", "storeTimestamp")
 _OPTION: Final = "option."
@@ -158,6 +156,8 @@ class RocketMQDataSource(DataSource):
 
 
 class Reader(DataSourceReader):
+    """The batch reader of the data source."""
+
     def __init__(self, options: ReadOptions, schema: pa.Schema, renaming: Renaming | None = None) -> None:
         self._options = options
         self._schema = schema
@@ -186,6 +186,7 @@ class PushingReader(Reader):
     """A reader that accepts filters from Spark; it leaves those that it can't apply to every row to Spark."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 (Spark's)
+        """Return the filters that Spark has to apply."""
         from librmq.columns.schema import CORRUPT
         from librmq.spark.names import plain_name
 

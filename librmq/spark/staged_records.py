@@ -27,8 +27,6 @@ from librmq.files.disk import DiskFiles
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
 
-__all__ = ["Staged", "StagedBlock", "StagedRecords", "discard", "job_folder"]
-
 _STAGED: Final = re.compile(r"t[0-9][0-9a-f-]*\.(log|arrow)")
 """Names of staged files: a deletion removes no others."""
 _BLOCK_ROWS: Final = 65_536

@@ -26,20 +26,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = [
-    "DELAY_GROUP",
-    "backlog",
-    "filters",
-    "log_files",
-    "messages",
-    "of_all_topics",
-    "offsets",
-    "paths_of",
-    "queues",
-    "timer_progress",
-    "timer_units",
-]
-
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 DELAY_GROUP: Final = "delay levels"

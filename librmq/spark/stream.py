@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from librmq.spark.names import Renaming
 
-__all__ = ["RefusedStream", "StreamLag", "StreamReader", "share", "stream_lags"]
-
 SMALLEST_RECORD: Final = 91
 """Bytes of a record with an empty body, topic and properties."""
 

@@ -31,8 +31,6 @@ from librmq.store.format.job_notes import note_path
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-__all__ = ["StreamWriter", "Writer"]
-
 BATCH_ROWS: Final = 8192
 BATCH_BYTES: Final = 64 << 20
 

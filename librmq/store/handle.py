@@ -41,8 +41,6 @@ from librmq.store.recovery.verify import Verdict, verify_parts
 from librmq.store.upkeep.retention import DISK_CHECK_MS, Retention
 from librmq.store.upkeep.unread import Readers
 
-__all__ = ["StoreHandle"]
-
 _log = EventLog("librmq.store")
 
 

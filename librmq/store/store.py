@@ -28,7 +28,7 @@ from librmq.store.engine.log_copy import CopiedRecords
 from librmq.store.engine.prepared import AppendFields, AppendResult, BatchFields
 from librmq.store.engine.query import find_by_id, find_by_key
 from librmq.store.engine.queue_table import QueueTable
-from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, read_queue, wrong_argument
+from librmq.store.engine.read import MessageFilter, ReadResult, read_queue, wrong_argument
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.format.keyindex import KeyIndex
@@ -40,8 +40,6 @@ from librmq.store.upkeep.unused_topics import clean_unused_topics
 if TYPE_CHECKING:
     from librmq.filter import Registrations, SqlFilter, WatchedPredicate
     from librmq.store.upkeep.snapshot import Snapshot
-
-__all__ = ["AppendResult", "GetStatus", "MessageFilter", "MessageStore", "ReadResult"]
 
 
 class MessageStore:

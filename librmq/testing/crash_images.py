@@ -26,8 +26,6 @@ from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
 from librmq.testing.files import Event
 
-__all__ = ["PAGE", "SECTOR", "CrashImages", "Image"]
-
 SECTOR: Final = 512
 PAGE: Final = 4096
 _WORD: Final = 8

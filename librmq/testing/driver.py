@@ -16,8 +16,6 @@ from librmq.errors import NotIdleError
 from librmq.testing.kit_runner import KitRunner
 from librmq.testing.process import LIBRARY
 
-__all__ = ["Driver", "Elapsed", "NotAwaitedError"]
-
 _T = TypeVar("_T")
 
 

@@ -21,8 +21,6 @@ from librmq.testing.network import Network
 from librmq.testing.process import Process
 from librmq.testing.undelivered import Subscribed, closest_name, undelivered
 
-__all__ = ["Evidence", "UnknownGroupError"]
-
 
 class UnknownGroupError(LookupError):
     """The test asks about a group that none of its consumers has."""

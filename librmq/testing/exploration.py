@@ -29,8 +29,6 @@ from librmq.testing.explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explo
 from librmq.testing.kit import Kit, KitKeywords
 from librmq.testing.process import LIBRARY
 
-__all__ = ["Attempt", "Exploration", "Found", "decode_schedule", "encode_schedule", "explore", "search"]
-
 MOST_SHRINKING_RUNS: Final = 300
 MOST_FAULTS: Final = 2
 _PROBABILITIES: Final = (0.05, 0.2, 0.5)

@@ -38,8 +38,6 @@ from librmq.testing.kit_runner import KitRunner, current_work, is_dead
 from librmq.testing.pausable_threads import Baton, Piece
 from librmq.testing.process import LIBRARY, Process, ProcessDied
 
-__all__ = ["FAULT", "Decision", "Explorer", "Place", "Strategy", "Trace"]
-
 _T = TypeVar("_T")
 FAULT: Final = "fault: "
 """Prefix of the labels of faults."""

@@ -19,8 +19,6 @@ from librmq.protocol import ResponseCode, SendResponse
 from librmq.testing.network import Network
 from librmq.testing.process import A_PROCESS, Process, Repeated
 
-__all__ = ["Faults"]
-
 _METHODS = {
     "lose": "lose_answer",
     "refuse": "refuse_send",

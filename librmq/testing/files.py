@@ -16,8 +16,6 @@ from librmq.files.memory import MemoryFiles
 from librmq.files.seam import File, FileLock, Files, FolderEntry
 from librmq.runtime.locks import Lock
 
-__all__ = ["Event", "FailingFiles", "RecordingFiles"]
-
 
 class Event(NamedTuple):
     """One change of a file.

@@ -26,8 +26,6 @@ from librmq.wire.remoting.producing import SENDS
 from librmq.wire.remoting.pulling import Pulling
 from librmq.wire.remoting.rates import Rates
 
-__all__ = ["FrameLinks"]
-
 _PIECE: Final = 32 << 10
 """Bytes that fit into the buffers of a connection."""
 _TIMEOUT_S: Final = 3.0

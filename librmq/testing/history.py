@@ -10,8 +10,6 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.printable import printable
 from librmq.runtime.runner import Work
 
-__all__ = ["DeliveryAttempt", "History", "HistoryLine"]
-
 _SHOWN_BYTES = 40
 _FIRST_LINES, _LAST_LINES = 50, 150
 

@@ -35,8 +35,6 @@ from librmq.testing.process import A_PROCESS, ConsumerArguments, Process, Produc
 from librmq.testing.process_table import ProcessStateError, ProcessTable
 from librmq.testing.undelivered import UndeliveredWarning
 
-__all__ = ["Kit", "UnsoundStoreError", "to_milliseconds"]
-
 _T = TypeVar("_T")
 
 _SETTLE_MS: Final = 120_000

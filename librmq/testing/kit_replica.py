@@ -21,8 +21,6 @@ from librmq.testing.observer import KitObserver
 from librmq.testing.process_table import ProcessStateError
 from librmq.testing.replica_link import ReplicaLink
 
-__all__ = ["KitReplica", "open_replica"]
-
 R = TypeVar("R")
 
 

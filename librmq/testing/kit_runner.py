@@ -19,8 +19,6 @@ from librmq.testing.faults import Faults
 from librmq.testing.network import Network
 from librmq.testing.process import Process, ProcessDied
 
-__all__ = ["KitRunner", "TurnObserver", "current_work"]
-
 LONGEST_CHAIN = 1_000
 
 _current: ContextVar[Work | None] = ContextVar("librmq.testing.current", default=None)

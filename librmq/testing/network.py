@@ -24,8 +24,6 @@ from librmq.store.recovery.verify import verify
 if TYPE_CHECKING:
     from librmq.testing.frame_links import FrameLinks
 
-__all__ = ["Network", "broker_names"]
-
 MOST_BROKERS: Final = len(ascii_lowercase)
 
 
@@ -72,13 +70,17 @@ class Copy(Protocol):
     replica: Replica
 
     @property
-    def dead(self) -> bool: ...
+    def dead(self) -> bool:
+        """Return whether its process has crashed."""
 
-    def open(self) -> None: ...
+    def open(self) -> None:
+        """Start its process."""
 
-    def crash(self, *, down: float) -> None: ...
+    def crash(self, *, down: float) -> None:
+        """Kill its process; ``down`` seconds later it starts again."""
 
-    def reconnect(self) -> None: ...
+    def reconnect(self) -> None:
+        """Connect it with its master."""
 
 
 class Network:

@@ -16,8 +16,6 @@ from librmq.testing.kit_runner import KitRunner, current_work
 from librmq.testing.process import Process, Repeated
 from librmq.testing.process_table import ProcessStateError, ProcessTable
 
-__all__ = ["KitObserver"]
-
 
 class _Observed(Protocol):
     """The parts of the kit that its observer uses."""

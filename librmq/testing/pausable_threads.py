@@ -15,8 +15,6 @@ from typing import Final
 
 from librmq.runtime.locks import Lock
 
-__all__ = ["Baton", "end_threads"]
-
 PATIENCE_S: Final = 0.05
 """A piece of user code without progress for two such periods counts as waiting for a paused one."""
 

@@ -20,12 +20,9 @@ from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing.exploration import Exploration, explored_kit, read_seed, schedule_document, search
 from librmq.testing.explorer import Explorer
 from librmq.testing.kit import SMALL_FILES, Kit, KitKeywords
-from librmq.testing.pausable_threads import end_threads
 
 if TYPE_CHECKING:
     from librmq.testing.served import ServedKit
-
-__all__ = ["add_history", "end_threads", "explore_item", "kit_of", "served_kit_of"]
 
 _KIT: Final = pytest.StashKey[Kit]()
 _EXPLORER: Final = pytest.StashKey[Explorer | None]()

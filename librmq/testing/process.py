@@ -13,7 +13,9 @@ from datetime import timedelta
 from typing import Any, Final, Literal, Protocol, TypeVar, Unpack, cast
 
 from librmq.client.identity import Client
-from librmq.client.producer import Producer, ProducerConfig, ProducerKeywords, SendHook, SendResult
+from librmq.client.producer import Producer
+from librmq.client.producer_config import ProducerConfig, ProducerKeywords
+from librmq.client.send_result import SendHook, SendResult
 from librmq.clock import ManualClock
 from librmq.cluster import Replica, ReplicaRoute
 from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushConsumer
@@ -44,8 +46,6 @@ from librmq.protocol import (
 from librmq.runtime.runner import Runner, Work
 from librmq.testing.history import show
 from librmq.testing.network import Network
-
-__all__ = ["Process", "ProcessDied", "ProcessHost"]
 
 R = TypeVar("R")
 LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

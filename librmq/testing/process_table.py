@@ -10,8 +10,6 @@ from librmq.runtime.runner import Work
 from librmq.testing.kit_runner import current_work, group_of
 from librmq.testing.process import A_PROCESS, Process, ProcessHost
 
-__all__ = ["ProcessStateError", "ProcessTable"]
-
 
 class ProcessStateError(RuntimeError):
     """A process cannot do what the test asks: it has ended, cannot start, or makes the call in its own listener."""

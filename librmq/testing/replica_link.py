@@ -9,8 +9,6 @@ from librmq.clock import ManualClock
 from librmq.errors import BrokerUnreachableError
 from librmq.protocol import Endpoint, LogBytes, Request
 
-__all__ = ["ReplicaLink"]
-
 R = TypeVar("R")
 
 

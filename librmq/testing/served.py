@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from librmq.testing.served_remoting import ServedRemoting
     from librmq.wire.grpc import GrpcServer
 
-__all__ = ["NotSettledError", "Serve", "ServedKit", "serve_grpc", "serve_remoting"]
-
 _WAIT_S: Final = 20.0
 _BACK_S: Final = 60.0
 """The longest time in which clients return after a fault; those of 4.x register every 30 s."""

@@ -33,8 +33,6 @@ from librmq.testing.kit import Kit
 from librmq.testing.wire_client import WireClient
 from librmq.wire.remoting import RemotingServer
 
-__all__ = ["ServedRemoting"]
-
 R = TypeVar("R")
 Queue = tuple[str, str, int]
 """A group, a topic and a queue id."""

@@ -13,8 +13,6 @@ from librmq.message.message import StoredMessage
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, is_system_topic
 from librmq.protocol import Subscription
 
-__all__ = ["Subscribed", "UndeliveredWarning", "closest_name", "undelivered"]
-
 _MOST_TAGS = 5
 
 

@@ -27,8 +27,6 @@ from librmq.testing.history import Call, show
 from librmq.testing.kit import Kit
 from librmq.testing.process import Process
 
-__all__ = ["WireClient"]
-
 R = TypeVar("R")
 _LATE_S: Final = 20.0
 

@@ -13,8 +13,6 @@ from typing import Final
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, MissingExtraError
 
-__all__ = ["self_signed", "server_context"]
-
 _DAYS: Final = 365
 _BEFORE: Final = timedelta(days=1)
 """A client's clock may be behind."""

@@ -31,7 +31,7 @@ from librmq.runtime.manual import ManualRunner
 from librmq.runtime.runner import Turn
 from librmq.scheduling.half_messages import CHECK_GROUP
 from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC, send_at
-from librmq.scheduling.timer import TimerConfig
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog
 from tests.broker.parties import HOST, Listening, opened, send

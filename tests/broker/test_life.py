@@ -32,7 +32,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.manual import ManualRunner
 from librmq.scheduling.relay import send_at
-from librmq.scheduling.timer import TimerConfig
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import group_row
 from librmq.testing import Kit

@@ -15,7 +15,7 @@ from librmq.message import Message
 from librmq.protocol import PullStatus, SendBatch, SendMessage
 from librmq.runtime.manual import ManualRunner
 from librmq.scheduling.relay import send_at
-from librmq.scheduling.timer import TimerConfig, TimerRefusedError, delete_key
+from librmq.scheduling.timer_config import TimerConfig, TimerRefusedError, delete_key
 from librmq.testing import Kit
 from tests.broker.parties import HOST, manual, opened, pull, send
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from librmq.broker.group_differences import group_differences
 from librmq.client import allocation
 from librmq.client.allocation import (
     AllocationStrategy,
@@ -17,7 +18,6 @@ from librmq.client.allocation import (
     allocate_by_machine_room,
     allocate_consistent_hash,
     allocate_machine_room_nearby,
-    group_differences,
     own_share,
     refuse_differences,
     unowned_queues,

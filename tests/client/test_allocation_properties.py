@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from librmq.broker.group_differences import group_differences
 from librmq.client.allocation import (
     AllocationStrategy,
     allocate_averagely,
@@ -15,7 +16,6 @@ from librmq.client.allocation import (
     allocate_by_machine_room,
     allocate_consistent_hash,
     allocate_machine_room_nearby,
-    group_differences,
     own_share,
     unowned_queues,
 )

@@ -15,7 +15,9 @@ import pytest
 from librmq.broker import Broker
 from librmq.client import queue_selectors
 from librmq.client.identity import Client
-from librmq.client.producer import Producer, ProducerConfig, ProducerKeywords, SendResult
+from librmq.client.producer import Producer
+from librmq.client.producer_config import ProducerConfig, ProducerKeywords
+from librmq.client.send_result import SendResult
 from librmq.clock import ManualClock
 from librmq.cluster import RouteTable
 from librmq.errors import (

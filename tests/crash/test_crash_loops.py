@@ -9,7 +9,7 @@ import pytest
 from librmq.broker import BrokerConfig
 from librmq.consumer import DeliveredMessage
 from librmq.message import Message, StoredMessage
-from librmq.scheduling.timer import TimerConfig
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing import Kit
 
 LIVES = 5

@@ -11,7 +11,8 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.scheduling.timer import TimerConfig, Timers
+from librmq.scheduling.timer import Timers
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from tests.conftest import SlowBudget
 from tests.stores import ROOT, START_MS, died

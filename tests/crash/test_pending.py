@@ -15,7 +15,8 @@ from librmq.errors import TransactionRefusedError
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
 from librmq.message.message import Message
-from librmq.scheduling.timer import TimerConfig, Timers
+from librmq.scheduling.timer import Timers
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.testing import CrashImages, RecordingFiles

@@ -22,7 +22,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.seam import FolderEntry
 from librmq.listener import ReconsumeLater
 from librmq.runtime.locks import Lock
-from librmq.scheduling.timer import TimerConfig
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.recovery.verify import verify

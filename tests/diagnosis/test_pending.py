@@ -16,7 +16,8 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message
 from librmq.message.topics import OP_TOPIC
-from librmq.scheduling.timer import TimerConfig, Timers
+from librmq.scheduling.timer import Timers
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import TransactionConfig, Transactions

@@ -22,7 +22,8 @@ from librmq.filter import SqlFilter
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import MessageQueue
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, is_system_topic
-from librmq.scheduling.timer import TimerConfig, Timers
+from librmq.scheduling.timer import Timers
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import Transactions
 from tests.golden.recorded import left_sound

@@ -17,7 +17,8 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files.disk import DiskFiles
 from librmq.message.message import Message, StoredMessage
-from librmq.scheduling.timer import TIMER_TOPIC, TimerConfig, TimerRefusedError, Timers
+from librmq.scheduling.timer import Timers
+from librmq.scheduling.timer_config import TIMER_TOPIC, TimerConfig, TimerRefusedError
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, Unit, read_slots
 from tests.reference import Row, folders, jsonl, rows

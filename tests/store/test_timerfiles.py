@@ -13,7 +13,8 @@ from librmq.diagnosis.pending import pending_messages
 from librmq.errors import RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.scheduling.timer import TimerConfig, Timers
+from librmq.scheduling.timer import Timers
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import UNIT_SIZE, TimerCheckpoint, TimerLog, Unit, read_slots
 from tests.budget import examples

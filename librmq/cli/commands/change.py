@@ -6,8 +6,6 @@ from typing import Final
 
 from librmq.cli.commands.options import CHANGES, OUTPUT, SECURED, SELECTION, Command, option
 
-__all__ = ["COMMANDS"]
-
 _OF_GROUP: Final = (
     option("--group", metavar="GROUP", required=True, help="the consumer group"),
     option("--topic", metavar="TOPIC", required=True, help="the topic"),

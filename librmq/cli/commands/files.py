@@ -6,8 +6,6 @@ from typing import Final
 
 from librmq.cli.commands.options import GREP, LISTED, OUTPUT, SQL, TAG, TIMES, Command, option
 
-__all__ = ["COMMANDS"]
-
 _TARGET: Final = option("target", metavar="TARGET", help="a folder that is empty or does not exist")
 
 COMMANDS: Final = (

@@ -7,8 +7,6 @@ from typing import Final
 
 from librmq.cli.commands.options import CHANGES, GROUP, LISTED, OUTPUT, SELECTION, TIME_HELP, Command, option
 
-__all__ = ["COMMANDS"]
-
 _ALL: Final = option(
     "--all", action="store_true", help="include the broker's own topics; count: also retries and dead letters"
 )

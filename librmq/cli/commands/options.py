@@ -7,11 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-__all__ = [
-    "CHANGES", "CONFIG", "LISTED", "OUTPUT", "ROUTE", "SECURED", "SELECTION", "STORAGE_OPTIONS", "TIMES", "Command",
-    "Option", "option",
-]  # fmt: skip
-
 TIME_HELP: Final = (
     "a time: milliseconds since 1970, a date such as '2026-11-20 08:00' (local time unless it names a zone), "
     "or how long ago (90s, 30m, 2h, 7d)"

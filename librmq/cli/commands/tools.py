@@ -7,8 +7,6 @@ from typing import Final
 
 from librmq.cli.commands.options import AS_RECOVERED, GROUP, OUTPUT, STORAGE_OPTIONS, TAG, TIMES, TOPIC, Command, option
 
-__all__ = ["COMMANDS"]
-
 _STORES: Final = option("stores", metavar="STORE", nargs="+", help="the folders of the stores, or their URLs")
 _MASTER: Final = option("--master", metavar="URL", default="local[*]", help="Spark's master (local[*])")
 _RANGES: Final = (TOPIC, GROUP, TAG, *TIMES)

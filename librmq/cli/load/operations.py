@@ -42,14 +42,13 @@ from librmq.message.message import Message
 from librmq.message.refusals import delayed_batch
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.scheduling.half_messages import CHECK_GROUP
-from librmq.scheduling.timer import TimerConfig, TimerRefusedError, Timers
+from librmq.scheduling.timer import Timers
+from librmq.scheduling.timer_config import TimerConfig, TimerRefusedError
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import TransactionConfig, Transactions
-
-__all__ = ["run"]
 
 _BORN_TIMESTAMP_MS: Final = 1_700_000_000_000
 _BORN_HOST: Final = ("192.168.1.10", 54321)

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
-__all__ = ["Column", "Fact", "Notice", "NoticeItem", "PageTable", "Section", "table"]
-
 MOST: Final = 20
 """Most rows of a table."""
 

@@ -11,8 +11,6 @@ from typing import Final, NamedTuple
 
 from markupsafe import Markup, escape
 
-__all__ = ["CELLS", "WIDE", "Scale", "area", "bar", "cells", "columns", "heat_level"]
-
 CELLS: Final = 60
 """Most cells in a strip. With more queues than this, a cell stands for several queues."""
 WIDE: Final = 40

@@ -14,8 +14,6 @@ from librmq.diagnosis.survey.comparison import Comparison, compare
 from librmq.diagnosis.survey.model import Report, ReportedFinding
 from librmq.errors import MissingExtraError
 
-__all__ = ["render_page", "require"]
-
 _OF_A_KIND: Final = 5
 _LONGEST_EVIDENCE: Final = 300
 

@@ -19,10 +19,8 @@ from librmq.diagnosis.survey.model import (
     Report,
     StoredTopic,
 )
-from librmq.diagnosis.view import is_user_topic
 from librmq.message.delay_levels import DEFAULT_LEVELS
-
-__all__ = ["sections"]
+from librmq.message.topics import is_user_topic
 
 _N: Final = "number"
 _UNEVEN: Final = 1.5

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from librmq.diagnosis.survey.model import ROW_NAMES, GroupLagChange, GroupTopicLag, Report, ReportedFinding
 
-__all__ = ["Comparison", "compare"]
-
 
 class Comparison(NamedTuple):
     """The changes between two reports."""

@@ -13,8 +13,6 @@ from typing import Any, Final
 from librmq.diagnosis.survey.model import FrequentKey, RepeatedKeys
 from librmq.message.record import split_keys
 
-__all__ = ["MOST_OF_A_TOPIC", "KeyCounts", "most_frequent", "share_of"]
-
 MOST_KEYED: Final = 200_000
 _MOST_FREQUENT: Final = 15
 MOST_OF_A_TOPIC: Final = 5

@@ -19,8 +19,6 @@ from librmq.errors import CorruptionError
 from librmq.message.record import FIXED_SIZE
 from librmq.store.engine.queue_table import QueueName
 
-__all__ = ["log_file_uses"]
-
 _NEVER: Final = (1 << 63) - 1
 
 

@@ -13,16 +13,15 @@ from librmq.diagnosis.survey.key_counts import share_of
 from librmq.diagnosis.survey.model import DamagedPlace, FilterMatch
 from librmq.diagnosis.survey.scope import ReportScope
 from librmq.diagnosis.survey.traffic import Headers, Traffic
-from librmq.diagnosis.view import StoreView, is_user_topic
+from librmq.diagnosis.view import StoreView
 from librmq.errors import CorruptionError
 from librmq.message.message import StoredMessage
+from librmq.message.topics import is_user_topic
 from librmq.runtime.headway import advance
 from librmq.store.engine.dispatch import has_queue_entry
 
 if TYPE_CHECKING:
     from librmq.columns import ReaderKeywords
-
-__all__ = ["count_filter", "has_columns", "read_messages"]
 
 _COLUMNS: Final = (
     "topic", "queueId", "size", "storeTimestamp", "bornTimestamp", "reconsumeTimes", "keys", "uniqueKey",

@@ -9,30 +9,6 @@ from typing import Any, Final, NamedTuple, Self
 
 from librmq.errors import InputError
 
-__all__ = [
-    "ATTEMPTS",
-    "DELAY_BOUNDS_MS",
-    "DUE_BOUNDS_MS",
-    "ROW_NAMES",
-    "BornToStored",
-    "DamagedPlace",
-    "FilterMatch",
-    "FrequentKey",
-    "GroupLagChange",
-    "GroupTopicLag",
-    "LogFileUse",
-    "RepeatedKeys",
-    "Report",
-    "ReportPart",
-    "ReportRows",
-    "ReportedCause",
-    "ReportedFinding",
-    "RetriedMessages",
-    "StoreSummary",
-    "StoredTopic",
-    "WaitingMessages",
-]
-
 VERSION: Final = 2
 
 DELAY_BOUNDS_MS: Final = (0, 1, 10, 100, 1_000, 10_000, 60_000, 600_000, 3_600_000)

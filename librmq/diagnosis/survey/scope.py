@@ -10,8 +10,6 @@ from typing import Final, NamedTuple, Self
 from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError
 
-__all__ = ["ReportScope", "TimeAxis", "parse_time"]
-
 _LARGEST: Final = (1 << 63) - 1
 _INTERVALS: Final = 72
 _SETTINGS: Final = ("topic", "group", "tags", "since", "until")

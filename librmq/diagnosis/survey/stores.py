@@ -42,15 +42,6 @@ from librmq.message.topics import RETRY_PREFIX
 from librmq.store.format.directory import COMMITLOG
 from librmq.store.recovery.verify import MISSING_LOG, verify
 
-__all__ = [
-    "VERIFIED",
-    "broken_store",
-    "find_time_range",
-    "passes_over",
-    "survey_findings",
-    "survey_store",
-]
-
 VERIFIED: Final = 300_000
 """Most messages for which a report runs ``verify`` by default, because it reads every record."""
 

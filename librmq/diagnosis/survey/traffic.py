@@ -14,10 +14,7 @@ import numpy.typing as npt
 from librmq.diagnosis.survey.key_counts import KeyCounts
 from librmq.diagnosis.survey.model import ATTEMPTS, DELAY_BOUNDS_MS, BornToStored, RetriedMessages, StoredTopic
 from librmq.diagnosis.survey.scope import TimeAxis
-from librmq.diagnosis.view import is_user_topic
-from librmq.message.topics import RETRY_PREFIX
-
-__all__ = ["Headers", "Traffic"]
+from librmq.message.topics import RETRY_PREFIX, is_user_topic
 
 Ints = npt.NDArray[np.int64]
 

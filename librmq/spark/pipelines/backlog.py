@@ -12,8 +12,6 @@ from librmq.spark.pipelines.duplicates import keyed
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["MESSAGE_COLUMNS", "backlog", "skew"]
-
 MESSAGE_COLUMNS = "store string, topic string, queueId int, queueOffset bigint, storeTimestamp timestamp, keys string"
 
 

@@ -12,8 +12,6 @@ from librmq.message.topics import DEAD_LETTER_PREFIX
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-__all__ = ["dead_letters", "replayable"]
-
 _OWN = ("KEYS", "TAGS", "UNIQ_KEY")
 
 

@@ -14,8 +14,6 @@ from librmq.errors import MissingExtraError
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-__all__ = ["MESSAGE_COLUMNS", "duplicates", "duplicates_approximate", "keyed"]
-
 MESSAGE_COLUMNS = (
     "store string, topic string, queueId int, queueOffset bigint, physicalOffset bigint, storeTimestamp timestamp, "
     "keys string, uniqueKey string"

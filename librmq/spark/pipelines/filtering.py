@@ -11,8 +11,6 @@ from librmq.spark.functions import match_sql
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["FILTER_COLUMNS", "filter_savings"]
-
 FILTER_COLUMNS = (
     "store string, group string, topic string, expression string, messages bigint, matched bigint, bytes bigint, "
     "matchedBytes bigint, savedBytes bigint, selectivity double"

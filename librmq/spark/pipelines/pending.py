@@ -17,8 +17,6 @@ from librmq.store.format.timerfiles import DELETE, ROLL
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-__all__ = ["pending_delays", "pending_timers", "pending_transactions"]
-
 
 def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) -> DataFrame:
     """Return half messages that were neither committed nor rolled back.

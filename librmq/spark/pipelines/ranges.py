@@ -14,19 +14,6 @@ from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-__all__ = [
-    "GROUP",
-    "MESSAGES",
-    "TIMES",
-    "TOPIC",
-    "Settings",
-    "first_sends",
-    "is_first_send",
-    "named_rows",
-    "names_of",
-    "source_options",
-]
-
 Settings = Mapping[str, str]
 
 TOPIC: Final = {"topic": "names separated by commas (all)"}

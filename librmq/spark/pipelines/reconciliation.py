@@ -11,8 +11,6 @@ from librmq.spark.pipelines.duplicates import keyed
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-__all__ = ["reconcile"]
-
 
 def reconcile(
     messages: DataFrame,

@@ -10,8 +10,6 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["what_retention_frees"]
-
 
 def what_retention_frees(
     records: DataFrame, files: DataFrame, offsets: DataFrame, hours: Sequence[float] = (6, 12, 24, 48, 72)

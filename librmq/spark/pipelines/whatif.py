@@ -15,8 +15,6 @@ from librmq.spark.functions import allocate
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-__all__ = ["what_if"]
-
 
 def what_if(lags: DataFrame, scenarios: DataFrame) -> DataFrame:
     """Return each scenario for each group and topic.

@@ -43,8 +43,6 @@ from librmq.store.engine.prepared import (
     prepare_batch,
 )
 
-__all__ = ["Appender"]
-
 _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
 _TRANSACTION_MASK: Final = record_format.TRANSACTION_MASK
 _MAGIC: Final = record_format.MESSAGE_MAGIC

@@ -12,8 +12,6 @@ from librmq.errors import StoreError
 from librmq.runtime.critical import critical
 from librmq.runtime.locks import Lock, RLock
 
-__all__ = ["CTRL_C_WAITS_S", "AppendLock"]
-
 CTRL_C_WAITS_S: Final = 0.05
 """Seconds that a wait for the lock may delay Ctrl-C."""
 _PAUSE_S: Final = 0.00005

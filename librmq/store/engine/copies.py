@@ -21,8 +21,6 @@ from librmq.store.engine.prepared import (
     prepare_again,
 )
 
-__all__ = ["CopyWriter"]
-
 
 class CopyWriter:
     """Writer of prepared records, beside the store's `Appender` and through it. Thread-safe."""

@@ -13,8 +13,6 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import derived_tags_code, has_queue_entry, is_indexed
 
-__all__ = ["Derivation", "Derived"]
-
 Derived = tuple[int, int, int, bytes, int, int, int | None, int, bytes, bytes | None, bytes | None]
 """Physical offset and size of a record, the physical offset that it names, its topic, queue id and queue offset, the
 tags code of its queue entry (None if it gets none), its store time in ms, its properties, and its unique id and keys

@@ -24,21 +24,6 @@ from librmq.store.format.keyindex import KeyIndex
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "BitmapOf",
-    "Dispatcher",
-    "KeyBlock",
-    "Lane",
-    "Pending",
-    "RawPending",
-    "derived_tags_code",
-    "has_queue_entry",
-    "is_indexed",
-    "key_block",
-    "key_hashes",
-    "parse_level",
-]
-
 
 _FEW: Final = 16
 """Number of records below which a loop is faster than arrays."""

@@ -12,8 +12,6 @@ from librmq.store.engine.append import Appender
 from librmq.store.engine.group_commit import GroupCommit, flush_all
 from librmq.store.engine.open_store import Parts
 
-__all__ = ["Durability"]
-
 
 class Durability:
     """Flushes the parts of a store that one `Appender` writes. Thread-safe."""

@@ -18,8 +18,6 @@ from librmq.errors import FlushFailedError, StoreClosedError, StoreIOError
 from librmq.runtime.critical import critical
 from librmq.runtime.locks import Lock
 
-__all__ = ["Acknowledgement", "GroupCommit", "flush_all"]
-
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound="Flushable")
 
@@ -31,9 +29,11 @@ class Flushable(Protocol):
     """A part of a store that can be flushed and has a folder of its own."""
 
     @property
-    def folder(self) -> str: ...
+    def folder(self) -> str:
+        """Return the folder of its files."""
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Write what is in memory to the device."""
 
 
 def flush_all(parts: set[_F]) -> None:

@@ -23,8 +23,6 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.store.engine.group_commit import GroupCommit
 
-__all__ = ["Housekeeping", "HousekeepingThread"]
-
 _log = EventLog("librmq.store")
 
 _MIN_AHEAD: Final = 4 << 20

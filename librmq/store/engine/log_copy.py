@@ -17,8 +17,6 @@ from librmq.store.engine.derivation import Derivation
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.engine.open_store import Parts
 
-__all__ = ["CopiedRecords", "LogCopier", "whole_size"]
-
 _unpack_size = record_format.header_struct("size", "magic", unsigned=("size",)).unpack_from
 _pack_entry = ENTRY.pack
 _IRREGULAR: Final = ("", -1)  # in place of a queue

@@ -18,8 +18,6 @@ from librmq.filter import Registration, Registrations, SqlFilter, TagFilter, Wat
 from librmq.message.message import StoredMessage
 from librmq.store.engine.read import MessageFilter
 
-__all__ = ["ByPredicate", "BySql", "ByTags", "message_filter"]
-
 
 class ByTags:
     """Filter by a tag subscription (``a || b``): the hash in the queue entry, then the tag itself. Thread-safe."""

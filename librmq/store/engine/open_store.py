@@ -14,8 +14,6 @@ from librmq.store.engine.queue_table import OpenQueue, QueueTable
 from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.format.keyindex import KeyIndex
 
-__all__ = ["Parts"]
-
 
 @dataclass(slots=True)
 class Parts:

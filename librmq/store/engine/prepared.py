@@ -20,25 +20,6 @@ from librmq.message.refusals import body_too_large, delayed_batch
 from librmq.runtime.critical import critical
 from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level
 
-__all__ = [
-    "AppendFields",
-    "AppendResult",
-    "BatchFields",
-    "CopyTarget",
-    "PlacedCopies",
-    "Prepared",
-    "PreparedBatch",
-    "check_fields",
-    "check_queue_id",
-    "check_sizes",
-    "checked_host_flags",
-    "host_bytes",
-    "place_copies",
-    "prepare",
-    "prepare_again",
-    "prepare_batch",
-]
-
 _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
 _pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack

@@ -14,8 +14,6 @@ from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.store.engine.open_store import Parts
 
-__all__ = ["find_by_id", "find_by_key"]
-
 _EVER: Final = (1 << 63) - 1
 
 

@@ -9,8 +9,6 @@ from librmq.config import wrong_kind
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
 
-__all__ = ["OpenQueue", "QueueName", "QueueState", "QueueTable"]
-
 QueueName = tuple[str, int]
 
 OpenQueue = Callable[[str, int], ConsumeQueue]

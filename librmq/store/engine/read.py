@@ -27,8 +27,6 @@ from librmq.runtime.core import CORE
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["GetStatus", "MessageFilter", "ReadResult", "read_queue"]
-
 _MIN_LOOKED_AT: Final = 16_000  # bytes of entries that a read examines, or 20 for each wanted message
 _PLACE: Final = struct.Struct(">q")  # the first field of an entry
 _heads: dict[int, bytes] = {}  # the first bytes of a record with a given size

@@ -13,8 +13,6 @@ from librmq.files.seam import FileLock, Files
 from librmq.runtime.critical import critical
 from librmq.store.format import directory
 
-__all__ = ["drop_locks", "lock_store", "unlock_store"]
-
 _LOOK_AGAIN_S: Final = 0.05
 """Interval at which a lock of another writer is tried."""
 

@@ -31,8 +31,6 @@ from librmq.message.topics import TOPIC_TYPES, TopicType
 if TYPE_CHECKING:
     from librmq.filter import Registrations
 
-__all__ = ["MOST_QUEUES", "BrokerTables", "ConfigTable", "group_row", "topic_row", "topic_type", "with_topic_type"]
-
 Rows = dict[Any, Any]
 
 MOST_QUEUES: Final = 1 << 16

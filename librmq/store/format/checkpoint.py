@@ -20,8 +20,6 @@ from librmq.errors import CorruptionError, ReadOnlyError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import File, Files
 
-__all__ = ["CHECKPOINT_SIZE", "Checkpoint", "clear_abort", "has_abort", "set_abort"]
-
 CHECKPOINT_SIZE: Final = 4096
 _TIMES: Final = struct.Struct(">qqq")
 # Records of one moment are flushed in no particular order, so recovery starts this much earlier.

@@ -37,33 +37,6 @@ from librmq.message.topics import validate_topic
 from librmq.store.format.index_layout import file_length, find_geometry, geometry
 from librmq.store.format.kept_config import read_kept_config
 
-__all__ = [
-    "ABORT",
-    "CHECKPOINT",
-    "COMMITLOG",
-    "CONFIG",
-    "CONSUMEQUEUE",
-    "CONSUMEQUEUE_EXT",
-    "INDEX",
-    "LOCK",
-    "OWN",
-    "TIMERLOG",
-    "TIMERWHEEL",
-    "StoreKind",
-    "broker_conf",
-    "check_config",
-    "check_kind",
-    "complete_config",
-    "infer_config",
-    "is_4_with_timers",
-    "known_topics",
-    "list_queues",
-    "lock_path",
-    "no_store",
-    "queue_folder",
-    "recognise",
-]
-
 COMMITLOG: Final = "commitlog"
 CONSUMEQUEUE: Final = "consumequeue"
 CONSUMEQUEUE_EXT: Final = "consumequeue_ext"

@@ -8,8 +8,6 @@ from librmq.runtime import lazy_numpy as np
 from librmq.store.format.index_layout import HEADER_SIZE, SLOT_SIZE
 from librmq.store.format.indexfile import IndexFile
 
-__all__ = ["find_flaw"]
-
 _CHUNK: Final = 1 << 20
 
 

@@ -33,25 +33,6 @@ from librmq.errors import ConfigError
 from librmq.files.seam import File
 from librmq.runtime import lazy_numpy as np
 
-__all__ = [
-    "ENTRY_SIZE",
-    "FRESH",
-    "HEADER",
-    "HEADER_SIZE",
-    "MAX_SECONDS",
-    "SLOT_SIZE",
-    "IndexHeader",
-    "check_geometry",
-    "entry_dtype",
-    "entry_seconds",
-    "file_length",
-    "find_geometry",
-    "geometry",
-    "slot_dtype",
-    "stored_entry_dtype",
-    "unpack_entry",
-]
-
 HEADER_SIZE: Final = 40
 SLOT_SIZE: Final = 4
 ENTRY_SIZE: Final = 20

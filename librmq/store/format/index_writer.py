@@ -28,8 +28,6 @@ from librmq.store.format.index_layout import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["IndexWriter"]
-
 _pack_header = HEADER.pack
 _pack_entry = struct.Struct(">iqi4s").pack
 _pack_entries = struct.Struct(">iqi4siqi4s").pack

@@ -34,8 +34,6 @@ from librmq.store.format.index_writer import IndexWriter
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["IndexFile"]
-
 _INT: Final = struct.Struct(">i")
 _CHUNK: Final = 1 << 20
 _FIRST_STEP: Final = 4096 // ENTRY_SIZE

@@ -20,8 +20,6 @@ from librmq.errors import CorruptionError
 from librmq.files.seam import Files
 from librmq.store.format.directory import OWN
 
-__all__ = ["FOLDER", "JobNote", "MovedJobs", "jobs", "note_path"]
-
 _VERSION: Final = 1
 FOLDER: Final = os.path.join(OWN, "spark")
 FIRST_BYTES: Final = 64

@@ -20,8 +20,6 @@ from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.seam import Files
 from librmq.runtime.event_log import EventLog
 
-__all__ = ["FILE", "read_kept_config", "write_kept_config"]
-
 FILE: Final = os.path.join("librmq", "config.json")
 _log = EventLog("librmq.store")
 _VERSION: Final = 1

@@ -23,8 +23,6 @@ from librmq.store.format.indexfile import IndexFile
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["KeyIndex"]
-
 _BLOCK = 80
 """Number of keys from which arrays are faster than a loop."""
 _MAPPED: Final = 32

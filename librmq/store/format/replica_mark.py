@@ -17,8 +17,6 @@ from typing import Final, NamedTuple
 from librmq.errors import CorruptionError
 from librmq.files.seam import Files
 
-__all__ = ["FILE", "ReplicaMark", "clear_mark", "read_mark", "write_mark"]
-
 FILE: Final = os.path.join("librmq", "replica.json")
 _VERSION: Final = 1
 _MAX_FILE_SIZE: Final = 1 << 16

@@ -44,24 +44,6 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.files.seam import File, Files, make_folders
 from librmq.store.format.directory import CONFIG, TIMERLOG, TIMERWHEEL
 
-__all__ = [
-    "BLANK_MAGIC",
-    "CHECKPOINT_SIZE",
-    "DEFAULT",
-    "DELETE",
-    "ROLL",
-    "SLOT_SIZE",
-    "UNIT_DTYPE",
-    "UNIT_SIZE",
-    "Slot",
-    "TimerCheckpoint",
-    "TimerLog",
-    "TimerWheel",
-    "Unit",
-    "read_slots",
-    "timer_log_size",
-]
-
 UNIT_SIZE: Final = 52
 SLOT_SIZE: Final = 32
 CHECKPOINT_SIZE: Final = 4096

@@ -40,8 +40,6 @@ from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.open import covered_start
 
-__all__ = ["ATTEMPTS", "GLANCE", "KEPT", "LiveIndex", "LiveParts", "LiveQueue", "LiveQueues"]
-
 KEPT: Final = 4096
 """Most entries, and most records with keys, to hold, unless the writer is further behind."""
 ATTEMPTS: Final = 20
@@ -78,6 +76,7 @@ class LiveSequence(MappedFileQueue):
         raise AssertionError
 
     def file_at(self, position: int) -> File | None:
+        """Return the file with a position; list the folder again where the writer may have added it."""
         start = self.start_of(position)
         if start is None and position >= self.end:
             self.refresh()
@@ -288,6 +287,7 @@ class LiveIndexFile(IndexFile):
 
     @property
     def header(self) -> IndexHeader:
+        """Read the header; repeat that while a broker is writing it."""
         for _ in range(ATTEMPTS):  # a broker writes its fields one by one
             with suppress(CorruptionError):
                 return super().header

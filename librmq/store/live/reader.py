@@ -40,8 +40,6 @@ from librmq.store.recovery.open import load
 from librmq.store.recovery.plan import RecoveryMode
 from librmq.store.recovery.salvage import find_record
 
-__all__ = ["ReadOnlyView"]
-
 _NOTHING_MORE: Final = (GetStatus.NO_MATCHED_MESSAGE, GetStatus.OFFSET_TOO_SMALL)
 
 

@@ -27,8 +27,6 @@ from librmq.store.engine.queue_table import QueueName, QueueState, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.keyindex import KeyIndex
 
-__all__ = ["ClosedState", "read_closed_state", "write_closed_state"]
-
 _log = EventLog("librmq.store")
 
 _VERSION: Final = 1

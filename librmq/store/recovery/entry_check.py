@@ -16,8 +16,6 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import BitmapOf
 
-__all__ = ["EntryCheck", "ExpectedEntry", "hole", "is_illegible", "misaddressed", "record_at"]
-
 _LONG: Final = struct.Struct(">q")
 
 

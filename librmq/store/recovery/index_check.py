@@ -27,8 +27,6 @@ from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.entry_check import is_illegible
 
-__all__ = ["SETTLED", "IndexCheck", "missing_keys", "rebuild_index"]
-
 _BLOCK: Final = 65_536
 _MOST_BETWEEN: Final = 10_000  # records without keys between two files
 SETTLED: Final = 4096  # records whose keys are added together, as many as caches hold

@@ -34,8 +34,6 @@ from librmq.store.recovery.plan import Planner, RecoveryMode, WalkFindings
 from librmq.store.recovery.recover import Recovery
 from librmq.store.recovery.unclean_queues import UncleanQueues
 
-__all__ = ["Settled", "clear_leftovers", "covered_start", "describe_recovery", "load", "settle"]
-
 _T = TypeVar("_T")
 
 _WORTH_PASSING: Final = 16 << 20

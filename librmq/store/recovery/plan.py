@@ -23,8 +23,6 @@ from librmq.store.engine.queue_table import QueueName
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
 
-__all__ = ["Planner", "RecoveryMode", "RecoveryPlan", "WalkFindings", "uncovered_index_files"]
-
 _SECTOR: Final = 512
 _WORD: Final = 8
 _UNWRITTEN: Final = 16  # zeros at the end of a sector that show that it was never written; headers have 15

@@ -22,8 +22,6 @@ from librmq.store.recovery.entry_check import EntryCheck, ExpectedEntry, hole, m
 from librmq.store.recovery.queue_search import first_at, first_not_older
 from librmq.store.recovery.strays import Stray, Strays
 
-__all__ = ["COMPARED", "GapError", "QueueCheck"]
-
 _FILLER: Final = ENTRY.pack(0, HOLE_SIZE, 0)
 _NONE: Final = 1 << 63
 _LARGEST_OFFSET: Final = 1 << 58

@@ -16,8 +16,6 @@ from librmq.store.recovery.queue_check import QueueCheck
 from librmq.store.recovery.strays import Strays
 from librmq.store.recovery.unclean_queues import UncleanQueues
 
-__all__ = ["QueueChecks", "Scope"]
-
 
 @dataclass(frozen=True, slots=True)
 class Scope:

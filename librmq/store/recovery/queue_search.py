@@ -13,8 +13,6 @@ from librmq.message.message import StoredMessage
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.queue_table import QueueName
 
-__all__ = ["first_at", "first_not_older", "recreated_queues"]
-
 _BLOCK: Final = 4096
 _FILLER_SIZE: Final = HOLE_SIZE.to_bytes(4)
 

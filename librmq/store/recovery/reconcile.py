@@ -24,8 +24,6 @@ from librmq.store.recovery.queue_check import COMPARED
 from librmq.store.recovery.queue_checks import QueueChecks, Scope
 from librmq.store.recovery.unclean_queues import UncleanQueues
 
-__all__ = ["reconcile"]
-
 _pack_entry = ENTRY.pack
 
 

@@ -27,8 +27,6 @@ from librmq.store.recovery.queue_search import recreated_queues
 from librmq.store.recovery.reconcile import reconcile
 from librmq.store.recovery.unclean_queues import UncleanQueues
 
-__all__ = ["Recovery"]
-
 _MANY_QUEUES: Final = 64  # number of files from which flushing the whole file system is faster
 
 

@@ -33,8 +33,6 @@ from librmq.message.message import StoredMessage
 from librmq.runtime.headway import advance
 from librmq.store.format.directory import COMMITLOG, OWN, check_kind
 
-__all__ = ["Gap", "KeptCut", "cut_records", "find_record", "keep_cut", "kept_cuts", "log_records", "records"]
-
 _VERSION: Final = 1
 MANIFEST: Final = "manifest.json"
 _PART: Final = ".part"  # a cut that is being copied

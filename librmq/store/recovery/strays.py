@@ -7,8 +7,6 @@ from typing import NamedTuple, Protocol
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.recovery.entry_check import ExpectedEntry
 
-__all__ = ["Stray", "Strays"]
-
 
 class _Check(Protocol):
     """The check of a queue."""

@@ -18,8 +18,6 @@ from librmq.store.format import directory
 from librmq.store.recovery.queue_check import COMPARED
 from librmq.store.recovery.queue_search import first_at
 
-__all__ = ["UncleanQueues"]
-
 _LARGEST: Final = 1 << 16  # bytes of a file that are read at once; more are mapped
 _LARGEST_KEPT: Final = 1 << 10  # bytes of each file that are kept from its listing
 

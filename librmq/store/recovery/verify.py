@@ -34,8 +34,6 @@ from librmq.store.recovery.queue_checks import Scope
 from librmq.store.recovery.queue_search import recreated_queues
 from librmq.store.recovery.reconcile import reconcile
 
-__all__ = ["MISSING_LOG", "Verdict", "verify"]
-
 _T = TypeVar("_T")
 
 _PASSES: Final = 4  # for a store with a running writer

@@ -15,8 +15,6 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 
-__all__ = ["PROGRESS_TABLES", "revise_progress"]
-
 PROGRESS_TABLES: Final = ("consumerOffset.json", "delayOffset.json")
 """Files of ``config`` with the progress of consumers and delay levels."""
 

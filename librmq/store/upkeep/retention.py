@@ -47,8 +47,6 @@ from librmq.runtime.locks import Lock
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.upkeep.unread import FindQueue, Readers, UnreadInFile, may_have_readers, remedy, unread_between
 
-__all__ = ["DISK_CHECK_MS", "Retention", "first_behind", "last_timestamp_ms"]
-
 _FILES_A_ROUND: Final = 10
 _ROUND_MS: Final = 10_000
 _BETWEEN_FILES_MS: Final = 100

@@ -54,8 +54,6 @@ from librmq.store.recovery.open import settle
 from librmq.store.recovery.salvage import Gap
 from librmq.store.upkeep.progress import revise_progress
 
-__all__ = ["Rescued", "Snapshot", "rescue", "restore", "snapshot"]
-
 _PART: Final = ".part"
 _STILL_WRITTEN: Final = 2  # files of the log that a writer or its recovery can still change
 _ATTEMPTS: Final = 10

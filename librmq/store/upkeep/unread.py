@@ -20,8 +20,6 @@ from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.recovery.queue_search import first_at
 
-__all__ = ["Readers", "Unread", "UnreadInFile", "may_have_readers", "remedy", "unread_between"]
-
 FindQueue = Callable[[str, int], ConsumeQueue | None]
 
 

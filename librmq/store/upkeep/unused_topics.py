@@ -12,8 +12,6 @@ from librmq.store.engine.append import Appender
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
 
-__all__ = ["clean_unused_topics"]
-
 
 def clean_unused_topics(path: str, files: Files, appender: Appender, topics: Container[str]) -> list[QueueName]:
     """See `MessageStore.clean_unused_topics`."""

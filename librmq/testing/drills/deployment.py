@@ -9,21 +9,6 @@ from typing import Final, Literal, NamedTuple, get_args
 from librmq.cluster.sites import check_site
 from librmq.errors import ConfigError
 
-__all__ = [
-    "Deployment",
-    "Fault",
-    "Script",
-    "Verb",
-    "check_script",
-    "one_active",
-    "one_active_replicated",
-    "one_cluster",
-    "outages",
-    "presets",
-    "two_active",
-    "two_active_routed",
-]
-
 Verb = Literal[
     "lose consumers",
     "return consumers",

@@ -19,8 +19,6 @@ from librmq.runtime.manual import ManualRunner
 from librmq.testing.drills.deployment import Deployment, Fault, Script, check_script, outages
 from librmq.testing.drills.drill_report import DrillReport, Minute, TimelineRow
 
-__all__ = ["run_drill"]
-
 _TOPIC = "orders"
 _MINUTE_MS = 60_000
 _SETTLE_MINUTES = 10

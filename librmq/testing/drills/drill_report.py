@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Final, NamedTuple
 
-__all__ = ["DrillReport", "Minute", "TimelineRow"]
-
 _COLOURS: Final = ("#1b6ca8", "#2e9e5b", "#b8860b", "#8e44ad", "#16a085", "#7f5539", "#5c6bc0", "#ad1457")
 _WIDTH, _LEFT, _EDGE, _TOP, _LANE = 400, 44, 8, 76, 110  # little wider than a phone
 _SITES_IN_ROW: Final = 4

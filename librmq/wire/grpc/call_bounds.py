@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from librmq.runtime.locks import Lock
 from librmq.wire.grpc.codes import Code, Refusal
 
-__all__ = ["CallBounds"]
-
 
 class CallBounds:
     """Counts calls by connection, by address and in all. Thread-safe."""

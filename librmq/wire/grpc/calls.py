@@ -11,8 +11,6 @@ from librmq.runtime.event_log import EventLog
 from librmq.wire.grpc.codes import Code, Refusal, code_of
 from librmq.wire.grpc.schema import message_class
 
-__all__ = ["Context", "Endpoints", "answers", "client_id_of", "header", "refuse", "sum_up"]
-
 _log = EventLog("librmq.wire")
 
 

@@ -16,8 +16,6 @@ from librmq.errors import (
 )
 from librmq.protocol import ResponseCode, SendStatus
 
-__all__ = ["SEND_CODES", "Code", "Refusal", "code_of"]
-
 
 class Code(enum.IntEnum):
     """A status code, as the service numbers them."""

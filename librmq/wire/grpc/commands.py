@@ -10,8 +10,6 @@ from typing import Any, Final
 from librmq.clock import SystemClock
 from librmq.runtime.locks import RLock
 
-__all__ = ["Commands"]
-
 _MAX_COMMANDS: Final = 1_000
 _MAX_SIZE: Final = 16 << 20
 _AGAIN_S: Final = 0.2

@@ -32,20 +32,6 @@ from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELIVER_MS
 from librmq.wire.grpc.codes import Code, Refusal
 from librmq.wire.grpc.schema import message_class
 
-__all__ = [
-    "MessageType",
-    "check_group",
-    "check_topic",
-    "group_queue",
-    "message_of",
-    "message_type_of",
-    "milliseconds",
-    "recall_handle",
-    "recalled",
-    "to_message",
-    "to_received",
-]
-
 MAX_BODY: Final = 4 << 20
 MAX_DELAY_MS: Final = 24 * 3_600_000
 _MAX_PROPERTIES: Final = 128

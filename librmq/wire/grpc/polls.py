@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterable, Mapping
 
 from librmq.runtime.locks import Lock
 
-__all__ = ["Poll", "Polls"]
-
 Place = tuple[str, int]
 """The topic and queue id that a receive names."""
 

@@ -30,8 +30,6 @@ from librmq.wire.grpc.routes import Routes
 from librmq.wire.grpc.schema import message_class
 from librmq.wire.grpc.sessions import LONG_POLL_S, FormerClient, Sessions
 
-__all__ = ["Receives"]
-
 _log = EventLog("librmq.wire")
 
 _GIVEN_BACK_MS: Final = 1000

@@ -13,8 +13,6 @@ from librmq.protocol import ChangeInvisible, Endpoint
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner, Step
 
-__all__ = ["Renewals"]
-
 _log = EventLog("librmq.wire")
 
 FIRST_MS: Final = 60_000

@@ -11,8 +11,6 @@ from librmq.wire.grpc.calls import Context, answers, client_id_of
 from librmq.wire.grpc.codes import Code, Refusal
 from librmq.wire.grpc.messages import MessageType, check_group, check_topic
 
-__all__ = ["Routes"]
-
 _PERMISSIONS: Final = {0: 1, PERM_READ: 2, PERM_WRITE: 3, PERM_READ | PERM_WRITE: 4}
 
 

@@ -21,8 +21,6 @@ try:
 except ImportError as error:  # pragma: no cover
     raise MissingExtraError("librmq.wire.grpc", "grpc") from error
 
-__all__ = ["PACKAGE", "SERVICE", "Duration", "Timestamp", "message_class"]
-
 PACKAGE: Final = "apache.rocketmq.v2"
 SERVICE: Final = f"{PACKAGE}.MessagingService"
 

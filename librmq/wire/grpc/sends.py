@@ -26,8 +26,6 @@ from librmq.wire.grpc.messages import (
 from librmq.wire.grpc.routes import Routes
 from librmq.wire.grpc.sessions import Sessions
 
-__all__ = ["Sends"]
-
 _HOST: Final = ("127.0.0.1", 0)
 _STATES: Final = {0: TransactionState.UNKNOWN, 1: TransactionState.COMMIT, 2: TransactionState.ROLLBACK}
 _FROM_CHECK: Final = 2

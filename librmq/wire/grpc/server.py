@@ -25,8 +25,6 @@ try:
 except ImportError as error:  # pragma: no cover
     raise MissingExtraError("librmq.wire.grpc", "grpc") from error
 
-__all__ = ["GrpcServer"]
-
 _log = EventLog("librmq.wire")
 
 _THREADS: Final = 384

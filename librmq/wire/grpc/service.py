@@ -21,8 +21,6 @@ from librmq.wire.grpc.routes import Routes
 from librmq.wire.grpc.sends import Sends
 from librmq.wire.grpc.sessions import FormerClient, Sessions
 
-__all__ = ["Service"]
-
 _log = EventLog("librmq.wire")
 
 _SETTINGS_S: Final = 10.0

@@ -31,8 +31,6 @@ from librmq.wire.grpc.commands import Commands
 from librmq.wire.grpc.messages import MAX_BODY, check_group, to_message
 from librmq.wire.grpc.schema import message_class
 
-__all__ = ["FormerClient", "Session", "Sessions"]
-
 R = TypeVar("R")
 _log = EventLog("librmq.wire")
 

@@ -12,8 +12,6 @@ from librmq.message.properties import PROPERTY_DELAY
 from librmq.wire.remote.forms import check
 from librmq.wire.remoting.frames import Frame
 
-__all__ = ["BrokerDelays"]
-
 _FIRST_WITH_TIMER: Final = 413
 """The version of 5.0.0 in answers."""
 

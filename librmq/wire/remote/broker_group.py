@@ -23,8 +23,6 @@ from librmq.protocol import (
 )
 from librmq.wire.remote.remote_broker import RemoteBroker
 
-__all__ = ["BrokerGroup"]
-
 R = TypeVar("R")
 MASTER: Final = 0
 

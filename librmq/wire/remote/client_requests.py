@@ -52,8 +52,6 @@ from librmq.wire.remoting.headers import (
     ResetOffsetHeader,
 )
 
-__all__ = ["ClientRequests"]
-
 _log = EventLog("librmq.wire")
 _MOST_WAITING: Final = 256 << 20  # bytes of a broker's requests
 _REQUEST_SIZE: Final = 1 << 10  # without its body

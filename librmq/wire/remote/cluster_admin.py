@@ -32,8 +32,6 @@ from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import GroupAndTopicHeader, TopicNameHeader, TopicOfClusterHeader
 
-__all__ = ["ClusterAdmin", "GroupProgress", "QueueBounds"]
-
 T = TypeVar("T")
 _MOST_FOUND = 64
 _NO_PROGRESS = "consumer group"

@@ -19,8 +19,6 @@ from librmq.wire.remote.transport import Dial, Ended, Requested, Transport
 from librmq.wire.remoting.frames import Frame, FrameReader, encode
 from librmq.wire.remoting.sockets import FrameSocket, limit_time
 
-__all__ = ["dial_by_tcp"]
-
 _log = EventLog("librmq.wire")
 _RECEIVED: Final = 256 << 10
 _MOST_OUTSTANDING: Final = 100_000

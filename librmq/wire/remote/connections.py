@@ -12,8 +12,6 @@ from librmq.runtime.locks import Lock, RLock
 from librmq.wire.remote.transport import Dial, Transport
 from librmq.wire.remoting.frames import Frame
 
-__all__ = ["FIRST_BACK_OFF_S", "LONGEST_BACK_OFF_S", "Connections", "is_held_here"]
-
 FIRST_BACK_OFF_S: Final = 0.1
 LONGEST_BACK_OFF_S: Final = 5.0
 _SHORT_S: Final = 1.0

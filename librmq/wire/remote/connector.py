@@ -19,8 +19,6 @@ from librmq.wire.remote.name_servers import addresses_of
 from librmq.wire.remote.remote_route import Notices, RemoteRoute
 from librmq.wire.remote.signing import AccessKeys
 
-__all__ = ["connect"]
-
 
 def connect(
     address: str,

@@ -72,8 +72,6 @@ from librmq.wire.remoting.headers import (
     TopicNameHeader,
 )
 
-__all__ = ["FORMS", "Form", "check", "frame_of", "header_of", "messages_of", "offsets_of", "refusal"]
-
 _STATUSES: Final[dict[int, SendStatus]] = {code: status for status, code in SEND_CODES.items()}
 _ERRORS: Final = {"DiskFullError": BrokerDiskFullError, "StoreFullError": BrokerStoreFullError}
 _DISK_USED: Final = re.compile(r"disk is full \[CL: *(\d+\.\d+)")

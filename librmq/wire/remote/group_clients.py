@@ -9,8 +9,6 @@ from librmq.errors import MalformedError
 from librmq.protocol import ConsumeFrom, ConsumerData, MessageModel
 from librmq.wire.remoting.bodies import read_body, subscription_of
 
-__all__ = ["consumer_data", "group_names"]
-
 
 def consumer_data(group: str, found: Mapping[str, Any]) -> tuple[ConsumerData, tuple[str, ...]]:
     """Return a group as its clients describe it, and the ids of the clients.

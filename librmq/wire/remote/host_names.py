@@ -12,8 +12,6 @@ from librmq.clock import Clock
 from librmq.errors import BrokerUnreachableError
 from librmq.runtime.locks import Lock
 
-__all__ = ["HostNames", "split_address"]
-
 _FRESH_S: Final = 5.0
 """So long a look-up counts, since the route of each topic names the same brokers."""
 _MOST_AT_ONCE: Final = 64

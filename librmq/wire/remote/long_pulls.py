@@ -23,8 +23,6 @@ from librmq.wire.remoting.codes import PULL_CODES, PULL_COMMITS, PULL_SUBSCRIBES
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import GroupProgressHeader, PullHeader
 
-__all__ = ["LongPulls"]
-
 SUSPEND_MS: Final = 15_000
 _ANSWER_WITHIN_MS: Final = 30_000
 """After this time a pull is sent again; its answer is lost."""

@@ -16,8 +16,6 @@ from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import RouteOfTopicHeader
 
-__all__ = ["LearntRoute", "NameServers", "addresses_of"]
-
 _log = EventLog("librmq.wire")
 _MASTER = 0
 _MOST_QUEUES = 100_000

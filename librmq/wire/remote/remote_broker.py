@@ -50,8 +50,6 @@ from librmq.wire.remoting.headers import (
     TopicNameHeader,
 )
 
-__all__ = ["RemoteBroker"]
-
 R = TypeVar("R")
 _log = EventLog("librmq.wire")
 _SENDS: Final = (SendMessage, SendBatch)

@@ -22,8 +22,6 @@ from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remote.transport import Dial, Transport
 from librmq.wire.remoting.frames import Frame
 
-__all__ = ["RemoteRoute"]
-
 R = TypeVar("R")
 _log = EventLog("librmq.wire")
 POLL_MS: Final = 30_000

@@ -13,8 +13,6 @@ from typing import Final
 from librmq.errors import ConfigError
 from librmq.wire.remoting.frames import Frame
 
-__all__ = ["AccessKeys"]
-
 _KEY: Final = "AccessKey"
 _TOKEN: Final = "SecurityToken"
 _SIGNATURE: Final = "Signature"

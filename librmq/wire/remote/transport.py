@@ -8,8 +8,6 @@ from typing import Protocol
 from librmq.errors import RmqError
 from librmq.wire.remoting.frames import Frame
 
-__all__ = ["Dial", "Ended", "Requested", "Transport"]
-
 Ended = Callable[[Frame | RmqError], None]
 """Gets the answer to a request, or the error that took its place. Called by any thread, and must not wait."""
 

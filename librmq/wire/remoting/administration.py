@@ -58,8 +58,6 @@ from librmq.wire.remoting.headers import (
 from librmq.wire.remoting.name_server import NameServer
 from librmq.wire.remoting.rates import Rates
 
-__all__ = ["ADMINISTRATIVE", "AdminRequests"]
-
 ADMINISTRATIVE: Final = frozenset(
     {
         RequestCode.UPDATE_AND_CREATE_TOPIC,

@@ -23,8 +23,6 @@ from librmq.wire.remoting.pulling import Pulling
 from librmq.wire.remoting.rates import Rates
 from librmq.wire.remoting.replies import Replies
 
-__all__ = ["FrameAnswers"]
-
 _ANSWERED: Final = 1 << 20
 """Bytes of answers that are collected to be sent together."""
 

@@ -16,20 +16,6 @@ from librmq.java import json as java_json
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.protocol import ConsumeFrom, ConsumerData, Heartbeat, MessageModel, Subscription
 
-__all__ = [
-    "heartbeat_body",
-    "heartbeat_of",
-    "queue_key",
-    "queue_row",
-    "queues_of",
-    "read_body",
-    "read_request",
-    "records_body",
-    "subscription_of",
-    "subscription_row",
-    "write_body",
-]
-
 MOST_REQUEST_BYTES: Final = 4 << 20
 MOST_REQUEST_ELEMENTS: Final = 200_000
 """Values in the body of a request. A heartbeat of a thousand groups has some ten thousand."""

@@ -10,8 +10,6 @@ from typing import Final
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting.channels import Channel
 
-__all__ = ["CONNECTIONS", "FRAME_SECONDS", "HELD_BYTES", "Budgets"]
-
 CONNECTIONS: Final = 1_000
 """Connections of one server."""
 HELD_BYTES: Final = 256 << 20

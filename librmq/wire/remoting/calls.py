@@ -21,8 +21,6 @@ from librmq.wire.remoting.fields import from_fields, to_fields, to_text
 from librmq.wire.remoting.frames import Frame, answer_to, encode, encode_answer
 from librmq.wire.remoting.headers import REQUESTS, RequestForm
 
-__all__ = ["Handler", "Handlers", "RemotingCall", "answer_of", "answering", "refused", "tried"]
-
 R = TypeVar("R")
 T = TypeVar("T")
 _log = EventLog("librmq.wire")

@@ -21,8 +21,6 @@ from librmq.runtime.locks import Lock
 from librmq.wire.remoting.frames import Frame, encode
 from librmq.wire.remoting.sockets import FrameSocket
 
-__all__ = ["Channel"]
-
 _log = EventLog("librmq.wire")
 _MOST_TASKS: Final = 10_000
 _MOST_ASKED: Final = 1_000

@@ -44,8 +44,6 @@ from librmq.wire.remoting.headers import (
     ResetOffsetHeader,
 )
 
-__all__ = ["ClientChannel", "ClientChannels"]
-
 R = TypeVar("R")
 _log = EventLog("librmq.wire")
 

@@ -7,8 +7,6 @@ from typing import Final
 
 from librmq.protocol import PullStatus, ResponseCode, SendStatus
 
-__all__ = ["ERROR_FIELD", "PULL_CODES", "PULL_COMMITS", "PULL_SUBSCRIBES", "PULL_WAITS", "SEND_CODES", "RequestCode"]
-
 ERROR_FIELD: Final = "librmqError"
 """Field of librmq's own in an answer, with the error for a client of librmq; other clients ignore it."""
 PULL_COMMITS, PULL_WAITS, PULL_SUBSCRIBES = 1, 2, 4

@@ -38,8 +38,6 @@ from librmq.wire.remoting.headers import (
 from librmq.wire.remoting.pulling import Pulling
 from librmq.wire.remoting.rates import Rates
 
-__all__ = ["Consuming"]
-
 
 class Consuming:
     """The consumers of one server. Thread-safe."""

@@ -23,8 +23,6 @@ from librmq.wire.remoting.headers import ConfigVersionHeader, RefusedSendHeader,
 from librmq.wire.remoting.name_server import NameServer
 from librmq.wire.remoting.rates import Rates
 
-__all__ = ["Description"]
-
 _MAX_INT: Final = (1 << 31) - 1
 """No limit, in settings and counts of Java."""
 

@@ -10,8 +10,6 @@ from typing import Any, Final, NamedTuple, TypeVar, get_args, get_type_hints
 
 from librmq.errors import MalformedError
 
-__all__ = ["SMALL_NUMBERS", "from_fields", "to_fields", "to_text"]
-
 H = TypeVar("H")
 
 

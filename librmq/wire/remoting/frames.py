@@ -20,18 +20,6 @@ from typing import Any, Final
 
 from librmq.errors import MalformedError
 
-__all__ = [
-    "LANGUAGES",
-    "MAX_FRAME",
-    "VERSION",
-    "Frame",
-    "FrameReader",
-    "answer_to",
-    "encode",
-    "encode_answer",
-    "read_json",
-]
-
 MAX_FRAME: Final = 16 << 20
 """Most bytes in a frame that a broker accepts."""
 MAX_HEADER: Final = 1 << 20

@@ -14,8 +14,6 @@ from typing import Any, ClassVar, Final, NamedTuple
 from librmq.protocol.request import value
 from librmq.wire.remoting.codes import RequestCode
 
-__all__ = ["REQUESTS", "RequestForm"]
-
 
 @value
 class EmptyHeader:

@@ -29,8 +29,6 @@ from librmq.wire.remoting.headers import (
     WipedTopicsHeader,
 )
 
-__all__ = ["NameServer"]
-
 _MOST_VALUES: Final = 10_000
 _OF_UNITS: Final = (
     RequestCode.GET_UNIT_TOPIC_LIST,

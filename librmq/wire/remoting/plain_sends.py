@@ -25,8 +25,6 @@ from librmq.wire.remoting.fields import SMALL_NUMBERS, to_text
 from librmq.wire.remoting.frames import Frame, encode_answer, read_json
 from librmq.wire.remoting.headers import SentHeader
 
-__all__ = ["KnownSends", "SendFrame", "plain_answer", "plain_request"]
-
 _string: Final[Callable[[str, int], tuple[str, int]]] = json.decoder.scanstring  # type: ignore[attr-defined]
 _BY_LETTERS: Final = int(RequestCode.SEND_MESSAGE_V2)
 _NO: Final = ("false", None)

@@ -34,8 +34,6 @@ from librmq.wire.remoting.headers import REQUESTS, EndTransactionHeader, Refused
 from librmq.wire.remoting.plain_sends import KnownSends, SendFrame, plain_answer, plain_request
 from librmq.wire.remoting.rates import Rates
 
-__all__ = ["SENDS", "Producing"]
-
 _SEND_BATCH: Final = int(RequestCode.SEND_BATCH_MESSAGE)
 SENDS: Final = frozenset({int(RequestCode.SEND_MESSAGE), int(RequestCode.SEND_MESSAGE_V2), _SEND_BATCH})
 """The codes of requests that `Producing.send_all` answers."""

@@ -21,8 +21,6 @@ from librmq.wire.remoting.codes import PULL_CODES, PULL_COMMITS, PULL_SUBSCRIBES
 from librmq.wire.remoting.headers import PulledHeader, PullHeader
 from librmq.wire.remoting.rates import Rates
 
-__all__ = ["Pulling"]
-
 _REMARKS: Final = {
     PullStatus.FOUND: "FOUND",
     PullStatus.NO_NEW_MESSAGE: "OFFSET_OVERFLOW_ONE",

@@ -13,8 +13,6 @@ from typing import Final, Literal, NamedTuple, get_args
 
 from librmq.runtime.locks import Lock
 
-__all__ = ["DayTotals", "Rates", "Window"]
-
 Kind = Literal["put", "get", "back", "latency", "miss", "failed"]
 """``latency`` counts milliseconds of found pulls, ``miss`` pulls without a message, ``failed`` refused messages."""
 _MOST_RATES: Final = 10_000

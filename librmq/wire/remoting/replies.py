@@ -25,8 +25,6 @@ from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import PushedReplyHeader, SendHeader, SentHeader
 from librmq.wire.remoting.producing import Producing
 
-__all__ = ["Replies"]
-
 _PUSH_S: Final = 3.0
 
 

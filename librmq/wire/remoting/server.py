@@ -25,8 +25,6 @@ from librmq.wire.remoting.pulling import Pulling
 from librmq.wire.remoting.rates import Rates
 from librmq.wire.remoting.sockets import limit_time
 
-__all__ = ["RemotingServer"]
-
 _log = EventLog("librmq.wire")
 
 _RECEIVED: Final = 256 << 10

@@ -11,8 +11,6 @@ from typing import Final
 
 from librmq.runtime.locks import Lock
 
-__all__ = ["FrameSocket", "limit_time"]
-
 _HANDSHAKE_S: Final = 30
 _IDLE_S: Final = 120
 _SEND_S: Final = 30
