@@ -403,14 +403,3 @@ def test_the_page_for_no_page_leads_to_pages_of_the_site(website: ModuleType, tm
 def test_links_to_elsewhere_are_listed(website: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text('<a href="https://example.org/">x</a><a href="index.html">y</a>', "utf-8")
     assert website.check(tmp_path) == ([], ["https://example.org/"])
-
-
-def test_pictures_are_as_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(CHECKOUT / "tools")
-    pictures = importlib.import_module("pictures")
-    drawn = CHECKOUT / "docs" / "pictures"
-    monkeypatch.setattr(pictures, "TARGET", tmp_path)
-    pictures.main()
-    assert {path.name: path.read_text("utf-8") for path in tmp_path.iterdir()} == {
-        path.name: path.read_text("utf-8") for path in drawn.iterdir()
-    }
