@@ -6,13 +6,11 @@ runners, and `librmq.errors` all errors.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from librmq.lazy_exports import lazy_exports
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
+with lazy_exports(globals()):
     from librmq.broker import Broker as Broker
     from librmq.broker import BrokerConfig as BrokerConfig
     from librmq.client.producer import Producer as Producer
@@ -76,93 +74,3 @@ if TYPE_CHECKING:
     from librmq.store import MessageStore as MessageStore
     from librmq.txn import TransactionConfig as TransactionConfig
     from librmq.wire.remote.connector import connect as connect
-
-_MODULES = {
-    "broker": (
-        "Broker",
-        "BrokerConfig",
-    ),
-    "client.producer": (
-        "Producer",
-        "ProducerConfig",
-        "SendResult",
-    ),
-    "client.queue_selectors": ("select_by_hash",),
-    "client.transactions": (
-        "CheckedMessage",
-        "TransactionProducer",
-        "TransactionResult",
-    ),
-    "clock": ("ManualClock",),
-    "cluster": (
-        "Cluster",
-        "RouteTable",
-    ),
-    "config": ("StoreConfig",),
-    "consumer": (
-        "ConsumerConfig",
-        "DeliveredMessage",
-        "PullConsumer",
-        "PullConsumerConfig",
-        "PushConsumer",
-        "ReceivedMessage",
-        "SimpleConsumer",
-    ),
-    "dedup": ("deduplicated",),
-    "errors": (
-        "BrokerBusyError",
-        "BrokerError",
-        "BrokerUnreachableError",
-        "ClientStateError",
-        "ConfigError",
-        "CorruptionError",
-        "DiskFullError",
-        "FilterError",
-        "FlushFailedError",
-        "MessageIllegalError",
-        "MissingExtraError",
-        "NoRouteError",
-        "ReceiptError",
-        "RmqError",
-        "SendTimeoutError",
-        "StoreClosedError",
-        "StoreError",
-        "StoreFullError",
-        "StoreLockedError",
-    ),
-    "idempotence.outbox": (
-        "Outbox",
-        "OutboxSender",
-    ),
-    "idempotence.stores": (
-        "MemoryDedupStore",
-        "SqliteDedupStore",
-    ),
-    "listener": (
-        "DeadLetter",
-        "DownstreamDown",
-        "ReconsumeLater",
-        "SuspendQueue",
-    ),
-    "message.batch": ("split_batch",),
-    "message.message": (
-        "Message",
-        "MessageQueue",
-        "StoredMessage",
-    ),
-    "metrics": ("Metrics",),
-    "protocol": (
-        "ConsumeFrom",
-        "MessageModel",
-        "SendStatus",
-        "TransactionState",
-    ),
-    "runtime.manual": ("ManualRunner",),
-    "runtime.threads": ("ThreadRunner",),
-    "scheduling.timer_config": ("TimerConfig",),
-    "store": ("MessageStore",),
-    "txn": ("TransactionConfig",),
-    "wire.remote.connector": ("connect",),
-}
-if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

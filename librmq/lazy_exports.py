@@ -2,39 +2,62 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from types import SimpleNamespace
 
 __all__ = ["exported", "lazy_exports"]
 
-_packages: dict[str, Callable[[str], object]] = {}
 
+@contextmanager
+def lazy_exports(namespace: dict[str, object]) -> Iterator[None]:
+    """Make the imports of the block lazy, and them alone what a package exports.
 
-def lazy_exports(
-    package: str, modules: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package that re-exports names lazily.
+    ``namespace`` is the package's ``globals()``; it gets ``__getattr__``, ``__dir__`` and ``__all__``. Type checkers
+    see ordinary imports::
 
-    ``modules`` maps a module, named relative to the package, to the names that it defines. Type checkers see the same
-    names by imports under ``TYPE_CHECKING``.
+        with lazy_exports(globals()):
+            from package.module import Name as Name
     """
-    module_of = {name: module for module, its_names in modules.items() for name in its_names}
-    names = sorted(module_of)
+    package = str(namespace["__name__"])
+    modules: dict[str, str] = {}
+    imported = builtins.__import__
+
+    def note(
+        module: str,
+        scope: Mapping[str, object] | None = None,
+        variables: Mapping[str, object] | None = None,
+        names: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> object:
+        if scope is not namespace or not names:  # another thread's import, or one of a module that is being loaded
+            return imported(module, scope, variables, names, level)
+        modules.update(dict.fromkeys(names, module))
+        return SimpleNamespace(**dict.fromkeys(names))
 
     def get_attribute(name: str) -> object:
-        module = module_of.get(name)
+        module = modules.get(name)
         if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{package}.{module}"), name)
+        value = getattr(import_module(module), name)
         setattr(sys.modules[package], name, value)
         return value
 
     def list_names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *names})
+        return sorted({*vars(sys.modules[package]), *modules})
 
-    _packages[package] = get_attribute
-    return get_attribute, list_names, names
+    builtins.__import__ = note  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if builtins.__import__ is note:  # else another thread's block replaced it, and calls it
+            builtins.__import__ = imported
+    for name in modules:
+        del namespace[name]
+    namespace.update(__getattr__=get_attribute, __dir__=list_names, __all__=sorted(modules))
 
 
 def exported(package: str, name: str) -> object:
@@ -46,4 +69,4 @@ def exported(package: str, name: str) -> object:
         KeyError: The package has not been imported.
         AttributeError: The package does not export the name.
     """
-    return _packages[package](name)
+    return getattr(sys.modules[package], name)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from librmq.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
+with lazy_exports(globals()):
     from librmq.client.identity import Client as Client
     from librmq.client.process_clients import ProcessClients as ProcessClients
     from librmq.client.producer import Producer as Producer
@@ -17,13 +15,3 @@ if TYPE_CHECKING:
     from librmq.client.transactions import CheckedMessage as CheckedMessage
     from librmq.client.transactions import TransactionProducer as TransactionProducer
     from librmq.client.transactions import TransactionResult as TransactionResult
-
-_MODULES = {
-    "identity": ("Client",),
-    "process_clients": ("ProcessClients",),
-    "producer": ("Producer", "ProducerConfig", "SendResult"),
-    "queue_selectors": ("select_by_hash", "select_by_remainder"),
-    "transactions": ("CheckedMessage", "TransactionProducer", "TransactionResult"),
-}
-if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from librmq.errors import MissingExtraError
 from librmq.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
+with lazy_exports(globals()):
     from librmq.columns.arrow_dataset import StoreDataset as StoreDataset
     from librmq.columns.arrow_dataset import dataset as dataset
     from librmq.columns.exports import Exported as Exported
@@ -26,20 +26,8 @@ if TYPE_CHECKING:
     from librmq.columns.schema import CORRUPT as CORRUPT
     from librmq.columns.schema import TYPES as TYPES
     from librmq.columns.schema import default_columns as default_columns
-
-_MODULES = {
-    "arrow_dataset": ("StoreDataset", "dataset"),
-    "exports": ("Exported", "export"),
-    "options": ("ReadOptions", "Wanted"),
-    "parts": ("DataLossError", "Part", "ReadingProcessError"),
-    "planner": ("plan",),
-    "read": ("Reading",),
-    "record_batches": ("ReaderKeywords", "reader", "scan"),
-    "remote": ("RemoteStore",),
-    "schema": ("CORRUPT", "TYPES", "default_columns"),
-}
 if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    _export, __dir__, __all__ = lazy_exports(__name__, _MODULES)
+    _export = __getattr__  # noqa: F821
 
     def __getattr__(name: str) -> object:
         try:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from librmq.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
+with lazy_exports(globals()):
     from librmq.consumer.config import ConsumerConfig as ConsumerConfig
     from librmq.consumer.config import PullConsumerConfig as PullConsumerConfig
     from librmq.consumer.delivered import DeliveredMessage as DeliveredMessage
@@ -24,18 +22,3 @@ if TYPE_CHECKING:
     from librmq.consumer.push import PushConsumer as PushConsumer
     from librmq.consumer.simple import ReceivedMessage as ReceivedMessage
     from librmq.consumer.simple import SimpleConsumer as SimpleConsumer
-
-_MODULES = {
-    "config": ("ConsumerConfig", "PullConsumerConfig"),
-    "delivered": ("DeliveredMessage",),
-    "delivery": ("BlockedQueue", "ConsumerCounts"),
-    "instance": ("ConsumeContext", "ConsumeHook"),
-    "message_track": ("MessageTrack", "TrackType", "message_tracks", "resend_dead_letters"),
-    "orderly": ("OrderlyResult",),
-    "processqueue": ("ProcessQueue",),
-    "pull": ("PullConsumer",),
-    "push": ("PushConsumer",),
-    "simple": ("ReceivedMessage", "SimpleConsumer"),
-}
-if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

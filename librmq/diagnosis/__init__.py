@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from librmq.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
+with lazy_exports(globals()):
     from librmq.diagnosis.alarms import Alarm as Alarm
     from librmq.diagnosis.alarms import Watch as Watch
     from librmq.diagnosis.alarms import watch as watch
@@ -64,40 +62,3 @@ if TYPE_CHECKING:
     from librmq.diagnosis.survey.comparison import compare as compare
     from librmq.diagnosis.survey.model import Report as Report
     from librmq.diagnosis.view import StoreView as StoreView
-
-_MODULES = {
-    "alarms": ("Alarm", "Watch", "watch"),
-    "design": ("TopicVolume", "design_check", "topic_volumes"),
-    "letters": ("DeadLetterCause", "GivenUpMessage", "dead_letter_causes", "dead_letters"),
-    "checkup": ("diagnose",),
-    "expiry": ("ExpiringMessages", "expiring"),
-    "findings": ("Finding", "Thresholds"),
-    "backlog": ("GroupLag", "GroupRate", "Lag", "QueueLag", "TopicLag", "TopicProgress", "lag"),
-    "halves": ("GivenUpHalf", "decide_half", "given_up"),
-    "origins": ("WaitingOrigins", "waiting_origins"),
-    "pending": ("PendingMessage", "pending_messages"),
-    "life": ("StoryEvent", "story"),
-    "policies": (
-        "Replay",
-        "Skip",
-        "SkippedQueue",
-        "continue_as",
-        "move_to",
-        "plan_continue_as",
-        "plan_replay",
-        "plan_skip",
-        "replay",
-        "set_aside",
-        "skip",
-        "skipped",
-    ),
-    "stuck": ("HeldProgress", "held_progress"),
-    "page.render": ("render_page",),
-    "summary": ("report",),
-    "survey.comparison": ("Comparison", "compare"),
-    "survey.model": ("Report",),
-    "view": ("StoreView",),
-    "drain": ("Consumption", "Estimate", "Scenario", "consumption_of", "estimate", "what_if"),
-}
-if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from librmq.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
+with lazy_exports(globals()):
     from librmq.files.damage import Damage as Damage
     from librmq.files.disk import DiskFiles as DiskFiles
     from librmq.files.disk import TemporaryFolder as TemporaryFolder
@@ -17,13 +15,3 @@ if TYPE_CHECKING:
     from librmq.files.seam import FileLock as FileLock
     from librmq.files.seam import Files as Files
     from librmq.files.seam import FolderEntry as FolderEntry
-
-_MODULES = {
-    "damage": ("Damage",),
-    "disk": ("DiskFiles", "TemporaryFolder"),
-    "memory": ("MemoryFiles",),
-    "overlay": ("OverlayFiles",),
-    "seam": ("Buffer", "FolderEntry", "File", "FileLock", "Files"),
-}
-if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

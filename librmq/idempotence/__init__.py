@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from librmq.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
+with lazy_exports(globals()):
     from librmq.idempotence.dedup_redis import RedisDedupStore as RedisDedupStore
     from librmq.idempotence.dedup_sql import SqlDedupStore as SqlDedupStore
     from librmq.idempotence.inbox import Transactional as Transactional
@@ -24,24 +22,3 @@ if TYPE_CHECKING:
     from librmq.idempotence.stores import dedup_key as dedup_key
     from librmq.idempotence.stores import purge_step as purge_step
     from librmq.idempotence.stores import unique_id as unique_id
-
-_MODULES = {
-    "dedup_redis": ("RedisDedupStore",),
-    "dedup_sql": ("SqlDedupStore",),
-    "inbox": ("Transactional", "purge_messages", "transactional"),
-    "outbox": ("Outbox", "OutboxSender"),
-    "prefilter": ("SeenKeys",),
-    "sqltables": ("upgrade_tables",),
-    "stores": (
-        "Claim",
-        "DedupRecord",
-        "DedupStore",
-        "MemoryDedupStore",
-        "SqliteDedupStore",
-        "dedup_key",
-        "purge_step",
-        "unique_id",
-    ),
-}
-if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

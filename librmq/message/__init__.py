@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from librmq.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
+with lazy_exports(globals()):
     from librmq.message.batch import split_batch as split_batch
     from librmq.message.delay_levels import DelayLevels as DelayLevels
     from librmq.message.ids import UniqueIds as UniqueIds
@@ -16,13 +14,3 @@ if TYPE_CHECKING:
     from librmq.message.message import StoredMessage as StoredMessage
     from librmq.message.topics import dead_letter_topic as dead_letter_topic
     from librmq.message.topics import retry_topic as retry_topic
-
-_MODULES = {
-    "batch": ("split_batch",),
-    "delay_levels": ("DelayLevels",),
-    "ids": ("UniqueIds", "decode_unique_id"),
-    "message": ("Message", "MessageQueue", "StoredMessage"),
-    "topics": ("dead_letter_topic", "retry_topic"),
-}
-if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

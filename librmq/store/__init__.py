@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from librmq.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
+with lazy_exports(globals()):
     from librmq.store.engine.group_commit import Acknowledgement as Acknowledgement
     from librmq.store.engine.message_filters import ByPredicate as ByPredicate
     from librmq.store.engine.message_filters import BySql as BySql
@@ -28,19 +26,3 @@ if TYPE_CHECKING:
     from librmq.store.upkeep.snapshot import rescue as rescue
     from librmq.store.upkeep.snapshot import restore as restore
     from librmq.store.upkeep.snapshot import snapshot as snapshot
-
-_MODULES = {
-    "engine.group_commit": ("Acknowledgement",),
-    "engine.message_filters": ("ByPredicate", "BySql", "ByTags", "message_filter"),
-    "engine.prepared": ("AppendResult",),
-    "engine.read": ("GetStatus", "MessageFilter", "ReadResult"),
-    "format.checkpoint": ("Checkpoint",),
-    "format.indexfile": ("IndexFile",),
-    "format.keyindex": ("KeyIndex",),
-    "recovery.salvage": ("Gap",),
-    "recovery.verify": ("Verdict", "verify"),
-    "store": ("MessageStore",),
-    "upkeep.snapshot": ("Rescued", "Snapshot", "rescue", "restore", "snapshot"),
-}
-if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

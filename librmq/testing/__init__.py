@@ -6,11 +6,9 @@ many legal schedules; with pytest it is the marker ``rmq_explore``. The rest are
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from librmq.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
+with lazy_exports(globals()):
     from librmq.testing.crash_images import CrashImages as CrashImages
     from librmq.testing.crash_images import Image as Image
     from librmq.testing.driver import Elapsed as Elapsed
@@ -31,19 +29,3 @@ if TYPE_CHECKING:
     from librmq.testing.process import ProcessDied as ProcessDied
     from librmq.testing.process_table import ProcessStateError as ProcessStateError
     from librmq.testing.undelivered import UndeliveredWarning as UndeliveredWarning
-
-_MODULES = {
-    "crash_images": ("CrashImages", "Image"),
-    "driver": ("Elapsed", "NotAwaitedError"),
-    "evidence": ("UnknownGroupError",),
-    "exploration": ("Exploration", "explore"),
-    "faults": ("Faults",),
-    "files": ("Event", "FailingFiles", "RecordingFiles"),
-    "history": ("DeliveryAttempt", "History", "HistoryLine"),
-    "kit": ("Kit", "UnsoundStoreError"),
-    "process": ("Process", "ProcessDied"),
-    "process_table": ("ProcessStateError",),
-    "undelivered": ("UndeliveredWarning",),
-}
-if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

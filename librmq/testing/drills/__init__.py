@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from librmq.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
+with lazy_exports(globals()):
     from librmq.testing.drills.deployment import Deployment as Deployment
     from librmq.testing.drills.deployment import Fault as Fault
     from librmq.testing.drills.deployment import one_active as one_active
@@ -18,21 +16,3 @@ if TYPE_CHECKING:
     from librmq.testing.drills.deployment import two_active_routed as two_active_routed
     from librmq.testing.drills.drill import run_drill as run_drill
     from librmq.testing.drills.drill_report import DrillReport as DrillReport
-
-_MODULES = {
-    "deployment": (
-        "Deployment",
-        "Fault",
-        "one_active",
-        "one_active_replicated",
-        "one_cluster",
-        "outages",
-        "presets",
-        "two_active",
-        "two_active_routed",
-    ),
-    "drill": ("run_drill",),
-    "drill_report": ("DrillReport",),
-}
-if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -12,13 +12,7 @@ Needs the extra ``grpc``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from librmq.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
+with lazy_exports(globals()):
     from librmq.wire.grpc.server import GrpcServer as GrpcServer
-
-_MODULES = {"server": ("GrpcServer",)}
-if not TYPE_CHECKING:  # else a checker would take any name for granted
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from librmq.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
+with lazy_exports(globals()):
     from librmq.wire.remote.cluster_admin import ClusterAdmin as ClusterAdmin
     from librmq.wire.remote.cluster_admin import GroupProgress as GroupProgress
     from librmq.wire.remote.cluster_admin import QueueBounds as QueueBounds
     from librmq.wire.remote.connector import connect as connect
     from librmq.wire.remote.remote_route import RemoteRoute as RemoteRoute
-
-_MODULES = {
-    "cluster_admin": ("ClusterAdmin", "GroupProgress", "QueueBounds"),
-    "connector": ("connect",),
-    "remote_route": ("RemoteRoute",),
-}
-if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)

@@ -12,14 +12,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from librmq.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
+with lazy_exports(globals()):
     from librmq.wire.remoting.server import RemotingServer as RemotingServer
     from librmq.wire.remoting.server import listen as listen
-
-_MODULES = {"server": ("RemotingServer", "listen")}
-if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, _MODULES)
