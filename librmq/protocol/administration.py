@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import TopicType
-from librmq.protocol.parties import PERM_READ, PERM_WRITE
-from librmq.protocol.request import Request, value
+from librmq.protocol.endpoint import PERM_READ, PERM_WRITE, Request, value
 
 
 @value

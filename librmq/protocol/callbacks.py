@@ -8,8 +8,8 @@ from dataclasses import field
 
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.protocol.consuming import MessageModel
+from librmq.protocol.endpoint import Request, value
 from librmq.protocol.producing import SendMessage
-from librmq.protocol.request import Request, value
 
 
 @value

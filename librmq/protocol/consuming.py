@@ -6,8 +6,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.protocol.parties import Endpoint
-from librmq.protocol.request import Request, value
+from librmq.protocol.endpoint import Endpoint, Request, value
 
 
 class PullStatus(enum.Enum):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from librmq.message.hosts import Host
 from librmq.message.message import Message
 from librmq.message.topics import AUTO_CREATE_TOPIC
-from librmq.protocol.request import Request, value
+from librmq.protocol.endpoint import Request, value
 
 
 class SendStatus(enum.Enum):

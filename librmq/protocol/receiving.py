@@ -7,7 +7,7 @@ from typing import Final
 
 from librmq.message.message import StoredMessage
 from librmq.protocol.consuming import Subscription
-from librmq.protocol.request import Request, value
+from librmq.protocol.endpoint import Request, value
 
 MAX_RECEIVED: Final = 32
 """Messages that one receive can return, as in 5.x."""

@@ -21,7 +21,7 @@ from librmq.protocol.consuming import (
     Unregister,
     UpdateOffset,
 )
-from librmq.protocol.request import Request, value
+from librmq.protocol.endpoint import Request, value
 
 REPLICA_READS: Final[frozenset[type[Request[Any]]]] = frozenset(
     (

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, NamedTuple
 
-from librmq.protocol.request import value
+from librmq.protocol.endpoint import value
 from librmq.wire.remoting.codes import RequestCode
 
 
