@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import field
 
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.protocol.consuming import MessageModel
+from librmq.protocol.client_requests import MessageModel, SendMessage
 from librmq.protocol.endpoint import Request, value
-from librmq.protocol.producing import SendMessage
 
 
 @value

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from librmq.config import StoreConfig
 from librmq.protocol.administration import QueryMessages, ViewMessage
-from librmq.protocol.consuming import (
+from librmq.protocol.client_requests import (
     ChannelClosed,
     CheckSubscription,
     ConsumerIds,

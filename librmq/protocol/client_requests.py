@@ -1,11 +1,14 @@
-"""Requests of consumers: groups, subscriptions and progress, pulls, and messages sent back."""
+"""Requests of clients: of producers, and of consumers that pull or receive."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
-from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.hosts import Host
+from librmq.message.message import Message, MessageQueue, StoredMessage
+from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol.endpoint import Endpoint, Request, value
 
 
@@ -263,3 +266,229 @@ class UnlockQueues(Request[None]):
     group: str
     client_id: str
     queues: frozenset[MessageQueue]
+
+
+# ---- receives
+
+MAX_RECEIVED: Final = 32
+"""Messages that one receive can return, as in 5.x."""
+MAX_INVISIBLE_MS: Final = 12 * 3_600_000
+
+
+@value
+class Received:
+    """A message that a receive has handed out."""
+
+    message: StoredMessage
+    topic: str
+    """The topic of the receive, for a redelivery too."""
+    receipt: str
+    """Names this delivery to `Acknowledge` and the like."""
+    attempt: int
+    """1 for the first delivery."""
+    visible_timestamp_ms: int
+    """When it comes again unless it is acknowledged."""
+
+
+@value
+class ReceiveResponse:
+    """Result of a receive."""
+
+    messages: Sequence[Received] = ()
+    is_held: bool = False
+    """Whether the broker will call `Receive.notify`."""
+
+
+@value
+class Receive(Request[ReceiveResponse]):
+    """Hand out messages of any queue of a topic, and hide each from the group for ``invisible_ms``.
+
+    A message that is not acknowledged by then comes again, as one more attempt; after the group's retries it becomes a
+    dead letter. If there is none yet, and ``notify`` is given, the broker calls it once, under the runner's lock, when
+    the client should ask again; `CancelReceive` ends the wait.
+
+    Mirrors ``PopMessageRequestHeader`` of 5.x.
+
+    Raises:
+        BrokerError: The topic does not exist or may not be read, the group may not consume, the filter does not
+            compile, or a number is out of range.
+    """
+
+    client_id: str
+    group: str
+    topic: str
+    max_messages: int = MAX_RECEIVED
+    invisible_ms: int = 60_000
+    subscription: Subscription | None = None
+    """None means all messages."""
+    attempt_id: str = ""
+    """Of a group in order: the same id is answered with the same messages while they are in flight."""
+    max_attempts: int | None = None
+    """None means one more than the group's retries."""
+    notify: Callable[[], None] | None = None
+
+
+@value
+class CancelReceive(Request[None]):
+    """Cancel a receive that is held, by its ``notify``."""
+
+    notify: Callable[[], None]
+
+
+@value
+class Acknowledge(Request[tuple[bool, ...]]):
+    """Acknowledge received messages; return for each receipt whether it was valid.
+
+    A receipt is no longer valid when its message has come again. Acknowledging twice is no error.
+    """
+
+    group: str
+    topic: str
+    receipts: tuple[str, ...]
+
+
+@value
+class ChangeInvisible(Request[str]):
+    """Let a received message come again ``invisible_ms`` from now unless it is acknowledged; return its receipt.
+
+    Raises:
+        ReceiptError: The message has come again, or was acknowledged.
+    """
+
+    group: str
+    topic: str
+    receipt: str
+    invisible_ms: int
+    """0 makes it come again immediately."""
+    keeps_receipt: bool = False
+    """Whether the old receipt stays valid, as in a renewal on behalf of a client."""
+
+
+@value
+class ForwardToDeadLetters(Request[None]):
+    """Make a received message a dead letter of its group.
+
+    Raises:
+        ReceiptError: The message has come again, or was acknowledged.
+    """
+
+    group: str
+    topic: str
+    receipt: str
+    cause: str = ""
+
+
+# ---- producers
+
+
+class SendStatus(enum.Enum):
+    """How durable a stored message is."""
+
+    SEND_OK = "SEND_OK"
+    """The message is as durable as the broker's settings require."""
+    FLUSH_DISK_TIMEOUT = "FLUSH_DISK_TIMEOUT"
+    """The message is stored, but its flush to the disk failed or took too long."""
+    FLUSH_SLAVE_TIMEOUT = "FLUSH_SLAVE_TIMEOUT"
+    """The message is stored, but no replica had it in time."""
+    SLAVE_NOT_AVAILABLE = "SLAVE_NOT_AVAILABLE"
+    """The message is stored, but no replica can keep up."""
+
+
+class TransactionState(enum.Enum):
+    """How a transaction ends; UNKNOWN leaves this to the check."""
+
+    COMMIT = 8
+    """Consumers get the message."""
+    ROLLBACK = 12
+    """The message is discarded."""
+    UNKNOWN = 0
+    """The broker asks again later."""
+
+
+@value
+class SendResponse:
+    """Place of a stored message, or of the first of a batch."""
+
+    status: SendStatus
+    queue_id: int
+    queue_offset: int
+    """The queue offset of the first message; the others of a batch follow it."""
+    physical_offset: int
+    offset_ids: tuple[str, ...]
+    """The broker's ids, one for each message."""
+    transaction_id: str | None = None
+
+
+@value
+class SendMessage(Request[SendResponse]):
+    """Store a message, with properties that the client has completed."""
+
+    group: str
+    message: Message
+    queue_id: int
+    """Below 0: the broker chooses."""
+    born_timestamp_ms: int
+    born_host: Host
+    sys_flag: int = 0
+    """Compression and transaction bits, as in a record."""
+    default_queues: int = 4
+    """Number of queues of a topic that this send makes, at most the broker's default."""
+    reconsume_times: int = 0
+    max_reconsume_times: int | None = None
+    """The maximum of a consumer that sends a message back itself, as an orderly consumer does."""
+    timeout_ms: float | None = None
+    """Milliseconds for the answer of a remote broker; None for its route's timeout."""
+    is_one_way: bool = False
+    """Whether the sender needs no answer. A remote broker sends none, so places in the response are -1."""
+    default_topic: str = AUTO_CREATE_TOPIC
+    """A missing topic is made like this one."""
+
+
+@value
+class SendBatch(Request[SendResponse]):
+    """Store messages of one topic as one batch."""
+
+    group: str
+    messages: tuple[Message, ...]
+    queue_id: int
+    born_timestamp_ms: int
+    born_host: Host
+    default_queues: int = 4
+    timeout_ms: float | None = None
+    """Milliseconds for the answer of a remote broker; None for its route's timeout."""
+    default_topic: str = AUTO_CREATE_TOPIC
+    """A missing topic is made like this one."""
+
+
+@value
+class SendPlain(Request[list[SendResponse]]):
+    """Store messages that came together, as `SendMessage` stores each, up to the first that needs anything special.
+
+    The answer has the responses for the stored messages, maybe none. The caller sends the next message alone.
+    """
+
+    sends: Sequence[SendMessage]
+
+
+@value
+class SendReply(Request[SendResponse]):
+    """Push a reply to the client that waits for it, and store it.
+
+    Raises:
+        BrokerError: The client is not connected to this broker; the reply is stored nevertheless.
+    """
+
+    send: SendMessage
+
+
+@value
+class EndTransaction(Request[None]):
+    """Commit or roll back a half message; UNKNOWN does nothing."""
+
+    group: str
+    state: TransactionState
+    queue_offset: int
+    """Of the half message, in the half topic."""
+    physical_offset: int
+    message_id: str
+    from_check: bool = False
