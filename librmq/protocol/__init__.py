@@ -9,10 +9,19 @@ Mirrors the request headers of ``org.apache.rocketmq.common.protocol``; the code
 
 from __future__ import annotations
 
+from librmq.protocol.administration import MEMBERSHIP as MEMBERSHIP
+from librmq.protocol.administration import REPLICA_READS as REPLICA_READS
 from librmq.protocol.administration import CleanUnusedTopics as CleanUnusedTopics
+from librmq.protocol.administration import CopiedTables as CopiedTables
+from librmq.protocol.administration import CopyTables as CopyTables
 from librmq.protocol.administration import CreateTopic as CreateTopic
 from librmq.protocol.administration import DeleteGroup as DeleteGroup
 from librmq.protocol.administration import DeleteTopic as DeleteTopic
+from librmq.protocol.administration import DescribeLog as DescribeLog
+from librmq.protocol.administration import FollowLog as FollowLog
+from librmq.protocol.administration import LeaveLog as LeaveLog
+from librmq.protocol.administration import LogBytes as LogBytes
+from librmq.protocol.administration import LogDescription as LogDescription
 from librmq.protocol.administration import QueryMessages as QueryMessages
 from librmq.protocol.administration import ResetGroup as ResetGroup
 from librmq.protocol.administration import SetGroup as SetGroup
@@ -79,12 +88,3 @@ from librmq.protocol.endpoint import QueueData as QueueData
 from librmq.protocol.endpoint import Request as Request
 from librmq.protocol.endpoint import ResponseCode as ResponseCode
 from librmq.protocol.endpoint import Route as Route
-from librmq.protocol.replication import MEMBERSHIP as MEMBERSHIP
-from librmq.protocol.replication import REPLICA_READS as REPLICA_READS
-from librmq.protocol.replication import CopiedTables as CopiedTables
-from librmq.protocol.replication import CopyTables as CopyTables
-from librmq.protocol.replication import DescribeLog as DescribeLog
-from librmq.protocol.replication import FollowLog as FollowLog
-from librmq.protocol.replication import LeaveLog as LeaveLog
-from librmq.protocol.replication import LogBytes as LogBytes
-from librmq.protocol.replication import LogDescription as LogDescription

@@ -1,11 +1,27 @@
-"""Requests of operators and tools to a broker."""
+"""Requests of operators and tools to a broker, and of replicas to their master."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
+from librmq.config import StoreConfig
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import TopicType
+from librmq.protocol.client_requests import (
+    ChannelClosed,
+    CheckSubscription,
+    ConsumerIds,
+    GroupSubscriptions,
+    Heartbeat,
+    MaxOffset,
+    MinOffset,
+    QueryOffset,
+    QueueOffsetAt,
+    TopicGroups,
+    Unregister,
+    UpdateOffset,
+)
 from librmq.protocol.endpoint import PERM_READ, PERM_WRITE, Request, value
 
 
@@ -87,3 +103,99 @@ class ResetGroup(Request[Mapping[MessageQueue, int]]):
     topic: str
     timestamp_ms: int
     force: bool = True
+
+
+# ---- replication
+
+REPLICA_READS: Final[frozenset[type[Request[Any]]]] = frozenset(
+    (
+        *(CheckSubscription, MaxOffset, MinOffset, QueueOffsetAt, QueryMessages, ViewMessage),
+        *(QueryOffset, UpdateOffset, ConsumerIds, GroupSubscriptions, TopicGroups),
+    )
+)
+"""Requests that a replica answers while its master can't be reached; pulls have rules of their own."""
+MEMBERSHIP: Final[frozenset[type[Request[Any]]]] = frozenset((Heartbeat, Unregister, ChannelClosed))
+"""Requests that a client sends to a master and its replicas."""
+
+
+@value
+class LogDescription:
+    """The log of a master."""
+
+    name: str
+    """The broker's name, or the store's folder."""
+    place: tuple[object, str]
+    """The master's files unless they are on the disk, and the folder of its store."""
+    config: StoreConfig
+    begin: int
+    """Physical offset of the log's first file."""
+    end: int
+
+
+@value
+class DescribeLog(Request[LogDescription]):
+    """Return the description that a replica checks before it follows."""
+
+
+@value
+class LogBytes:
+    """Bytes of a master's log."""
+
+    data: bytes
+    begin: int
+    """Physical offset of the master's first file."""
+    end: int
+    is_held: bool = False
+    """Whether the master calls `FollowLog.notify` when there is more."""
+    opened: object = None
+    """Another object after the master was reopened, so that a replica compares its end with the master's. None if the
+    master can't say: then the replica compares with each answer."""
+
+
+@value
+class FollowLog(Request[LogBytes]):
+    """Read at most ``size`` bytes from one file of the log.
+
+    Acknowledges everything before ``physical_offset``: the replica has it. An offset after the log's end or before
+    its begin gets no bytes and acknowledges nothing.
+    """
+
+    replica: str
+    """The replica's id. With an empty id the request only reads, and acknowledges nothing."""
+    physical_offset: int
+    size: int
+    notify: Callable[[], None] | None = None
+    """Called once when there is more to read, in the thread of a send, so it must be short."""
+    follow: Callable[[], int] | None = None
+    """Lets the replica copy immediately, in the thread of a send that waits for it. Returns the physical
+    offset up to which it then has the log."""
+    take: Callable[[int, bytes], int] | None = None
+    """Does the same with the bytes that follow ``physical_offset``, without a request: ``take(physical_offset, data)``.
+    Only for a replica without a link that could fail."""
+
+
+@value
+class LeaveLog(Request[None]):
+    """Stop serving a replica that was closed."""
+
+    replica: str
+
+
+@value
+class CopiedTables:
+    """The tables of a master, by the names of their rows in its files."""
+
+    topics: Mapping[str, Any]
+    groups: Mapping[str, Any]
+    offsets: Mapping[str, Mapping[int, int]]
+    delays: Mapping[int, int]
+
+
+@value
+class CopyTables(Request[CopiedTables]):
+    """Return the topics, the groups, and the progress of consumers and delays."""
+
+    notify: Callable[[], None] | None = None
+    """Called once, under the runner's lock, when a table changes."""
+    replica: str = ""
+    """The replica's id. Its last ``notify`` replaces the earlier."""
