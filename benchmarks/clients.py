@@ -28,7 +28,7 @@ from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.store import MessageStore
 
 BODY: Final = b"x" * 128

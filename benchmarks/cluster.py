@@ -12,7 +12,7 @@ from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, comma
 from librmq.client.producer import Producer
 from librmq.cluster import Cluster
 from librmq.config import StoreConfig
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.testing.drills import one_cluster, run_drill
 
 SENDS: Final = 20_000

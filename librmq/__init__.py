@@ -68,7 +68,7 @@ with lazy_exports(globals()):
     from librmq.protocol import MessageModel as MessageModel
     from librmq.protocol import SendStatus as SendStatus
     from librmq.protocol import TransactionState as TransactionState
-    from librmq.runtime.manual import ManualRunner as ManualRunner
+    from librmq.runtime.runner import ManualRunner as ManualRunner
     from librmq.runtime.threads import ThreadRunner as ThreadRunner
     from librmq.scheduling.timer_config import TimerConfig as TimerConfig
     from librmq.store import MessageStore as MessageStore

@@ -35,7 +35,7 @@ def opened_broker(arguments: argparse.Namespace) -> Iterator[Broker]:
         StoreLockedError: Another process owns the store; the error says which.
     """
     from librmq.broker import Broker
-    from librmq.runtime.manual import ManualRunner
+    from librmq.runtime.runner import ManualRunner
 
     files, config = _files_and_config(arguments)
     runner = ManualRunner(ManualClock(SystemClock().now_ms()))  # whose time stands still

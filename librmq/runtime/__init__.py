@@ -8,7 +8,7 @@ with lazy_exports(globals()):
     from librmq.runtime.background import Background as Background
     from librmq.runtime.critical import critical as critical
     from librmq.runtime.flush_aside import FlushAside as FlushAside
-    from librmq.runtime.manual import ManualRunner as ManualRunner
+    from librmq.runtime.runner import ManualRunner as ManualRunner
     from librmq.runtime.runner import Runner as Runner
     from librmq.runtime.runner import Step as Step
     from librmq.runtime.runner import Work as Work

@@ -13,8 +13,7 @@ from librmq.clock import ManualClock
 from librmq.config import to_seconds
 from librmq.errors import EndlessLoopError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
-from librmq.runtime.manual import ManualRunner
-from librmq.runtime.runner import Step, Turn, Work
+from librmq.runtime.runner import ManualRunner, Step, Turn, Work
 from librmq.testing.faults import Faults
 from librmq.testing.network import Network
 from librmq.testing.process import Process, ProcessDied

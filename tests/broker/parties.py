@@ -25,8 +25,7 @@ from librmq.protocol import (
     SendResponse,
     Subscription,
 )
-from librmq.runtime.manual import ManualRunner
-from librmq.runtime.runner import Runner
+from librmq.runtime.runner import ManualRunner, Runner
 
 HOST = ("192.168.1.10", 54321)
 

@@ -27,8 +27,7 @@ from librmq.protocol import (
     TransactionState,
     UpdateOffset,
 )
-from librmq.runtime.manual import ManualRunner
-from librmq.runtime.runner import Turn
+from librmq.runtime.runner import ManualRunner, Turn
 from librmq.scheduling.half_messages import CHECK_GROUP
 from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC, send_at
 from librmq.scheduling.timer_config import TimerConfig

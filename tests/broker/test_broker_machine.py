@@ -35,7 +35,7 @@ from librmq.protocol import (
     Unregister,
     UpdateOffset,
 )
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from tests.budget import examples
 
 HOST = ("127.0.0.1", 1)

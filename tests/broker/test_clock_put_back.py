@@ -17,7 +17,7 @@ from librmq.files import MemoryFiles
 from librmq.listener import SuspendQueue
 from librmq.message import Message, MessageQueue
 from librmq.protocol import LockQueues
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 
 WAIT_S = 30.0
 HOUR_MS = 3_600_000

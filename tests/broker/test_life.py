@@ -30,7 +30,7 @@ from librmq.protocol import (
     TransactionState,
     UpdateOffset,
 )
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.relay import send_at
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore

@@ -17,7 +17,7 @@ from librmq.files import MemoryFiles
 from librmq.message import Message, record
 from librmq.message.topics import HALF_TOPIC
 from librmq.protocol import Heartbeat, SendMessage, UpdateOffset
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing import CrashImages, RecordingFiles
 from tests.broker.parties import HOST, Listening

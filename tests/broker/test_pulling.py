@@ -42,7 +42,7 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.testing import Kit
 from tests.broker.parties import beat, opened, pull, send
 

@@ -21,7 +21,7 @@ from librmq.protocol import (
     Received,
     SendMessage,
 )
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.store import verify
 from tests.budget import examples
 

@@ -17,7 +17,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.protocol import LOCAL_HOST, PullMessage, SendMessage, UpdateOffset
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.testing.files import FailingFiles
 

@@ -12,7 +12,7 @@ from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, 
 from librmq.files import MemoryFiles
 from librmq.message import Message, record
 from librmq.protocol import PERM_READ, QueryMessages, ResponseCode, SendBack, SendBatch, SendMessage, SendStatus
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.testing import Kit
 from tests.broker.parties import HOST, manual, opened, send
 

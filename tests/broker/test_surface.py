@@ -34,7 +34,7 @@ from librmq.errors import (
 )
 from librmq.message import Message
 from librmq.protocol import ResetGroup, TransactionState
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.testing import Kit
 from tests.broker.parties import send
 

@@ -13,7 +13,7 @@ from librmq.errors import BrokerError, ConfigError, MessageIllegalError
 from librmq.files import MemoryFiles
 from librmq.message import Message
 from librmq.protocol import PullStatus, SendBatch, SendMessage
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.relay import send_at
 from librmq.scheduling.timer_config import TimerConfig, TimerRefusedError, delete_key
 from librmq.testing import Kit

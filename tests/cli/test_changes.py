@@ -10,7 +10,7 @@ from librmq import Broker, Message, MessageStore, Producer, PushConsumer, Recons
 from librmq.cli.output import JsonLines
 from librmq.clock import ManualClock
 from librmq.diagnosis import lag
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.store.format.broker_tables import BrokerTables
 from tests.cli.stand import Shell, files_of
 

@@ -20,7 +20,7 @@ from librmq import (
     TransactionState,
     diagnosis,
 )
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from tests.cli.stand import Shell, files_of
 
 LAG = ["group", "topic", "queue_id", "min_offset", "max_offset", "consumer_offset", "lag", "oldest_timestamp_ms"]

@@ -13,7 +13,7 @@ import pytest
 from librmq import Broker, Message, MessageStore
 from librmq.clock import ManualClock
 from librmq.message import record
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from tests.cli.stand import Shell, files_of
 
 pytestmark = pytest.mark.skipif(find_spec("pyarrow") is None, reason="needs the extra arrow")

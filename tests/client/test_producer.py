@@ -44,8 +44,7 @@ from librmq.protocol import (
     SendMessage,
     SendStatus,
 )
-from librmq.runtime.manual import ManualRunner
-from librmq.runtime.runner import Runner
+from librmq.runtime.runner import ManualRunner, Runner
 
 R = TypeVar("R")
 

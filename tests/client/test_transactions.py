@@ -16,7 +16,7 @@ from librmq.errors import BrokerUnreachableError, ClientError, ConfigError, Mess
 from librmq.message.message import Message
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from librmq.protocol import EndTransaction, SendMessage, SendStatus, TransactionState
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.txn import TransactionConfig
 from tests.client.test_producer import Cluster
 

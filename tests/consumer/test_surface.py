@@ -18,7 +18,7 @@ from librmq.consumer import ConsumerConfig, DeliveredMessage, PullConsumer, Pull
 from librmq.consumer.config import ConsumerKeywords, PullConsumerKeywords
 from librmq.errors import BrokerError, ConfigError
 from librmq.listener import ReconsumeLater
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.testing import Kit
 from tests.consumer.parties import send, subscribed
 

@@ -15,8 +15,7 @@ from librmq.config import StoreConfig
 from librmq.diagnosis import Consumption, consumption_of, estimate, what_if
 from librmq.errors import NotIdleError
 from librmq.files.memory import MemoryFiles
-from librmq.runtime.manual import ManualRunner
-from librmq.runtime.runner import Step, Work
+from librmq.runtime.runner import ManualRunner, Step, Work
 from librmq.testing import Kit
 from tests.broker.parties import send
 from tests.budget import examples

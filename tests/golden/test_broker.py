@@ -18,7 +18,7 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import HALF_TOPIC, NOT_FOR_SENDING
 from librmq.protocol import SendBack, SendBatch, SendMessage
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
 from tests.conftest import StoreCopy

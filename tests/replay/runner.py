@@ -7,8 +7,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 from librmq.clock import ManualClock
-from librmq.runtime.manual import ManualRunner
-from librmq.runtime.runner import Step, Turn, Work
+from librmq.runtime.runner import ManualRunner, Step, Turn, Work
 
 __all__ = ["ReplayRunner", "until"]
 

@@ -13,8 +13,7 @@ import pytest
 
 from librmq.clock import ManualClock, SystemClock
 from librmq.errors import RunnerError
-from librmq.runtime.manual import ManualRunner
-from librmq.runtime.runner import Step, Work
+from librmq.runtime.runner import ManualRunner, Step, Work
 from librmq.runtime.threads import ThreadRunner
 from tests.budget import examples
 from tests.programs import in_child

@@ -13,7 +13,7 @@ from librmq.errors import BrokerError, StoreClosedError, StoreIOError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.protocol import UpdateOffset
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.store import MessageStore
 from librmq.store.format.directory import list_queues
 from librmq.store.recovery.verify import verify

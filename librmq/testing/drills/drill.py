@@ -15,7 +15,7 @@ from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import ConfigError, RmqError
 from librmq.files.memory import MemoryFiles
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.testing.drills.deployment import Deployment, Fault, Script, check_script, outages
 from librmq.testing.drills.drill_report import DrillReport, Minute, TimelineRow
 

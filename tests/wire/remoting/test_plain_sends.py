@@ -17,7 +17,7 @@ from librmq.clock import ManualClock
 from librmq.files import MemoryFiles
 from librmq.files.seam import Files
 from librmq.protocol import ResponseCode
-from librmq.runtime.manual import ManualRunner
+from librmq.runtime.runner import ManualRunner
 from librmq.testing import FailingFiles
 from librmq.wire.remoting.calls import answer_of, answering, tried
 from librmq.wire.remoting.channels import Channel
