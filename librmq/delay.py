@@ -35,10 +35,9 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC
-from librmq.runtime.event_log import EventLog
+from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
-from librmq.runtime.state_log import StateLog
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.store import MessageStore
 from librmq.store.engine.prepared import AppendResult, CopyTarget, Prepared

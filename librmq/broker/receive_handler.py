@@ -49,8 +49,7 @@ from librmq.protocol import (
     ResponseCode,
     SendBack,
 )
-from librmq.runtime.event_log import EventLog
-from librmq.runtime.state_log import StateLog
+from librmq.runtime.event_log import EventLog, StateLog
 
 _log = EventLog("librmq.broker")
 

@@ -36,9 +36,8 @@ from librmq.protocol import (
     Unregister,
 )
 from librmq.runtime.critical import critical
-from librmq.runtime.event_log import EventLog
+from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Runner, Step
-from librmq.runtime.state_log import StateLog
 
 R = TypeVar("R")
 FIRST_HEARTBEAT_MS: Final = 1_000

@@ -41,9 +41,8 @@ from librmq.protocol import (
     Route,
     Subscription,
 )
-from librmq.runtime.event_log import EventLog
+from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Runner, Step, aside_by
-from librmq.runtime.state_log import StateLog
 
 C = TypeVar("C", bound=ConsumerConfig)
 R = TypeVar("R")

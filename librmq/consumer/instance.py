@@ -16,9 +16,8 @@ from librmq.filter import TagFilter
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import Route, Subscription
-from librmq.runtime.event_log import EventLog
+from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Runner
-from librmq.runtime.state_log import StateLog
 
 
 class ConsumeContext(NamedTuple):

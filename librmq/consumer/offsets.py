@@ -21,10 +21,9 @@ from librmq.files.seam import Files, make_folders
 from librmq.java.json import ObjectKey, dumps, loads
 from librmq.message.message import MessageQueue
 from librmq.protocol import QueryOffset, UpdateOffset
-from librmq.runtime.event_log import EventLog
+from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
-from librmq.runtime.state_log import StateLog
 
 _log = EventLog("librmq.consumer")
 _RETRY_S: Final = 2  # within the time of two saves

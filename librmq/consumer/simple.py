@@ -43,9 +43,8 @@ from librmq.protocol import (
     Route,
     Subscription,
 )
-from librmq.runtime.event_log import EventLog
+from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Runner
-from librmq.runtime.state_log import StateLog
 
 R = TypeVar("R")
 _WAIT_S: Final = 5.0

@@ -26,10 +26,9 @@ from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 from librmq.errors import LASTING, StoreClosedError, StoreError
-from librmq.runtime.event_log import EventLog
+from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Aside
-from librmq.runtime.state_log import StateLog
 
 _log = EventLog("librmq.runtime")
 _T = TypeVar("_T")

@@ -16,10 +16,9 @@ from librmq.java.numbers import java_int
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC
-from librmq.runtime.event_log import EventLog
+from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
-from librmq.runtime.state_log import StateLog
 from librmq.scheduling.half_messages import CHECK_GROUP, QUEUE, TransactionOffsets, progress
 from librmq.scheduling.transaction_check import CheckPass
 from librmq.store import MessageStore

@@ -26,10 +26,9 @@ from librmq.message import record
 from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_topic
-from librmq.runtime.event_log import EventLog
+from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.runner import Aside
-from librmq.runtime.state_log import StateLog
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.scheduling.half_messages import TransactionOffsets
 from librmq.store import AppendResult, MessageStore

@@ -38,9 +38,8 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import HALF_TOPIC, validate_topic
-from librmq.runtime.event_log import EventLog
+from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Aside
-from librmq.runtime.state_log import StateLog
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.scheduling.timer_config import (
     DELAY_MS,
