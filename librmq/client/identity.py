@@ -35,8 +35,8 @@ from librmq.protocol import (
     Route,
     Unregister,
 )
-from librmq.runtime.critical import critical
 from librmq.runtime.event_log import EventLog, StateLog
+from librmq.runtime.locks import critical
 from librmq.runtime.runner import Runner, Step
 
 R = TypeVar("R")

@@ -39,8 +39,8 @@ from librmq.message.record import PROPERTY_UNIQUE_KEY
 from librmq.message.refusals import reserved_topic
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.runtime.background import Background
-from librmq.runtime.critical import critical
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import critical
 
 T = TypeVar("T")
 _log = EventLog("librmq.outbox")

@@ -25,9 +25,8 @@ from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
 from librmq.idempotence.sqltables import KEY_LIMIT, check_name, upgrade_tables
 from librmq.listener import Delivered
 from librmq.runtime.background import Background
-from librmq.runtime.critical import critical
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Lock, critical
 
 _log = EventLog("librmq.dedup")
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from librmq.clock import Clock
-from librmq.runtime.critical import critical
+from librmq.runtime.locks import critical
 
 
 class Background:

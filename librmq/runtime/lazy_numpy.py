@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from librmq.runtime.critical import critical
+from librmq.runtime.locks import critical
 
 if TYPE_CHECKING:
     from numpy import *  # noqa: F403

@@ -15,9 +15,9 @@ from librmq.files.damage import Damage
 from librmq.files.disk import TemporaryFolder
 from librmq.files.seam import FileLock, Files, make_folders
 from librmq.message.delay_levels import DelayLevels
-from librmq.runtime.critical import critical
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.lazy_numpy import import_numpy
+from librmq.runtime.locks import critical
 from librmq.store.engine.append import Appender
 from librmq.store.engine.copies import CopyWriter
 from librmq.store.engine.dispatch import BitmapOf

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from librmq.runtime.critical import critical
+from librmq.runtime.locks import critical
 from tests.interrupting import at_each_call
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs signals of POSIX")

@@ -9,8 +9,7 @@ from typing import Final
 
 from librmq.clock import Clock
 from librmq.errors import StoreError
-from librmq.runtime.critical import critical
-from librmq.runtime.locks import Lock, RLock
+from librmq.runtime.locks import Lock, RLock, critical
 
 CTRL_C_WAITS_S: Final = 0.05
 """Seconds that a wait for the lock may delay Ctrl-C."""

@@ -15,8 +15,7 @@ from contextlib import suppress
 from typing import Final, Generic, Protocol, TypeVar
 
 from librmq.errors import FlushFailedError, StoreClosedError, StoreIOError
-from librmq.runtime.critical import critical
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Lock, critical
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound="Flushable")

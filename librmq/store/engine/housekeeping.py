@@ -18,9 +18,8 @@ from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, StoreError
 from librmq.runtime.background import Background
 from librmq.runtime.core import AlarmState
-from librmq.runtime.critical import critical
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Lock, critical
 from librmq.store.engine.group_commit import GroupCommit
 
 _log = EventLog("librmq.store")

@@ -12,7 +12,7 @@ from librmq.consumequeue import ENTRY
 from librmq.errors import RmqError
 from librmq.java.hashing import JAVA_ERRORS, java_decode
 from librmq.message import record as record_format
-from librmq.runtime.critical import critical
+from librmq.runtime.locks import critical
 from librmq.store.engine.derivation import Derivation
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.engine.open_store import Parts

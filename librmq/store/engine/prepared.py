@@ -17,7 +17,7 @@ from librmq.message.batch import BATCH_FIXED_SIZE, check_batch_size
 from librmq.message.checksum import crc32
 from librmq.message.message import Message, StoredMessage
 from librmq.message.refusals import body_too_large, delayed_batch
-from librmq.runtime.critical import critical
+from librmq.runtime.locks import critical
 from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level
 
 _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE

@@ -10,7 +10,7 @@ from typing import Final
 from librmq.clock import SystemClock
 from librmq.errors import StoreLockedError
 from librmq.files.seam import FileLock, Files
-from librmq.runtime.critical import critical
+from librmq.runtime.locks import critical
 from librmq.store.format import directory
 
 _LOOK_AGAIN_S: Final = 0.05

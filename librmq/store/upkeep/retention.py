@@ -41,9 +41,8 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, DiskFullError, StoreError, StoreFullError
 from librmq.files.seam import Files, fills_by_itself
 from librmq.message import record
-from librmq.runtime.critical import critical
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Lock, critical
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.upkeep.unread import FindQueue, Readers, UnreadInFile, may_have_readers, remedy, unread_between
 

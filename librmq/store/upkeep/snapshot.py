@@ -43,7 +43,7 @@ from librmq.files.seam import FileLock, Files, FolderEntry, copy_file, link_file
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_queue
-from librmq.runtime.critical import critical
+from librmq.runtime.locks import critical
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.format import directory, job_notes
 from librmq.store.format.checkpoint import has_abort

@@ -7,7 +7,7 @@ from collections.abc import Container
 
 from librmq.files.seam import Files
 from librmq.message.topics import is_system_topic
-from librmq.runtime.critical import critical
+from librmq.runtime.locks import critical
 from librmq.store.engine.append import Appender
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory
