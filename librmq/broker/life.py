@@ -23,7 +23,7 @@ from librmq.errors import (
     StoreIOError,
 )
 from librmq.protocol import ResponseCode
-from librmq.runtime.watchers import Watchers
+from librmq.protocol.endpoint import Watchers
 
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 

@@ -22,8 +22,8 @@ from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, N
 from librmq.message.hosts import parse_host, parse_offset_message_id
 from librmq.message.message import StoredMessage
 from librmq.protocol import Endpoint, QueueData, Request
+from librmq.protocol.endpoint import Watchers
 from librmq.runtime.runner import Runner, Step
-from librmq.runtime.watchers import Watchers
 
 R = TypeVar("R")
 

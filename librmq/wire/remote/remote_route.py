@@ -11,9 +11,9 @@ from typing import Final, Self, TypeVar
 
 from librmq.errors import BrokerUnreachableError, NoRouteError
 from librmq.protocol import Endpoint, QueueData, Request
+from librmq.protocol.endpoint import Watchers
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Runner, Step, Work
-from librmq.runtime.watchers import Watchers
 from librmq.wire.remote.broker_group import BrokerGroup
 from librmq.wire.remote.connections import FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S, Connections, is_held_here
 from librmq.wire.remote.name_servers import LearntRoute, NameServers
