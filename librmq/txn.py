@@ -35,8 +35,8 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
-from librmq.scheduling.check_schedule import CheckBack, Checked, CheckHooks, CheckSchedule, TransactionConfig
 from librmq.scheduling.half_messages import OP_TAG, QUEUE, EndedHalves, RepeatedHalves, TransactionOffsets
+from librmq.scheduling.transaction_check import CheckBack, Checked, CheckHooks, CheckSchedule, TransactionConfig
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 
