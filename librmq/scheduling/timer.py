@@ -56,8 +56,7 @@ from librmq.scheduling.timer_config import (
     is_timed,
     out_time_ms,
 )
-from librmq.scheduling.timer_progress import TimerProgress
-from librmq.scheduling.timer_wheel import TimerSlots
+from librmq.scheduling.timer_wheel import TimerProgress, TimerSlots
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format.timerfiles import DEFAULT, DELETE, ROLL, TimerCheckpoint, timer_log_size
