@@ -14,6 +14,6 @@ with lazy_exports(globals()):
     from librmq.cluster.router import SiteRouter as SiteRouter
     from librmq.cluster.router import Switch as Switch
     from librmq.cluster.routes import RouteTable as RouteTable
-    from librmq.cluster.site_route import SiteRoute as SiteRoute
+    from librmq.cluster.sites import SiteRoute as SiteRoute
     from librmq.cluster.sites import site_of as site_of
     from librmq.cluster.stored_master import StoredMaster as StoredMaster

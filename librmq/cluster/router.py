@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 from librmq.cluster.routes import RouteTable
-from librmq.cluster.site_route import SiteRoute
-from librmq.cluster.sites import check_site
+from librmq.cluster.sites import SiteRoute, check_site
 from librmq.config import to_seconds
 from librmq.errors import CapacityError, ConfigError
 from librmq.runtime.event_log import EventLog

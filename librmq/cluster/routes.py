@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from librmq.broker import Broker
-from librmq.cluster.site_route import SiteRoute
-from librmq.cluster.sites import check_site, site_of
+from librmq.cluster.sites import SiteRoute, check_site, site_of
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError
 from librmq.message.hosts import parse_host, parse_offset_message_id
 from librmq.message.message import StoredMessage
