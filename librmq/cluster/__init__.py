@@ -7,8 +7,8 @@ from librmq.lazy_exports import lazy_exports
 with lazy_exports(globals()):
     from librmq.cluster.cluster import Cluster as Cluster
     from librmq.cluster.replica import Replica as Replica
+    from librmq.cluster.replica import ReplicaConfig as ReplicaConfig
     from librmq.cluster.replica import promote_replica as promote_replica
-    from librmq.cluster.replica_config import ReplicaConfig as ReplicaConfig
     from librmq.cluster.replica_route import ReplicaRoute as ReplicaRoute
     from librmq.cluster.router import RoutedClient as RoutedClient
     from librmq.cluster.router import SiteRouter as SiteRouter

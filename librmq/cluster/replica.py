@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Self, cast
+from typing import Annotated, Final, Self, cast
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.cluster.replica_admission import check_bytes, check_folder, check_origin
-from librmq.cluster.replica_config import ReplicaConfig
 from librmq.cluster.stored_master import StoredMaster
-from librmq.config import check_kind
+from librmq.config import Between, Config, Seconds, check_kind
 from librmq.errors import BrokerUnreachableError, FlushFailedError, ReplicaError, RmqError, StoreClosedError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
@@ -36,6 +35,25 @@ from librmq.store import MessageStore
 from librmq.store.engine.log_copy import whole_size
 from librmq.store.format import directory
 from librmq.store.format.replica_mark import ReplicaMark, clear_mark, read_mark, write_mark
+
+# ---- settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaConfig(Config):
+    """Times and sizes that control how a replica follows."""
+
+    follow_after_s: Annotated[float, Seconds()] = 0.05
+    """Time from the master's append to the copy, which many messages share. Sends with ``sync`` do not wait for it."""
+    copy_tables_every_s: Annotated[float, Seconds()] = 10
+    """Interval at which changed topics, groups and progress are copied."""
+    retry_after_s: Annotated[float, Seconds()] = 5
+    """Time to the next attempt if the master is unreachable; it doubles up to a minute."""
+    look_every_s: Annotated[float, Seconds()] = 0.1
+    """Interval between checks of the files of another process's store, which can't notify."""
+    chunk_size: Annotated[int, Between(256)] = 1 << 20
+    """Most bytes in one copy, except for a longer record."""
+
 
 _log = EventLog("librmq.cluster")
 

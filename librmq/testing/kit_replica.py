@@ -8,8 +8,7 @@ from typing import Protocol, TypeVar
 
 from librmq.broker import Broker
 from librmq.clock import ManualClock
-from librmq.cluster.replica import Replica
-from librmq.cluster.replica_config import ReplicaConfig
+from librmq.cluster.replica import Replica, ReplicaConfig
 from librmq.cluster.sites import check_site, site_of
 from librmq.errors import BrokerUnreachableError, ConfigError, ReplicaError
 from librmq.files.seam import Files
