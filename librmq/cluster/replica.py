@@ -36,8 +36,6 @@ from librmq.store.engine.log_copy import whole_size
 from librmq.store.format import directory
 from librmq.store.format.replica_mark import ReplicaMark, clear_mark, read_mark, write_mark
 
-# ---- settings
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig(Config):

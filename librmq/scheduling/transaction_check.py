@@ -3,7 +3,8 @@
 A pass goes from the progress to the end of the half queue at its start. It skips a half with an op message. It appends
 a copy of a half that is due, and asks the producer group about the copy. A half that was checked too often or is too
 old goes to the topic of discarded halves. The pass ends before a half that is too young to check.
-Mirrors the ``check`` of 4.9.4's ``TransactionalMessageServiceImpl``.
+The schedule runs passes on a grid of times. Mirrors the ``check`` of 4.9.4's ``TransactionalMessageServiceImpl``, and
+its ``TransactionalMessageCheckService``.
 """
 
 from __future__ import annotations
