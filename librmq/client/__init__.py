@@ -5,8 +5,8 @@ from __future__ import annotations
 from librmq.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
-    from librmq.client.identity import Client as Client
-    from librmq.client.process_clients import ProcessClients as ProcessClients
+    from librmq.client.client import Client as Client
+    from librmq.client.client import ProcessClients as ProcessClients
     from librmq.client.producer import Producer as Producer
     from librmq.client.producer_config import ProducerConfig as ProducerConfig
     from librmq.client.queue_selectors import select_by_hash as select_by_hash

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final, Self, TypeVar, Unpack
 
-from librmq.client.identity import Client, LifeCycle, Startable, State, client_of
+from librmq.client.client import Client, LifeCycle, Startable, State, client_of
 from librmq.client.producer_config import ProducerConfig, ProducerKeywords
 from librmq.client.publish_routes import PublishRoutes
 from librmq.client.queue_selectors import QueueSelector

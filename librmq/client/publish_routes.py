@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from librmq.client.identity import Client
+from librmq.client.client import Client
 from librmq.client.queue_selectors import QueueSelector, RoundRobin
 from librmq.cluster.sites import site_of
 from librmq.errors import MessageIllegalError, NoRouteError

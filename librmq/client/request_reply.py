@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from librmq.client.identity import Client
+from librmq.client.client import Client
 from librmq.client.send_result import SendResult
 from librmq.clock import moves_by_itself
 from librmq.errors import BrokerError, BrokerUnreachableError, MessageIllegalError, SendTimeoutError

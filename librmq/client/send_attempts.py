@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from librmq.client.identity import LifeCycle, State
+from librmq.client.client import LifeCycle, State
 from librmq.client.producer_config import ProducerConfig
 from librmq.client.publish_routes import PublishRoutes, TopicQueues
 from librmq.client.queue_selectors import BrokerLatencies, QueueSelector

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
-from librmq.client.identity import Client
+from librmq.client.client import Client
 from librmq.client.producer import Producer
 from librmq.client.producer_config import ProducerConfig, ProducerKeywords
 from librmq.client.send_result import SendHook, SendResult

@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, Self, TypeVar, cast
 
 from librmq.broker.group_differences import comparable
 from librmq.client.allocation import refuse_differences
-from librmq.client.identity import Client, LifeCycle, Startable, State, client_of
+from librmq.client.client import Client, LifeCycle, Startable, State, client_of
 from librmq.config import to_seconds
 from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.config import ConsumerConfig

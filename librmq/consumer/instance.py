@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
-from librmq.client.identity import Client
+from librmq.client.client import Client
 from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.delivered import DeliveredMessage

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
-from librmq.client.identity import Client
+from librmq.client.client import Client
 from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.errors import ConfigError, MalformedError, RmqError
 from librmq.files.seam import Files, make_folders

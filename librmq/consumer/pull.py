@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Final, Unpack
 
-from librmq.client.identity import Client
+from librmq.client.client import Client
 from librmq.clock import wait_async
 from librmq.config import to_seconds, to_timestamp_ms
 from librmq.consumer.assigned_queue import AssignedQueue

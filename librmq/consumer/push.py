@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Final, TypeVar, Unpack, cast, overload
 
-from librmq.client.identity import Client
+from librmq.client.client import Client
 from librmq.config import check_kind
 from librmq.consumer.assigned_queue import AssignedQueue
 from librmq.consumer.base import Consumer

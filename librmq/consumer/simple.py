@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final, Self, TypeVar, cast
 
-from librmq.client.identity import Client, LifeCycle, Startable, client_of
+from librmq.client.client import Client, LifeCycle, Startable, client_of
 from librmq.clock import wait_async
 from librmq.config import to_seconds, wrong_kind
 from librmq.consumer.delivered import DeliveredMessage

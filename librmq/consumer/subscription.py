@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from librmq.client.identity import Client
+from librmq.client.client import Client
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.filter import SQL92, TAG, SqlFilter, TagFilter
 from librmq.message.message import validate_client_topic

@@ -31,7 +31,7 @@ from itertools import chain
 from types import FrameType
 from typing import Any, Final, NamedTuple, TypeVar
 
-from librmq.client.identity import Client
+from librmq.client.client import Client
 from librmq.clock import ManualClock
 from librmq.runtime.runner import Runner, Step, Turn, Work
 from librmq.testing.kit_runner import KitRunner, current_work, is_dead

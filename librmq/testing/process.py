@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, Literal, Protocol, TypeVar, Unpack, cast
 
-from librmq.client.identity import Client
+from librmq.client.client import Client
 from librmq.client.producer import Producer
 from librmq.client.producer_config import ProducerConfig, ProducerKeywords
 from librmq.client.send_result import SendHook, SendResult

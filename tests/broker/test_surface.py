@@ -16,7 +16,7 @@ import pytest
 
 import librmq
 from librmq.broker import Broker, BrokerConfig
-from librmq.client.identity import Client
+from librmq.client.client import Client
 from librmq.client.producer import Producer
 from librmq.client.transactions import TransactionProducer
 from librmq.clock import ManualClock

@@ -14,7 +14,7 @@ import pytest
 
 from librmq.broker import Broker
 from librmq.client import queue_selectors
-from librmq.client.identity import Client
+from librmq.client.client import Client
 from librmq.client.producer import Producer
 from librmq.client.producer_config import ProducerConfig, ProducerKeywords
 from librmq.client.send_result import SendResult

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from librmq.client.identity import Client
+from librmq.client.client import Client
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import ConfigError, MalformedError, StoreIOError
 from librmq.files.disk import DiskFiles

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from librmq.broker import Broker
-from librmq.client.identity import Client
+from librmq.client.client import Client
 from librmq.client.producer import Producer
 from librmq.consumer import ConsumeContext, ConsumerConfig, DeliveredMessage, PullConsumer, PushConsumer
 from librmq.errors import (

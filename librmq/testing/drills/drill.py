@@ -8,7 +8,7 @@ from functools import partial
 
 from librmq.broker import Broker
 from librmq.client.allocation import allocate_by_site
-from librmq.client.identity import Client
+from librmq.client.client import Client
 from librmq.client.producer import Producer
 from librmq.cluster import Cluster, Replica, ReplicaRoute, RoutedClient, RouteTable, SiteRoute, SiteRouter, site_of
 from librmq.config import StoreConfig
