@@ -14,9 +14,9 @@ with lazy_exports(globals()):
     from librmq.broker import Broker as Broker
     from librmq.broker import BrokerConfig as BrokerConfig
     from librmq.client.producer import Producer as Producer
-    from librmq.client.producer_config import ProducerConfig as ProducerConfig
     from librmq.client.queue_selectors import select_by_hash as select_by_hash
-    from librmq.client.send_result import SendResult as SendResult
+    from librmq.client.sender import ProducerConfig as ProducerConfig
+    from librmq.client.sender import SendResult as SendResult
     from librmq.client.transactions import CheckedMessage as CheckedMessage
     from librmq.client.transactions import TransactionProducer as TransactionProducer
     from librmq.client.transactions import TransactionResult as TransactionResult

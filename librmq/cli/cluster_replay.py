@@ -18,7 +18,7 @@ from librmq.cli.progress import ProgressBar
 from librmq.cli.queues import open_store
 from librmq.cli.selection import MessageQuery, select
 from librmq.client.producer import Producer
-from librmq.client.send_result import SendResult
+from librmq.client.sender import SendResult
 from librmq.diagnosis.letters import OF_A_LETTER
 from librmq.errors import CorruptionError, InputError
 from librmq.files.disk import DiskFiles

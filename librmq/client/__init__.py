@@ -8,10 +8,10 @@ with lazy_exports(globals()):
     from librmq.client.client import Client as Client
     from librmq.client.client import ProcessClients as ProcessClients
     from librmq.client.producer import Producer as Producer
-    from librmq.client.producer_config import ProducerConfig as ProducerConfig
     from librmq.client.queue_selectors import select_by_hash as select_by_hash
     from librmq.client.queue_selectors import select_by_remainder as select_by_remainder
-    from librmq.client.send_result import SendResult as SendResult
+    from librmq.client.sender import ProducerConfig as ProducerConfig
+    from librmq.client.sender import SendResult as SendResult
     from librmq.client.transactions import CheckedMessage as CheckedMessage
     from librmq.client.transactions import TransactionProducer as TransactionProducer
     from librmq.client.transactions import TransactionResult as TransactionResult

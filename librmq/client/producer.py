@@ -12,12 +12,9 @@ from datetime import timedelta
 from typing import Any, Final, Self, TypeVar, Unpack
 
 from librmq.client.client import Client, LifeCycle, Startable, State, client_of
-from librmq.client.producer_config import ProducerConfig, ProducerKeywords
-from librmq.client.publish_routes import PublishRoutes
 from librmq.client.queue_selectors import QueueSelector
 from librmq.client.request_reply import reply, reply_properties, send_request
-from librmq.client.send_attempts import SendAttempts
-from librmq.client.send_result import SendHook, SendResult
+from librmq.client.sender import ProducerConfig, ProducerKeywords, PublishRoutes, SendAttempts, SendHook, SendResult
 from librmq.config import check_kind, to_seconds
 from librmq.errors import (
     BrokerError,

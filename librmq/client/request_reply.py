@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Final
 
 from librmq.client.client import Client
-from librmq.client.send_result import SendResult
+from librmq.client.sender import SendResult
 from librmq.clock import moves_by_itself
 from librmq.errors import BrokerError, BrokerUnreachableError, MessageIllegalError, SendTimeoutError
 from librmq.message.compression import decompress_body

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
 from librmq.client.client import Client
 from librmq.client.producer import Producer
-from librmq.client.producer_config import ProducerConfig, ProducerKeywords
-from librmq.client.send_result import SendHook, SendResult
+from librmq.client.sender import ProducerConfig, ProducerKeywords, SendHook, SendResult
 from librmq.errors import ClientError, ConfigError, MessageIllegalError
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage

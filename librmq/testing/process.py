@@ -14,8 +14,7 @@ from typing import Any, Final, Literal, Protocol, TypeVar, Unpack, cast
 
 from librmq.client.client import Client
 from librmq.client.producer import Producer
-from librmq.client.producer_config import ProducerConfig, ProducerKeywords
-from librmq.client.send_result import SendHook, SendResult
+from librmq.client.sender import ProducerConfig, ProducerKeywords, SendHook, SendResult
 from librmq.clock import ManualClock
 from librmq.cluster import Replica, ReplicaRoute
 from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushConsumer

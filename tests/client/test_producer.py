@@ -16,8 +16,7 @@ from librmq.broker import Broker
 from librmq.client import queue_selectors
 from librmq.client.client import Client
 from librmq.client.producer import Producer
-from librmq.client.producer_config import ProducerConfig, ProducerKeywords
-from librmq.client.send_result import SendResult
+from librmq.client.sender import ProducerConfig, ProducerKeywords, SendResult
 from librmq.clock import ManualClock
 from librmq.cluster import RouteTable
 from librmq.errors import (

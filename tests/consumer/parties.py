@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-from librmq.client.send_result import SendResult
+from librmq.client.sender import SendResult
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
 from librmq.errors import BrokerUnreachableError
 from librmq.message.message import MessageQueue

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from librmq.client.producer import Producer
 from librmq.client.queue_selectors import select_by_hash
-from librmq.client.send_result import SendResult
+from librmq.client.sender import SendResult
 from librmq.client.transactions import CheckedMessage, TransactionProducer
 from librmq.errors import RmqError
 from librmq.message import record

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from librmq.broker import Broker, BrokerConfig
-from librmq.client.send_result import SendResult
+from librmq.client.sender import SendResult
 from librmq.cluster import RouteTable
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage

@@ -8,7 +8,7 @@ import pytest
 
 from librmq import BrokerUnreachableError, ConfigError, MessageQueue, SendTimeoutError
 from librmq.broker import BrokerConfig
-from librmq.client.send_result import SendResult
+from librmq.client.sender import SendResult
 from librmq.protocol import SendStatus
 from librmq.testing import Kit, explore
 from librmq.testing.process_table import ProcessStateError
