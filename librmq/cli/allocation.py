@@ -82,8 +82,8 @@ def _strategy(name: str, row: Row) -> AllocationStrategy:
                 raise AllocationError(f"virtual_nodes: expected 0 or more, found {nodes}")
             return partial(allocate_consistent_hash, virtual_nodes=nodes)
         case "CONFIG":
-            chosen = _queues(row, "config")
-            return _stumble if row["config"] is None else allocate_by_config(chosen)
+            queues = _queues(row, "config")
+            return _stumble if row["config"] is None else allocate_by_config(queues)
         case "MACHINE_ROOM":
             rooms = _texts(row, "consumer_idcs")
             return _by_unknown_rooms if row["consumer_idcs"] is None else allocate_by_machine_room(rooms)
@@ -108,8 +108,8 @@ def _by_unknown_rooms(client_id: str, queues: Sequence[MessageQueue], clients: S
 
 def _room(name: str) -> str | None:
     """Return the text before the first ``-``."""
-    room, found, _ = name.partition("-")
-    return room if found else None
+    room, dash, _ = name.partition("-")
+    return room if dash else None
 
 
 def _selected(row: Row) -> list[Any] | None:

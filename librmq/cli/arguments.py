@@ -41,35 +41,35 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     top.add_argument("--version", action="store_true")
     top.add_argument("command", metavar="COMMAND", nargs="?")
     top.add_argument("rest", nargs=argparse.REMAINDER)
-    given = top.parse_args(words)
-    if given.version:
+    frame = top.parse_args(words)
+    if frame.version:
         from librmq import __version__
 
         print(f"librmq {__version__}")
         raise SystemExit(0)
-    if given.help:
+    if frame.help:
         print(_help())
         raise SystemExit(0)
-    if given.command is None:
+    if frame.command is None:
         top.error("name a command; librmq --help lists them")
-    command = COMMANDS.get(given.command)
+    command = COMMANDS.get(frame.command)
     if command is None:
         from librmq.config import nearest
 
-        near = nearest(given.command, COMMANDS)
+        near = nearest(frame.command, COMMANDS)
         hint = f"did you mean {near}?" if near is not None else "librmq --help lists them"
-        top.error(f"there is no command {given.command[:80]!r}; {hint}")
-    before = argparse.Namespace(format=getattr(given, "format", None), config=None, command=command)
+        top.error(f"there is no command {frame.command[:80]!r}; {hint}")
+    before = argparse.Namespace(format=getattr(frame, "format", None), config=None, command=command)
     parser = parser_of(command)
-    found = parser.parse_args(_join_times(given.rest), before)
-    if command.takes_route and (found.store is None) == (found.route is None):
+    namespace = parser.parse_args(_join_times(frame.rest), before)
+    if command.takes_route and (namespace.store is None) == (namespace.route is None):
         parser.error("expected either the folder of a STORE or --route HOST:PORT")
-    if hasattr(found, "route") and found.route is None:  # `serve` has a --tls of its own
-        for one in SECURED:
-            name = one.names[0]
-            if getattr(found, name.removeprefix("--").replace("-", "_"), None):
+    if hasattr(namespace, "route") and namespace.route is None:  # `serve` has a --tls of its own
+        for option in SECURED:
+            name = option.names[0]
+            if getattr(namespace, name.removeprefix("--").replace("-", "_"), None):
                 parser.error(f"{name} is for a cluster: add --route HOST:PORT, or leave it out for a folder")
-    return found
+    return namespace
 
 
 def parser_of(command: Command) -> argparse.ArgumentParser:
@@ -92,25 +92,25 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
             AS_RECOVERED.add_to(parser)
             STORAGE_OPTIONS.add_to(parser)
         if command.takes_route:
-            for one in (ROUTE, *SECURED):
-                one.add_to(parser)
-    for one in command.options:
-        one.add_to(parser)
+            for argument in (ROUTE, *SECURED):
+                argument.add_to(parser)
+    for argument in command.options:
+        argument.add_to(parser)
     if command.output:
         group = parser.add_argument_group("output")
-        for one in command.output:
-            one.add_to(group)
+        for argument in command.output:
+            argument.add_to(group)
     return parser
 
 
 def _help() -> str:
     """Return the help of all commands, with an example of each."""
     lines = ["usage: librmq COMMAND STORE [options]", "", "Looks into a RocketMQ store, checks, repairs and fills it."]
-    examples = {name: f"{name} {one.example}".rstrip() for name, one in COMMANDS.items()}
+    examples = {name: f"{name} {command.example}".rstrip() for name, command in COMMANDS.items()}
     width = min(42, max(map(len, examples.values())))
     for title, commands in SECTIONS.items():
         lines += ["", f"{title}:"]
-        lines += [f"  {examples[one.name]:<{width}}  {one.summary}" for one in commands]
+        lines += [f"  {examples[command.name]:<{width}}  {command.summary}" for command in commands]
     return "\n".join([*lines, "", _END])
 
 

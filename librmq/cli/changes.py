@@ -72,9 +72,11 @@ def chosen_queues(topic: str, text: str | None, ids: Collection[int]) -> list[in
     """
     if text is None:
         return sorted(ids)
-    bounds = [[int(one) for one in part.split("-")] for part in text.split(",")] if _QUEUES.fullmatch(text) else []
-    if not bounds or any(each != sorted(each) for each in bounds):
+    bounds = (
+        [[int(queue_id) for queue_id in part.split("-")] for part in text.split(",")] if _QUEUES.fullmatch(text) else []
+    )
+    if not bounds or any(bound != sorted(bound) for bound in bounds):
         raise InputError(f"--queue: expected queue ids such as 3, or 0,3,5-9, found {text!r:.80}")
-    if any(one not in ids for each in bounds for one in each):
+    if any(queue_id not in ids for bound in bounds for queue_id in bound):
         raise InputError(f"topic {topic!r} has no queue {text}: its queues are {named(ids)}")
-    return sorted({one for one in ids if any(each[0] <= one <= each[-1] for each in bounds)})
+    return sorted({queue_id for queue_id in ids if any(bound[0] <= queue_id <= bound[-1] for bound in bounds)})

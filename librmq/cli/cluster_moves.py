@@ -39,16 +39,16 @@ def reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
                 for queue, offset in after.items():
                     cluster.route.broker(queue.broker_name).call(UpdateOffset(group, topic, queue.queue_id, offset))
     for queue, bounds in queues.items():
-        known = before.get(queue)
-        usual = max(bounds.min_offset, 0 if known is None else known.queue_offset)
+        progress = before.get(queue)
+        begin = max(bounds.min_offset, 0 if progress is None else progress.queue_offset)
         row = {
             "group": group,
             "topic": topic,
             "queue_id": queue.queue_id,
-            "before": None if known is None else known.queue_offset,
+            "before": None if progress is None else progress.queue_offset,
             "after": after[queue],
-            "skipped": max(0, after[queue] - usual),
-            "again": max(0, usual - after[queue]),
+            "skipped": max(0, after[queue] - begin),
+            "again": max(0, begin - after[queue]),
             "lag": max(0, bounds.max_offset - after[queue]),
             "dry_run": arguments.dry_run,
         }
@@ -63,15 +63,15 @@ def _time_ms(to: str) -> int:
 
 def _queues(cluster: ClusterSource, arguments: argparse.Namespace) -> dict[MessageQueue, QueueBounds]:
     """Return the queues to move in; refuse a group or a topic that the cluster does not know."""
-    known = cluster.groups()
-    if arguments.group not in known:
-        raise InputError(f"there is no group {arguments.group!r}{near(arguments.group, known, GROUPS)}")
-    found = cluster.bounds(arguments.topic)
-    if not found:
+    groups = cluster.groups()
+    if arguments.group not in groups:
+        raise InputError(f"there is no group {arguments.group!r}{near(arguments.group, groups, GROUPS)}")
+    bounds = cluster.bounds(arguments.topic)
+    if not bounds:
         raise InputError(f"topic {arguments.topic!r} has no queue{near(arguments.topic, cluster.topics(), TOPICS)}")
-    ids = {queue.queue_id for queue in found}
-    chosen = chosen_queues(arguments.topic, arguments.queue, ids)
-    return {queue: one for queue, one in found.items() if queue.queue_id in chosen}
+    ids = {queue.queue_id for queue in bounds}
+    queue_ids = chosen_queues(arguments.topic, arguments.queue, ids)
+    return {queue: queue_bounds for queue, queue_bounds in bounds.items() if queue.queue_id in queue_ids}
 
 
 def _target(
@@ -84,5 +84,5 @@ def _target(
         return min(max(int(text), bounds.min_offset), bounds.max_offset)
     if at_ms <= 0:
         return bounds.max_offset if at_ms else bounds.min_offset
-    asked = QueueOffsetAt(queue.topic, queue.queue_id, at_ms)
-    return cluster.route.broker(queue.broker_name).call(asked)
+    request = QueueOffsetAt(queue.topic, queue.queue_id, at_ms)
+    return cluster.route.broker(queue.broker_name).call(request)

@@ -104,9 +104,9 @@ def _warn(unconfirmed: Counter[tuple[str, str]]) -> None:
     for (_, status), count in unconfirmed.items():
         by_status[status] += count
     if by_status:
-        told = ", ".join(f"{count:,} {status}" for status, count in sorted(by_status.items()))
+        counts = ", ".join(f"{count:,} {status}" for status, count in sorted(by_status.items()))
         complain(
-            f"note: brokers stored {by_status.total():,} messages without confirming how safely ({told}): they are "
+            f"note: brokers stored {by_status.total():,} messages without confirming how safely ({counts}): they are "
             "lost if a broker's machine fails before it has flushed or copied them; look at its disk and its replicas"
         )
 
@@ -123,8 +123,8 @@ def _messages(store: MessageStore, place: _Place) -> Iterator[tuple[StoredMessag
         if message.store_timestamp_ms >= selection.end_ms:
             place.stay_before(physical_offset, before)
             continue
-        wanted = selection.topic == message.topic or (selection.topic is None and is_user_topic(message.topic))
-        if wanted and has_queue_entry(message.sys_flag) and test(message):
+        is_of_topic = selection.topic == message.topic or (selection.topic is None and is_user_topic(message.topic))
+        if is_of_topic and has_queue_entry(message.sys_flag) and test(message):
             place.note(physical_offset, before)
             place.note(physical_offset + size, _Record.of(message))
             yield message, physical_offset + size
@@ -136,8 +136,8 @@ def _again(stored: StoredMessage, topic: str | None) -> Message:
     What failed attempts added is left out: the count, the retry topic, and for another topic the cause.
     """
     left_out = RESERVED_PROPERTIES if topic is None else RESERVED_PROPERTIES | OF_A_LETTER
-    own = {name: value for name, value in stored.properties.items() if name not in left_out}
-    message = Message(topic or stored.topic, stored.body, tags=stored.tags, properties=own)
+    properties = {name: value for name, value in stored.properties.items() if name not in left_out}
+    message = Message(topic or stored.topic, stored.body, tags=stored.tags, properties=properties)
     for name in (record.PROPERTY_KEYS, record.PROPERTY_UNIQUE_KEY):  # as they are: a client's key can have a space
         if name in stored.properties:
             message.properties[name] = stored.properties[name]
@@ -179,15 +179,15 @@ class _Lanes:
             self._place.passed(min(waiting, default=self._end))
 
     def _send(self, queue_id: int, stored: Sequence[StoredMessage]) -> None:
-        messages = [_again(one, self._to_topic) for one in stored]
+        messages = [_again(message, self._to_topic) for message in stored]
         topic = messages[0].topic
         queues = self._producer.queues(topic) if _can_be_batch(stored, messages) else ()
         if queues:
             sent = self._producer.send_batch(messages, queue=queues[queue_id % len(queues)])
             self._count(stored[0].topic, len(messages), sent)
         else:  # the first message of an unknown topic makes it
-            for one in messages:
-                self._count(stored[0].topic, 1, self._producer.send(one, selector=_same_queue, arg=queue_id))
+            for message in messages:
+                self._count(stored[0].topic, 1, self._producer.send(message, selector=_same_queue, arg=queue_id))
 
     def _count(self, topic: str, messages: int, sent: SendResult) -> None:
         if sent.status is not SendStatus.SEND_OK:
@@ -196,7 +196,7 @@ class _Lanes:
 
 def _can_be_batch(stored: Sequence[StoredMessage], messages: Sequence[Message]) -> bool:
     """Return whether one batch can hold messages: their bodies are compressed in the store, but not in a batch."""
-    size = max(sum(one.size for one in stored), sum(len(one.body) for one in messages))
+    size = max(sum(message.size for message in stored), sum(len(message.body) for message in messages))
     return len(stored) > 1 and size < _TOGETHER_BYTES and is_user_topic(messages[0].topic)
 
 
@@ -226,8 +226,8 @@ class _Place:
 
     def __init__(self, arguments: argparse.Namespace, store: MessageStore, selection: MessageQuery) -> None:
         names = ("topic", "queue", "offset", "tag", "sql", "grep", "since", "until", "to_topic")
-        chosen = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-        self._key = json.dumps({"route": arguments.route, **chosen}, sort_keys=True)
+        options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+        self._key = json.dumps({"route": arguments.route, **options}, sort_keys=True)
         self._folder = os.path.join(store.path, "librmq")
         self._path = os.path.join(self._folder, "replay.json")
         self._files = DiskFiles()
@@ -239,13 +239,13 @@ class _Place:
         self.physical_offset = 0
         self.selection = selection
         """What to send. An age in ``--since`` counts from the first call until one has sent everything."""
-        known = self._known().get(self._key)
-        self.is_continued = known is not None and not arguments.from_start
+        place = self._known().get(self._key)
+        self.is_continued = place is not None and not arguments.from_start
         """Whether an earlier call has come some way."""
-        if known is not None and self.is_continued:
-            self.physical_offset = known["physical_offset"]
-            self._record = self._last = _Record(*known["record"]) if known.get("record") else None
-            self.selection = replace(selection, begin_ms=min(selection.begin_ms, known.get("since_ms", _LARGEST)))
+        if place is not None and self.is_continued:
+            self.physical_offset = place["physical_offset"]
+            self._record = self._last = _Record(*place["record"]) if place.get("record") else None
+            self.selection = replace(selection, begin_ms=min(selection.begin_ms, place.get("since_ms", _LARGEST)))
             self._check(store)
 
     def _check(self, store: MessageStore) -> None:
@@ -257,11 +257,11 @@ class _Place:
         end = store.log.end
         is_cut = self.physical_offset > end
         if self._record is not None and store.log.begin <= self._record.physical_offset:  # else retention deleted it
-            found = None
+            message = None
             if self._record.physical_offset < end:
                 with suppress(CorruptionError):  # another record begins elsewhere
-                    found = store.message_at(self._record.physical_offset)
-            is_cut |= found is None or _Record.of(found) != self._record
+                    message = store.message_at(self._record.physical_offset)
+            is_cut |= message is None or _Record.of(message) != self._record
         if is_cut:
             what = "" if self._record is None else f" after message {self._record.message_id}"
             raise InputError(
@@ -275,14 +275,14 @@ class _Place:
         if self._files.size(self._path) is None:
             return {}
         try:
-            found = json.loads(self._files.read(self._path))
+            places = json.loads(self._files.read(self._path))
         except ValueError:
-            found = None
-        if not isinstance(found, dict) or not all(map(_is_place, found.values())):
+            places = None
+        if not isinstance(places, dict) or not all(map(_is_place, places.values())):
             raise InputError(
                 f"{self._path}: it does not say how far a replay has come; delete it to begin at the start"
             )
-        return found
+        return places
 
     def come_to(self, message: StoredMessage) -> _Record | None:
         """Note that a message was read, and return the record before it."""
@@ -303,7 +303,7 @@ class _Place:
         """Note that everything before an offset was sent."""
         self.physical_offset = min(physical_offset, self._most)
         self._record = self._before.get(self.physical_offset, self._record)
-        self._before = {at: one for at, one in self._before.items() if at >= self.physical_offset}
+        self._before = {at: record_before for at, record_before in self._before.items() if at >= self.physical_offset}
         self.save()
 
     def finished(self, end: int) -> None:
@@ -323,17 +323,17 @@ class _Place:
             now["record"] = list(self._record)
         if not self._is_finished and self.selection.begin_ms >= 0:
             now["since_ms"] = self.selection.begin_ms
-        known = self._known() | {self._key: now}
+        places = self._known() | {self._key: now}
         if not self._files.is_folder(self._folder):
             self._files.make_folder(self._folder)
-        self._files.write(f"{self._path}.new", json.dumps(known, indent=1).encode())
+        self._files.write(f"{self._path}.new", json.dumps(places, indent=1).encode())
         self._files.rename(f"{self._path}.new", self._path)
 
 
-def _is_place(found: object) -> bool:
-    if not isinstance(found, dict) or type(found.get("physical_offset")) is not int:
+def _is_place(value: object) -> bool:
+    if not isinstance(value, dict) or type(value.get("physical_offset")) is not int:
         return False
-    record_before = found.get("record", [0, "", 0])
-    if not isinstance(record_before, list) or [type(one) for one in record_before] != [int, str, int]:
+    record_before = value.get("record", [0, "", 0])
+    if not isinstance(record_before, list) or [type(field) for field in record_before] != [int, str, int]:
         return False
-    return type(found.get("since_ms", 0)) is int
+    return type(value.get("since_ms", 0)) is int

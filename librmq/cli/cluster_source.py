@@ -75,10 +75,10 @@ def connect_to(arguments: argparse.Namespace) -> RemoteRoute:
 
 def _keys(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the keys by their names in ``tools.yml``: of a file, or of options and environment."""
-    given = {name: os.environ.get(variable) for name, variable in _VARIABLES.items()}
-    given["accessKey"] = arguments.access_key or given["accessKey"]
-    given["secretKey"] = arguments.secret_key or given["secretKey"]
-    if (keys := {name: value for name, value in given.items() if value}) and arguments.keys is None:
+    variables = {name: os.environ.get(variable) for name, variable in _VARIABLES.items()}
+    variables["accessKey"] = arguments.access_key or variables["accessKey"]
+    variables["secretKey"] = arguments.secret_key or variables["secretKey"]
+    if (keys := {name: value for name, value in variables.items() if value}) and arguments.keys is None:
         if "accessKey" not in keys or "secretKey" not in keys:
             raise InputError(
                 f"found only {', '.join(keys)}: expected a name and a secret, by --access-key and --secret-key, by "
@@ -86,8 +86,8 @@ def _keys(arguments: argparse.Namespace) -> dict[str, str]:
             )
         return keys
     home = os.environ.get("ROCKETMQ_HOME")
-    usual = os.path.join(home, "conf", "tools.yml") if home else None
-    path = arguments.keys or (usual if usual is not None and os.path.exists(usual) else None)
+    default_path = os.path.join(home, "conf", "tools.yml") if home else None
+    path = arguments.keys or (default_path if default_path is not None and os.path.exists(default_path) else None)
     if path is None:
         return {}
     try:
@@ -95,7 +95,7 @@ def _keys(arguments: argparse.Namespace) -> dict[str, str]:
             text = file.read(1 << 20)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    keys = {found[1]: found[3] for found in _KEY_LINE.finditer(text)}
+    keys = {match[1]: match[3] for match in _KEY_LINE.finditer(text)}
     if "accessKey" in keys and "secretKey" in keys:
         return keys
     if arguments.keys is None:
@@ -122,12 +122,12 @@ class ClusterSource:
         """Return the topics that a list shows: those with messages, and those that users made."""
         if self._topics is None:
             self._topics = {
-                topic: max(data.permission for data in found) for topic, found in self.admin.topics().items()
+                topic: max(data.permission for data in brokers) for topic, brokers in self.admin.topics().items()
             }
         return [
             topic
             for topic, permission in self._topics.items()
-            if is_listed(topic, permission) or any(one.max_offset for one in self.bounds(topic).values())
+            if is_listed(topic, permission) or any(bounds.max_offset for bounds in self.bounds(topic).values())
         ]
 
     def bounds(self, topic: str) -> dict[MessageQueue, QueueBounds]:
@@ -139,15 +139,15 @@ class ClusterSource:
     def topic_rows(self) -> Iterator[dict[str, object]]:
         """Yield a row for each topic."""
         for topic in self.topics():
-            found = self.bounds(topic)
-            last_ms = max((one.last_timestamp_ms for one in found.values()), default=0)
-            first = (self.message(queue, one.min_offset) for queue, one in found.items() if one.max_offset)
+            queues = self.bounds(topic)
+            last_ms = max((bounds.last_timestamp_ms for bounds in queues.values()), default=0)
+            first = (self.message(queue, bounds.min_offset) for queue, bounds in queues.items() if bounds.max_offset)
             yield {
                 "topic": topic,
                 "kind": kind_of_topic(topic),
-                "queues": len(found),
-                "messages": sum(one.max_offset - one.min_offset for one in found.values()),
-                "min_timestamp_ms": min((one.store_timestamp_ms for one in first if one), default=None),
+                "queues": len(queues),
+                "messages": sum(bounds.max_offset - bounds.min_offset for bounds in queues.values()),
+                "min_timestamp_ms": min((message.store_timestamp_ms for message in first if message), default=None),
                 "max_timestamp_ms": last_ms or None,
             }
 
@@ -155,12 +155,12 @@ class ClusterSource:
 
     def groups(self) -> list[str]:
         """Return the groups that brokers know, and those of retry and dead-letter topics, sorted."""
-        found = set(self.admin.groups())
+        groups = set(self.admin.groups())
         for topic in self.topics():
             for prefix in (RETRY_PREFIX, DEAD_LETTER_PREFIX):
                 if topic.startswith(prefix):
-                    found.add(topic.removeprefix(prefix))
-        return sorted(filter(None, found))
+                    groups.add(topic.removeprefix(prefix))
+        return sorted(filter(None, groups))
 
     def group_rows(self, *, everything: bool) -> Iterator[dict[str, object]]:
         """Yield a row for each group."""
@@ -172,7 +172,7 @@ class ClusterSource:
                     "group": group,
                     "topics": sorted({row.topic for row in rows}),
                     "lag": sum(row.lag for row in rows) if rows else None,
-                    "dead_letters": sum(one.max_offset - one.min_offset for one in letters),
+                    "dead_letters": sum(bounds.max_offset - bounds.min_offset for bounds in letters),
                 }
 
     def lag(self, group: str | None = None, topic: str | None = None, *, times: bool = True) -> Lag:
@@ -181,15 +181,15 @@ class ClusterSource:
 
     def lag_rows(self, group: str | None = None, topic: str | None = None) -> Iterator[dict[str, object]]:
         """Yield a row for each queue of `lag`."""
-        found = sorted(self._all_lags(group, topic), key=lambda one: (one[1].group, one[1].topic, one[0]))
-        for queue, row in found:
+        rows = sorted(self._all_lags(group, topic), key=lambda pair: (pair[1].group, pair[1].topic, pair[0]))
+        for queue, row in rows:
             yield self.named(queue.broker_name, row._asdict())
 
     def _all_lags(
         self, group: str | None, topic: str | None, *, times: bool = True
     ) -> Iterator[tuple[MessageQueue, QueueLag]]:
-        groups = [one for one in self.groups() if not is_own_group(one)] if group is None else [group]
-        return (found for one in groups for found in self._queue_lags(one, topic, times=times))
+        groups = [name for name in self.groups() if not is_own_group(name)] if group is None else [group]
+        return (pair for name in groups for pair in self._queue_lags(name, topic, times=times))
 
     def _queue_lags(
         self, group: str, topic: str | None = None, *, times: bool = True
@@ -222,16 +222,16 @@ class ClusterSource:
                 raise
             return None
 
-    def _pulled(self, queue: MessageQueue, wanted: range) -> Iterator[StoredMessage]:
-        broker, at = self.route.broker(queue.broker_name), wanted.start
+    def _pulled(self, queue: MessageQueue, offsets: range) -> Iterator[StoredMessage]:
+        broker, at = self.route.broker(queue.broker_name), offsets.start
         everything = Subscription(queue.topic, "*")
-        while at < wanted.stop:
-            count = min(_AT_ONCE, wanted.stop - at)
+        while at < offsets.stop:
+            count = min(_AT_ONCE, offsets.stop - at)
             answer = broker.call(
                 PullMessage("", _PULLER, queue.topic, queue.queue_id, at, count, everything)  # no client asks
             )
             if answer.status is PullStatus.FOUND:
-                yield from (one for one in answer.messages if one.queue_offset < wanted.stop)
+                yield from (message for message in answer.messages if message.queue_offset < offsets.stop)
             if answer.next_offset <= at:
                 return
             at = answer.next_offset
@@ -240,11 +240,11 @@ class ClusterSource:
         """Yield the selected messages, oldest first."""
         test = query.test()
         if query.id is not None:
-            found = self.admin.find_by_id(query.id, query.topic)
-            yield from filter(test, [] if found is None else [found])
+            message = self.admin.find_by_id(query.id, query.topic)
+            yield from filter(test, [] if message is None else [message])
         elif query.key is not None:
             topics = [query.topic] if query.topic is not None else self._of_users()
-            yield from filter(test, (one for topic in topics for one in self._with_key(topic, query.key)))
+            yield from filter(test, (message for topic in topics for message in self._with_key(topic, query.key)))
         else:
             topics = [query.topic] if query.topic is not None else self._of_users()
             queues = [
@@ -253,7 +253,9 @@ class ClusterSource:
                 for queue, bounds in self.bounds(topic).items()
                 if query.queue_id in (None, queue.queue_id)
             ]
-            yield from filter(test, heapq.merge(*queues, key=lambda one: (one.store_timestamp_ms, one.physical_offset)))
+            yield from filter(
+                test, heapq.merge(*queues, key=lambda message: (message.store_timestamp_ms, message.physical_offset))
+            )
 
     def _of_users(self) -> list[str]:
         return [topic for topic in self.topics() if kind_of_topic(topic) == "user"]
@@ -272,18 +274,18 @@ class ClusterSource:
             begin, end = max(begin, query.offsets.start), min(end, query.offsets.stop)
         elif query.has_times and query.begin_ms > 0:
             # Of several messages stored in that millisecond the broker may mean any: so ask for the one before.
-            asked = QueueOffsetAt(queue.topic, queue.queue_id, query.begin_ms - 1)
-            begin = max(begin, self.route.broker(queue.broker_name).call(asked))
-        for one in self._pulled(queue, range(begin, max(begin, end))):
-            if one.store_timestamp_ms >= query.end_ms:
+            request = QueueOffsetAt(queue.topic, queue.queue_id, query.begin_ms - 1)
+            begin = max(begin, self.route.broker(queue.broker_name).call(request))
+        for message in self._pulled(queue, range(begin, max(begin, end))):
+            if message.store_timestamp_ms >= query.end_ms:
                 return
-            yield one
+            yield message
 
     def dead_letters(self, group: str | None) -> Iterator[tuple[str, GivenUpMessage]]:
         """Yield the dead letters of all groups, or of one, each with its broker's name."""
-        wanted = None if group is None else dead_letter_topic(group)
+        letter_topic = None if group is None else dead_letter_topic(group)
         for topic in self.topics():
-            if topic.startswith(DEAD_LETTER_PREFIX) and wanted in (None, topic):
+            if topic.startswith(DEAD_LETTER_PREFIX) and letter_topic in (None, topic):
                 for queue, bounds in self.bounds(topic).items():
                     for message in self._pulled(queue, range(bounds.min_offset, bounds.max_offset)):
                         yield queue.broker_name, given_up(topic.removeprefix(DEAD_LETTER_PREFIX), message)

@@ -50,9 +50,9 @@ def _bash() -> str:
     for name in COMMANDS:
         for action in _arguments_of(name):
             if action.choices and action.option_strings:
-                known = " ".join(map(str, action.choices))
+                values = " ".join(map(str, action.choices))
                 choices += [
-                    f"        {name}:{option}) words={shlex.quote(known)} ;;" for option in action.option_strings
+                    f"        {name}:{option}) words={shlex.quote(values)} ;;" for option in action.option_strings
                 ]
             elif action.choices and action.dest == "action":
                 choices.append(f"        {name}:{name}) words={shlex.quote(' '.join(map(str, action.choices)))} ;;")
@@ -69,13 +69,13 @@ def _fish() -> str:
         lines.append(f"complete -c librmq -n __fish_use_subcommand -f -a {name} -d {summary}")
         seen = f"complete -c librmq -n '__fish_seen_subcommand_from {name}'"
         for action in _arguments_of(name):
-            known = f" -x -a {shlex.quote(' '.join(map(str, action.choices)))}" if action.choices else ""
+            values = f" -x -a {shlex.quote(' '.join(map(str, action.choices)))}" if action.choices else ""
             names = " ".join(
                 f"{'-l' if word.startswith('--') else '-s'} {word.lstrip('-')}" for word in action.option_strings
             )
-            if names or (known and action.dest == "action"):
-                told = shlex.quote((action.help or "").replace("\n", " "))
-                lines.append(f"{seen} {names}{known} -d {told}".replace("  ", " "))
+            if names or (values and action.dest == "action"):
+                description = shlex.quote((action.help or "").replace("\n", " "))
+                lines.append(f"{seen} {names}{values} -d {description}".replace("  ", " "))
     return "\n".join(lines) + "\n"
 
 

@@ -167,8 +167,8 @@ class Control:
         parts = urlsplit(handler.path)
         call = self._calls.get((str(handler.command), parts.path))
         if call is None:
-            known = ", ".join(f"{method} {path}" for method, path in self._calls)
-            raise _Refused(404, f"expected {known}; found {handler.command} {parts.path:.80}")
+            requests = ", ".join(f"{method} {path}" for method, path in self._calls)
+            raise _Refused(404, f"expected {requests}; found {handler.command} {parts.path:.80}")
         if handler.command == "GET":
             return call({name: values[-1] for name, values in parse_qs(parts.query).items()})
         return call(_body(handler))

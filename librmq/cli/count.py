@@ -45,14 +45,14 @@ def count(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.sampled and by != "tag":
         raise InputError("--sampled: expected --by tag, because only tags have codes in the queues")
     with open_store(arguments) as store:
-        found, sampled = None, {}
+        counts, sampled = None, {}
         if arguments.config is None and _is_for_columns(selection):  # columns take no settings
-            found, is_sampled = _by_columns(store, selection, arguments)
+            counts, is_sampled = _by_columns(store, selection, arguments)
             sampled = {"sampled": is_sampled} if arguments.sampled else {}
-        if found is None:
+        if counts is None:
             with _bar(store, selection):
-                found = _by_messages(_messages(store, selection, arguments.all), by)
-        for group, (messages, size) in sorted(found.items(), key=lambda one: _place(by, *one)):
+                counts = _by_messages(_messages(store, selection, arguments.all), by)
+        for group, (messages, size) in sorted(counts.items(), key=lambda item: _place(by, *item)):
             output.row({**_named(by, group), "messages": messages, "bytes": size, **sampled})
         note_topic_of(store, selection.topic, output)
     return 0
@@ -92,12 +92,12 @@ def _messages(store: MessageStore, selection: MessageQuery, everything: bool) ->
 
 
 def _by_messages(messages: Iterable[StoredMessage], by: str) -> Counts:
-    found: Counts = {}
+    counts: Counts = {}
     for message in messages:
         for group in _groups(message, by):
-            number, size = found.get(group, (0, 0))
-            found[group] = number + 1, size + message.size
-    return found
+            number, size = counts.get(group, (0, 0))
+            counts[group] = number + 1, size + message.size
+    return counts
 
 
 def _groups(message: StoredMessage, by: str) -> list[Group]:
@@ -142,19 +142,19 @@ def _by_columns(
         settings["queue"] = selection.queue_id
     if selection.has_times:
         settings["since"], settings["until"] = max(0, selection.begin_ms), selection.end_ms
-    found: Counts = {}
+    counts: Counts = {}
     ranges = selection.ranges(store)
-    wanted = sum(len(offsets) for (topic, _), offsets in ranges.items() if selection.topic or topic in topics)
+    total = sum(len(offsets) for (topic, _), offsets in ranges.items() if selection.topic or topic in topics)
     is_by_code = arguments.sampled and selection.tags is None and selection.sql is None and SCHEDULE_TOPIC not in topics
-    with ProgressBar("count", wanted, "messages") as bar:
+    with ProgressBar("count", total, "messages") as bar:
         if is_by_code:
             codes = reader(store.path, **settings | {"view": "queues", "columns": _OF_CODES})
             by_tag = _by_codes(store, _shown(codes, bar))
             if by_tag is not None:
                 return by_tag, True
         for batch in _shown(reader(store.path, **settings), bar):
-            _add(found, batch, by)
-    return found, False
+            _add(counts, batch, by)
+    return counts, False
 
 
 def _shown(batches: Iterable[Any], bar: ProgressBar) -> Iterator[Any]:
@@ -200,7 +200,7 @@ def _by_codes(store: MessageStore, batches: Iterable[Any]) -> Counts | None:
     return {(tags[code],): counted for (code,), counted in counts.items()}
 
 
-def _add(found: Counts, batch: Any, by: str) -> None:  # noqa: ANN401 (a batch of Arrow)
+def _add(counts: Counts, batch: Any, by: str) -> None:  # noqa: ANN401 (a batch of Arrow)
     """Add the numbers and sizes of a batch."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -216,8 +216,8 @@ def _add(found: Counts, batch: Any, by: str) -> None:  # noqa: ANN401 (a batch o
         counted[name].to_pylist() for name in (*table.column_names[:-1], "size_count", "size_sum")
     )
     for group, number, size in zip(zip(*groups, strict=True), numbers, sizes, strict=True):
-        before = found.get(group, (0, 0))
-        found[group] = before[0] + number, before[1] + size
+        before = counts.get(group, (0, 0))
+        counts[group] = before[0] + number, before[1] + size
 
 
 def _one_row_a_key(table: Any) -> Any:  # noqa: ANN401 (a table of Arrow)

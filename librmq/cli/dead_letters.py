@@ -39,38 +39,38 @@ def _of_cluster(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.unsent:
         raise InputError("--unsent works on the folder of a store, which notes what was sent again")
     with open_cluster(arguments) as cluster:
-        found = list(cluster.dead_letters(arguments.group))
-        chosen = _chosen((one for _, one in found), arguments)
+        letters_of_brokers = list(cluster.dead_letters(arguments.group))
+        selected = _chosen((letter for _, letter in letters_of_brokers), arguments)
         if arguments.causes:
-            _print(chosen, arguments, output)
+            _print(selected, arguments, output)
         else:
-            brokers = {id(one): name for name, one in found}
-            for one in chosen:
-                output.row(cluster.named(brokers[id(one)], one._asdict()))
+            brokers = {id(letter): name for name, letter in letters_of_brokers}
+            for letter in selected:
+                output.row(cluster.named(brokers[id(letter)], letter._asdict()))
         if arguments.group is not None:
             note_group(arguments.group, cluster.groups(), output)
     return 0
 
 
-def _print(chosen: list[letters.GivenUpMessage], arguments: argparse.Namespace, output: Output) -> None:
-    rows: Iterable[letters.DeadLetterCause | letters.GivenUpMessage] = chosen
+def _print(selected: list[letters.GivenUpMessage], arguments: argparse.Namespace, output: Output) -> None:
+    rows: Iterable[letters.DeadLetterCause | letters.GivenUpMessage] = selected
     if arguments.causes:
-        rows = letters.sum_up_causes(chosen)
+        rows = letters.sum_up_causes(selected)
     for row in rows:
         output.row(row._asdict())
 
 
-def _chosen(found: Iterable[letters.GivenUpMessage], arguments: argparse.Namespace) -> list[letters.GivenUpMessage]:
+def _chosen(listed: Iterable[letters.GivenUpMessage], arguments: argparse.Namespace) -> list[letters.GivenUpMessage]:
     since_ms = None
     if arguments.since is not None:
         since_ms = parse_time(arguments.since, age_clock(arguments.store, arguments.since))
     return [
-        one
-        for one in found
-        if (arguments.cause is None or arguments.cause in one.cause)
-        and (arguments.id is None or arguments.id == one.unique_key)
-        and (since_ms is None or one.store_timestamp_ms >= since_ms)
-        and (one.resent_at_ms is None or not arguments.unsent)
+        letter
+        for letter in listed
+        if (arguments.cause is None or arguments.cause in letter.cause)
+        and (arguments.id is None or arguments.id == letter.unique_key)
+        and (since_ms is None or letter.store_timestamp_ms >= since_ms)
+        and (letter.resent_at_ms is None or not arguments.unsent)
     ]
 
 
@@ -82,14 +82,15 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.group is None:
         raise InputError("--resend: name the group with --group")
     with opened_broker(arguments) as broker:
-        chosen = {
-            one.physical_offset: one
-            for one in _chosen(letters.dead_letters(StoreView.of(broker), group=arguments.group), arguments)
+        selected = {
+            message.physical_offset: message
+            for message in _chosen(letters.dead_letters(StoreView.of(broker), group=arguments.group), arguments)
         }
         unsent = [
-            one
-            for one in broker.dead_letters(arguments.group)
-            if (letter := chosen.get(one.physical_offset)) and (letter.resent_at_ms is None or arguments.id is not None)
+            message
+            for message in broker.dead_letters(arguments.group)
+            if (letter := selected.get(message.physical_offset))
+            and (letter.resent_at_ms is None or arguments.id is not None)
         ]
         if arguments.limit is not None:
             unsent = unsent[: whole_number("--limit", arguments.limit)]
@@ -97,12 +98,14 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
         at_ms = broker.runner.now_ms()
     if not unsent:
         before = (
-            f"all {len(chosen):,} dead letters were sent before, as resent_at_ms in the list says: name one with --id "
-            "to send it once more"
+            f"all {len(selected):,} dead letters were sent before, as resent_at_ms in the list says: name one with "
+            "--id to send it once more"
         )
-        complain(f"note: {before if chosen else f'no such dead letter of group {arguments.group!r}'}: nothing is sent")
-    for one in unsent:
-        letter = chosen[one.physical_offset]
+        complain(
+            f"note: {before if selected else f'no such dead letter of group {arguments.group!r}'}: nothing is sent"
+        )
+    for message in unsent:
+        letter = selected[message.physical_offset]
         resent_at_ms = letter.resent_at_ms if arguments.dry_run else at_ms
         output.row({**letter._replace(resent_at_ms=resent_at_ms)._asdict(), "resent": not arguments.dry_run})
     return 0

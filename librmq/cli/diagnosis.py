@@ -35,8 +35,8 @@ def check(arguments: argparse.Namespace, output: Output) -> int:
         _note_important(view, arguments, output)
         if not arguments.volumes:
             return _print(design_check(view, _thresholds(arguments)), output)
-        for one in topic_volumes(view):
-            output.row(one._asdict())
+        for volume in topic_volumes(view):
+            output.row(volume._asdict())
     return 0
 
 
@@ -49,23 +49,23 @@ def _thresholds(arguments: argparse.Namespace) -> Thresholds:
     return Thresholds(topics=frozenset(arguments.important or ()))
 
 
-def _print(found: list[Finding], output: Output) -> int:
+def _print(findings: list[Finding], output: Output) -> int:
     with suppress(Enough):  # a limit shortens the list but does not change the status
-        for one in found:
+        for finding in findings:
             output.row(
                 {
-                    "finding": one.kind,
-                    "severity": one.severity,
-                    "subject": one.subject,
-                    "what": one.what,
-                    "evidence": dict(one.evidence),
-                    "next": one.next_step,
+                    "finding": finding.kind,
+                    "severity": finding.severity,
+                    "subject": finding.subject,
+                    "what": finding.what,
+                    "evidence": dict(finding.evidence),
+                    "next": finding.next_step,
                 }
             )
-    if not found:
+    if not findings:
         output.says_nothing_found = False
         complain("note: no problem found")
-    return _HAS_ERRORS if any(one.severity == "error" for one in found) else 0
+    return _HAS_ERRORS if any(finding.severity == "error" for finding in findings) else 0
 
 
 def story(arguments: argparse.Namespace, output: Output) -> int:

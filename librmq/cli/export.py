@@ -46,7 +46,7 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
     if until is not None:
         settings["until"] = until
     if arguments.queue is not None:
-        settings["queue"] = [_number("--queue", each) for each in arguments.queue]
+        settings["queue"] = [_number("--queue", queue_id) for queue_id in arguments.queue]
 
     def show(done: int, total: int | None) -> None:
         if total is not None:  # otherwise these are bytes of the log, which opening walks over
@@ -54,7 +54,7 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
 
     with ProgressBar("export", 0, "messages") as bar, watched(show):
         try:
-            made = export_messages(
+            exported = export_messages(
                 arguments.store,
                 arguments.out,
                 format=arguments.file_format,
@@ -67,11 +67,11 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
             if error.kind in ("checksum", "record") and not arguments.as_recovered:
                 what += "; --as-recovered exports the messages before it"
             raise CorruptionError(error.file, error.offset, error.kind, what) from None
-    if not made.rows and arguments.topic and "://" not in arguments.store:
-        known = {topic for topic, _ in directory.list_queues(arguments.store, DiskFiles())}
+    if not exported.rows and arguments.topic and "://" not in arguments.store:
+        topics = {topic for topic, _ in directory.list_queues(arguments.store, DiskFiles())}
         for topic in arguments.topic:
-            note_topic(topic, known, output)
-    output.row({"type": "export", "path": made.path, "rows": made.rows, "files": made.files})
+            note_topic(topic, topics, output)
+    output.row({"type": "export", "path": exported.path, "rows": exported.rows, "files": exported.files})
     return 0
 
 

@@ -39,8 +39,8 @@ def _properties(words: Sequence[str]) -> dict[str, str]:
     """Return properties written as ``name=text``."""
     properties = {}
     for word in words:
-        name, found, text = word.partition("=")
-        if not name or not found:
+        name, equals_sign, text = word.partition("=")
+        if not name or not equals_sign:
             raise InputError(f"not a property: {word!r}; expected name=text")
         properties[name] = text
     return properties
@@ -58,9 +58,9 @@ def bloom(arguments: argparse.Namespace, output: Output) -> int:
 def _answer(answer: Callable[[Row], T], write: Callable[[T], None], output: Output) -> int:
     for number, case in read_rows(standard_input()):
         try:
-            found = answer(case)
+            result = answer(case)
         except (FilterError, ConfigError) as error:
             raise InputError(f"line {number}: {error}") from None
-        write(found)
+        write(result)
         output.flush()
     return 0

@@ -58,7 +58,7 @@ def groups(arguments: argparse.Namespace, output: Output) -> int:
         messages: Counter[str] = Counter()
         for (topic, _), state in view.ranges.items():
             messages[topic] += state.max_offset - state.min_offset
-        waiting = {one.group: one.lag for one in lag_of(view, times=False).by_group()}
+        waiting = {group_lag.group: group_lag.lag for group_lag in lag_of(view, times=False).by_group()}
         for group in view.groups:
             if arguments.all or not is_own_group(group):
                 output.row(
@@ -159,8 +159,8 @@ def _note_unknown(cluster: ClusterSource, arguments: argparse.Namespace, output:
         note_topic(arguments.topic, cluster.topics(), output)
 
 
-def _print_lag(found: Lag, by: str, output: Output) -> None:
-    rows: Iterable[QueueLag | TopicLag | GroupLag] = found
+def _print_lag(queue_lags: Lag, by: str, output: Output) -> None:
+    rows: Iterable[QueueLag | TopicLag | GroupLag] = queue_lags
     if by != "queue":
-        rows = found.by_topic() if by == "topic" else found.by_group()
+        rows = queue_lags.by_topic() if by == "topic" else queue_lags.by_group()
     output.rows_of(row._asdict() for row in rows)

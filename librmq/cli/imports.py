@@ -140,8 +140,8 @@ class _Writer:
     def __exit__(self, *_: object) -> None:
         try:
             for topic, queues in self._queues.items():
-                known = self._tables.topics.rows.get(topic, {}).get("readQueueNums", 0)
-                if queues > known:
+                present = self._tables.topics.rows.get(topic, {}).get("readQueueNums", 0)
+                if queues > present:
                     self._tables.set_topic(topic, read_queues=queues, write_queues=queues, permission=_READ_PERMISSION)
             self._tables.persist(SystemClock().now_ms())
         finally:
@@ -157,8 +157,8 @@ class _Rows:
     def __init__(self, path: str, form: str | None) -> None:
         self._path = path
         ending = path.rpartition(".")[2].lower()
-        usual = "parquet" if os.path.isdir(path) else {"csv": "csv", "parquet": "parquet"}.get(ending, "jsonl")
-        self._form = form or usual
+        by_ending = "parquet" if os.path.isdir(path) else {"csv": "csv", "parquet": "parquet"}.get(ending, "jsonl")
+        self._form = form or by_ending
 
     def __enter__(self) -> Iterator[Mapping[str, Any]]:
         self._opened = ExitStack()
@@ -200,7 +200,7 @@ class _Rows:
 
         def rows() -> Iterator[Mapping[str, Any]]:
             done = 0
-            for file in sorted(dataset.get_fragments(), key=lambda one: str(os.path.basename(one.path))):
+            for file in sorted(dataset.get_fragments(), key=lambda fragment: str(os.path.basename(fragment.path))):
                 for batch in file.to_batches(schema=dataset.schema):
                     yield from batch.to_pylist()
                     done += batch.num_rows
@@ -238,14 +238,14 @@ def _read(row: Mapping[str, Any]) -> _Read:
     message = Message(topic, _body(row))
     message.flag = _integer(row, "flag", 32)
     flags = _integer(row, "sysFlag", 32)
-    kept = flags & ~_OF_THE_STORE
+    sys_flag = flags & ~_OF_THE_STORE
     if flags & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT:
-        kept |= record.TRANSACTION_COMMIT
+        sys_flag |= record.TRANSACTION_COMMIT
     if flags & record.COMPRESSED and flags & 0x700 in (0, record.COMPRESSION_ZLIB):
         message.body = zlib.compress(message.body, 5)
-        kept |= flags & (record.COMPRESSED | 0x700)
+        sys_flag |= flags & (record.COMPRESSED | 0x700)
     fields = AppendFields(
-        sys_flag=kept,
+        sys_flag=sys_flag,
         reconsume_times=_integer(row, "reconsumeTimes", 32),
         prepared_transaction_offset=_integer(row, "preparedTransactionOffset"),
         properties_raw=_stored_properties(row),  # as bytes, so that a delay that is over does not begin again
@@ -290,29 +290,29 @@ def _stored_properties(row: Mapping[str, Any]) -> bytes:
         InputError: A column has a value of another kind.
         MessageIllegalError: A record can't hold a property, or columns contradict each other.
     """
-    found = row.get("properties") or {}
-    if isinstance(found, str):
-        found = parse_object(found)
+    value = row.get("properties") or {}
+    if isinstance(value, str):
+        value = parse_object(value)
     try:
-        properties = dict(found)
+        properties = dict(value)
     except (TypeError, ValueError):
         properties = {"": None}
     if not all(isinstance(name, str) and isinstance(value, str) and name for name, value in properties.items()):
-        raise InputError(f"properties: expected names with strings, found {found!r:.80}")
+        raise InputError(f"properties: expected names with strings, found {value!r:.80}")
     if empty := [name for name, value in properties.items() if not value]:
         raise InputError(f"properties: {empty[0]!r:.80} is empty, which a record can't keep: leave it out")
     raw = row.get("propertiesString") or ""
     if not isinstance(raw, str):
         raise InputError(f"propertiesString: expected text, found {raw!r:.80}")
     properties = record.decode_properties(raw) | properties
-    own = Message(
+    message = Message(
         "",
         b"",
         tags=None if record.PROPERTY_TAGS in properties else _text(row, "tags"),
         keys=() if record.PROPERTY_KEYS in properties else _keys(row),
         unique_key=None if record.PROPERTY_UNIQUE_KEY in properties else _text(row, "uniqueKey"),
     )
-    properties |= own.properties
+    properties |= message.properties
     if not raw:
         return record.encode_properties(properties)
     checked_encoding(raw.encode(), properties)

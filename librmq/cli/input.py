@@ -116,10 +116,10 @@ def parse_duration(name: str, text: str, expected: str) -> float:
     Raises:
         InputError: The text is no duration; the error says what was ``expected``.
     """
-    found = _DURATION.fullmatch(text)
-    if found is None:
+    match = _DURATION.fullmatch(text)
+    if match is None:
         raise InputError(f"{name}: expected {expected}, found {text!r:.80}")
-    return float(found[1]) * _UNIT_MS[found[2]] / 1000
+    return float(match[1]) * _UNIT_MS[match[2]] / 1000
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
@@ -268,8 +268,8 @@ def files_and_config(
 def read_ranges(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the options that choose a part of the stores, as settings of a report or a pipeline."""
     clock = age_clock(arguments.stores, arguments.since, arguments.until)
-    found = {"topic": arguments.topic, "group": arguments.group, "tags": arguments.tag}
+    options = {"topic": arguments.topic, "group": arguments.group, "tags": arguments.tag}
     for name in ("since", "until"):
         text = getattr(arguments, name)
-        found[name] = None if text is None else str(parse_time(text, clock))
-    return {name: value for name, value in found.items() if value is not None}
+        options[name] = None if text is None else str(parse_time(text, clock))
+    return {name: value for name, value in options.items() if value is not None}

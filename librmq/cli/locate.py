@@ -35,15 +35,15 @@ def locate(path: str) -> str:
     """
     if os.path.lexists(os.path.join(path, _LOG)):
         return path
-    whole = os.path.abspath(path)
-    found = [os.path.dirname(whole)] if os.path.basename(whole) == _LOG else sorted(_below(path))
-    if len(found) > 1:
-        names = ", ".join(found[:5])
-        raise InputError(f"{path}: no store, but {len(found)} stores are below it ({names}): name one of them")
-    if not found:
+    absolute = os.path.abspath(path)
+    stores = [os.path.dirname(absolute)] if os.path.basename(absolute) == _LOG else sorted(_below(path))
+    if len(stores) > 1:
+        names = ", ".join(stores[:5])
+        raise InputError(f"{path}: no store, but {len(stores)} stores are below it ({names}): name one of them")
+    if not stores:
         return path
-    complain(f"note: the store is {found[0]}")
-    return found[0]
+    complain(f"note: the store is {stores[0]}")
+    return stores[0]
 
 
 def _below(path: str) -> Iterator[str]:
@@ -121,7 +121,7 @@ def copied(arguments: argparse.Namespace, url: str) -> str:
 
 def _check_reads(arguments: argparse.Namespace, url: str) -> None:
     name = arguments.command.name
-    writes = next((one for one in ("resend", "follow") if getattr(arguments, one, False)), None)
+    writes = next((action for action in ("resend", "follow") if getattr(arguments, action, False)), None)
     if (writes is None and name in READING) or name == "report":
         return
     what = name if writes is None else f"{name} --{writes}"
@@ -138,17 +138,17 @@ def _fetch_times(store: RemoteStore, arguments: argparse.Namespace) -> None:
 
     with StoreView.open(store.path) as view:
         last = sorted(view.ranges, key=lambda name: view.ranges[name].max_physic_offset)[-_FEW_QUEUES:]
-        wanted = {(name, view.ranges[name].max_offset - 1) for name in last}
+        entries = {(name, view.ranges[name].max_offset - 1) for name in last}
         if arguments.command.name == "lag":
             for row in lag(view, group=arguments.group, topic=arguments.topic, times=False):
                 if row.lag:
-                    wanted.add(((row.topic, row.queue_id), max(row.min_offset, row.consumer_offset or 0)))
+                    entries.add(((row.topic, row.queue_id), max(row.min_offset, row.consumer_offset or 0)))
         elif arguments.command.name in ("stats", "topics"):
             for name, state in view.ranges.items():
-                wanted |= {(name, state.min_offset), (name, state.max_offset - 1)}
+                entries |= {(name, state.min_offset), (name, state.max_offset - 1)}
         places = {
             first_place(view.store.queues[name], queue_offset)
-            for name, queue_offset in wanted
+            for name, queue_offset in entries
             if queue_offset < view.ranges[name].max_offset
         }
         store.fetch_at((place for place in places if place >= 0), _RECORD_BYTES)

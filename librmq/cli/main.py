@@ -59,12 +59,12 @@ def _drop_output() -> None:
         os.close(descriptor)
 
 
-def _run(chosen: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     from librmq.errors import CorruptionError, RecordError, RmqError
 
-    name = chosen.command.name
+    name = arguments.command.name
     try:
-        return _call(chosen)
+        return _call(arguments)
     except (CorruptionError, RecordError) as error:
         complain(f"librmq {name}: {error}{_advice(error) if isinstance(error, CorruptionError) else ''}")
         return DAMAGED
@@ -93,37 +93,41 @@ def _advice(error: CorruptionError) -> str:
     return "; librmq verify lists the damage, and librmq salvage --into NEW saves every record that can be read"
 
 
-def _locate(chosen: argparse.Namespace) -> None:
+def _locate(arguments: argparse.Namespace) -> None:
     """Replace the store that a command names by the folder that it means."""
     from librmq.cli.locate import copied, is_url, locate, storage_options
 
-    chosen.url = chosen.store if is_url(chosen.store) else None
-    if chosen.url is None and storage_options(chosen) is not None:
-        raise InputError(f"--storage-options: they are for a URL such as s3://bucket/store, found {chosen.store!r:.80}")
-    if chosen.url is not None and chosen.command.name != "export":  # which reads URLs itself, and only what it needs
-        chosen.store = copied(chosen, chosen.url)
-    elif chosen.url is None and not chosen.command.makes_store:
-        chosen.store = locate(chosen.store)
+    arguments.url = arguments.store if is_url(arguments.store) else None
+    if arguments.url is None and storage_options(arguments) is not None:
+        raise InputError(
+            f"--storage-options: they are for a URL such as s3://bucket/store, found {arguments.store!r:.80}"
+        )
+    if (
+        arguments.url is not None and arguments.command.name != "export"
+    ):  # which reads URLs itself, and only what it needs
+        arguments.store = copied(arguments, arguments.url)
+    elif arguments.url is None and not arguments.command.makes_store:
+        arguments.store = locate(arguments.store)
 
 
-def _call(chosen: argparse.Namespace) -> int:
+def _call(arguments: argparse.Namespace) -> int:
     """Call the command's function with its output open."""
-    command = chosen.command
-    if command.store and chosen.store is not None:
-        _locate(chosen)
+    command = arguments.command
+    if command.store and arguments.store is not None:
+        _locate(arguments)
     handler: Handler = getattr(importlib.import_module(f"librmq.cli.{command.module}"), command.function)
-    path = getattr(chosen, "out", None) if any("--out" in one.names for one in command.output) else None
-    output = open_output(chosen.format, sys.stdout, path, getattr(chosen, "limit", None))
+    path = getattr(arguments, "out", None) if any("--out" in option.names for option in command.output) else None
+    output = open_output(arguments.format, sys.stdout, path, getattr(arguments, "limit", None))
     try:
-        status = handler(chosen, output)
+        status = handler(arguments, output)
     except Enough:
         status = 0
     finally:
         output.close()
-    if getattr(chosen, "is_cut_short", False) and not getattr(chosen, "as_recovered", False):
+    if getattr(arguments, "is_cut_short", False) and not getattr(arguments, "as_recovered", False):
         status = status or DAMAGED
-    if output.rows == 0 and output.is_on_terminal and output.says_nothing_found and hasattr(chosen, "fail_empty"):
+    if output.rows == 0 and output.is_on_terminal and output.says_nothing_found and hasattr(arguments, "fail_empty"):
         complain("note: nothing found")
-    if status == 0 and output.rows == 0 and getattr(chosen, "fail_empty", False):
+    if status == 0 and output.rows == 0 and getattr(arguments, "fail_empty", False):
         return EMPTY
     return status

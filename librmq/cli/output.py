@@ -89,8 +89,8 @@ class Output:
             for row in rows:
                 self.row(row)
             return
-        rest = iter(rows)
-        while block := list(islice(rest, min(_BLOCK, (self._limit or sys.maxsize) - self.rows))):
+        remaining = iter(rows)
+        while block := list(islice(remaining, min(_BLOCK, (self._limit or sys.maxsize) - self.rows))):
             self.writer.rows_of(block)
             self.rows += len(block)
             if self.rows == self._limit:
@@ -157,7 +157,7 @@ def open_output(form: str | None, stream: TextIO, path: str | None = None, limit
         InputError: ``limit`` is no number, or ``path`` cannot be written.
         MissingExtraError: The extra for the form is missing.
     """
-    most = None if limit is None else whole_number("--limit", limit)
+    row_limit = None if limit is None else whole_number("--limit", limit)
     if path is not None:
         ending = path.rpartition(".")[2].lower()
         form = form or {"csv": "csv", "parquet": "parquet", "txt": "table"}.get(ending, "jsonl")
@@ -166,14 +166,14 @@ def open_output(form: str | None, stream: TextIO, path: str | None = None, limit
             raise InputError("--format parquet: name a file with -o, because Parquet is not text")
         from librmq.cli.row_files import ParquetRows
 
-        return Output(ParquetRows(path), most)
-    own = None
+        return Output(ParquetRows(path), row_limit)
+    file = None
     if path is not None:
         try:
-            own = stream = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed with the output)
+            file = stream = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed with the output)
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}") from None
-    output = Output(_writer(form, stream), most, own)
+    output = Output(_writer(form, stream), row_limit, file)
     output.is_on_terminal = stream.isatty()
     return output
 

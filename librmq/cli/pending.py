@@ -17,8 +17,8 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.diagnosis.pending import pending_messages
 
     with open_store(arguments, all_in_memory=True) as store:
-        for one in pending_messages(store, kind=arguments.kind, topic=arguments.topic):
-            output.row(one._asdict())
+        for message in pending_messages(store, kind=arguments.kind, topic=arguments.topic):
+            output.row(message._asdict())
         note_topic_of(store, arguments.topic, output)
     return 0
 
@@ -34,7 +34,7 @@ def decide(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.commit == arguments.rollback:
         raise InputError("expected either --commit or --rollback")
     with opened_broker(arguments) as broker:
-        row = next((one._asdict() for one in given_up(broker) if one.physical_offset == int(text)), {})
+        row = next((half._asdict() for half in given_up(broker) if half.physical_offset == int(text)), {})
         decide_half(broker, int(text), commit=arguments.commit)
     output.row({**row, "decision": "commit" if arguments.commit else "rollback", "dry_run": arguments.dry_run})
     return 0

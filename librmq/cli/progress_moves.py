@@ -35,8 +35,8 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
 
         return reset_in_cluster(arguments, output)
     if arguments.offset is not None:
-        wanted = _number("--offset", arguments.offset)
-        return _move(arguments, output, lambda store, queue: min(max(wanted, queue.min_offset), queue.max_offset))
+        queue_offset = _number("--offset", arguments.offset)
+        return _move(arguments, output, lambda store, queue: min(max(queue_offset, queue.min_offset), queue.max_offset))
     if arguments.to == "begin":
         return _move(arguments, output, lambda store, queue: queue.min_offset)
     if arguments.to == "end":
@@ -59,30 +59,32 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError("expected either --older-than or --keep")
     expected = "an age such as 90s, 30m, 2h or 7d"
     age_s = None if arguments.older_than is None else parse_duration("--older-than", arguments.older_than, expected)
-    kept = None if arguments.keep is None else _number("--keep", arguments.keep)
+    newest = None if arguments.keep is None else _number("--keep", arguments.keep)
     group, topic = arguments.group, arguments.topic
     clock = age_clock(arguments.store, arguments.older_than)
     with opened_broker(arguments) as broker:
-        wanted = _queue_ids(broker.store, broker.tables, arguments)
-        to_end = age_s is None and kept is None
+        queue_ids = _queue_ids(broker.store, broker.tables, arguments)
+        to_end = age_s is None and newest is None
         now_ms = clock.now_ms()
-        plan = plan_skip(broker, group, topic, older_than=age_s, lag_above=kept, to_end=to_end, now_ms=now_ms)
-        plan = plan._replace(queues=tuple(one for one in plan.queues if one.queue_id in wanted))
+        plan = plan_skip(broker, group, topic, older_than=age_s, lag_above=newest, to_end=to_end, now_ms=now_ms)
+        plan = plan._replace(queues=tuple(queue_skip for queue_skip in plan.queues if queue_skip.queue_id in queue_ids))
         _announce(plan, "would skip" if arguments.dry_run else "skips")
         done = plan
         if plan.queues and arguments.move is not None:
             done = move_to(broker, plan, arguments.move, queues=queues)
         elif plan.queues:
             done = pass_over(broker, plan) if arguments.aside is None else set_aside(broker, plan, arguments.aside)
-    for one in done.queues:
-        row = {"group": group, "topic": topic, **one._asdict(), "skipped": one.end - one.begin}
+    for queue_skip in done.queues:
+        row = {"group": group, "topic": topic, **queue_skip._asdict(), "skipped": queue_skip.end - queue_skip.begin}
         output.row({**row, "aside": done.aside, "dry_run": arguments.dry_run})
     return 0
 
 
 def _announce(plan: Skip, skips: str) -> None:
     """Tell a person what is skipped, before it is."""
-    bounds = [time for one in plan.queues for time in (one.first_timestamp_ms, one.last_timestamp_ms)]
+    bounds = [
+        time for queue_skip in plan.queues for time in (queue_skip.first_timestamp_ms, queue_skip.last_timestamp_ms)
+    ]
     times = [time for time in bounds if time is not None]
     stored = f", stored from {moment(min(times))} to {moment(max(times))} UTC" if times else ""
     complain(f"note: group {plan.group!r} {skips} {counted(plan.messages, 'message')} of topic {plan.topic!r}{stored}")
@@ -99,13 +101,17 @@ def replay(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.diagnosis.policies import replay, skipped
 
     with opened_broker(arguments) as broker:
-        notes = [one for one in skipped(broker) if (one.group, one.topic) == (arguments.group, arguments.topic)]
+        notes = [
+            skip_note
+            for skip_note in skipped(broker)
+            if (skip_note.group, skip_note.topic) == (arguments.group, arguments.topic)
+        ]
         if not notes:
             raise InputError(f"group {arguments.group!r} has skipped nothing of topic {arguments.topic!r}")
         note = notes[-1]
-        there = replay(broker, note, arguments.to)
+        messages = replay(broker, note, arguments.to)
     row = {"group": arguments.to, "topic": note.topic, "skipped_by": note.group, "skipped_at_ms": note.at_ms}
-    output.row({**row, "skipped": note.messages, "messages": there, "dry_run": arguments.dry_run})
+    output.row({**row, "skipped": note.messages, "messages": messages, "dry_run": arguments.dry_run})
     return 0
 
 
@@ -126,7 +132,7 @@ def _move(arguments: argparse.Namespace, output: Output, move: Move) -> int:
         for queue_id in _queue_ids(store, tables, arguments):
             queue = store.queues[topic, queue_id]
             before = tables.consumer_offset(topic, group, queue_id)
-            usual = queue.min_offset if before is None else max(before, queue.min_offset)
+            begin = queue.min_offset if before is None else max(before, queue.min_offset)
             after = move(store, queue)
             if after != before:
                 tables.set_consumer_offset(topic, group, queue_id, after)
@@ -137,8 +143,8 @@ def _move(arguments: argparse.Namespace, output: Output, move: Move) -> int:
                     "queue_id": queue_id,
                     "before": before,
                     "after": after,
-                    "skipped": max(0, after - usual),
-                    "again": max(0, usual - after),
+                    "skipped": max(0, after - begin),
+                    "again": max(0, begin - after),
                     "lag": queue.max_offset - after,
                     "dry_run": arguments.dry_run,
                 }
@@ -151,9 +157,9 @@ def _move(arguments: argparse.Namespace, output: Output, move: Move) -> int:
 def _queue_ids(store: MessageStore, tables: BrokerTables, arguments: argparse.Namespace) -> list[int]:
     """Return the queues to move in; refuse a group or a topic that the store does not know."""
     group, topic = arguments.group, arguments.topic
-    known = StoreView.over(store, tables).groups
-    if group not in known:
-        raise InputError(f"there is no group {group!r}{near(group, known, GROUPS)}")
+    groups = StoreView.over(store, tables).groups
+    if group not in groups:
+        raise InputError(f"there is no group {group!r}{near(group, groups, GROUPS)}")
     ids = sorted(number for name, number in store.queues if name == topic)
     if not ids:
         raise InputError(f"topic {topic!r} has no queue{near(topic, {name for name, _ in store.queues}, TOPICS)}")

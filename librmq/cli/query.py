@@ -33,12 +33,12 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
             raise InputError("a search by key needs both --topic and --key")
         begin = 0 if arguments.begin is None else parse_time(arguments.begin, clock)
         end = _LARGEST if arguments.end is None else parse_time(arguments.end, clock)
-        most = whole_number("--max", arguments.max)
+        row_limit = whole_number("--max", arguments.max)
         with open_store(arguments) as store:
-            found = store.find_by_key(arguments.topic, arguments.key, begin, end, most, exact=False)
-            _print(store, found, output)
-            if len(found) >= most:
-                complain(f"note: {len(found)} messages, as many as --max allows; there may be more")
+            messages = store.find_by_key(arguments.topic, arguments.key, begin, end, row_limit, exact=False)
+            _print(store, messages, output)
+            if len(messages) >= row_limit:
+                complain(f"note: {len(messages)} messages, as many as --max allows; there may be more")
             if output.is_on_terminal:  # programs get no line if nothing is found
                 note_topic_of(store, arguments.topic, output)
     else:
@@ -88,10 +88,10 @@ def _get_message(store: MessageStore, question: dict[str, Any]) -> dict[str, Any
     topic = field(question, "topic", str)
     queue_id = field(question, "queue_id", int)
     queue_offset = field(question, "offset", int)
-    most = field(question, "max_msg_nums", int, 32)
+    max_messages = field(question, "max_msg_nums", int, 32)
     expression = field(question, "sub_expression", str, None)
-    result = store.read(topic, queue_id, queue_offset, most, _by_tags(expression))
-    return get_message_row(topic, queue_id, queue_offset, most, expression, result)
+    result = store.read(topic, queue_id, queue_offset, max_messages, _by_tags(expression))
+    return get_message_row(topic, queue_id, queue_offset, max_messages, expression, result)
 
 
 def _offset_by_time(store: MessageStore, question: dict[str, Any]) -> dict[str, Any]:

@@ -49,12 +49,12 @@ def queue(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError(f"queue id: expected a whole number, found {text!r}")
     topic, queue_id = arguments.topic, int(text)
     with open_store(arguments) as store:
-        found = store.queues.get((topic, queue_id))
-        if found is None:
+        consume_queue = store.queues.get((topic, queue_id))
+        if consume_queue is None:
             topics = {name for name, _ in store.queues}
             ids = [number for name, number in store.queues if name == topic]
-            known = f"; its queues are {named(ids)}" if ids else near(topic, topics, TOPICS)
-            raise InputError(f"unknown queue: there is no queue {queue_id} of topic {topic!r}{known}")
-        for row in entry_rows(topic, queue_id, found):
+            hint = f"; its queues are {named(ids)}" if ids else near(topic, topics, TOPICS)
+            raise InputError(f"unknown queue: there is no queue {queue_id} of topic {topic!r}{hint}")
+        for row in entry_rows(topic, queue_id, consume_queue):
             output.row(row)
     return 0

@@ -47,15 +47,19 @@ def follow_rates(measure: Callable[[], Lag], seconds: float, output: Output) -> 
         before = now
 
 
-def recent_rates(view: StoreView, found: Lag, output: Output) -> None:
+def recent_rates(view: StoreView, queue_lags: Lag, output: Output) -> None:
     """Print what a store that no process uses tells: how fast topics grew at its end."""
     complain(
         "note: no process uses the store. stored_per_s is the rate of its last ten minutes; how fast groups consumed "
         "then is unknown"
     )
-    for one in found.by_topic():
-        messages, seconds = stored_recently(view, one.topic)
-        output.row(GroupRate(one.group, one.topic, seconds, messages / seconds, None, one.lag, None)._asdict())
+    for topic_lag in queue_lags.by_topic():
+        messages, seconds = stored_recently(view, topic_lag.topic)
+        output.row(
+            GroupRate(
+                topic_lag.group, topic_lag.topic, seconds, messages / seconds, None, topic_lag.lag, None
+            )._asdict()
+        )
 
 
 def stored_recently(view: StoreView, topic: str) -> tuple[int, float]:
@@ -66,11 +70,11 @@ def stored_recently(view: StoreView, topic: str) -> tuple[int, float]:
     since_ms = view.now_ms - 1000 * _WINDOW_S
     for queue_id in view.topics.get(topic, ()):
         queue = store.queues[topic, queue_id]
-        wanted = range(queue.min_offset, queue.max_offset)
-        first = first_at(store, queue, since_ms, wanted) if wanted else 0
-        entry = queue.entry(first) if first in wanted else None
+        offsets = range(queue.min_offset, queue.max_offset)
+        first = first_at(store, queue, since_ms, offsets) if offsets else 0
+        entry = queue.entry(first) if first in offsets else None
         if entry is not None:
-            stored += wanted.stop - first
+            stored += offsets.stop - first
             time_ms = store.log.store_timestamp_ms(entry.physical_offset, entry.size)
             begin_ms = begin_ms if time_ms is None else min(begin_ms, time_ms)
     return stored, max(1.0, (view.now_ms - begin_ms) / 1000)

@@ -24,24 +24,24 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
     earlier = None if arguments.compare is None else _read(arguments.compare)
     page = arguments.out
     beside = f"{page.removesuffix('.html')}.json"
-    found = (_by_spark if arguments.spark else _here)(arguments, output)
-    for path, text in ((page, render_page(found, earlier)), (beside, found.to_json())):
+    survey = (_by_spark if arguments.spark else _here)(arguments, output)
+    for path, text in ((page, render_page(survey, earlier)), (beside, survey.to_json())):
         try:
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}") from None
-    severities = Counter(one.severity for one in found.findings)
+    severities = Counter(finding.severity for finding in survey.findings)
     output.row(
         {
             "report": os.path.abspath(page),
             "json": os.path.abspath(beside),
-            "stores": len(found.stores),
+            "stores": len(survey.stores),
             "errors": severities["error"],
             "warnings": severities["warning"],
         }
     )
-    for summary in found.stores:
+    for summary in survey.stores:
         if summary.skipped:
             arguments.is_cut_short = True
             complain(
@@ -60,9 +60,11 @@ def _here(arguments: argparse.Namespace, output: Output) -> Report:
     folders = {url: folder for folder, url in urls.items()}
     arguments.stores = [folders.get(place) or locate(place) for place in arguments.stores]
     with watching_bar("report", 0):
-        found = report_of(arguments.stores, only=read_ranges(arguments), check=arguments.verify)
+        survey = report_of(arguments.stores, only=read_ranges(arguments), check=arguments.verify)
     note_part(arguments.stores, arguments.topic, arguments.group, output)
-    return replace(found, stores=tuple(one._replace(path=urls.get(one.path, one.path)) for one in found.stores))
+    return replace(
+        survey, stores=tuple(store._replace(path=urls.get(store.path, store.path)) for store in survey.stores)
+    )
 
 
 def _by_spark(arguments: argparse.Namespace, output: Output) -> Report:
@@ -70,9 +72,9 @@ def _by_spark(arguments: argparse.Namespace, output: Output) -> Report:
     from librmq.spark.overview import overview
 
     session = start(arguments)
-    found = refused(lambda: overview(session, arguments.stores, only=read_ranges(arguments)))
-    note_part((one.path for one in found.stores), arguments.topic, arguments.group, output)
-    return found
+    survey = refused(lambda: overview(session, arguments.stores, only=read_ranges(arguments)))
+    note_part((store.path for store in survey.stores), arguments.topic, arguments.group, output)
+    return survey
 
 
 def _read(path: str) -> Report:

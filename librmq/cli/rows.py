@@ -148,17 +148,17 @@ def entry_rows(topic: str, queue_id: int, queue: ConsumeQueue) -> Iterator[Row]:
 # --------------------------------------------------------------------------------------------------- answers
 
 
-def index_query_row(store: MessageStore, topic: str, key: str, most: int, begin_ms: int, end_ms: int) -> Row:
+def index_query_row(store: MessageStore, topic: str, key: str, max_messages: int, begin_ms: int, end_ms: int) -> Row:
     """Return the index entries of a key, in the index's order, and the messages found through them."""
-    messages = store.find_by_key(topic, key, begin_ms, end_ms, most, exact=False)
+    messages = store.find_by_key(topic, key, begin_ms, end_ms, max_messages, exact=False)
     return {
         "type": "index_query",
         "topic": topic,
         "key": key,
-        "max_num": most,
+        "max_num": max_messages,
         "begin": begin_ms,
         "end": end_ms,
-        "phys_offsets": store.index.query(topic, key, begin_ms, end_ms, most),
+        "phys_offsets": store.index.query(topic, key, begin_ms, end_ms, max_messages),
         "index_last_update_timestamp": store.index.end_timestamp_ms,
         "index_last_update_phyoffset": store.index.end_physical_offset,
         "query_message_phys": [message.physical_offset for message in messages],
@@ -166,7 +166,7 @@ def index_query_row(store: MessageStore, topic: str, key: str, most: int, begin_
 
 
 def get_message_row(
-    topic: str, queue_id: int, queue_offset: int, most: int, expression: str | None, result: ReadResult
+    topic: str, queue_id: int, queue_offset: int, max_messages: int, expression: str | None, result: ReadResult
 ) -> Row:
     """Return the row of a read's result."""
     return {
@@ -174,7 +174,7 @@ def get_message_row(
         "topic": topic,
         "queue_id": queue_id,
         "offset": queue_offset,
-        "max_msg_nums": most,
+        "max_msg_nums": max_messages,
         "sub_expression": expression,
         "status": result.status.value,
         "next_begin_offset": result.next_offset,
@@ -244,16 +244,16 @@ def gap_row(store: str, gap: Gap) -> Row:
     }
 
 
-def snapshot_row(made: Snapshot) -> Row:
+def snapshot_row(copy: Snapshot) -> Row:
     """Return the row of a snapshot, or of a store restored from one."""
     return {
         "type": "snapshot",
-        "path": made.path,
-        "min_phy_offset": made.begin,
-        "max_phy_offset": made.end,
-        "copied_files": made.copied_files,
-        "linked_files": made.linked_files,
-        "changed": [cut_row(made.path, one) for one in made.changed],
+        "path": copy.path,
+        "min_phy_offset": copy.begin,
+        "max_phy_offset": copy.end,
+        "copied_files": copy.copied_files,
+        "linked_files": copy.linked_files,
+        "changed": [cut_row(copy.path, change) for change in copy.changed],
     }
 
 
@@ -264,11 +264,11 @@ def verify_row(store: str, verdict: Verdict) -> Row:
         "sound": verdict.sound,
         "damage": [
             {
-                "file": os.path.relpath(one.file, store),
-                "offset": one.offset,
-                "kind": one.kind,
-                "what": one.what,
+                "file": os.path.relpath(damage.file, store),
+                "offset": damage.offset,
+                "kind": damage.kind,
+                "what": damage.what,
             }
-            for one in verdict.damage
+            for damage in verdict.damage
         ],
     }

@@ -112,50 +112,50 @@ class MessageQuery:
 
     def _with_key(self, store: MessageStore, key: str) -> list[StoredMessage]:
         topics = {name[0] for name in store.queues} if self.topic is None else {self.topic}
-        found = [one for topic in topics for one in store.find_by_key(topic, key, max_messages=1 << 31)]
-        return sorted(found, key=lambda message: message.physical_offset)
+        messages = [message for topic in topics for message in store.find_by_key(topic, key, max_messages=1 << 31)]
+        return sorted(messages, key=lambda message: message.physical_offset)
 
     def ranges(self, store: MessageStore) -> dict[QueueName, range]:
         """Return the queue offsets that may be selected, by queue; a binary search finds those of times."""
-        found = {}
+        ranges = {}
         for name in sorted(filter(self.wants_queue, store.queues)):
             queue = store.queues[name]
             begin, end = queue.min_offset, queue.max_offset
             if self.offsets is not None:
                 begin, end = max(begin, self.offsets.start), min(end, self.offsets.stop)
             if begin < end and self.has_times:
-                wanted = range(begin, end)
-                begin, end = first_at(store, queue, self.begin_ms, wanted), end_at(store, queue, self.end_ms, wanted)
+                offsets = range(begin, end)
+                begin, end = first_at(store, queue, self.begin_ms, offsets), end_at(store, queue, self.end_ms, offsets)
             if begin < end:
-                found[name] = range(begin, end)
-        return found
+                ranges[name] = range(begin, end)
+        return ranges
 
     def _in_queues(self, store: MessageStore) -> Iterator[StoredMessage]:
         matching = store.matching(tags=self.tags)
-        found = [in_queue(store, name, wanted, matching) for name, wanted in self.ranges(store).items()]
-        return heapq.merge(*found, key=lambda message: message.physical_offset)
+        streams = [in_queue(store, name, offsets, matching) for name, offsets in self.ranges(store).items()]
+        return heapq.merge(*streams, key=lambda message: message.physical_offset)
 
 
 def in_queue(
-    store: MessageStore, name: QueueName, wanted: range, matching: MessageFilter | None = None
+    store: MessageStore, name: QueueName, offsets: range, matching: MessageFilter | None = None
 ) -> Iterator[StoredMessage]:
     """Yield the messages of a queue with the wanted queue offsets."""
-    at = wanted.start
-    while at < wanted.stop:
-        found = store.read(*name, at, min(_READ, wanted.stop - at), matching)
-        yield from (message for message in found.messages if message.queue_offset < wanted.stop)
-        if found.next_offset <= at:
+    at = offsets.start
+    while at < offsets.stop:
+        result = store.read(*name, at, min(_READ, offsets.stop - at), matching)
+        yield from (message for message in result.messages if message.queue_offset < offsets.stop)
+        if result.next_offset <= at:
             return
-        advance(found.next_offset - at)
-        at = found.next_offset
+        advance(result.next_offset - at)
+        at = result.next_offset
 
 
-def first_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, wanted: range) -> int:
+def first_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, offsets: range) -> int:
     """Return the first of some queue offsets whose message was stored at a time or later.
 
     The machine's clock can have been put back by up to an hour.
     """
-    begin, end = (_near(store, queue, at, wanted) for at in (time_ms - _STEP_BACK_MS, time_ms))
+    begin, end = (_near(store, queue, at, offsets) for at in (time_ms - _STEP_BACK_MS, time_ms))
     for at, times in _times(store, queue, begin, end):
         later = np.flatnonzero(times >= time_ms)
         if len(later):
@@ -163,9 +163,9 @@ def first_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, wanted: ran
     return end
 
 
-def end_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, wanted: range) -> int:
+def end_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, offsets: range) -> int:
     """Return the end of those of some queue offsets whose messages were stored before a time, as `first_at` does."""
-    begin, end = (_near(store, queue, at, wanted) for at in (time_ms, time_ms + _STEP_BACK_MS))
+    begin, end = (_near(store, queue, at, offsets) for at in (time_ms, time_ms + _STEP_BACK_MS))
     for at, times in _times(store, queue, begin, end):
         earlier = np.flatnonzero((times < time_ms) & (times != UNKNOWN))
         if len(earlier):
@@ -180,15 +180,15 @@ def _times(store: MessageStore, queue: ConsumeQueue, begin: int, end: int) -> It
             yield at, store_times(store.log, block["physical_offset"].astype(np.int64))
 
 
-def _near(store: MessageStore, queue: ConsumeQueue, time_ms: int, wanted: range) -> int:
+def _near(store: MessageStore, queue: ConsumeQueue, time_ms: int, offsets: range) -> int:
     """Return the first of some queue offsets stored at a time or later, if the clock only went forward."""
 
     def stored(queue_offset: int) -> int:
         entry = queue.entry(queue_offset)
-        found = None if entry is None else store.log.store_timestamp_ms(entry.physical_offset, entry.size)
-        return -_LARGEST - 1 if found is None else found
+        time_at = None if entry is None else store.log.store_timestamp_ms(entry.physical_offset, entry.size)
+        return -_LARGEST - 1 if time_at is None else time_at
 
-    return bisect_left(range(wanted.stop), time_ms, wanted.start, wanted.stop, key=stored)
+    return bisect_left(range(offsets.stop), time_ms, offsets.start, offsets.stop, key=stored)
 
 
 def _text(message: StoredMessage) -> str:
@@ -269,15 +269,15 @@ def _number(name: str, text: str) -> int:
 
 
 def _offsets(text: str) -> range:
-    found = _OFFSETS.fullmatch(text)
-    if found is None:
+    match = _OFFSETS.fullmatch(text)
+    if match is None:
         raise InputError(f"--offset: expected a queue offset such as 100, or 100-200, or 100-, found {text!r:.80}")
-    begin = int(found[1])
-    if not found[2]:
+    begin = int(match[1])
+    if not match[2]:
         return range(begin, begin + 1)
-    if found[3] and int(found[3]) < begin:
-        raise InputError(f"--offset {text}: {begin} is after {found[3]}: expected the smaller queue offset first")
-    return range(begin, int(found[3]) + 1 if found[3] else _LARGEST)
+    if match[3] and int(match[3]) < begin:
+        raise InputError(f"--offset {text}: {begin} is after {match[3]}: expected the smaller queue offset first")
+    return range(begin, int(match[3]) + 1 if match[3] else _LARGEST)
 
 
 def _pattern(text: str) -> re.Pattern[str]:

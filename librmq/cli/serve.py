@@ -157,7 +157,7 @@ def _by_hand(
     grpc: int | None,
     listening: socket.socket | None,
     config: StoreConfig | None,
-    told: Callable[[dict[str, Any]], None],
+    put_row: Callable[[dict[str, Any]], None],
     changed: Callable[[str, str, bool], None],
     serving: ExitStack,
     stop: _Stop,
@@ -185,7 +185,7 @@ def _by_hand(
 
     served = ServedKit(kit, serve_again)
     serving.callback(lambda: stop.close(ports[0]))
-    control = Control(served, arguments.control or 0, told)
+    control = Control(served, arguments.control or 0, put_row)
     serving.callback(stop.close, control)
     first = ports[0]
     return {

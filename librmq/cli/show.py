@@ -138,26 +138,26 @@ def _last(store: MessageStore, selection: MessageQuery, count: int, *, everythin
         return list(selection.messages(store))[-count:]
     test, matching = selection.test(), store.matching(tags=selection.tags)
     ranges = {
-        name: wanted
-        for name, wanted in selection.ranges(store).items()
+        name: offsets
+        for name, offsets in selection.ranges(store).items()
         if everything or selection.topic is not None or user_queue(name)
     }
     window = max(count, _FIRST_WINDOW)
     while True:
-        found: list[StoredMessage] = []
+        messages: list[StoredMessage] = []
         complete_from = 0
-        for name, wanted in ranges.items():
-            begin = max(wanted.start, wanted.stop - window)
-            found += filter(test, in_queue(store, name, range(begin, wanted.stop), matching))
-            if begin > wanted.start:
+        for name, offsets in ranges.items():
+            begin = max(offsets.start, offsets.stop - window)
+            messages += filter(test, in_queue(store, name, range(begin, offsets.stop), matching))
+            if begin > offsets.start:
                 entry = store.queues[name].entry(begin)
                 complete_from = max(complete_from, 0 if entry is None else entry.physical_offset)
-        found = sorted(
-            (message for message in found if message.physical_offset >= complete_from),
+        messages = sorted(
+            (message for message in messages if message.physical_offset >= complete_from),
             key=lambda message: message.physical_offset,
         )
-        if len(found) >= count or not complete_from:
-            return found[-count:]
+        if len(messages) >= count or not complete_from:
+            return messages[-count:]
         window *= 8
 
 

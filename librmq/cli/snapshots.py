@@ -20,8 +20,10 @@ def salvage(arguments: argparse.Namespace, output: Output) -> int:
     files, config = files_and_config(arguments, log_only=True)
     if arguments.into is not None:
         with log_bar("salvage", store, 3):
-            made = rescue(store, arguments.into, config, files=files, tell=lambda gap: output.row(gap_row(store, gap)))
-        output.row({"type": "salvage", "into": made.path, "records": made.records, "gaps": made.gaps})
+            rescued = rescue(
+                store, arguments.into, config, files=files, tell=lambda gap: output.row(gap_row(store, gap))
+            )
+        output.row({"type": "salvage", "into": rescued.path, "records": rescued.records, "gaps": rescued.gaps})
         return 0
     levels = DelayLevels.parse(config.message_delay_level)
     with log_bar("salvage", store, 1, quiet=output.is_on_terminal):
@@ -36,8 +38,8 @@ def snapshot(arguments: argparse.Namespace, output: Output) -> int:
 
     files, config = files_and_config(arguments)
     with log_bar("snapshot", arguments.store, 3):
-        made = snapshot(arguments.store, arguments.target, config, copy=arguments.copy, files=files)
-    output.row(snapshot_row(made))
+        copy = snapshot(arguments.store, arguments.target, config, copy=arguments.copy, files=files)
+    output.row(snapshot_row(copy))
     return 0
 
 
@@ -47,6 +49,6 @@ def restore(arguments: argparse.Namespace, output: Output) -> int:
 
     files, config = files_and_config(arguments)
     with log_bar("restore", arguments.store, 3):
-        made = restore(arguments.store, arguments.target, config, files=files)
-    output.row(snapshot_row(made))
+        restored = restore(arguments.store, arguments.target, config, files=files)
+    output.row(snapshot_row(restored))
     return 0

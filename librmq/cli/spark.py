@@ -58,10 +58,10 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
             )
         )
         rows = refused(lambda: session.read.parquet(increment.path).count())
-        made = {"pipeline": arguments.name, "rows": rows, "out": increment.path, "messages": increment.messages}
+        result_row = {"pipeline": arguments.name, "rows": rows, "out": increment.path, "messages": increment.messages}
         if skips:
-            made |= {"left_out": increment.left_out.places, "lost": increment.lost}
-        output.row(made)
+            result_row |= {"left_out": increment.left_out.places, "lost": increment.lost}
+        output.row(result_row)
         _note_left_out(increment.left_out)
         return 0
     frame = refused(lambda: run(session, arguments.name, arguments.stores, settings))
@@ -72,8 +72,8 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
         return refused(lambda: LeftOut.of(left_out(session, arguments.name, arguments.stores, settings)))
 
     if arguments.out is None:
-        found = refused(lambda: frame.toLocalIterator(prefetchPartitions=True))
-        while (row := refused(lambda: next(found, None))) is not None:
+        results = refused(lambda: frame.toLocalIterator(prefetchPartitions=True))
+        while (row := refused(lambda: next(results, None))) is not None:
             output.row(_plain(row.asDict(recursive=True)))
         output.flush()
         _note_left_out(skipped())
@@ -84,9 +84,9 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
         )
     )
     rows = refused(lambda: session.read.parquet(out).count()) if has_files(out) else 0
-    made = {"pipeline": arguments.name, "rows": rows, "out": out}
+    result_row = {"pipeline": arguments.name, "rows": rows, "out": out}
     without = skipped()
-    output.row(made | {"left_out": without.places} if skips else made)
+    output.row(result_row | {"left_out": without.places} if skips else result_row)
     _note_left_out(without)
     return 0
 
@@ -154,10 +154,10 @@ def start(arguments: argparse.Namespace) -> SparkSession:
     config = {"spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower()}
     if arguments.master.startswith("local"):
         config["spark.sql.shuffle.partitions"] = "8"
-    made = session("librmq", arguments.master, config)
-    made.sparkContext.setLogLevel("OFF")  # the command prints the error
-    register(made)
-    return made
+    spark_session = session("librmq", arguments.master, config)
+    spark_session.sparkContext.setLogLevel("OFF")  # the command prints the error
+    register(spark_session)
+    return spark_session
 
 
 def refused(action: Callable[[], T]) -> T:
@@ -172,23 +172,23 @@ def refused(action: Callable[[], T]) -> T:
         raise StoreError(cause_of(error) or str(error).partition("\n")[0]) from None
 
 
-def _settings(given: list[str] | None) -> Mapping[str, str]:
-    found = {}
-    for one in given or ():
-        name, sign, value = one.partition("=")
+def _settings(words: list[str] | None) -> Mapping[str, str]:
+    settings = {}
+    for word in words or ():
+        name, sign, value = word.partition("=")
         if not sign:
-            raise InputError(f"--set: expected NAME=VALUE, found {one!r}")
-        found[name] = value
-    return found
+            raise InputError(f"--set: expected NAME=VALUE, found {word!r}")
+        settings[name] = value
+    return settings
 
 
 def _plain(value: object) -> Any:  # noqa: ANN401 (any value of JSON)
     """Return a row's value in a form that JSON has."""
     match value:
         case dict():
-            return {str(name): _plain(one) for name, one in value.items()}
+            return {str(name): _plain(item) for name, item in value.items()}
         case list() | tuple():
-            return [_plain(one) for one in value]
+            return [_plain(item) for item in value]
         case datetime():
             return value.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         case date():

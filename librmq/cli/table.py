@@ -214,12 +214,12 @@ class Table:
 
     def _take_list(self, kind: str, row: Row) -> None:
         name, kind_of_rows = _LISTS[kind]
-        rest = {key: value for key, value in row.items() if key not in (name, "cut", "topic_queue_table")}
-        self._take("rest", rest)
-        for one in row.get(name, ()):
-            self._take(kind_of_rows, one)
-        for one in row.get("cut", ()):
-            self._take("cut", one)
+        scalars = {key: value for key, value in row.items() if key not in (name, "cut", "topic_queue_table")}
+        self._take("rest", scalars)
+        for item in row.get(name, ()):
+            self._take(kind_of_rows, item)
+        for item in row.get("cut", ()):
+            self._take("cut", item)
 
     def _take(self, kind: str, row: Row) -> None:
         if kind != self._kind or len(self._rows) >= _ROWS:
@@ -274,22 +274,22 @@ class Table:
 
     def _widths(self, titles: list[str], cells: list[list[rich.text.Text]], numbers: list[bool]) -> list[int] | None:
         """Return the width of each column; None if the terminal is too narrow for the columns."""
-        least, wanted = [], []
+        widths, ideal = [], []
         for at, title in enumerate(titles):
             longest = max(line[at].cell_len for line in cells)
             word = max(rich.text.Text(word).cell_len for word in (title or " ").split(" "))
-            whole = numbers[at] or (title in _ON_ONE_LINE and title != "body")
-            least.append(max(word, longest if whole else min(longest, _LEAST_TEXT)))
-            wanted.append(max(longest, len(title)))
-        left = self._console.width - sum(least) - _GAP * len(titles)
+            is_whole = numbers[at] or (title in _ON_ONE_LINE and title != "body")
+            widths.append(max(word, longest if is_whole else min(longest, _LEAST_TEXT)))
+            ideal.append(max(longest, len(title)))
+        left = self._console.width - sum(widths) - _GAP * len(titles)
         if left < 0:
             return None
-        needs = sorted((want - width, at) for at, (want, width) in enumerate(zip(wanted, least, strict=True)))
+        needs = sorted((want - width, at) for at, (want, width) in enumerate(zip(ideal, widths, strict=True)))
         for place, (need, at) in enumerate(needs):  # a fair share each; what one does not need is for the others
             more = min(need, left // (len(needs) - place))
-            least[at] += more
+            widths[at] += more
             left -= more
-        return least
+        return widths
 
     def _draw_lists(self, titles: list[str], cells: list[list[rich.text.Text]]) -> None:
         """Draw each row as a list, a line for each column."""

@@ -45,8 +45,8 @@ def _create(
     permission = arguments.permission or "rw"
     row, kind = topic_row(name, read, write, _PERMISSIONS[permission]), arguments.type
     tables.topics.set(name, row if kind is None else with_topic_type(row, kind))
-    told = {} if kind is None else {"message_type": kind}
-    return {"read_queues": read, "write_queues": write, "permission": permission, **told}
+    type_field = {} if kind is None else {"message_type": kind}
+    return {"read_queues": read, "write_queues": write, "permission": permission, **type_field}
 
 
 def _grow(
@@ -96,11 +96,11 @@ def _missing(name: str, tables: BrokerTables, otherwise: str = ": create it by `
     return InputError(f"topic {name!r} does not exist{near(name, tables.topics.rows, otherwise)}")
 
 
-def _queues(name: str, text: str | None, usual: int | None) -> int:
+def _queues(name: str, text: str | None, default: int | None) -> int:
     if text is None:
-        if usual is None:
+        if default is None:
             raise InputError(f"{name} is missing")
-        return usual
+        return default
     if text.isascii() and text.isdigit() and len(text) < 8 and 1 <= int(text) <= MOST_QUEUES:
         return int(text)
     raise InputError(f"{name}: expected a whole number from 1 to {MOST_QUEUES}, found {text!r:.80}")
@@ -112,9 +112,9 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
     if action == "create":
         validate_group(name)
     with opened_to_change(arguments) as (store, tables):
-        known = StoreView.over(store, tables).groups
-        if action != "create" and name not in known:
-            raise InputError(f"there is no group {name!r}{near(name, known, GROUPS)}")
+        groups = StoreView.over(store, tables).groups
+        if action != "create" and name not in groups:
+            raise InputError(f"there is no group {name!r}{near(name, groups, GROUPS)}")
         row: dict[str, Any] = {"group": name, "action": action}
         if action == "create":
             old = tables.groups.rows.get(name) or group_row(name)
@@ -122,7 +122,7 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
             tables.groups.set(name, {**old, "retryMaxTimes": retries})
             row["retries"] = retries
         elif action == "copy":
-            row |= _copy(tables, name, arguments.to, known)
+            row |= _copy(tables, name, arguments.to, groups)
             row |= _retries_of(store, tables, name, arguments)
         else:
             row["topics"] = _forget(tables, name)
@@ -136,19 +136,19 @@ def _retries(text: str) -> int:
     raise InputError(f"--retries: expected a whole number, found {text!r:.80}")
 
 
-def _copy(tables: BrokerTables, name: str, new: str | None, known: tuple[str, ...]) -> dict[str, Any]:
+def _copy(tables: BrokerTables, name: str, new: str | None, groups: tuple[str, ...]) -> dict[str, Any]:
     """Create a group with the progress of another one."""
     if new is None:
         raise InputError("copy: name the new group by --to")
     validate_group(new)
-    if new in known:
+    if new in groups:
         raise InputError(f"--to: group {new!r} exists; expected a new name")
     old = tables.groups.rows.get(name) or group_row(name)
     tables.groups.set(new, {**old, "groupName": new})
     topics = []
     for key, offsets in sorted(tables.offsets.rows.items()):
-        topic, _, of = key.rpartition("@")
-        if of == name and topic != f"%RETRY%{name}":
+        topic, _, owner = key.rpartition("@")
+        if owner == name and topic != f"%RETRY%{name}":
             tables.offsets.set(f"{topic}@{new}", dict(offsets))
             topics.append(topic)
     return {"to": new, "topics": topics}
@@ -158,10 +158,10 @@ def _retries_of(store: MessageStore, tables: BrokerTables, name: str, arguments:
     """Move the waiting retries of a group if that is wanted; else return which stay with the old name."""
     if arguments.with_retries:
         moved, delayed = move_retries(store, tables, name, arguments.to)
-        found: dict[str, Any] = {"retries_moved": moved, "retries_left": 0}
+        fields: dict[str, Any] = {"retries_moved": moved, "retries_left": 0}
         if delayed:
-            found["note"] = f"{delayed} retries also come to group {name} when their delay ends: do not start it again"
-        return found
+            fields["note"] = f"{delayed} retries also come to group {name} when their delay ends: do not start it again"
+        return fields
     retries = list(waiting_retries(store, tables, name))
     if not retries:
         return {"retries_left": 0}

@@ -41,20 +41,20 @@ def topics(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _topic_rows(store: MessageStore, what: str, *, quiet: bool = False) -> Iterator[dict[str, Any]]:
-    found = _queues_by_topic(store)
-    with ProgressBar(what, len(found), "topics", quiet=quiet) as bar:
-        for number, (topic, queues) in enumerate(found.items()):
+    queues_by_topic = _queues_by_topic(store)
+    with ProgressBar(what, len(queues_by_topic), "topics", quiet=quiet) as bar:
+        for number, (topic, queues) in enumerate(queues_by_topic.items()):
             bar.to(number)
             yield _topic_row(store, topic, queues)
 
 
 def _queues_by_topic(store: MessageStore) -> dict[str, list[ConsumeQueue]]:
-    found: dict[str, list[ConsumeQueue]] = {
+    queues_by_topic: dict[str, list[ConsumeQueue]] = {
         topic: [] for topic, row in tables_of(store).topics.rows.items() if is_listed(topic, row.get("perm", 0))
     }
     for (topic, _), queue in sorted(store.queues.items()):
-        found.setdefault(topic, []).append(queue)
-    return dict(sorted(found.items()))
+        queues_by_topic.setdefault(topic, []).append(queue)
+    return dict(sorted(queues_by_topic.items()))
 
 
 def _topic_row(store: MessageStore, topic: str, queues: list[ConsumeQueue]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _topic_row(store: MessageStore, topic: str, queues: list[ConsumeQueue]) -> d
         "kind": kind_of_topic(topic),
         "queues": len(queues),
         "messages": sum(queue.max_offset - queue.min_offset for queue in queues),
-        "min_timestamp_ms": min(filter(None, (_stored_ms(store, *one) for one in ends)), default=None),
+        "min_timestamp_ms": min(filter(None, (_stored_ms(store, *end) for end in ends)), default=None),
         "max_timestamp_ms": max(
             filter(None, (_stored_ms(store, queue, queue.max_offset - 1) for queue, _ in ends)), default=None
         ),
@@ -82,7 +82,7 @@ def stats(arguments: argparse.Namespace, output: Output) -> int:
 
     with open_store(arguments) as store:
         rows = list(_topic_rows(store, "stats"))
-        own = [row for row in rows if row["kind"] == "user"]
+        user_rows = [row for row in rows if row["kind"] == "user"]
         times = [
             row[name] for row in rows for name in ("min_timestamp_ms", "max_timestamp_ms") if row[name] is not None
         ]
@@ -94,9 +94,9 @@ def stats(arguments: argparse.Namespace, output: Output) -> int:
                 "kind": directory.recognise(store.path, store.files).value,
                 "used_by": holder,
                 "closed_cleanly": None if holder is not None else not has_abort(store.files, store.path),
-                "topics": len(own),
-                "queues": sum(row["queues"] for row in own),
-                "messages": sum(row["messages"] for row in own),
+                "topics": len(user_rows),
+                "queues": sum(row["queues"] for row in user_rows),
+                "messages": sum(row["messages"] for row in user_rows),
                 "retries": sum(row["messages"] for row in rows if row["kind"] == "retry"),
                 "dead_letters": sum(row["messages"] for row in rows if row["kind"] == "dead"),
                 "groups": sum(not is_own_group(group) for group in StoreView.over(store).groups),

@@ -18,18 +18,18 @@ TOPICS: Final = "; librmq topics lists the topics"
 """What to do about an unknown name, for `near`."""
 
 
-def note_group(group: str | None, known: Collection[str], output: Output) -> None:
+def note_group(group: str | None, groups: Collection[str], output: Output) -> None:
     """Tell a person that there is no such group, and which one is near."""
-    if group is not None and group not in known:
+    if group is not None and group not in groups:
         output.says_nothing_found = False
-        complain(f"note: there is no group {group!r}{near(group, known, GROUPS)}")
+        complain(f"note: there is no group {group!r}{near(group, groups, GROUPS)}")
 
 
-def note_topic(topic: str | None, known: Collection[str], output: Output) -> None:
+def note_topic(topic: str | None, topics: Collection[str], output: Output) -> None:
     """Tell a person that a topic has no queue, and which one is near."""
-    if topic is not None and topic not in known:
+    if topic is not None and topic not in topics:
         output.says_nothing_found = False
-        complain(f"note: topic {topic!r} has no queue{near(topic, known, TOPICS)}")
+        complain(f"note: topic {topic!r} has no queue{near(topic, topics, TOPICS)}")
 
 
 def note_topic_of(store: MessageStore, topic: str | None, output: Output) -> None:
@@ -52,12 +52,12 @@ def note_part(stores: Iterable[str], topics: str | None, groups: str | None, out
     It prints nothing if a store can't be read, because its names are not known.
     """
     folders = list(stores)
-    if topics is not None and (known := _known(folders, _topics)) is not None:
+    if topics is not None and (names := _known(folders, _topics)) is not None:
         for topic in topics.split(","):
-            note_topic(topic.strip(), known, output)
-    if groups is not None and (known := _known(folders, _groups)) is not None:
+            note_topic(topic.strip(), names, output)
+    if groups is not None and (names := _known(folders, _groups)) is not None:
         for group in groups.split(","):
-            note_group(group.strip(), known, output)
+            note_group(group.strip(), names, output)
 
 
 def _known(stores: Iterable[str], names: Callable[[str], Iterable[str]]) -> set[str] | None:
@@ -82,7 +82,7 @@ def _groups(path: str) -> Iterable[str]:
         return view.groups
 
 
-def near(name: str, known: Collection[str], otherwise: str) -> str:
+def near(name: str, names: Collection[str], otherwise: str) -> str:
     """Return the end of a message about an unknown name: the nearest known one, ``otherwise`` if none is near."""
-    found = nearest(name, known)
-    return f"; did you mean {found!r}?" if found is not None else otherwise
+    nearest_name = nearest(name, names)
+    return f"; did you mean {nearest_name!r}?" if nearest_name is not None else otherwise

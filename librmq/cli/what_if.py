@@ -21,21 +21,21 @@ _MOST: Final = 1024
 def whatif(arguments: argparse.Namespace, output: Output) -> int:
     """Print the time to drain a group's backlog as it is, then with changes, the greatest speed-up first."""
     with open_view(arguments) as view:
-        for one in what_if(_consumption(view, arguments)):
-            then, found = one.consumption, one.estimate
+        for scenario in what_if(_consumption(view, arguments)):
+            consumption, estimate = scenario.consumption, scenario.estimate
             output.row(
                 {
-                    "scenario": one.name,
-                    **found._asdict(),
-                    "speed_up": one.speed_up,
-                    "lag": sum(then.lags),
-                    "queues": len(then.lags),
-                    "clients": then.clients,
-                    "threads": then.threads,
-                    "batch_size": then.batch_size,
-                    "handler_s": then.handler_s,
-                    "stored_per_s": then.stored_per_s,
-                    "advice": one.advice,
+                    "scenario": scenario.name,
+                    **estimate._asdict(),
+                    "speed_up": scenario.speed_up,
+                    "lag": sum(consumption.lags),
+                    "queues": len(consumption.lags),
+                    "clients": consumption.clients,
+                    "threads": consumption.threads,
+                    "batch_size": consumption.batch_size,
+                    "handler_s": consumption.handler_s,
+                    "stored_per_s": consumption.stored_per_s,
+                    "advice": scenario.advice,
                 }
             )
     return 0
@@ -72,11 +72,11 @@ def _consumption(view: StoreView, arguments: argparse.Namespace) -> Consumption:
 
 def _number(name: str, text: str) -> float:
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = -1.0
-    if 0 <= found < 1e12:
-        return found
+        number = -1.0
+    if 0 <= number < 1e12:
+        return number
     raise InputError(f"{name}: expected a number of 0 or more, found {text!r:.80}")
 
 

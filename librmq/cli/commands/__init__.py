@@ -16,7 +16,7 @@ SECTIONS: Final[dict[str, tuple[Command, ...]]] = {
     "Tools": tools.COMMANDS,
 }
 """The commands by the headings of the help."""
-COMMANDS: Final[dict[str, Command]] = {one.name: one for section in SECTIONS.values() for one in section}
+COMMANDS: Final[dict[str, Command]] = {command.name: command for section in SECTIONS.values() for command in section}
 """The commands by name."""
-READING: Final = frozenset((*(one.name for one in look.COMMANDS), "ask", "dump", "export", "queue", "timers"))
+READING: Final = frozenset((*(command.name for command in look.COMMANDS), "ask", "dump", "export", "queue", "timers"))
 """Commands that read the messages of a store, or what is known about them."""

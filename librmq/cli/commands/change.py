@@ -90,7 +90,7 @@ COMMANDS: Final = (
             *SECURED,
             option("--to-topic", metavar="TOPIC", help="send messages, or the dead letters of --group, to this topic"),
             option("--from-start", action="store_true", help="do not continue where the last call ended"),
-            *(one for one in SELECTION if one.names[0] not in ("--key", "--id")),
+            *(argument for argument in SELECTION if argument.names[0] not in ("--key", "--id")),
             *CHANGES,
         ),
         description="Starts a second group where a group's last skip of a topic began: --group, --topic and --to. Or, "

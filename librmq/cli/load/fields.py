@@ -23,15 +23,15 @@ _INT32: Final = 1 << 31
 _INT64: Final = 1 << 63
 
 
-def whole(row: Fields, name: str, least: int, most: int, default: int | None = None) -> int:
-    """Return a whole number from ``least`` to ``most``."""
+def whole(row: Fields, name: str, minimum: int, maximum: int, default: int | None = None) -> int:
+    """Return a whole number from ``minimum`` to ``maximum``."""
     value = row.get(name)
     if value is None:
         if default is None:
             raise InputError(f"{name} is missing")
         return default
-    if type(value) is not int or not least <= value <= most:
-        raise InputError(f"{name}: expected a whole number from {least} to {most}, found {value!r:.80}")
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise InputError(f"{name}: expected a whole number from {minimum} to {maximum}, found {value!r:.80}")
     return value
 
 
@@ -91,7 +91,7 @@ def host(row: Fields, name: str) -> record.Host | None:
 def objects(row: Fields, name: str) -> list[Row]:
     """Return a list of objects."""
     value = row.get(name)
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    if not isinstance(value, list) or not all(isinstance(element, dict) for element in value):
         raise InputError(f"{name}: expected a list of objects")
     return value
 
@@ -103,13 +103,13 @@ def properties(row: Fields) -> dict[str, str]:
         return {}
     if not isinstance(value, dict):
         raise InputError("props: expected an object")
-    return {_checked_text("props", name): _checked_text(f"props: {name:.80}", one) for name, one in value.items()}
+    return {_checked_text("props", name): _checked_text(f"props: {name:.80}", text) for name, text in value.items()}
 
 
 def message(row: Fields, topic: str) -> Message:
     """Return the message of an operation, with text from ``body`` or bytes from ``body_b64``."""
     raw = optional_text(row, "propertiesString")
-    found = properties(row) if raw is None else record.decode_properties(raw)
+    values = properties(row) if raw is None else record.decode_properties(raw)
     for name, property_name in (
         ("tags", record.PROPERTY_TAGS),
         ("keys", record.PROPERTY_KEYS),
@@ -117,23 +117,23 @@ def message(row: Fields, topic: str) -> Message:
     ):
         value = optional_text(row, name)
         if value is not None:
-            found[property_name] = value
+            values[property_name] = value
     if row.get("delayLevel") is not None:
-        found[record.PROPERTY_DELAY] = str(int32(row, "delayLevel"))
+        values[record.PROPERTY_DELAY] = str(int32(row, "delayLevel"))
     result = Message(topic, _body(row), flag=int32(row, "flag", 0))
     if raw is None:
-        check_separators(found)
-    result.properties = found
+        check_separators(values)
+    result.properties = values
     return result
 
 
-def check_separators(found: Mapping[str, str]) -> None:
+def check_separators(values: Mapping[str, str]) -> None:
     """Refuse properties that a reader would split into others.
 
     Raises:
         MessageIllegalError: A name or value contains a separator.
     """
-    if any("\1" in part or "\2" in part for item in found.items() for part in item):
+    if any("\1" in part or "\2" in part for item in values.items() for part in item):
         raise MessageIllegalError("properties: names and values cannot contain the separators 01 and 02")
 
 

@@ -271,7 +271,7 @@ class _Operations:
             topic, queue_id = fields.text(row, "topic"), fields.count(row, "queueId")
             added = fields.properties(row)
             origin = _origin(row, fields.int32(row, "sysFlag", 0))
-            messages = [fields.message(one, topic) for one in fields.objects(row, "messages")]
+            messages = [fields.message(item, topic) for item in fields.objects(row, "messages")]
             fields.check_separators(added)
             if parse_level(added.get(record.PROPERTY_DELAY)) > 0 or fields.int32(row, "delayLevel", 0) > 0:
                 raise delayed_batch(topic)
@@ -378,8 +378,8 @@ class _Operations:
         }
 
     def _checked(self, topic: str) -> int:
-        found = self._tables.consumer_offset(topic, CHECK_GROUP, 0)
-        return -1 if found is None else found
+        progress = self._tables.consumer_offset(topic, CHECK_GROUP, 0)
+        return -1 if progress is None else progress
 
     def _max_offset(self, topic: str) -> int:
         queue = self._store.queue(topic, 0)
@@ -417,9 +417,9 @@ class _Operations:
     def _filter(self, row: Row) -> Row:
         topic, group = fields.text(row, "topic"), fields.text(row, "group")
         registration = (topic, group, fields.text(row, "expr"), "SQL92", fields.int64(row, "version"))
-        known = self._filters.get(topic, group) is not None
+        is_registered = self._filters.get(topic, group) is not None
         registered = self._filters.register(*registration, self._clock.now_ms())
-        if self._schedule is None and (known or registered):
+        if self._schedule is None and (is_registered or registered):
             self._early_filters.append(registration)
         self._filters_changed = True
         return {"registered": registered}
