@@ -83,7 +83,7 @@ def _strategy(name: str, row: Row) -> AllocationStrategy:
             return partial(allocate_consistent_hash, virtual_nodes=nodes)
         case "CONFIG":
             queues = _queues(row, "config")
-            return _stumble if row["config"] is None else allocate_by_config(queues)
+            return _fail_on_null if row["config"] is None else allocate_by_config(queues)
         case "MACHINE_ROOM":
             rooms = _texts(row, "consumer_idcs")
             return _by_unknown_rooms if row["consumer_idcs"] is None else allocate_by_machine_room(rooms)
@@ -93,7 +93,7 @@ def _strategy(name: str, row: Row) -> AllocationStrategy:
     raise InputError(f"unknown strategy {name!r:.80}; known are {_STRATEGIES}")
 
 
-def _stumble(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
+def _fail_on_null(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
     """Fail as RocketMQ 4.9 does on a list that is null."""
     raise AllocationError("null for a list", "NullPointerException")
 
@@ -102,7 +102,7 @@ def _by_unknown_rooms(client_id: str, queues: Sequence[MessageQueue], clients: S
     """Allocate by rooms that are null: RocketMQ fails only at the first queue with a room."""
     rooms = {queue.broker_name.partition("@")[0] for queue in queues}
     if allocate_by_machine_room(rooms)(client_id, queues, [client_id] if client_id in clients else clients):
-        return _stumble(client_id, queues, clients)
+        return _fail_on_null(client_id, queues, clients)
     return []
 
 

@@ -20,11 +20,11 @@ _OF_THE_BODY: Final = ("body_b64", "stored_body_b64")
 def shown_row(message: StoredMessage, levels: DelayLevels, form: BodyForm) -> dict[str, Any]:
     """Return the row of a message with its ``body`` in a form; null for one that cannot be decompressed."""
     row = {name: value for name, value in message_row(message, levels).items() if name not in _OF_THE_BODY}
-    row["body"] = None if form == "none" else _shown(message, form)
+    row["body"] = None if form == "none" else _body_as(message, form)
     return row
 
 
-def _shown(message: StoredMessage, form: BodyForm) -> object:
+def _body_as(message: StoredMessage, form: BodyForm) -> object:
     try:
         body = message.body
     except BodyCompressionError:

@@ -28,7 +28,7 @@ _QUEUES: Final = re.compile(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*", re.ASCI
 
 
 @contextmanager
-def opened_broker(arguments: argparse.Namespace) -> Iterator[Broker]:
+def open_broker(arguments: argparse.Namespace) -> Iterator[Broker]:
     """Open the broker of a store, which does nothing by itself; with ``--dry-run`` in memory alone.
 
     Raises:
@@ -44,7 +44,7 @@ def opened_broker(arguments: argparse.Namespace) -> Iterator[Broker]:
 
 
 @contextmanager
-def opened_to_change(arguments: argparse.Namespace) -> Iterator[tuple[MessageStore, BrokerTables]]:
+def open_to_change(arguments: argparse.Namespace) -> Iterator[tuple[MessageStore, BrokerTables]]:
     """Open a store and the broker's tables in it, which are saved at the end; with ``--dry-run`` in memory alone.
 
     Raises:
@@ -64,7 +64,7 @@ def _files_and_config(arguments: argparse.Namespace) -> tuple[Files, StoreConfig
     return files, None if arguments.config is None else settle_config(arguments.store, files, arguments.config)
 
 
-def chosen_queues(topic: str, text: str | None, ids: Collection[int]) -> list[int]:
+def select_queues(topic: str, text: str | None, ids: Collection[int]) -> list[int]:
     """Return the queues that ``--queue`` names, such as ``3`` or ``0,3,5-9``; without it all.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from librmq.cli.changes import chosen_queues
+from librmq.cli.changes import select_queues
 from librmq.cli.cluster_source import ClusterSource, open_cluster
 from librmq.cli.input import parse_time
 from librmq.cli.output import Output
@@ -70,7 +70,7 @@ def _queues(cluster: ClusterSource, arguments: argparse.Namespace) -> dict[Messa
     if not bounds:
         raise InputError(f"topic {arguments.topic!r} has no queue{near(arguments.topic, cluster.topics(), TOPICS)}")
     ids = {queue.queue_id for queue in bounds}
-    queue_ids = chosen_queues(arguments.topic, arguments.queue, ids)
+    queue_ids = select_queues(arguments.topic, arguments.queue, ids)
     return {queue: queue_bounds for queue, queue_bounds in bounds.items() if queue.queue_id in queue_ids}
 
 

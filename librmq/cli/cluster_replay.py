@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from librmq.cli.changes import opened_broker
+from librmq.cli.changes import open_broker
 from librmq.cli.cluster_source import connect_to
 from librmq.cli.output import Output, complain
 from librmq.cli.progress import ProgressBar
@@ -52,33 +52,35 @@ def replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
     with ExitStack() as opened:
         broker = None
         if arguments.route is None and not arguments.dry_run:
-            broker = opened.enter_context(opened_broker(arguments))
+            broker = opened.enter_context(open_broker(arguments))
         store = opened.enter_context(open_store(arguments)) if broker is None else broker.store
-        place = _Place(arguments, store, selection)
+        progress = _Progress(arguments, store, selection)
         bar = opened.enter_context(ProgressBar("replay", store.log.end - store.log.begin, quiet=output.is_on_terminal))
-        lanes = None
+        batches = None
         if not arguments.dry_run:
-            opened.callback(place.save)  # also if it is interrupted
+            opened.callback(progress.save)  # also if it is interrupted
             route = opened.enter_context(connect_to(arguments)) if broker is None else broker
-            lanes = _Lanes(opened.enter_context(Producer(route, _GROUP)), place, arguments.to_topic)
-        for message, end in _messages(store, place):
-            if lanes is not None:
-                lanes.add(message, end)
+            batches = _Batches(opened.enter_context(Producer(route, _GROUP)), progress, arguments.to_topic)
+        for message, end in _messages(store, progress):
+            if batches is not None:
+                batches.add(message, end)
             bar.to(end - store.log.begin)
             count = counted.setdefault(message.topic, [0, 0])
             count[0] += 1
             count[1] += len(message.body)
-        if lanes is not None:
-            lanes.send()
-            place.finished(store.log.end)
-    unconfirmed: Counter[tuple[str, str]] = Counter() if lanes is None else lanes.unconfirmed
+        if batches is not None:
+            batches.send()
+            progress.finished(store.log.end)
+    unconfirmed: Counter[tuple[str, str]] = Counter() if batches is None else batches.unconfirmed
     for topic, (messages, size) in sorted(counted.items()):
         row = {"topic": topic, "messages": messages, "body_bytes": size}
         of_topic = sum(count for (name, _), count in unconfirmed.items() if name == topic)
         output.row(row | {"unconfirmed": of_topic, "dry_run": arguments.dry_run})
     _warn(unconfirmed)
     if not counted:
-        why = "earlier calls have sent all; --from-start repeats them" if place.is_continued else "nothing is selected"
+        why = (
+            "earlier calls have sent all; --from-start repeats them" if progress.is_continued else "nothing is selected"
+        )
         complain(f"note: nothing is sent: {why}")
     return 0
 
@@ -111,26 +113,26 @@ def _warn(unconfirmed: Counter[tuple[str, str]]) -> None:
         )
 
 
-def _messages(store: MessageStore, place: _Place) -> Iterator[tuple[StoredMessage, int]]:
-    """Yield the selected messages from a place on, each with the physical offset of the next record."""
-    selection = place.selection
+def _messages(store: MessageStore, progress: _Progress) -> Iterator[tuple[StoredMessage, int]]:
+    """Yield the selected messages still to send, each with the physical offset of the next record."""
+    selection = progress.selection
     test = selection.test()
-    for physical_offset, size, raw in store.log.scan(max(place.physical_offset, store.log.begin)):
+    for physical_offset, size, raw in store.log.scan(max(progress.physical_offset, store.log.begin)):
         if raw is None:
             continue
         message = StoredMessage(raw)
-        before = place.come_to(message)
+        before = progress.read(message)
         if message.store_timestamp_ms >= selection.end_ms:
-            place.stay_before(physical_offset, before)
+            progress.stay_before(physical_offset, before)
             continue
         is_of_topic = selection.topic == message.topic or (selection.topic is None and is_user_topic(message.topic))
         if is_of_topic and has_queue_entry(message.sys_flag) and test(message):
-            place.note(physical_offset, before)
-            place.note(physical_offset + size, _Record.of(message))
+            progress.note(physical_offset, before)
+            progress.note(physical_offset + size, _Record.of(message))
             yield message, physical_offset + size
 
 
-def _again(stored: StoredMessage, topic: str | None) -> Message:
+def _message_to_send(stored: StoredMessage, topic: str | None) -> Message:
     """Return a message to send: with its unique id, by which consumers recognise one that is sent twice.
 
     What failed attempts added is left out: the count, the retry topic, and for another topic the cause.
@@ -145,22 +147,22 @@ def _again(stored: StoredMessage, topic: str | None) -> Message:
     return message
 
 
-class _Lanes:
-    """Messages that wait to be sent, by the queue that they come from: those of one queue go as batches."""
+class _Batches:
+    """Messages that wait to be sent; those of one queue go as batches."""
 
-    def __init__(self, producer: Producer, place: _Place, to_topic: str | None) -> None:
+    def __init__(self, producer: Producer, progress: _Progress, to_topic: str | None) -> None:
         self._producer = producer
         self._to_topic = to_topic
-        self._place = place
-        self._lanes: dict[tuple[str, int], list[StoredMessage]] = {}
+        self._progress = progress
+        self._waiting: dict[tuple[str, int], list[StoredMessage]] = {}
         self._messages = self._bytes = 0
-        self._end = place.physical_offset
+        self._end = progress.physical_offset
         self.unconfirmed: Counter[tuple[str, str]] = Counter()
         """Messages by topic and status, of a status that does not confirm how safely they are stored."""
 
     def add(self, message: StoredMessage, end: int) -> None:
         """Add a message, and send all if they are many; ``end`` is where its record ends."""
-        self._lanes.setdefault((message.topic, message.queue_id), []).append(message)
+        self._waiting.setdefault((message.topic, message.queue_id), []).append(message)
         self._messages += 1
         self._bytes += len(message.body)
         self._end = end
@@ -170,16 +172,16 @@ class _Lanes:
     def send(self) -> None:
         """Send all, each queue in order, and note how far the cluster has them."""
         try:
-            for lane, messages in list(self._lanes.items()):
-                self._send(lane[1], messages)
-                del self._lanes[lane]
+            for queue, messages in list(self._waiting.items()):
+                self._send(queue[1], messages)
+                del self._waiting[queue]
             self._messages = self._bytes = 0
         finally:
-            waiting = [messages[0].physical_offset for messages in self._lanes.values()]
-            self._place.passed(min(waiting, default=self._end))
+            waiting = [messages[0].physical_offset for messages in self._waiting.values()]
+            self._progress.passed(min(waiting, default=self._end))
 
     def _send(self, queue_id: int, stored: Sequence[StoredMessage]) -> None:
-        messages = [_again(message, self._to_topic) for message in stored]
+        messages = [_message_to_send(message, self._to_topic) for message in stored]
         topic = messages[0].topic
         queues = self._producer.queues(topic) if _can_be_batch(stored, messages) else ()
         if queues:
@@ -217,7 +219,7 @@ class _Record(NamedTuple):
         return cls(message.physical_offset, message.message_id, message.store_timestamp_ms)
 
 
-class _Place:
+class _Progress:
     """How far a selection was sent to a cluster, in a file of the store.
 
     The file has for each selection the physical offset up to which all was sent, the record before it, and for a
@@ -233,26 +235,26 @@ class _Place:
         self._files = DiskFiles()
         self._is_finished = False
         self._most = _LARGEST
-        self._record: _Record | None = None  # the last one before the place
+        self._record: _Record | None = None  # the last one that was sent
         self._last: _Record | None = None  # the last one that was read
-        self._before: dict[int, _Record | None] = {}  # by an offset that can become the place
+        self._before: dict[int, _Record | None] = {}  # by an offset that progress can reach
         self.physical_offset = 0
         self.selection = selection
         """What to send. An age in ``--since`` counts from the first call until one has sent everything."""
-        place = self._known().get(self._key)
-        self.is_continued = place is not None and not arguments.from_start
+        progress = self._places().get(self._key)
+        self.is_continued = progress is not None and not arguments.from_start
         """Whether an earlier call has come some way."""
-        if place is not None and self.is_continued:
-            self.physical_offset = place["physical_offset"]
-            self._record = self._last = _Record(*place["record"]) if place.get("record") else None
-            self.selection = replace(selection, begin_ms=min(selection.begin_ms, place.get("since_ms", _LARGEST)))
+        if progress is not None and self.is_continued:
+            self.physical_offset = progress["physical_offset"]
+            self._record = self._last = _Record(*progress["record"]) if progress.get("record") else None
+            self.selection = replace(selection, begin_ms=min(selection.begin_ms, progress.get("since_ms", _LARGEST)))
             self._check(store)
 
     def _check(self, store: MessageStore) -> None:
-        """Check that the log still has the record before the place.
+        """Check that the log still has the last record that was sent.
 
         Raises:
-            InputError: It was cut before the place, and can have grown since.
+            InputError: It was cut before that record, and can have grown since.
         """
         end = store.log.end
         is_cut = self.physical_offset > end
@@ -270,27 +272,27 @@ class _Place:
                 "by which consumers get some twice, with their unique ids; or name a time to begin at with --since"
             )
 
-    def _known(self) -> dict[str, dict[str, Any]]:
-        """Return the place of each selection."""
+    def _places(self) -> dict[str, dict[str, Any]]:
+        """Return the progress of each selection."""
         if self._files.size(self._path) is None:
             return {}
         try:
             places = json.loads(self._files.read(self._path))
         except ValueError:
             places = None
-        if not isinstance(places, dict) or not all(map(_is_place, places.values())):
+        if not isinstance(places, dict) or not all(map(_is_progress, places.values())):
             raise InputError(
                 f"{self._path}: it does not say how far a replay has come; delete it to begin at the start"
             )
         return places
 
-    def come_to(self, message: StoredMessage) -> _Record | None:
+    def read(self, message: StoredMessage) -> _Record | None:
         """Note that a message was read, and return the record before it."""
         before, self._last = self._last, _Record.of(message)
         return before
 
     def note(self, physical_offset: int, before: _Record | None) -> None:
-        """Note the record before an offset that can become the place."""
+        """Note the record before an offset that progress can reach."""
         self._before.setdefault(physical_offset, before)
 
     def stay_before(self, physical_offset: int, before: _Record | None) -> None:
@@ -323,14 +325,14 @@ class _Place:
             now["record"] = list(self._record)
         if not self._is_finished and self.selection.begin_ms >= 0:
             now["since_ms"] = self.selection.begin_ms
-        places = self._known() | {self._key: now}
+        places = self._places() | {self._key: now}
         if not self._files.is_folder(self._folder):
             self._files.make_folder(self._folder)
         self._files.write(f"{self._path}.new", json.dumps(places, indent=1).encode())
         self._files.rename(f"{self._path}.new", self._path)
 
 
-def _is_place(value: object) -> bool:
+def _is_progress(value: object) -> bool:
     if not isinstance(value, dict) or type(value.get("physical_offset")) is not int:
         return False
     record_before = value.get("record", [0, "", 0])

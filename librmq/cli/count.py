@@ -149,15 +149,15 @@ def _by_columns(
     with ProgressBar("count", total, "messages") as bar:
         if is_by_code:
             codes = reader(store.path, **settings | {"view": "queues", "columns": _OF_CODES})
-            by_tag = _by_codes(store, _shown(codes, bar))
+            by_tag = _by_codes(store, _with_bar(codes, bar))
             if by_tag is not None:
                 return by_tag, True
-        for batch in _shown(reader(store.path, **settings), bar):
+        for batch in _with_bar(reader(store.path, **settings), bar):
             _add(counts, batch, by)
     return counts, False
 
 
-def _shown(batches: Iterable[Any], bar: ProgressBar) -> Iterator[Any]:
+def _with_bar(batches: Iterable[Any], bar: ProgressBar) -> Iterator[Any]:
     for batch in batches:
         yield batch
         bar.advance(batch.num_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from librmq.cli.changes import opened_broker
+from librmq.cli.changes import open_broker
 from librmq.cli.groups import open_view
 from librmq.cli.input import age_clock, parse_time
 from librmq.cli.output import Output, complain, whole_number
@@ -18,7 +18,7 @@ from librmq.errors import InputError
 def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
     """Print the dead letters, or their causes, or send them to their group again."""
     if arguments.route is not None:
-        return _of_cluster(arguments, output)
+        return _print_of_cluster(arguments, output)
     if arguments.resend:
         if arguments.causes:
             raise InputError("expected either --causes or --resend")
@@ -26,12 +26,12 @@ def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.dry_run:
         raise InputError("--dry-run belongs to --resend: a list changes nothing")
     with open_view(arguments) as view:
-        _print(_chosen(letters.dead_letters(view, group=arguments.group), arguments), arguments, output)
+        _print(_selected(letters.dead_letters(view, group=arguments.group), arguments), arguments, output)
         note_group(arguments.group, view.groups, output)
     return 0
 
 
-def _of_cluster(arguments: argparse.Namespace, output: Output) -> int:
+def _print_of_cluster(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.cli.cluster_source import open_cluster
 
     if arguments.resend:
@@ -40,7 +40,7 @@ def _of_cluster(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError("--unsent works on the folder of a store, which notes what was sent again")
     with open_cluster(arguments) as cluster:
         letters_of_brokers = list(cluster.dead_letters(arguments.group))
-        selected = _chosen((letter for _, letter in letters_of_brokers), arguments)
+        selected = _selected((letter for _, letter in letters_of_brokers), arguments)
         if arguments.causes:
             _print(selected, arguments, output)
         else:
@@ -60,7 +60,7 @@ def _print(selected: list[letters.GivenUpMessage], arguments: argparse.Namespace
         output.row(row._asdict())
 
 
-def _chosen(listed: Iterable[letters.GivenUpMessage], arguments: argparse.Namespace) -> list[letters.GivenUpMessage]:
+def _selected(listed: Iterable[letters.GivenUpMessage], arguments: argparse.Namespace) -> list[letters.GivenUpMessage]:
     since_ms = None
     if arguments.since is not None:
         since_ms = parse_time(arguments.since, age_clock(arguments.store, arguments.since))
@@ -81,10 +81,10 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
     """
     if arguments.group is None:
         raise InputError("--resend: name the group with --group")
-    with opened_broker(arguments) as broker:
+    with open_broker(arguments) as broker:
         selected = {
             message.physical_offset: message
-            for message in _chosen(letters.dead_letters(StoreView.of(broker), group=arguments.group), arguments)
+            for message in _selected(letters.dead_letters(StoreView.of(broker), group=arguments.group), arguments)
         }
         unsent = [
             message

@@ -6,7 +6,7 @@ import argparse
 from contextlib import suppress
 
 from librmq.cli.groups import open_view
-from librmq.cli.output import Enough, Output, complain
+from librmq.cli.output import LimitReached, Output, complain
 from librmq.cli.unknown_names import note_message, note_topic
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.view import StoreView
@@ -50,7 +50,7 @@ def _thresholds(arguments: argparse.Namespace) -> Thresholds:
 
 
 def _print(findings: list[Finding], output: Output) -> int:
-    with suppress(Enough):  # a limit shortens the list but does not change the status
+    with suppress(LimitReached):  # a limit shortens the list but does not change the status
         for finding in findings:
             output.row(
                 {

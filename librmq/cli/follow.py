@@ -16,7 +16,7 @@ from librmq.cli.progress import ProgressBar
 if TYPE_CHECKING:
     from librmq.cluster import Replica
 
-_LOOK_S: Final = 0.2
+_POLL_S: Final = 0.2
 _CLEAR: Final = "\r\x1b[K"
 
 
@@ -90,7 +90,7 @@ class _States:
         self._output.row({**row, "physical_offset": replica.end, "lag_bytes": replica.lag_bytes})
         self._output.flush()
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Print a row if the master has become reachable or unreachable; raise why the replica has stopped."""
         if self._replica.failure is not None:
             raise self._replica.failure
@@ -100,7 +100,7 @@ class _States:
 def _has_ended(ended: queue.SimpleQueue[int]) -> bool:
     """Wait briefly for a signal."""
     try:
-        ended.get(timeout=_LOOK_S)
+        ended.get(timeout=_POLL_S)
     except queue.Empty:
         return False
     return True
@@ -116,7 +116,7 @@ def _catch_up(replica: Replica, lines: _States, ended: queue.SimpleQueue[int]) -
             if replica.failure is not None:
                 raise replica.failure
             bar.to(replica.end - begin)
-    lines.look()
+    lines.update()
     return True
 
 
@@ -125,7 +125,7 @@ def _keep_up(replica: Replica, lines: _States, ended: queue.SimpleQueue[int]) ->
     status = StatusLine(sys.stderr)
     try:
         while not _has_ended(ended):
-            lines.look()
+            lines.update()
             what = f"{replica.lag_bytes:,} behind" if replica.reaches_master else "the master cannot be read"
             status.show(f"{replica.path}: {replica.end:,} bytes, {what}; Ctrl-C ends")
     finally:

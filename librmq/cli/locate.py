@@ -48,14 +48,14 @@ def locate(path: str) -> str:
 
 def _below(path: str) -> Iterator[str]:
     """Yield the folders with a log up to `_DEEPEST` levels below a folder."""
-    level, looked_at = [path], 0
+    level, visited = [path], 0
     for _ in range(_DEEPEST):
         following = []
         for folder in level:
             with suppress(OSError), os.scandir(folder) as entries:
                 inside = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-                looked_at += len(inside)
-                if looked_at > _MOST_FOLDERS:
+                visited += len(inside)
+                if visited > _MOST_FOLDERS:
                     return
                 following += inside
         yield from (folder for folder in following if os.path.isdir(os.path.join(folder, _LOG)))
@@ -87,7 +87,7 @@ def storage_options(arguments: argparse.Namespace) -> dict[str, Any] | None:
         raise InputError(f'--storage-options: {error}; an example: \'{{"region": "eu-central-1"}}\'') from None
 
 
-def copied(arguments: argparse.Namespace, url: str) -> str:
+def local_copy(arguments: argparse.Namespace, url: str) -> str:
     """Return the folder of a local copy of the store behind a URL, for as long as ``arguments`` exist.
 
     Of a store that was closed it has what the command reads, of another one everything.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from librmq.cli.arguments import parse
-from librmq.cli.output import BAD_INPUT, DAMAGED, EMPTY, INTERRUPTED, Enough, Output, complain, open_output
+from librmq.cli.output import BAD_INPUT, DAMAGED, EMPTY, INTERRUPTED, LimitReached, Output, complain, open_output
 from librmq.errors import InputError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _advice(error: CorruptionError) -> str:
 
 def _locate(arguments: argparse.Namespace) -> None:
     """Replace the store that a command names by the folder that it means."""
-    from librmq.cli.locate import copied, is_url, locate, storage_options
+    from librmq.cli.locate import is_url, local_copy, locate, storage_options
 
     arguments.url = arguments.store if is_url(arguments.store) else None
     if arguments.url is None and storage_options(arguments) is not None:
@@ -105,7 +105,7 @@ def _locate(arguments: argparse.Namespace) -> None:
     if (
         arguments.url is not None and arguments.command.name != "export"
     ):  # which reads URLs itself, and only what it needs
-        arguments.store = copied(arguments, arguments.url)
+        arguments.store = local_copy(arguments, arguments.url)
     elif arguments.url is None and not arguments.command.makes_store:
         arguments.store = locate(arguments.store)
 
@@ -120,7 +120,7 @@ def _call(arguments: argparse.Namespace) -> int:
     output = open_output(arguments.format, sys.stdout, path, getattr(arguments, "limit", None))
     try:
         status = handler(arguments, output)
-    except Enough:
+    except LimitReached:
         status = 0
     finally:
         output.close()

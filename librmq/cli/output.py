@@ -46,7 +46,7 @@ class RowWriter(Protocol):
         ...
 
 
-class Enough(Exception):
+class LimitReached(Exception):
     """As many rows are printed as were asked for: the command ends."""
 
 
@@ -68,12 +68,12 @@ class Output:
         """Print a row, now or when its table is full.
 
         Raises:
-            Enough: It is the last one that was asked for.
+            LimitReached: It is the last one that was asked for.
         """
         self.writer.row(row)
         self.rows += 1
         if self.rows == self._limit:
-            raise Enough
+            raise LimitReached
 
     def flush(self) -> None:
         """Pass on every row so far; a table may wait until it is full."""
@@ -83,7 +83,7 @@ class Output:
         """Print many small rows, faster than one by one.
 
         Raises:
-            Enough: One of them is the last one that was asked for.
+            LimitReached: One of them is the last one that was asked for.
         """
         if not isinstance(self.writer, JsonLines):
             for row in rows:
@@ -94,7 +94,7 @@ class Output:
             self.writer.rows_of(block)
             self.rows += len(block)
             if self.rows == self._limit:
-                raise Enough
+                raise LimitReached
 
     def draw(self) -> None:
         """Show every row so far, in a table too."""

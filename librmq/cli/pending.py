@@ -25,7 +25,7 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
 
 def decide(arguments: argparse.Namespace, output: Output) -> int:
     """Commit or roll back a half message that checks have given up."""
-    from librmq.cli.changes import opened_broker
+    from librmq.cli.changes import open_broker
     from librmq.diagnosis.halves import decide_half, given_up
 
     text = arguments.physical_offset
@@ -33,7 +33,7 @@ def decide(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError(f"expected a physical offset that `pending --kind given_up` lists, found {text!r:.80}")
     if arguments.commit == arguments.rollback:
         raise InputError("expected either --commit or --rollback")
-    with opened_broker(arguments) as broker:
+    with open_broker(arguments) as broker:
         row = next((half._asdict() for half in given_up(broker) if half.physical_offset == int(text)), {})
         decide_half(broker, int(text), commit=arguments.commit)
     output.row({**row, "decision": "commit" if arguments.commit else "rollback", "dry_run": arguments.dry_run})

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from librmq.cli.changes import chosen_queues, opened_broker, opened_to_change
+from librmq.cli.changes import open_broker, open_to_change, select_queues
 from librmq.cli.input import age_clock, parse_duration, parse_time
 from librmq.cli.output import Output, complain, whole_number
 from librmq.cli.selection import first_at
@@ -62,7 +62,7 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
     newest = None if arguments.keep is None else _number("--keep", arguments.keep)
     group, topic = arguments.group, arguments.topic
     clock = age_clock(arguments.store, arguments.older_than)
-    with opened_broker(arguments) as broker:
+    with open_broker(arguments) as broker:
         queue_ids = _queue_ids(broker.store, broker.tables, arguments)
         to_end = age_s is None and newest is None
         now_ms = clock.now_ms()
@@ -100,7 +100,7 @@ def replay(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError("expected --group, --topic and --to; or --route or --to-topic, to send messages")
     from librmq.diagnosis.policies import replay, skipped
 
-    with opened_broker(arguments) as broker:
+    with open_broker(arguments) as broker:
         notes = [
             skip_note
             for skip_note in skipped(broker)
@@ -128,7 +128,7 @@ def _at_time(store: MessageStore, queue: ConsumeQueue, time_ms: int) -> int:
 def _move(arguments: argparse.Namespace, output: Output, move: Move) -> int:
     group, topic = arguments.group, arguments.topic
     rows = []
-    with opened_to_change(arguments) as (store, tables):
+    with open_to_change(arguments) as (store, tables):
         for queue_id in _queue_ids(store, tables, arguments):
             queue = store.queues[topic, queue_id]
             before = tables.consumer_offset(topic, group, queue_id)
@@ -163,4 +163,4 @@ def _queue_ids(store: MessageStore, tables: BrokerTables, arguments: argparse.Na
     ids = sorted(number for name, number in store.queues if name == topic)
     if not ids:
         raise InputError(f"topic {topic!r} has no queue{near(topic, {name for name, _ in store.queues}, TOPICS)}")
-    return chosen_queues(topic, arguments.queue, ids)
+    return select_queues(topic, arguments.queue, ids)

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 from librmq.cli.input import read_ranges
-from librmq.cli.locate import copied, is_url, locate, storage_options
+from librmq.cli.locate import is_url, local_copy, locate, storage_options
 from librmq.cli.output import Output, complain
 from librmq.cli.progress import watching_bar
 from librmq.cli.unknown_names import note_part
@@ -24,7 +24,7 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
     earlier = None if arguments.compare is None else _read(arguments.compare)
     page = arguments.out
     beside = f"{page.removesuffix('.html')}.json"
-    survey = (_by_spark if arguments.spark else _here)(arguments, output)
+    survey = (_by_spark if arguments.spark else _by_columns)(arguments, output)
     for path, text in ((page, render_page(survey, earlier)), (beside, survey.to_json())):
         try:
             with open(path, "w", encoding="utf-8") as file:
@@ -51,10 +51,10 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _here(arguments: argparse.Namespace, output: Output) -> Report:
+def _by_columns(arguments: argparse.Namespace, output: Output) -> Report:
     from librmq.diagnosis.summary import report as report_of
 
-    urls = {copied(arguments, place): place for place in arguments.stores if is_url(place)}
+    urls = {local_copy(arguments, place): place for place in arguments.stores if is_url(place)}
     if not urls and storage_options(arguments) is not None:
         raise InputError("--storage-options: they are for a URL such as s3://bucket/store, found only folders")
     folders = {url: folder for folder, url in urls.items()}
@@ -68,11 +68,11 @@ def _here(arguments: argparse.Namespace, output: Output) -> Report:
 
 
 def _by_spark(arguments: argparse.Namespace, output: Output) -> Report:
-    from librmq.cli.spark import refused, start
+    from librmq.cli.spark import as_store_error, start
     from librmq.spark.overview import overview
 
     session = start(arguments)
-    survey = refused(lambda: overview(session, arguments.stores, only=read_ranges(arguments)))
+    survey = as_store_error(lambda: overview(session, arguments.stores, only=read_ranges(arguments)))
     note_part((store.path for store in survey.stores), arguments.topic, arguments.group, output)
     return survey
 

@@ -38,7 +38,7 @@ _log = EventLog("librmq.cli")
 _GRPC_PORT: Final = 8081
 _REMOTING_PORT: Final = 9876
 _MAX_LINES: Final = 1000
-_LOOK_S: Final = 0.2
+_POLL_S: Final = 0.2
 _MAX_NAME: Final = 255
 _STOP_S: Final = 5.0
 """The time in which all servers end."""
@@ -320,7 +320,7 @@ class _Lines:
         while True:
             has_ended = self._has_ended.is_set()
             try:
-                if select.select([], [sys.stdout], [], _LOOK_S)[1]:
+                if select.select([], [sys.stdout], [], _POLL_S)[1]:
                     return True
             except (OSError, ValueError, TypeError):  # not a pipe, or a system without such waits
                 return True

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from librmq.store import MessageStore
 
 _FILES_MAPPED: Final = 32
-_LOOK_AGAIN_S: Final = 0.2
+_POLL_S: Final = 0.2
 _FIRST_WINDOW: Final = 32
 
 
@@ -178,4 +178,4 @@ def _following(
                 continue
             if test(message):
                 yield message
-        clock.wait(never, _LOOK_AGAIN_S)
+        clock.wait(never, _POLL_S)

@@ -49,41 +49,41 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
     find(arguments.name, settings)  # before Spark starts
     skips = settings.get("damaged") == "skip"
     session = start(arguments)
-    note_part(refused(lambda: paths_of(arguments.stores)), settings.get("topic"), settings.get("group"), output)
+    note_part(as_store_error(lambda: paths_of(arguments.stores)), settings.get("topic"), settings.get("group"), output)
     partition_by = [] if arguments.partition_by is None else arguments.partition_by.split(",")
     if arguments.incremental:
-        increment = refused(
+        increment = as_store_error(
             lambda: run_incrementally(
                 session, arguments.name, arguments.stores, arguments.out, settings, partition_by=partition_by
             )
         )
-        rows = refused(lambda: session.read.parquet(increment.path).count())
+        rows = as_store_error(lambda: session.read.parquet(increment.path).count())
         result_row = {"pipeline": arguments.name, "rows": rows, "out": increment.path, "messages": increment.messages}
         if skips:
             result_row |= {"left_out": increment.left_out.places, "lost": increment.lost}
         output.row(result_row)
         _note_left_out(increment.left_out)
         return 0
-    frame = refused(lambda: run(session, arguments.name, arguments.stores, settings))
+    frame = as_store_error(lambda: run(session, arguments.name, arguments.stores, settings))
 
     def skipped() -> LeftOut:  # a second read: once the result is there
         if not skips:
             return LeftOut()
-        return refused(lambda: LeftOut.of(left_out(session, arguments.name, arguments.stores, settings)))
+        return as_store_error(lambda: LeftOut.of(left_out(session, arguments.name, arguments.stores, settings)))
 
     if arguments.out is None:
-        results = refused(lambda: frame.toLocalIterator(prefetchPartitions=True))
-        while (row := refused(lambda: next(results, None))) is not None:
+        results = as_store_error(lambda: frame.toLocalIterator(prefetchPartitions=True))
+        while (row := as_store_error(lambda: next(results, None))) is not None:
             output.row(_plain(row.asDict(recursive=True)))
         output.flush()
         _note_left_out(skipped())
         return 0
-    out = refused(
+    out = as_store_error(
         lambda: write_result(
             frame, arguments.out, append=arguments.append, overwrite=arguments.overwrite, partition_by=partition_by
         )
     )
-    rows = refused(lambda: session.read.parquet(out).count()) if has_files(out) else 0
+    rows = as_store_error(lambda: session.read.parquet(out).count()) if has_files(out) else 0
     result_row = {"pipeline": arguments.name, "rows": rows, "out": out}
     without = skipped()
     output.row(result_row | {"left_out": without.places} if skips else result_row)
@@ -160,7 +160,7 @@ def start(arguments: argparse.Namespace) -> SparkSession:
     return spark_session
 
 
-def refused(action: Callable[[], T]) -> T:
+def as_store_error(action: Callable[[], T]) -> T:
     """Call ``action``, and raise an error of Spark as a `StoreError` of one line."""
     from pyspark.errors import PySparkException
 

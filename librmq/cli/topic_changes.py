@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, Final
 
-from librmq.cli.changes import opened_to_change
+from librmq.cli.changes import open_to_change
 from librmq.cli.output import Output
 from librmq.cli.unknown_names import GROUPS, TOPICS, near
 from librmq.diagnosis.view import StoreView
@@ -26,7 +26,7 @@ def topic(arguments: argparse.Namespace, output: Output) -> int:
     name = arguments.topic
     if is_system_topic(name):
         raise InputError(f"topic {name!r} is the broker's own: it can't be created, changed or deleted")
-    with opened_to_change(arguments) as (store, tables):
+    with open_to_change(arguments) as (store, tables):
         old = tables.topics.rows.get(name)
         change = {"create": _create, "grow": _grow, "permit": _permit, "delete": _delete}[arguments.action]
         row = {"topic": name, "action": arguments.action, **change(store, tables, name, old, arguments)}
@@ -111,7 +111,7 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
     name, action = arguments.group, arguments.action
     if action == "create":
         validate_group(name)
-    with opened_to_change(arguments) as (store, tables):
+    with open_to_change(arguments) as (store, tables):
         groups = StoreView.over(store, tables).groups
         if action != "create" and name not in groups:
             raise InputError(f"there is no group {name!r}{near(name, groups, GROUPS)}")
@@ -125,7 +125,7 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
             row |= _copy(tables, name, arguments.to, groups)
             row |= _retries_of(store, tables, name, arguments)
         else:
-            row["topics"] = _forget(tables, name)
+            row["topics"] = _delete_group(tables, name)
     output.row({**row, "dry_run": arguments.dry_run})
     return 0
 
@@ -174,7 +174,7 @@ def _retries_of(store: MessageStore, tables: BrokerTables, name: str, arguments:
     }
 
 
-def _forget(tables: BrokerTables, name: str) -> list[str]:
+def _delete_group(tables: BrokerTables, name: str) -> list[str]:
     """Delete a group's row and its progress; return the topics of the progress."""
     if name in tables.groups.rows:
         tables.groups.remove(name)

@@ -52,15 +52,15 @@ def note_part(stores: Iterable[str], topics: str | None, groups: str | None, out
     It prints nothing if a store can't be read, because its names are not known.
     """
     folders = list(stores)
-    if topics is not None and (names := _known(folders, _topics)) is not None:
+    if topics is not None and (names := _names_in(folders, _topics)) is not None:
         for topic in topics.split(","):
             note_topic(topic.strip(), names, output)
-    if groups is not None and (names := _known(folders, _groups)) is not None:
+    if groups is not None and (names := _names_in(folders, _groups)) is not None:
         for group in groups.split(","):
             note_group(group.strip(), names, output)
 
 
-def _known(stores: Iterable[str], names: Callable[[str], Iterable[str]]) -> set[str] | None:
+def _names_in(stores: Iterable[str], names: Callable[[str], Iterable[str]]) -> set[str] | None:
     """Return the names in all stores; None if a store can't be read."""
     try:
         return {name for path in stores for name in names(path)}

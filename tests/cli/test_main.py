@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 
 import pytest
@@ -15,18 +15,21 @@ import librmq
 from librmq import MessageStore
 from librmq.__main__ import main as started
 from librmq.cli import main
+from librmq.cli.commands import COMMANDS
 from librmq.cli.output import Output
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordError, StoreIOError
 from tests.cli.stand import Shell
 from tests.programs import POSIX, environment, run_program
 
-COMMANDS = (
-    "dump", "queues", "queue", "query", "ask", "verify", "recover", "load", "broker-conf", "filter", "bloom",
-)  # fmt: skip
-
 NEXT = "; librmq verify lists the damage, and librmq salvage --into NEW saves every record that can be read"
 
 Fake = Callable[[Callable[[argparse.Namespace, Output], int]], list[argparse.Namespace]]
+
+
+def replace_function(monkeypatch: pytest.MonkeyPatch, name: str, handler: Callable[..., int]) -> None:
+    """Let a command call ``handler``."""
+    command = COMMANDS[name]
+    monkeypatch.setattr(importlib.import_module(f"librmq.cli.{command.module}"), command.function, handler)
 
 
 @pytest.fixture
@@ -40,9 +43,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
             seen.append(arguments)
             return handler(arguments, output)
 
-        module = types.ModuleType("librmq.cli.queues")
-        module.queues = module.queue = noted  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "librmq.cli.queues", module)
+        for name in ("queues", "queue"):
+            replace_function(monkeypatch, name, noted)
         return seen
 
     return install
@@ -167,9 +169,7 @@ def test_the_file_to_write_is_named_by_either_option(
         seen.append(arguments)
         return 0
 
-    module = types.ModuleType(f"librmq.cli.{words[0]}")
-    setattr(module, words[0], note)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    replace_function(monkeypatch, words[0], note)
     assert main([*words, option, "x"]) == 0
     assert seen[0].out == "x"
 
@@ -194,9 +194,7 @@ def test_times_may_be_how_long_ago(monkeypatch: pytest.MonkeyPatch, word: str) -
         seen.append(arguments)
         return 0
 
-    module = types.ModuleType("librmq.cli.query")
-    module.query = note  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "librmq.cli.query", module)
+    replace_function(monkeypatch, "query", note)
     assert main(["query", "s", "--topic", "t", "--key", "k", "--begin", word, "--end", word]) == 0
     assert (seen[0].begin, seen[0].end) == (word, word)
 
@@ -232,9 +230,9 @@ def test_a_short_answer_loads_nothing_slow(words: list[str], shell: Shell) -> No
 
 def test_a_reader_that_leaves_early_is_not_an_error() -> None:
     program = (
-        "import sys, types; module = types.ModuleType('librmq.cli.queues')\n"
+        "import sys, types; from librmq.cli.commands import COMMANDS\n"
+        "name = 'librmq.cli.' + COMMANDS['queues'].module; module = sys.modules[name] = types.ModuleType(name)\n"
         "module.queues = lambda arguments, output: [output.row({'n': n}) for n in range(100000)] and 0\n"
-        "sys.modules['librmq.cli.queues'] = module\n"
         "from librmq.cli import main; sys.exit(main(['queues', 's']))"
     )
     child = subprocess.Popen(
@@ -260,9 +258,9 @@ def test_a_closed_standard_output_is_not_an_error() -> None:
 
 def test_output_is_utf8_in_any_locale() -> None:
     program = (
-        "import sys, types; module = types.ModuleType('librmq.cli.queues')\n"
+        "import sys, types; from librmq.cli.commands import COMMANDS\n"
+        "name = 'librmq.cli.' + COMMANDS['queues'].module; module = sys.modules[name] = types.ModuleType(name)\n"
         "module.queues = lambda arguments, output: output.row({'topic': '订单'}) or 0\n"
-        "sys.modules['librmq.cli.queues'] = module\n"
         "from librmq.cli import main; sys.exit(main(['queues', 's']))"
     )
     child = run_program(program, PYTHONIOENCODING="latin-1", PYTHONUTF8="0")

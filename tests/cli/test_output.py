@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.cli.output import Enough, JsonLines, Output, complain, json_line, open_output
+from librmq.cli.output import JsonLines, LimitReached, Output, complain, json_line, open_output
 from librmq.errors import MissingExtraError
 from librmq.message.printable import printable
 
@@ -67,7 +67,7 @@ ROWS: list[dict[str, Any]] = [
 def test_many_rows_are_printed_like_single_ones(limit: int | None) -> None:
     stream, expected = io.StringIO(), [json_line(row) for row in ROWS[:limit]]
     output = Output(JsonLines(stream), limit)
-    with pytest.raises(Enough) if limit in (1, 2, 5) else nullcontext():
+    with pytest.raises(LimitReached) if limit in (1, 2, 5) else nullcontext():
         output.rows_of(iter(ROWS))
     assert (stream.getvalue().splitlines(), output.rows) == (expected, len(expected))
 

@@ -135,13 +135,13 @@ class _Operations:
         tables: BrokerTables,
         filters: Registrations,
         clock: _OperationClock,
-        tell: Callable[[str], None],
+        warn: Callable[[str], None],
         timers: Timers | None,
     ) -> None:
         self._store = store
         self._tables = tables
         self._clock = clock
-        self._tell = tell
+        self._report_refusal = warn
         self._line = 0
         self._stamped = False  # whether a message was put
         self._schedule: DelaySchedule | None = None  # made at the first at_ms, before which nothing is delivered
@@ -188,7 +188,7 @@ class _Operations:
             raise InputError(f"line {number}: {error}") from None
 
     def _warn(self, reason: str) -> None:
-        self._tell(f"line {self._line}: {reason}")
+        self._report_refusal(f"line {self._line}: {reason}")
 
     # --------------------------------------------------------------------------------------------------- time
 
@@ -243,7 +243,7 @@ class _Operations:
             sys_flag = self._compress(row, message, fields.int32(row, "sysFlag", 0))
             return [self._append(row, message, fields.count(row, "queueId"), sys_flag, raw)]
 
-        return self._taken(append)
+        return self._append_result(append)
 
     def _compress(self, row: Row, message: Message, sys_flag: int) -> int:
         """Compress the body if the operation asks for it, and return the flags of the record."""
@@ -281,12 +281,12 @@ class _Operations:
             )
             return self._store.append_batch(messages, queue_id, properties=added, **origin)
 
-        answer = self._taken(append)
+        answer = self._append_result(append)
         if "phys" not in answer:
             return answer
         return {"batch_body_b64": base64.b64encode(encoded).decode(), **answer}
 
-    def _taken(self, append: Callable[[], list[AppendResult]]) -> Row:
+    def _append_result(self, append: Callable[[], list[AppendResult]]) -> Row:
         """Append, and return the fields with the messages' places, or with the status of a refusal."""
         try:
             results = append()
@@ -323,7 +323,7 @@ class _Operations:
             origin = _origin(row, sys_flag)
             return [self._transactions.prepare(message, queue_id, **origin, prepared_transaction_offset=prepared)]
 
-        answer = self._taken(append)
+        answer = self._append_result(append)
         if "phys" in answer:
             self._halves[name] = _Half(answer["phys"], answer["queue_offset"], group)
         return {"id": name, **answer}
