@@ -1,7 +1,7 @@
 """Counters and gauges in a plain object, and their export to OpenTelemetry or Prometheus.
 
 `METRICS` lists all names with their labels; any other name or label is refused at its first use.
-``docs/metrics.md`` shows the same list.
+``docs/metrics.md`` is the guide.
 """
 
 from __future__ import annotations

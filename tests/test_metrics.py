@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import pytest
 
 from librmq.errors import ConfigError, MissingExtraError
-from librmq.metrics import METRICS, Metrics, export_to_opentelemetry, export_to_prometheus
+from librmq.metrics import Metrics, export_to_opentelemetry, export_to_prometheus
 from tests.programs import run_program
-from tests.reference import CHECKOUT
 
 
 def test_counts_add_up_by_labels() -> None:
@@ -163,15 +161,6 @@ def test_without_the_extra_it_is_named(package: str, export: Any, monkeypatch: p
 def test_counting_loads_neither() -> None:
     code = "import sys, librmq.metrics; print([m for m in sys.modules if m.startswith(('prom', 'opentel'))])"
     assert run_program(code).stdout == "[]\n"
-
-
-def test_the_documentation_lists_every_name() -> None:
-    text = (CHECKOUT / "docs" / "metrics.md").read_text("utf-8")
-    listed = re.findall(r"^\| `(\w+)` \| (\w+) \| ([^|]*) \| (.*) \|$", text, re.MULTILINE)
-    assert listed == [
-        (name, metric.kind, ", ".join(f"`{label}`" for label in metric.labels) or "–", metric.meaning)
-        for name, metric in METRICS.items()
-    ]
 
 
 def test_its_repr_says_how_much_there_is() -> None:

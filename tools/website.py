@@ -26,6 +26,8 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import generated
+
 CHECKOUT = Path(__file__).resolve().parent.parent
 DOCS = CHECKOUT / "docs"
 CONFIG = CHECKOUT / "mkdocs.yml"
@@ -80,7 +82,7 @@ class Stage:
         shutil.copytree(DOCS, self.pages)
         for page in sorted(DOCS.rglob("*.md")):
             name = page.relative_to(DOCS).as_posix()
-            self._write(name, (WIDE if name in WIDE_PAGES else "") + page.read_text("utf-8"), page)
+            self._write(name, (WIDE if name in WIDE_PAGES else "") + generated.fill(page.read_text("utf-8")), page)
         for page in (CHECKOUT / name for name in PROJECT_PAGES):
             self._write(self.place_of(page), with_bare_versions(page.read_text("utf-8")), page)
         for page in RESULTS.glob("*.md"):

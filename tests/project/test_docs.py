@@ -25,8 +25,6 @@ from _pytest.mark import ParameterSet
 import librmq
 from librmq import MessageStore
 from librmq.cli import main
-from librmq.cli.arguments import parser_of
-from librmq.cli.commands import COMMANDS
 from tests.log_levels import reset_levels
 from tests.programs import POSIX
 from tests.reference import CHECKOUT, COMPACT, unpack_compact
@@ -226,14 +224,6 @@ def test_links_lead_somewhere(document: Path) -> None:
         if heading:
             headings = re.findall(r"^#+ (.*)$", other.read_text("utf-8"), re.MULTILINE)
             assert heading in [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings], target
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_of_a_command_is_described(name: str) -> None:
-    help_text = parser_of(COMMANDS[name]).format_help()
-    pages = " ".join((DOCS / page).read_text("utf-8") for page in ("cli.md", "columns.md", "wire.md"))
-    options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", help_text)) - {"--help", "--out"}
-    assert sorted(option for option in options if not re.search(rf"{option}(?![\w-])", pages)) == []
 
 
 def test_every_document_is_listed() -> None:
