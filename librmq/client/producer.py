@@ -7,14 +7,15 @@ timeout. A try can store the message although its answer is lost, so a message c
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final, Self, TypeVar, Unpack
 
 from librmq.client.client import Client, LifeCycle, Startable, State, client_of
 from librmq.client.queue_selectors import QueueSelector
-from librmq.client.request_reply import reply, reply_properties, send_request
 from librmq.client.sender import ProducerConfig, ProducerKeywords, PublishRoutes, SendAttempts, SendHook, SendResult
+from librmq.clock import moves_by_itself
 from librmq.config import check_kind, to_seconds
 from librmq.errors import (
     BrokerError,
@@ -26,14 +27,27 @@ from librmq.errors import (
 )
 from librmq.message import record
 from librmq.message.batch import check_batch, check_batch_size, encoded_size
+from librmq.message.compression import decompress_body
 from librmq.message.message import Message, MessageQueue, SendKeywords, StoredMessage, validate_client_topic
+from librmq.message.properties import (
+    PROPERTY_CLUSTER,
+    PROPERTY_CORRELATION_ID,
+    PROPERTY_MESSAGE_TYPE,
+    PROPERTY_REPLY_TO_CLIENT,
+    PROPERTY_TTL,
+    PROPERTY_UNIQUE_KEY,
+)
 from librmq.message.refusals import body_too_large, reserved_topic
-from librmq.message.topics import NOT_FOR_SENDING, validate_group
+from librmq.message.topics import NOT_FOR_SENDING, reply_topic, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ConsumerData,
+    ReplyArrived,
     Request,
+    ResponseCode,
     Route,
+    SendMessage,
+    SendReply,
 )
 from librmq.runtime.event_log import EventLog
 
@@ -423,3 +437,117 @@ def _check_batch(batch: Sequence[Message], max_size: int) -> None:
     if batch[0].topic.startswith("%RETRY%"):
         raise MessageIllegalError(f"topic {batch[0].topic!r} takes no batch: send its messages one by one")
     check_batch_size(sum(map(encoded_size, batch)), max_size)
+
+
+# ---- requests and replies
+#
+#     requester ── message ──> topic ──> consumer of the topic
+#         ^                                    │ Producer.reply
+#         └── the broker pushes <── reply topic of the cluster
+#
+# A reply belongs to its request by the correlation id. It reaches the requester through a broker to which the requester
+# sends heartbeats. Mirrors ``DefaultMQProducerImpl.request`` and ``MessageUtil``.
+
+_REPLY: Final = "reply"
+_STEP_S: Final = 0.1
+"""Time that passes at once on a clock that stands still."""
+_MOST_BODY: Final = 64 << 20
+
+
+def send_request(
+    client: Client, message: Message, timeout_s: float, send: Callable[[Message, float], object]
+) -> Message:
+    """Send a message, and wait for its reply.
+
+    Args:
+        client: Waits for the reply.
+        message: The request, which gets the properties of one.
+        timeout_s: Seconds for the send and the reply.
+        send: Sends a message within the seconds given.
+
+    Raises:
+        SendTimeoutError: No reply came in time.
+    """
+    clock, runner = client.runner.clock, client.runner
+    deadline = clock.monotonic() + timeout_s
+    correlation_id = client.unique_ids.next()
+    message.properties[PROPERTY_CORRELATION_ID] = correlation_id
+    message.properties[PROPERTY_REPLY_TO_CLIENT] = client.client_id
+    message.properties[PROPERTY_TTL] = str(round(1000 * timeout_s))
+    arrived, replies = threading.Event(), list[ReplyArrived]()
+
+    def waiting(reply: ReplyArrived) -> None:
+        replies.append(reply)
+        arrived.set()
+
+    client.replies[correlation_id] = waiting
+    try:
+        send(message, timeout_s)
+        while not arrived.is_set() and (left := deadline - clock.monotonic()) > 0:
+            if moves_by_itself(clock):
+                clock.wait(arrived, left)
+            else:
+                runner.pass_time(min(_STEP_S, left))
+    finally:
+        client.replies.pop(correlation_id, None)
+    if not replies:
+        raise SendTimeoutError(
+            f"topic {message.topic!r}: no reply to the request {correlation_id} came within {timeout_s:g} s; "
+            "the request is stored, so a consumer may still handle it"
+        )
+    sent = replies[0].send
+    body = decompress_body(sent.message.body, sent.sys_flag, _MOST_BODY)
+    return Message._from_parts(sent.message.topic, body, sent.message.flag, dict(sent.message.properties))
+
+
+def reply_properties(request: StoredMessage) -> tuple[str, dict[str, str]]:
+    """Return the topic of a reply, and the properties that make it one.
+
+    Raises:
+        MessageIllegalError: The message is no request.
+    """
+    names = (PROPERTY_CORRELATION_ID, PROPERTY_REPLY_TO_CLIENT, PROPERTY_TTL)
+    request_properties = request.properties
+    for name in (*names, PROPERTY_CLUSTER):
+        if name not in request_properties:
+            raise MessageIllegalError(
+                f"message {request.message_id} is no request, because it has no property {name}: "
+                "reply only to what Producer.request has sent"
+            )
+    properties = {name: request_properties[name] for name in names} | {PROPERTY_MESSAGE_TYPE: _REPLY}
+    return reply_topic(request_properties[PROPERTY_CLUSTER]), properties
+
+
+def reply(client: Client, group: str, message: Message, first_broker: str | None, timeout_ms: float) -> SendResult:
+    """Send a reply over the broker that has the request, and over others if the requester is not connected there.
+
+    Raises:
+        BrokerError: The requester is connected to no broker; the reply is stored.
+        BrokerUnreachableError: No broker can be reached.
+    """
+    route, runner = client.route, client.runner
+    names = sorted(route.broker_names(), key=lambda name: (name != first_broker, name))
+    begin_ms = runner.now_ms()
+    failure: BrokerError | BrokerUnreachableError = BrokerUnreachableError(
+        f"topic {message.topic!r}: the route has no broker, so the reply was not sent"
+    )
+    for name in names:
+        now_ms = runner.now_ms()
+        left_ms = begin_ms + timeout_ms - now_ms
+        if left_ms < 0:
+            break
+        runner.point(f"reply {message.topic}")
+        send = SendMessage(group, message, 0, now_ms, client.host, timeout_ms=left_ms)
+        try:
+            response = route.endpoint(name).call(SendReply(send))
+        except BrokerUnreachableError as error:
+            failure = error
+        except BrokerError as error:
+            if error.code != ResponseCode.SYSTEM_ERROR:
+                raise
+            failure = error
+        else:
+            queue = MessageQueue(message.topic, name, response.queue_id)
+            unique_id, offset_id = message.properties[PROPERTY_UNIQUE_KEY], response.offset_ids[0]
+            return SendResult(response.status, unique_id, offset_id, queue, response.queue_offset)
+    raise failure
