@@ -5,6 +5,7 @@ from __future__ import annotations
 from librmq.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
+    from librmq.consumer.assignment import ProcessQueue as ProcessQueue
     from librmq.consumer.config import ConsumerConfig as ConsumerConfig
     from librmq.consumer.config import PullConsumerConfig as PullConsumerConfig
     from librmq.consumer.delivered import DeliveredMessage as DeliveredMessage
@@ -17,7 +18,6 @@ with lazy_exports(globals()):
     from librmq.consumer.message_track import message_tracks as message_tracks
     from librmq.consumer.message_track import resend_dead_letters as resend_dead_letters
     from librmq.consumer.orderly import OrderlyResult as OrderlyResult
-    from librmq.consumer.processqueue import ProcessQueue as ProcessQueue
     from librmq.consumer.pull import PullConsumer as PullConsumer
     from librmq.consumer.push import PushConsumer as PushConsumer
     from librmq.consumer.simple import ReceivedMessage as ReceivedMessage

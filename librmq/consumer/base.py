@@ -15,7 +15,7 @@ from librmq.broker.group_differences import comparable
 from librmq.client.allocation import refuse_differences
 from librmq.client.client import Client, LifeCycle, Startable, State, client_of
 from librmq.config import to_seconds
-from librmq.consumer.assigned_queue import AssignedQueue
+from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.instance_state import instance_state
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets

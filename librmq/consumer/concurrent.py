@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from librmq.consumer.assigned_queue import AssignedQueue
+from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.delivery import Delivery, cause_of
 from librmq.consumer.instance import PushInstance

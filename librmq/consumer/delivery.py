@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from librmq.consumer.assigned_queue import AssignedQueue
+from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.instance import ConsumeContext, PushInstance
 from librmq.consumer.listeners import Listener

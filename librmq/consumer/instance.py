@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 from librmq.client.client import Client
-from librmq.consumer.assigned_queue import AssignedQueue
+from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.listeners import Listeners

@@ -10,7 +10,7 @@ import threading
 import traceback
 from types import CodeType, FrameType
 
-from librmq.consumer.assigned_queue import AssignedQueue
+from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.instance import Instance
 from librmq.protocol import HeldQueue, InstanceState, ListenerCall

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 from librmq.client.client import Client
-from librmq.consumer.assigned_queue import AssignedQueue
+from librmq.consumer.assignment import AssignedQueue
 from librmq.errors import ConfigError, MalformedError, RmqError
 from librmq.files.seam import Files, make_folders
 from librmq.java.json import ObjectKey, dumps, loads

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from librmq.consumer.assigned_queue import AssignedQueue
+from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.delivery import BlockedQueue, Delivery, cause_of
 from librmq.consumer.instance import PushInstance

@@ -15,7 +15,7 @@ from typing import Final, Unpack
 from librmq.client.client import Client
 from librmq.clock import wait_async
 from librmq.config import to_seconds, to_timestamp_ms
-from librmq.consumer.assigned_queue import AssignedQueue
+from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords
 from librmq.consumer.delivered import DeliveredMessage

@@ -10,7 +10,7 @@ import logging
 from functools import partial
 from typing import Final
 
-from librmq.consumer.assigned_queue import AssignedQueue
+from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.instance import PushInstance
 from librmq.errors import BrokerError, RmqError
 from librmq.protocol import MessageModel, PullMessage, PullResponse, PullStatus, ResponseCode

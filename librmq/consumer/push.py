@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar, Unpack, cast, overload
 
 from librmq.client.client import Client
 from librmq.config import check_kind
-from librmq.consumer.assigned_queue import AssignedQueue
+from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.base import Consumer
 from librmq.consumer.concurrent import ConcurrentDelivery
 from librmq.consumer.config import ConsumerConfig, ConsumerKeywords

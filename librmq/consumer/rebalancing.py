@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 from librmq.client.allocation import own_share
-from librmq.consumer.assigned_queue import AssignedQueue
+from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.instance import Instance
 from librmq.errors import RmqError
 from librmq.message.message import MessageQueue

@@ -1,22 +1,18 @@
-"""Messages of one queue that were pulled but not consumed. Mirrors ``ProcessQueue``.
-
-::
-
-    pulled -> waiting (a deque, as pulled) -> begun (a dict, in order of offsets) -> removed
-
-Pulls come in order and messages begin in order, so both parts stay sorted, and returned messages go back to their
-place. A waiting message costs its record and one place in the deque.
-"""
+"""A queue that rebalancing assigned to a consumer: its pulled messages, and the consumer's position in it."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from librmq.consumer.delivered import DeliveredMessage
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.record import header_struct
+from librmq.message.topics import RETRY_PREFIX
+from librmq.protocol import Endpoint
+from librmq.runtime.runner import Step
+
 
 _V6_HOSTS: Final = 0x30
 _unpack_body = header_struct("sys_flag", "body_length").unpack_from
@@ -31,7 +27,13 @@ def _body_size(message: StoredMessage) -> int:
 class ProcessQueue:
     """Messages of a queue between pull and consumption. Call it only under the runner's lock.
 
-    All operations are O(1) for each message.
+    ::
+
+        pulled -> waiting (a deque, as pulled) -> begun (a dict, in order of offsets) -> removed
+
+    Pulls come in order and messages begin in order, so both parts stay sorted, and returned messages go back to their
+    place. All operations are O(1) for each message. A waiting message costs its record and one place in the deque.
+    Mirrors ``ProcessQueue``.
     """
 
     __slots__ = ("_begun", "_bounds", "_largest", "_waiting", "queue", "size")
@@ -184,3 +186,75 @@ class ProcessQueue:
         assert not offsets or offsets[-1] <= self._largest
         assert self.size == sum(map(_body_size, [*self._begun.values(), *self._waiting]))
         assert all(key == message.queue_offset for key, message in self._begun.items())
+
+
+class AssignedQueue:
+    """One queue from its assignment until it is released. Changed under the runner's lock."""
+
+    __slots__ = (
+        "delivering",
+        "endpoint",
+        "idle_since_ms",
+        "is_retry",
+        "label",
+        "lock_timestamp_ms",
+        "locked",
+        "lost",
+        "messages",
+        "next_offset",
+        "notify",
+        "owned_timestamp_ms",
+        "progress",
+        "pull",
+        "pulled_timestamp_ms",
+        "queue",
+        "release_until_ms",
+        "released",
+        "running",
+        "since_ms",
+        "stored_progress",
+        "throttled",
+    )
+
+    def __init__(self, queue: MessageQueue, next_offset: int, progress: int | None, pull: Step) -> None:
+        self.queue = queue
+        self.is_retry = queue.topic.startswith(RETRY_PREFIX)
+        self.label = f"{queue.topic}/{queue.broker_name}/{queue.queue_id}"
+        self.messages = ProcessQueue(queue)
+        self.next_offset = next_offset
+        """Queue offset of the next pull."""
+        self.pull = pull
+        self.notify: Callable[[], None] | None = None
+        """Brokers call this when a held pull should be repeated."""
+        self.pulled_timestamp_ms = 0
+        self.lost = False
+        """Whether the last pull failed unexpectedly; none is running, and only a rebalance starts the next one."""
+        self.endpoint: Endpoint | None = None
+        """The broker of the last pull."""
+        self.idle_since_ms: int | None = None
+        """Time since which a pull is held while skipped messages are not yet part of the progress."""
+        self.throttled = False
+        """Whether pulling has stopped because too much is held."""
+        self.progress = progress
+        """The queue offset of the next message to consume; None before the first consumed message."""
+        self.stored_progress: int | None = None
+        """The last stored progress."""
+        self.released = False
+        """Whether the queue is released: nothing begins, and results of running listeners are ignored."""
+        self.locked = False
+        """Whether the broker has locked the queue for this client."""
+        self.lock_timestamp_ms: int | None = None
+        self.owned_timestamp_ms = 0
+        """Orderly: when the broker last confirmed this client's lock."""
+        self.delivering = False
+        """Orderly: whether a listener has a message of the queue, the queue waits for a listener, or it rests."""
+        self.running = False
+        """Orderly: whether a listener runs or is about to."""
+        self.since_ms = 0
+        """Orderly: time since which listeners have run without a rest."""
+        self.release_until_ms = 0
+        """Latest end of a listener that still runs in a released queue; then the next rebalance unlocks it."""
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else "locked" if self.locked else "assigned"
+        return f"AssignedQueue({self.label}, {state}, next_offset={self.next_offset}, progress={self.progress})"
