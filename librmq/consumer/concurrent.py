@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import Final, Literal
 
 from librmq.consumer.assignment import AssignedQueue
-from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.delivery import Delivery, cause_of
 from librmq.consumer.instance import PushInstance
-from librmq.consumer.listeners import Listener
+from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.consumer.rebalancing import next_on_grid
 from librmq.errors import RmqError
 from librmq.listener import DownstreamDown, ReconsumeLater

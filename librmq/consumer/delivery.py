@@ -15,9 +15,8 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from librmq.consumer.assignment import AssignedQueue
-from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.instance import ConsumeContext, PushInstance
-from librmq.consumer.listeners import Listener
+from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.consumer.rests import Rests
 from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.message.message import MessageQueue, StoredMessage

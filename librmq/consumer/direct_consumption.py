@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.delivery import cause_of
 from librmq.consumer.instance import PushInstance
+from librmq.consumer.listeners import DeliveredMessage
 from librmq.errors import ClientStateError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.message.message import MessageQueue

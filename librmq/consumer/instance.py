@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 from librmq.client.client import Client
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.config import ConsumerConfig
-from librmq.consumer.delivered import DeliveredMessage
-from librmq.consumer.listeners import Listeners
+from librmq.consumer.listeners import DeliveredMessage, Listeners
 from librmq.consumer.offsets import Offsets
 from librmq.filter import TagFilter
 from librmq.message.message import MessageQueue, StoredMessage

@@ -11,8 +11,8 @@ import traceback
 from types import CodeType, FrameType
 
 from librmq.consumer.assignment import AssignedQueue
-from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.instance import Instance
+from librmq.consumer.listeners import DeliveredMessage
 from librmq.protocol import HeldQueue, InstanceState, ListenerCall
 
 

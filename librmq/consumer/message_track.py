@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from librmq.broker.dead_letters import retry_of
-from librmq.consumer.delivered import DeliveredMessage
+from librmq.consumer.listeners import DeliveredMessage
 from librmq.errors import FilterEvaluationError, NoRouteError
 from librmq.filter import TAG, SqlFilter, TagFilter
 from librmq.message.message import StoredMessage

@@ -21,10 +21,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from librmq.consumer.assignment import AssignedQueue
-from librmq.consumer.delivered import DeliveredMessage
 from librmq.consumer.delivery import BlockedQueue, Delivery, cause_of
 from librmq.consumer.instance import PushInstance
-from librmq.consumer.listeners import Listener
+from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.consumer.rebalancing import next_on_grid
 from librmq.errors import RmqError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
