@@ -18,9 +18,9 @@ from librmq.config import to_seconds
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.instance_state import instance_state
+from librmq.consumer.listeners import check_at_brokers, make_subscription
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
 from librmq.consumer.rebalancing import Rebalancing, next_on_grid
-from librmq.consumer.subscription import check_at_brokers, make_subscription
 from librmq.errors import ClientStateError, RmqError
 from librmq.filter import TagFilter
 from librmq.message.message import MessageQueue

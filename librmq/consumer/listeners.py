@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from librmq.errors import ConfigError
-from librmq.filter import WatchedPredicate
+from librmq.client.client import Client
+from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
+from librmq.filter import SQL92, TAG, SqlFilter, TagFilter, WatchedPredicate
 from librmq.listener import ReconsumeLater
-from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.message import MessageQueue, StoredMessage, validate_client_topic
 from librmq.message.record import (
     PROPERTY_CONSUME_START_TIME,
     PROPERTY_MAX_OFFSET,
@@ -20,6 +22,7 @@ from librmq.message.record import (
     PROPERTY_TRANSACTION_PREPARED,
 )
 from librmq.message.topics import RETRY_PREFIX
+from librmq.protocol import CheckSubscription, Subscription
 
 _ORIGIN_MESSAGE_ID: Final = PROPERTY_ORIGIN_MESSAGE_ID.encode()
 _RETRY_TOPIC: Final = PROPERTY_RETRY_TOPIC.encode()
@@ -269,3 +272,39 @@ def _index_in_batch(result: object, indices: list[int], count: int) -> object:
 
 def _consumed_in_batch(consumed: int, indices: list[int], count: int) -> int:
     return count if consumed >= len(indices) else indices[max(0, consumed)]
+
+
+# ---- subscriptions
+
+
+def make_subscription(
+    topic: str, tags: str | None, sql: str | None, version: int
+) -> tuple[Subscription, TagFilter | None]:
+    """Return a subscription, and the exact check of its tags if it has any.
+
+    Raises:
+        ConfigError: Both ``tags`` and ``sql`` are given, or one is not a string.
+        FilterSyntaxError: The expression does not compile.
+        MessageIllegalError: The topic has an invalid name.
+    """
+    validate_client_topic(topic)
+    if tags is not None and sql is not None:
+        raise ConfigError(f"topic {topic!r}: expected tags or sql, found both: give either tags or sql")
+    for name, value in (("tags", tags), ("sql", sql)):
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"topic {topic!r}: {name}: expected text, found {value!r:.80}")
+    if sql is not None:
+        SqlFilter(sql)
+        return Subscription(topic, sql, SQL92, version), None
+    tag_filter = TagFilter(tags)
+    return Subscription(topic, tag_filter.expression, TAG, version), tag_filter if tag_filter.tags else None
+
+
+def check_at_brokers(client: Client, group: str, subscription: Subscription) -> None:
+    """Check that each reachable broker serves an SQL subscription; raise `BrokerError` if one does not."""
+    if subscription.expression_type == TAG:
+        return
+    request = CheckSubscription(client.client_id, group, subscription)
+    for name in client.route.broker_names():
+        with suppress(BrokerUnreachableError, NoRouteError):
+            client.endpoint(name).call(request)

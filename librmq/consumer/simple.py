@@ -16,8 +16,7 @@ from typing import Any, Final, Self, TypeVar, cast
 from librmq.client.client import Client, LifeCycle, Startable, client_of
 from librmq.clock import wait_async
 from librmq.config import to_seconds, wrong_kind
-from librmq.consumer.listeners import DeliveredMessage
-from librmq.consumer.subscription import check_at_brokers, make_subscription
+from librmq.consumer.listeners import DeliveredMessage, check_at_brokers, make_subscription
 from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, NoRouteError, ReceiptError
 from librmq.message.message import MessageQueue
 from librmq.message.topics import validate_group
