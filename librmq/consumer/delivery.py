@@ -15,13 +15,14 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from librmq.consumer.assignment import AssignedQueue
-from librmq.consumer.instance import ConsumeContext, PushInstance
+from librmq.consumer.instance import ConsumeContext, Instance, PushInstance
 from librmq.consumer.listeners import DeliveredMessage, Listener
-from librmq.consumer.rests import Rests
-from librmq.listener import ReconsumeLater, SuspendQueue
+from librmq.errors import ClientStateError
+from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics
-from librmq.runtime.runner import Work
+from librmq.protocol import ConsumeDirectly, DirectlyConsumed, DirectResult
+from librmq.runtime.runner import Step, Work
 
 _MAX_CAUSE: Final = 500
 
@@ -325,3 +326,92 @@ def _missing_listener(topic: str) -> Listener:
         )
 
     return Listener(fail, False, False, False)
+
+
+# ---- rests after a failure downstream
+
+
+class Rests:
+    """The rests of one consumer. Its methods are called under the runner's lock."""
+
+    def __init__(self, consumer: Instance, resumed: Callable[[int], None]) -> None:
+        """``resumed(now_ms)`` is called when a rest ends."""
+        self._consumer = consumer
+        self._resumed = resumed
+        self._times: dict[MessageQueue | None, tuple[int, int]] = {}  # begin and end; None is the whole consumer
+        self.is_probing = False
+        """Whether the next call decides if the whole consumer continues."""
+        self._step = Step(f"{consumer.label} resume", self._resume, consumer.client)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole consumer rests."""
+        return None in self._times
+
+    def __contains__(self, queue: MessageQueue) -> bool:
+        """Return whether a queue rests."""
+        return bool(self._times) and (None in self._times or queue in self._times)
+
+    def begin(self, error: DownstreamDown, queue: MessageQueue) -> int:
+        """Begin a rest and return its length in milliseconds; only the first in a row is logged as a warning."""
+        consumer, key = self._consumer, queue if error.only_queue else None
+        now_ms, rest_ms = consumer.runner.now_ms(), max(1, round(1000 * error.seconds))
+        self._times[key] = now_ms, now_ms + rest_ms
+        self.is_probing |= key is None
+        consumer.states.failing(("downstream",), "what listeners call", error, again_ms=rest_ms)
+        if consumer.metrics is not None:
+            consumer.metrics.count("rests", topic=queue.topic, group=consumer.group)
+        consumer.runner.wake(self._step, min(end for _, end in self._times.values()))
+        return rest_ms
+
+    def succeeded(self) -> None:
+        """Note a successful call, which ends the probing."""
+        if not self._times:
+            self.is_probing = False
+            self._consumer.states.works(("downstream",), "what listeners call")
+
+    def _resume(self, now_ms: int) -> int | None:
+        for key, (begin, end) in list(self._times.items()):
+            if not begin <= now_ms < end:  # earlier than its begin, because the clock was set back
+                del self._times[key]
+        self._resumed(now_ms)
+        return min((end for _, end in self._times.values()), default=None)
+
+
+# ---- consumption for a broker
+
+
+def consume_directly(consumer: PushInstance, request: ConsumeDirectly) -> None:
+    """Run the listener of a message in parallel with others, and pass the result to the request's ``ended``.
+
+    Raises:
+        ClientStateError: The consumer is shutting down, or has no listener for the message.
+    """
+    stored = request.message
+    queue = MessageQueue(stored.topic, request.broker_name, stored.queue_id)
+    message = DeliveredMessage(stored.raw, queue, stored.queue_offset, (0, stored.queue_offset + 1))
+    listener = consumer.listeners.listener_for(message.topic, message)
+    if consumer.stopping or listener is None:
+        why = "it is shutting down" if consumer.stopping else f"it has no listener for topic {message.topic!r}"
+        raise ClientStateError(f"{consumer.label} can't consume message {message.message_id} directly: {why}")
+    begin_ms = message.consume_start_timestamp_ms = consumer.runner.now_ms()
+
+    def done(result: object, error: Exception | None) -> None:
+        outcome, remark = DirectResult.SUCCESS, None
+        if error is None:
+            try:
+                if listener.acknowledged(result, 1) < 0:
+                    outcome = DirectResult.RETURN_NULL if result is None else DirectResult.LATER
+            except ValueError as refused:
+                error = refused
+        if error is not None:
+            is_asked_for = isinstance(error, ReconsumeLater | SuspendQueue | DownstreamDown)
+            outcome = DirectResult.LATER if is_asked_for else DirectResult.THROW_EXCEPTION
+            remark = cause_of(error)
+        took_ms = max(0, consumer.runner.now_ms() - begin_ms)
+        request.ended(DirectlyConsumed(outcome, consumer.config.orderly, took_ms, remark))
+
+    argument: Any = [message] if listener.as_list else message
+    label = f"{consumer.label} consumes {message.message_id} directly"
+    work = Work(label, lambda: listener.function(argument), done, consumer.client, loop=consumer.loop)
+    consumer.runner.submit(work)

@@ -13,8 +13,7 @@ from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.base import Consumer
 from librmq.consumer.concurrent import ConcurrentDelivery
 from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
-from librmq.consumer.delivery import BlockedQueue, Delivery
-from librmq.consumer.direct_consumption import consume_directly
+from librmq.consumer.delivery import BlockedQueue, Delivery, consume_directly
 from librmq.consumer.gauges import show_gauges
 from librmq.consumer.instance import ConsumeHook
 from librmq.consumer.instance_state import instance_state, listener_calls
