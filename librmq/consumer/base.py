@@ -17,7 +17,7 @@ from librmq.client.client import Client, LifeCycle, Startable, State, client_of
 from librmq.config import to_seconds
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.config import ConsumerConfig
-from librmq.consumer.instance_state import instance_state
+from librmq.consumer.instance import instance_state
 from librmq.consumer.listeners import check_at_brokers, make_subscription
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
 from librmq.consumer.rebalancing import Rebalancing, next_on_grid

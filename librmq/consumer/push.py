@@ -14,9 +14,7 @@ from librmq.consumer.base import Consumer
 from librmq.consumer.concurrent import ConcurrentDelivery
 from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
 from librmq.consumer.delivery import BlockedQueue, Delivery, consume_directly
-from librmq.consumer.gauges import show_gauges
-from librmq.consumer.instance import ConsumeHook
-from librmq.consumer.instance_state import instance_state, listener_calls
+from librmq.consumer.instance import ConsumeHook, instance_state, listener_calls, show_gauges
 from librmq.consumer.listeners import (
     BatchListener,
     DeliveredMessage,
