@@ -14,6 +14,7 @@ from librmq.consumer.base import Consumer
 from librmq.consumer.concurrent import ConcurrentDelivery
 from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
 from librmq.consumer.delivery import BlockedQueue, Delivery, consume_directly
+from librmq.consumer.fetcher import PullRequests
 from librmq.consumer.instance import ConsumeHook, instance_state, listener_calls, show_gauges
 from librmq.consumer.listeners import (
     BatchListener,
@@ -26,7 +27,6 @@ from librmq.consumer.listeners import (
     with_predicate,
 )
 from librmq.consumer.orderly import OrderlyDelivery
-from librmq.consumer.pull_requests import PullRequests
 from librmq.errors import ConfigError
 from librmq.filter import WatchedPredicate
 from librmq.message.message import MessageQueue
