@@ -384,6 +384,8 @@ class Rests:
 def consume_directly(consumer: PushInstance, request: ConsumeDirectly) -> None:
     """Run the listener of a message in parallel with others, and pass the result to the request's ``ended``.
 
+    Mirrors ``consumeMessageDirectly``.
+
     Raises:
         ClientStateError: The consumer is shutting down, or has no listener for the message.
     """

@@ -1,4 +1,4 @@
-"""The interface of a consumer instance for its parts."""
+"""A consumer instance: its interface for its parts, its state for diagnosis, and its gauges."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _held_queue(assigned: AssignedQueue) -> HeldQueue:
 
 
 def listener_calls(call: CodeType, delivery: object) -> tuple[ListenerCall, ...]:
-    """Return the listeners that threads are running.
+    """Return the listeners that threads are running. Threads are examined here only, so delivery has no cost.
 
     ``call`` is the code of the method that calls a listener with the arguments ``self`` (``delivery``), ``assigned``
     and ``messages``.
