@@ -6,10 +6,9 @@ import os
 from contextlib import ExitStack
 
 from librmq.broker.config import BrokerConfig
-from librmq.broker.context import BrokerContext, BrokerSteps
+from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
 from librmq.broker.deliveries import Deliveries
 from librmq.broker.handlers import Handlers
-from librmq.broker.life import BrokerLife
 from librmq.broker.readers import StoreReaders
 from librmq.broker.transactions import BrokerTransactions
 from librmq.clock import moves_by_itself
