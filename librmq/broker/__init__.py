@@ -5,7 +5,7 @@ from __future__ import annotations
 from librmq.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
-    from librmq.broker.answers import ConnectedClient as ConnectedClient
-    from librmq.broker.answers import GroupConnections as GroupConnections
     from librmq.broker.broker import Broker as Broker
     from librmq.broker.config import BrokerConfig as BrokerConfig
+    from librmq.broker.registry import ConnectedClient as ConnectedClient
+    from librmq.broker.registry import GroupConnections as GroupConnections

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from librmq.broker.context import BrokerContext
-from librmq.broker.group_differences import comparable, describe_differences
-from librmq.broker.locks import QueueLocks
-from librmq.broker.registry import Changes
+from librmq.broker.registry import Changes, QueueLocks, comparable, describe_differences
 from librmq.errors import RmqError
 from librmq.message.message import MessageQueue, retry_topic
 from librmq.protocol import (

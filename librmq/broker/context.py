@@ -1,4 +1,4 @@
-"""The context of a broker: what all its parts share, as one argument."""
+"""The context of a broker: what all its parts share, as one argument, and its life."""
 
 from __future__ import annotations
 

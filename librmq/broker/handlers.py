@@ -11,10 +11,10 @@ from librmq.broker.clients import Clients
 from librmq.broker.context import BrokerContext
 from librmq.broker.delayed_sends import DelayedSends
 from librmq.broker.deliveries import Deliveries
-from librmq.broker.locks import QueueLocks
 from librmq.broker.progress import Progress
 from librmq.broker.pull_handler import PullHandler
 from librmq.broker.receive_handler import ReceiveHandler
+from librmq.broker.registry import QueueLocks
 from librmq.broker.replication import Replication
 from librmq.broker.replies import ReplyPushes
 from librmq.broker.send_handler import SendHandler

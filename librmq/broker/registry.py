@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from librmq.broker.answers import ConnectedClient, GroupConnections
 from librmq.errors import RmqError
+from librmq.java.hashing import utf16_order
+from librmq.message.message import MessageQueue
 from librmq.protocol import (
     ConsumeFrom,
     ConsumerData,
@@ -22,6 +24,38 @@ from librmq.protocol import (
     MessageModel,
     Subscription,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectedClient:
+    """A client that the broker knows from its heartbeats."""
+
+    client_id: str
+    """Id of the client."""
+    producer_groups: tuple[str, ...]
+    """Sorted."""
+    consumer_groups: tuple[str, ...]
+    """Sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupConnections:
+    """The running instances of a consumer group."""
+
+    group: str
+    """Name of the group."""
+    kind: str
+    """``push`` or ``pull``."""
+    model: MessageModel
+    """Whether the instances share the messages, or each gets all."""
+    consume_from: ConsumeFrom
+    """Where a queue without progress begins."""
+    subscriptions: Mapping[str, Subscription]
+    """The group's subscriptions by topic."""
+    client_ids: tuple[str, ...]
+    """Client ids in the order in which the instances joined."""
+    subscriptions_by_client: Mapping[str, Mapping[str, Subscription]]
+    """The subscriptions of each instance, by topic."""
 
 
 @dataclass(slots=True)
@@ -182,3 +216,107 @@ def _subscribe(group_topics: dict[str, Subscription], topics: Mapping[str, Subsc
     for topic in before - topics.keys():
         del group_topics[topic]
     return group_topics.keys() != before
+
+
+# ---- differences between subscriptions
+
+
+class TopicDifference(NamedTuple):
+    """A topic for which the instances of a group have different subscriptions. Clients are sorted."""
+
+    topic: str
+    without: tuple[str, ...]
+    """The clients that do not subscribe to it. They are allocated queues nevertheless, which stay unread."""
+    subscriptions: tuple[tuple[Any, tuple[str, ...]], ...]
+    """Each subscription with its clients. A message that the owner of its queue does not select is skipped."""
+
+    def __str__(self) -> str:
+        parts = [f"{', '.join(clients)}: {subscription}" for subscription, clients in self.subscriptions]
+        if self.without:
+            parts.append(f"{', '.join(self.without)}: not at all")
+        return f"{self.topic} ({'; '.join(parts)})"
+
+
+def group_differences(subscriptions: Mapping[str, Mapping[str, Any]]) -> list[TopicDifference]:
+    """Return the topics with different subscriptions, sorted; empty if the instances fit together.
+
+    ``subscriptions`` is ``{client id: {topic: subscription}}``. Subscriptions are compared by ``==``, so leave out
+    harmless differences, such as versions.
+    """
+    clients = sorted(subscriptions, key=utf16_order)
+    differences = []
+    for topic in sorted({topic for topics in subscriptions.values() for topic in topics}, key=utf16_order):
+        without = tuple(client for client in clients if topic not in subscriptions[client])
+        kinds: list[tuple[Any, list[str]]] = []
+        for client in clients:
+            if topic in subscriptions[client]:
+                subscription = subscriptions[client][topic]
+                same = next((members for kind, members in kinds if kind == subscription), None)
+                if same is None:
+                    kinds.append((subscription, [client]))
+                else:
+                    same.append(client)
+        if without or len(kinds) > 1:
+            differences.append(
+                TopicDifference(topic, without, tuple((kind, tuple(subscribers)) for kind, subscribers in kinds))
+            )
+    return differences
+
+
+def describe_differences(group: str, subscriptions: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a sentence about the differences in ``group`` and the remedy; empty if there are none."""
+    differences = group_differences(subscriptions)
+    if not differences:
+        return ""
+    return (
+        f"instances of group {group} differ on {'; '.join(map(str, differences))}. Queues stay unread or messages are "
+        "skipped: give every instance the same subscriptions, or those that differ a new group name"
+    )
+
+
+def comparable(subscriptions: Mapping[str, Subscription]) -> dict[str, str]:
+    """Return subscriptions by topic as `group_differences` compares them: without what may differ."""
+    return {topic: _description(subscription) for topic, subscription in subscriptions.items()}
+
+
+def _description(subscription: Subscription) -> str:
+    if subscription.expression_type not in ("", "TAG"):
+        return f"sql {subscription.expression!r}"
+    return "all messages" if subscription.expression == "*" else f"tags {subscription.expression!r}"
+
+
+# ---- queue locks
+
+
+class QueueLocks:
+    """Which client of a group consumes a queue in order, in memory. Called under the runner's lock.
+
+    Each use checks whether a lock has expired. Mirrors ``RebalanceLockManager``.
+    """
+
+    def __init__(self, expiry_ms: int) -> None:
+        self._expiry_ms = expiry_ms
+        self._held: dict[tuple[str, MessageQueue], tuple[str, int]] = {}  # client id, time of the last renewal
+
+    def holder(self, group: str, queue: MessageQueue, now_ms: int) -> str | None:
+        """Return the id of the client that holds the queue, None if there is none."""
+        held = self._held.get((group, queue))
+        if held is None or now_ms - held[1] > self._expiry_ms:
+            return None
+        if held[1] > now_ms:  # the clock was set back: this must not prolong the lock
+            self._held[group, queue] = held[0], now_ms
+        return held[0]
+
+    def lock(self, group: str, client_id: str, queues: Iterable[MessageQueue], now_ms: int) -> frozenset[MessageQueue]:
+        """Lock queues or renew their locks, and return the queues that the client holds then."""
+        locked = frozenset(queue for queue in queues if self.holder(group, queue, now_ms) in (None, client_id))
+        for queue in locked:
+            self._held[group, queue] = client_id, now_ms
+        return locked
+
+    def unlock(self, group: str, client_id: str, queues: Iterable[MessageQueue]) -> None:
+        """Release the client's locks."""
+        for queue in queues:
+            held = self._held.get((group, queue))
+            if held is not None and held[0] == client_id:
+                del self._held[group, queue]

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from librmq.broker.answers import GroupConnections
-from librmq.broker.group_differences import TopicDifference, comparable, group_differences
+from librmq.broker.registry import GroupConnections, TopicDifference, comparable, group_differences
 from librmq.diagnosis.backlog import Lag, lag
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
