@@ -13,7 +13,8 @@ from typing import Final
 
 from librmq.broker import Broker
 from librmq.errors import RmqError
-from librmq.protocol import PullMessage, PullResponse, PullStatus, Subscription
+from librmq.protocol import MessageModel, PullMessage, PullResponse, PullStatus, Subscription
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Step
 from librmq.wire.remoting.calls import RemotingCall, refused
 from librmq.wire.remoting.channels import Channel
@@ -21,6 +22,7 @@ from librmq.wire.remoting.codes import PULL_CODES, PULL_COMMITS, PULL_SUBSCRIBES
 from librmq.wire.remoting.headers import PulledHeader, PullHeader
 from librmq.wire.remoting.rates import Rates
 
+_log = EventLog("librmq.wire")
 _REMARKS: Final = {
     PullStatus.FOUND: "FOUND",
     PullStatus.NO_NEW_MESSAGE: "OFFSET_OVERFLOW_ONE",
@@ -31,6 +33,7 @@ _LONGEST_WAIT_MS: Final = 120_000
 _MOST_HELD: Final = 10_000
 """The held pulls of one connection."""
 _MOST_HELD_IN_ALL: Final = 100_000
+_MOST_STARTED: Final = 100_000
 _SORT_OUT_AT: Final = 1_000
 
 
@@ -51,6 +54,7 @@ class Pulling:
 
     def __init__(self, broker: Broker, rates: Rates, *, ends_holds: bool = True) -> None:
         """With ``ends_holds`` False, held pulls end by `release` alone and not as the broker's clock moves."""
+        self._broker = broker
         self._runner = broker.runner
         self._step = Step(f"{broker.name}: pulls of the wire", self._run_due)
         self._due: list[tuple[int, int, _Waiting]] = []
@@ -60,10 +64,14 @@ class Pulling:
         self._count = 0
         self._ends_holds = ends_holds
         self._rates = rates
+        self._started: set[tuple[str, str, int]] = set()
+        """Groups with the queues that they have pulled from."""
 
     def pull(self, call: RemotingCall) -> bytes | None:
         """Answer a pull, or hold it."""
         header: PullHeader = call.header
+        if (header.consumer_group, header.topic, header.queue_id) not in self._started:
+            self._warn_of_skipped(header)
         waits_ms = min(header.suspend_timeout_millis, _LONGEST_WAIT_MS)
         begin_ms = self._runner.now_ms()
         if not header.sys_flag & PULL_WAITS or waits_ms <= 0:
@@ -80,6 +88,35 @@ class Pulling:
                     return None
             waiting.is_answered = True
         return self._answer(call, response, begin_ms)
+
+    def _warn_of_skipped(self, header: PullHeader) -> None:
+        """Warn if the first pull of a clustering group without saved progress begins after a queue's first message.
+
+        Clients of 4.x choose the offset themselves. It is checked before the pull saves the group's progress.
+        """
+        broker, group, start = self._broker, header.consumer_group, header.queue_offset
+        topic, queue_id = header.topic, header.queue_id
+        members = broker.connections(group)
+        if members is None:
+            return
+        if len(self._started) >= _MOST_STARTED:
+            self._started.clear()
+        self._started.add((group, topic, queue_id))
+        is_new = broker.consumer_offset(group, topic, queue_id) is None
+        begin, end = broker.store.queue_range(topic, queue_id)
+        skipped = min(start, end) - begin
+        if is_new and skipped > 0 and members.model is MessageModel.CLUSTERING:
+            _log.warning(
+                "group %(group)s is new in %(topic)s/%(queue_id)d and skips its first %(skipped)d messages: it starts "
+                "at %(queue_offset)d, because consume_from of its clients (consumeFromWhere) is %(consume_from)s; "
+                "FIRST would read all, and reset_group moves the group back",
+                group=group,
+                topic=topic,
+                queue_id=queue_id,
+                skipped=skipped,
+                queue_offset=start,
+                consume_from=members.consume_from.name,
+            )
 
     def _note(self, deadline_ms: int, waiting: _Waiting) -> None:
         if not self._ends_holds:

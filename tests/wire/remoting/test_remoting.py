@@ -179,6 +179,35 @@ def test_a_held_pull_commits_once(client: RawClient, broker: Broker) -> None:
     assert broker.consumer_offset("g", "t") == 1
 
 
+@pytest.mark.parametrize(
+    ("model", "start", "saved", "lines"),
+    [
+        ("CLUSTERING", "CONSUME_FROM_LAST_OFFSET", None, ["skips its first 3 messages: it starts at 3"]),
+        ("CLUSTERING", "CONSUME_FROM_LAST_OFFSET", 1, []),
+        ("CLUSTERING", "CONSUME_FROM_FIRST_OFFSET", None, []),
+        ("BROADCASTING", "CONSUME_FROM_LAST_OFFSET", None, []),
+    ],
+)
+def test_messages_that_a_new_group_skips_are_logged(
+    client: RawClient, caplog: pytest.LogCaptureFixture, model: str, start: str, saved: int | None, lines: list[str]
+) -> None:
+    for _ in range(3):
+        client.put("t", b"x")
+    row = {"groupName": "g", "messageModel": model, "consumeFromWhere": start}
+    row |= {"subscriptionDataSet": [{"topic": "t", "subString": "*", "subVersion": 1}]}
+    assert client.call(Code.HEART_BEAT, {"clientID": "c1", "consumerDataSet": [row]}).code == 0
+    if saved is not None:
+        client.call(Code.UPDATE_CONSUMER_OFFSET, consumer_group="g", topic="t", queue_id=0, commit_offset=saved)
+    for offset in (0, 3, 3) if start == "CONSUME_FROM_FIRST_OFFSET" else (3, 3):
+        client.pull("g", "t", offset)
+        client.answer()
+    warnings = [line for line in caplog.records if line.levelname == "WARNING"]
+    assert len(warnings) == len(lines)
+    for line, text in zip(warnings, lines, strict=True):
+        assert text in line.getMessage()
+        assert "consume_from of its clients (consumeFromWhere) is LAST" in line.getMessage()
+
+
 def test_a_held_pull_of_a_group_that_was_left_is_dropped(client: RawClient, broker: Broker) -> None:
     """Asked again, it would be refused."""
     client.beat("c1", "g", topics=("t",))
