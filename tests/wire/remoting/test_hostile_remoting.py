@@ -177,7 +177,9 @@ def test_a_frame_must_end_in_time(server: RemotingServer, monkeypatch: pytest.Mo
     monkeypatch.setattr(server_module, "FRAME_SECONDS", 0)
     with RawClient(server.port) as client, RawClient(server.port) as slow:
         whole = part_of_a_heartbeat(300)
-        slow.write(whole[:200])
+        ask = Frame(Code.GET_MAX_OFFSET, {"topic": "t", "queueId": "0"}, opaque=1)
+        slow.write(encode(ask) + whole[:200])
+        assert slow.answer().opaque == 1  # the server has read the beginning of the second frame too
         assert client.put("t", b"x").code == 0
         slow.write(whole[200:])
         assert slow.has_ended()
