@@ -28,7 +28,7 @@ from librmq.message import Message, record
 from librmq.message.hosts import parse_host
 from librmq.message.printable import cell_text, unguarded
 from librmq.message.properties import checked_encoding
-from librmq.message.topics import is_system_topic
+from librmq.message.topics import is_system_topic, validate_topic
 from librmq.store import MessageStore
 from librmq.store.engine.prepared import AppendFields
 from librmq.store.format.broker_tables import MOST_QUEUES, BrokerTables
@@ -229,10 +229,14 @@ def _read(row: Mapping[str, Any]) -> _Read:
 
     Raises:
         InputError: A column is missing, or has a value of another kind.
+        MessageIllegalError: A store can't have the topic, or a record a property.
     """
     topic = row.get("topic")
     if not isinstance(topic, str) or not topic:
         raise InputError(f"topic: expected text, found {topic!r:.80}")
+    validate_topic(topic)
+    if not topic.isprintable():  # other letters that a broker refuses may be in the export of a store
+        raise InputError(f"topic {topic!r:.80} has control characters, which a broker refuses")
     if is_system_topic(topic):
         raise InputError(f"topic {topic!r} is the broker's own; its messages have no meaning in another store")
     message = Message(topic, _body(row))

@@ -109,6 +109,7 @@ def test_a_dry_run_counts_and_writes_nothing(shell: Shell) -> None:
         ("{", "not JSON"),
         ("{}", "topic: expected text, found None"),
         ('{"topic":"SCHEDULE_TOPIC_XXXX"}', "the broker's own"),
+        ('{"topic":"a\\u0001b\\nc"}', "topic 'a\\x01b\\nc' has control characters"),
         ('{"topic":"T","body_b64":"?"}', "body_b64: expected base64"),
         ('{"topic":"T","queueId":"x"}', "queueId: expected a whole number"),
         ('{"topic":"T","queueId":-1}', "queue"),
