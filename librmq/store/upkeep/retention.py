@@ -44,7 +44,14 @@ from librmq.message import record
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, critical
 from librmq.store.format.keyindex import KeyIndex
-from librmq.store.upkeep.unread import FindQueue, Readers, UnreadInFile, may_have_readers, remedy, unread_between
+from librmq.store.upkeep.unread import (
+    FindQueue,
+    Readers,
+    UnreadInFile,
+    describe_holder,
+    may_have_readers,
+    unread_between,
+)
 
 _FILES_A_ROUND: Final = 10
 _ROUND_MS: Final = 10_000
@@ -240,20 +247,13 @@ class Retention:
             return None
         return StoreFullError(
             f"{self._path}: message refused: the log has reached max_total_size, {self._max_total_size} bytes, and "
-            f"keep_unconsumed keeps its oldest file: {self._describe(holder)}, or raise max_total_size"
+            f"keep_unconsumed keeps its oldest file: {describe_holder(holder, self._path)}, or raise max_total_size"
         )
 
     def _holder(self) -> UnreadInFile | None:
         """Return the first unconsumed messages of the oldest file."""
         begin = self._log.begin
         return next(self._unread(begin, begin + self._log.file_size), None)
-
-    def _describe(self, holder: UnreadInFile) -> str:
-        reader = holder.reader
-        return (
-            f"group {reader.group!r} has not consumed {_count(holder.messages)} there, from queue offset "
-            f"{holder.queue_offset} of {reader.topic}/{reader.queue_id} on: {remedy(reader, self._path)}"
-        )
 
     def _warn_of_holder(self) -> None:
         """Warn once of the group that holds the oldest file, from 75 % of the total size or of the disk on."""
@@ -275,7 +275,7 @@ class Retention:
                 path=self._path,
                 group=name[0],
                 _what=what,
-                _holder=self._describe(holder),
+                _holder=describe_holder(holder, self._path),
             )
 
     # --------------------------------------------------------------------------------------------------- deciding

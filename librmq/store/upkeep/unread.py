@@ -15,7 +15,7 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
 from librmq.files.seam import Files
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX, is_system_topic
+from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.recovery.queue_search import first_at
@@ -87,12 +87,22 @@ def may_have_readers(path: str, files: Files) -> bool:
         return True
 
 
-def remedy(unread: Unread, path: str) -> str:
-    """Return how to free a reader's messages in the store in ``path``."""
-    if is_system_topic(unread.topic) or unread.group.startswith("CID_SYSTEM_"):
-        return "they can be deleted when their time has come or their transaction has ended"
-    command = shlex.join(("librmq", "skip", path, "--group", unread.group, "--topic", unread.topic))
+def describe_holder(part: UnreadInFile, path: str) -> str:
+    """Return which messages keep a log file of the store in ``path``, and how to free it."""
+    reader, count = part.reader, "1 message" if part.messages == 1 else f"{part.messages} messages"
+    place = f"from queue offset {part.queue_offset} of {reader.topic}/{reader.queue_id} on"
+    discard = "delete the file together with them by keep_unconsumed=False"
+    if reader.topic == SCHEDULE_TOPIC or reader.topic.startswith(SYSTEM_PREFIX):
+        pending = shlex.join(("librmq", "pending", path))
+        return f"{count} there wait for a delivery time, {place}: wait ({pending} lists them), or {discard}"
+    if reader.topic == HALF_TOPIC:
+        return (
+            f"{count} there wait for the end of a transaction, {place}: let the producer group commit them or roll "
+            f"them back, or {discard}"
+        )
+    command = shlex.join(("librmq", "skip", path, "--group", reader.group, "--topic", reader.topic))
     return (
-        f"let the group consume, or skip them: broker.reset_group({unread.group!r}, {unread.topic!r}, 'end'), or, "
-        f"while no process has the store open, {command}"
+        f"group {reader.group!r} has not consumed {count} there, {place}: let the group consume, or skip them: "
+        f"broker.reset_group({reader.group!r}, {reader.topic!r}, 'end'), or, while no process has the store open, "
+        f"{command}"
     )
