@@ -8,17 +8,19 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.output import complain
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.config import StoreConfig
-from librmq.errors import ConfigError, CorruptionError, InputError, StoreError
+from librmq.errors import ConfigError, CorruptionError, InputError, NotAStoreError, StoreError
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.files.overlay import OverlayFiles
 from librmq.files.seam import Files
+from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.directory import check_config, check_kind, infer_config
 
 if TYPE_CHECKING:
@@ -46,6 +48,20 @@ def check_opened(arguments: argparse.Namespace, store: MessageStore) -> None:
             raise CorruptionError(damage.file, damage.offset, damage.kind, what)
     if (cut := store.cut_short) is not None:
         report_cut(arguments, cut)
+
+
+def check_queues(arguments: argparse.Namespace, files: Files, config: StoreConfig) -> None:
+    """Report that queues of a closed store lead beyond the log's end, for a command that has read only the log."""
+    from librmq.store import MessageStore
+
+    if has_abort(files, arguments.store):  # a kill leaves queues ahead
+        return
+    with (
+        suppress(CorruptionError, NotAStoreError),  # of files that this command does not read
+        MessageStore.open(arguments.store, config, read_only=True, files=files) as store,
+    ):
+        if (cut := store.cut_short) is not None and not cut.bytes:
+            report_cut(arguments, cut)
 
 
 def report_cut(arguments: argparse.Namespace, cut: Damage) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from librmq.cli.input import files_and_config
+from librmq.cli.input import check_queues, files_and_config
 from librmq.cli.output import DAMAGED, Output, complain
 from librmq.cli.progress import ProgressBar
 from librmq.cli.rows import blank_row, message_row
@@ -45,6 +45,7 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
                 path = sequence.path_at(physical_offset)
                 damages.append(CorruptionError(path, physical_offset, "checksum", "the body's checksum is wrong"))
     output.close()
+    check_queues(arguments, files, config)
     for damage in damages:
         complain(f"librmq dump: {damage}")
     return DAMAGED if damages else 0

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from librmq.cli.bodies import shown_row
-from librmq.cli.input import files_and_config, report_cut
+from librmq.cli.input import check_queues, files_and_config, report_cut
 from librmq.cli.log import cut_at
 from librmq.cli.output import Output, whole_number
 from librmq.cli.progress import ProgressBar
@@ -61,6 +61,7 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
                 cut = cut_at(sequence, error)
                 if cut is not None:
                     report_cut(arguments, cut)
+        check_queues(arguments, files, config)
         return 0
     from librmq.cli.queues import open_store
 

@@ -13,7 +13,7 @@ from librmq.diagnosis.view import Source, viewed
 
 
 def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: bool | None = None) -> list[Finding]:
-    """Return the findings about a store, worst first; empty for a healthy one.
+    """Return the findings about a store, worst first; empty for a healthy one that is verified.
 
     Args:
         source: A running broker, the folder of a store, or a view of either. For a folder in use, progress

@@ -53,7 +53,7 @@ def is_verified(view: StoreView, check: bool | None) -> bool:
 
 
 def damage_findings(view: StoreView, check: bool | None) -> list[Finding]:
-    """Return a finding if the folder of a store is damaged.
+    """Return a finding if the folder of a store is damaged, and one if only a comparison could show that.
 
     Args:
         view: The store; a running broker's own is not checked.
@@ -62,13 +62,23 @@ def damage_findings(view: StoreView, check: bool | None) -> list[Finding]:
     """
     if view.is_live:
         return []
+    path = view.store.path
     if not is_verified(view, check):
-        return unverified_damage(view)
+        return [*unverified_damage(view), not_verified(f"store {path}", AT_ONCE)]
     from librmq.store.recovery.verify import MISSING_LOG, verify
 
-    path = view.store.path
     found = [one for one in verify(path, files=view.store.files).damage if one.kind != MISSING_LOG]
     return [damage_finding(f"store {path}", found, path)] if found else []
+
+
+def not_verified(subject: str, limit: int) -> Finding:
+    """Return the finding that a check of at most ``limit`` messages has not compared queues and index with the log."""
+    return Finding(
+        "not-verified", "info", subject,
+        "verify did not run: queues and index were not compared with each record, which takes long from "
+        f"{limit:,} messages on.",
+        {"limit": limit}, "Run librmq verify STORE, or this command with --verify.",
+    )  # fmt: skip
 
 
 def missing_log_findings(view: StoreView) -> list[Finding]:

@@ -164,7 +164,7 @@ def test_an_export_fails_unless_the_end_is_accepted(shell: Shell, damaged: tuple
     assert (answer.status, answer.out) == (1, "")
     assert f" {end}: " in answer.said
     (row,) = shell("export", path, "-o", f"out.{form}", "--format", form, "--as-recovered").rows
-    assert row["rows"] == 41
+    assert (row["rows"], row["skipped"]) == (41, True)
 
 
 def test_early_damage_ends_exports_and_is_a_finding(shell: Shell) -> None:
@@ -176,6 +176,7 @@ def test_early_damage_ends_exports_and_is_a_finding(shell: Shell) -> None:
     assert "--as-recovered" in answer.said
     assert "PERMISSIVE" not in answer.said
     (row,) = shell("export", path, "-o", "out.jsonl", "--as-recovered").rows
+    assert row["skipped"] is True
     assert row["rows"] == len(shell("show", path, "--as-recovered").rows) == 41
     (count,) = shell("count", path, "--by", "topic").rows  # reads no bodies, and queues lead to all messages
     (topic,) = [row for row in shell("topics", path).rows if row["topic"] == "T"]
@@ -253,7 +254,7 @@ def remove_end(path: Path) -> int:
 
 
 @pytest.mark.parametrize("writer", ["librmq", "a broker"])
-@pytest.mark.parametrize("words", [words for words in READS if words != ["show"]], ids=" ".join)
+@pytest.mark.parametrize("words", [*READS, ["dump"], ["dump", "--all"]], ids=" ".join)
 def test_a_read_says_that_queues_lead_beyond_the_log(shell: Shell, orders: Path, words: list[str], writer: str) -> None:
     if writer == "a broker":
         (orders / "librmq" / "closed.json").unlink()
@@ -271,6 +272,7 @@ def test_exports_and_findings_say_what_leads_beyond_the_log(shell: Shell, orders
     assert (answer.status, answer.out) == (1, "")
     assert "beyond the log's end" in answer.said
     (export,) = shell("export", orders, "-o", "out.jsonl", "--as-recovered").rows
+    assert export["skipped"] is True
     (count,) = shell("count", orders, "--as-recovered").rows
     assert 0 < export["rows"] == count["messages"] < MESSAGES
     assert "beyond the log's end" in str(kinds(shell, orders, "--no-verify")["damage"]["what"])
@@ -278,10 +280,33 @@ def test_exports_and_findings_say_what_leads_beyond_the_log(shell: Shell, orders
     assert (shell("count", orders).status, shell("count", orders).rows) == (0, [count])
 
 
-def test_a_killed_writer_leaves_queues_ahead_without_a_word(shell: Shell, orders: Path) -> None:
+def test_a_report_says_that_queues_lead_beyond_the_log(shell: Shell, orders: Path) -> None:
+    pytest.importorskip("jinja2")
+    remove_end(orders)
+    answer = shell("report", orders, "--out", "r.html")
+    assert answer.status == 1
+    assert "the numbers can leave out messages" in answer.said
+    assert shell("report", orders, "--out", "r.html", "--as-recovered").status == 0
+    report = json.loads((shell.folder / "r.json").read_text())
+    assert report["stores"][0]["skipped"] is True
+    assert "damage" in [finding["kind"] for finding in report["findings"]]
+    (topic,) = [row for row in shell("topics", orders, "--as-recovered").rows if row["topic"] == "T"]
+    assert [row["messages"] for row in report["topics"] if row["topic"] == "T"] == [topic["messages"]]
+
+
+def test_a_log_without_its_queues_ends_without_a_word(shell: Shell, orders: Path) -> None:
+    remove_end(orders)
+    shutil.rmtree(orders / "consumequeue")
+    for words in (["dump"], ["show"]):
+        answer = shell(words[0], orders, *words[1:])
+        assert (answer.status, answer.said) == (0, "")
+
+
+@pytest.mark.parametrize("words", [["lag"], ["dump"], ["show"]], ids=" ".join)
+def test_a_killed_writer_leaves_queues_ahead_without_a_word(shell: Shell, orders: Path, words: list[str]) -> None:
     remove_end(orders)
     (orders / "abort").touch()
-    answer = shell("lag", orders)
+    answer = shell(*words, orders)
     assert (answer.status, answer.said) == (0, "")
 
 

@@ -116,7 +116,7 @@ def test_numbers_equal_the_findings_own(folder: Path) -> None:
                     )  # fmt: skip
                     assert sum(one.lags) == one.lag
             assert [tuple(one[1:]) for one in found.dead_letters] == [tuple(one) for one in dead_letter_causes(view)]
-            expected = sorted(one[:4] for one in diagnose(view, check=False))
+            expected = sorted(one[:4] for one in diagnose(view, check=False) if one.kind != "not-verified")
             assert sorted(one[1:5] for one in found.findings if one.kind != "damage") == expected
             counts = {name: state.max_offset - state.min_offset for name, state in view.ranges.items()}
             assert {

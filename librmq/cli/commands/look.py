@@ -20,8 +20,18 @@ _BODY: Final = option(
     help="how to print bodies (text)",
 )
 
+_ENTRIES: Final = "The numbers count entries of queues, whose records can be damaged: `librmq verify` reads each."
+
 COMMANDS: Final = (
-    Command("topics", "topics", "list the topics, their messages and times", "store", takes_route=True, output=LISTED),
+    Command(
+        "topics",
+        "topics",
+        "list the topics, their messages and times",
+        "store",
+        description=f"Lists the topics, their messages and times. {_ENTRIES}",
+        takes_route=True,
+        output=LISTED,
+    ),
     Command(
         "show",
         "show",
@@ -65,6 +75,7 @@ COMMANDS: Final = (
             _ALL,
             *SELECTION,
         ),
+        description=f"Counts messages by topic, tag, key, hour and more. {_ENTRIES}",
         output=LISTED,
     ),
     Command(
@@ -73,6 +84,7 @@ COMMANDS: Final = (
         "list the consumer groups, their lag and dead letters",
         "store",
         (option("--all", action="store_true", help="include the broker's own groups"),),
+        description=f"Lists the consumer groups, their lag and dead letters. {_ENTRIES}",
         takes_route=True,
         output=LISTED,
     ),
@@ -96,6 +108,7 @@ COMMANDS: Final = (
                 help="print rates instead, measured every TIME (10s) by group and topic, until interrupted",
             ),
         ),
+        description=f"Prints how many messages each group has left to consume. {_ENTRIES}",
         takes_route=True,
         output=LISTED,
     ),
@@ -162,7 +175,14 @@ COMMANDS: Final = (
         (_IMPORTANT, option("--volumes", action="store_true", help="list the topics by size instead")),
         output=LISTED,
     ),
-    Command("stats", "topics", "print the totals of the store in one row", "store", output=OUTPUT),
+    Command(
+        "stats",
+        "topics",
+        "print the totals of the store in one row",
+        "store",
+        description=f"Prints the totals of the store in one row. {_ENTRIES}",
+        output=OUTPUT,
+    ),
     Command(
         "whatif",
         "what_if",

@@ -13,7 +13,7 @@ import numpy as np
 
 from librmq.diagnosis.backlog import Lag, lag
 from librmq.diagnosis.checkup import diagnose
-from librmq.diagnosis.damage import damage_finding, message_count, unverified_damage
+from librmq.diagnosis.damage import damage_finding, message_count, not_verified, unverified_damage
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.letters import dead_letter_causes, dead_letters, sum_up_causes
 from librmq.diagnosis.pending import PendingMessage, pending_messages
@@ -155,12 +155,12 @@ def survey_findings(view: StoreView, name: str, wanted: ReportScope, *, limits: 
     findings = [
         _reported(name, one)
         for one in diagnose(view, limits, check=False)
-        if one.kind != "damage" and wanted.has_subject(one.subject)
+        if one.kind not in ("damage", "not-verified") and wanted.has_subject(one.subject)
     ]
     unchecked: list[ReportedFinding] = []
     if not check:
         missing = [_reported(name, one)._replace(subject=f"store {name}") for one in unverified_damage(view)]
-        unchecked = [*missing, _unchecked(name)]
+        unchecked = [*missing, _reported(name, not_verified(f"store {name}", VERIFIED))]
     return ReportPart(
         summary=StoreSummary(
             name, path, view.owner, view.now_ms, not damage if check else None, None, 0, 0, None, None,
@@ -187,14 +187,6 @@ def _damage_findings(name: str, damage: Sequence[DamagedPlace], error: str | Non
     if not damage and error is None:
         return ()
     return (_reported(name, damage_finding(f"store {name}", damage, error=error)),)
-
-
-def _unchecked(name: str) -> ReportedFinding:
-    return ReportedFinding(
-        name, "not-verified", "info", f"store {name}",
-        f"verify did not run: it reads every record, which takes long from {VERIFIED:,} messages on.",
-        {"limit": VERIFIED}, "Run librmq verify STORE, or the report with --verify.",
-    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- the parts
