@@ -71,7 +71,15 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
         topics = {topic for topic, _ in directory.list_queues(arguments.store, DiskFiles())}
         for topic in arguments.topic:
             note_topic(topic, topics, output)
-    output.row({"type": "export", "path": exported.path, "rows": exported.rows, "files": exported.files})
+    output.row(
+        {
+            "type": "export",
+            "path": exported.path,
+            "rows": exported.rows,
+            "files": exported.files,
+            "skipped": exported.skipped,
+        }
+    )
     return 0
 
 

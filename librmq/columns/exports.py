@@ -66,6 +66,9 @@ class Exported:
     damaged: int = 0
     """Number of damaged places that this call met: in mode ``PERMISSIVE`` each is reported once, by a row of this or an
     earlier call; in ``DROPMALFORMED`` they are left out."""
+    skipped: bool = False
+    """Whether messages are left out: damaged ones, those after the end of a log that is read as recovered, or those
+    that retention deleted since the last call."""
 
 
 def export(
@@ -137,6 +140,10 @@ def export(
         ) as planned:
             # Include queues whose entries the writer has not written yet, and which therefore have no folder.
             ends = {(topic, str(queue_id)): queue.end for (topic, queue_id), queue in planned.queues.items()}
+            skipped = planned.is_cut_short or any(
+                state.offsets.get(topic, {}).get(str(queue_id), queue.begin) < queue.begin
+                for (topic, queue_id), queue in planned.queues.items()
+            )
             if state.last and not planned.has_message(*state.last):
                 raise ConfigError(
                     f"store: {options.paths[0]} lacks the last message that was exported to {path}, at physical offset "
@@ -187,7 +194,7 @@ def export(
                 queue_offsets = source.offsets.setdefault(topic, {})
                 queue_offsets[number] = max(queue_offsets.get(number, 0), end)
             replace(state, offsets=source.offsets).write(state_path, files)
-        return Exported(os.fspath(out), rows, written, damaged)
+        return Exported(os.fspath(out), rows, written, damaged, skipped or (drops and damaged > 0))
     finally:
         lock.release()
 

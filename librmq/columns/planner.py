@@ -153,6 +153,11 @@ class PlannedStore:
                     if _damage_of(error) not in self.damage:
                         self.damage.append(_damage_of(error))
 
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the log ends here although sound records, or entries of queues, follow."""
+        return self._cut is not None or (self._store is not None and self._store.cut_short is not None)
+
     def _names(self) -> Iterable[QueueName]:
         return directory.list_queues(self.path, self._files) if self._store is None else self._store.queues
 

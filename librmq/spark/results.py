@@ -115,12 +115,15 @@ class _State:
     ends: Ends = field(default_factory=dict)
     parts: tuple[str, ...] = ()
     run: int = 0
+    skipped: tuple[str, ...] = ()
+    """The stores of which a run has left out messages."""
 
     @classmethod
     def read(cls, path: str) -> _State:
         try:
             document = json.loads(DiskFiles().read(path))
-            return cls(**(document | {"parts": tuple(document["parts"])}))
+            skipped = tuple(document.get("skipped", ()))
+            return cls(**(document | {"parts": tuple(document["parts"]), "skipped": skipped}))
         except (ValueError, TypeError, KeyError) as error:
             raise CorruptionError(path, 0, "config", f"expected the state of an incremental run: {error}") from None
 
@@ -182,13 +185,17 @@ def run_incrementally(
                 fresh, parts = _stored_messages(spark, out, read, parts).unionByName(fresh), ()
             parts = (*parts, _folder(run))
             _write(fresh, os.path.join(out, "messages", parts[-1]), ())
-        result = pipeline.result(inputs, _stored_messages(spark, out, read, parts))
+        lost = _lost(before.ends, starting)
+        stores_skipped = tuple(sorted({*before.skipped, *skipped.stores, *(path for path in lost if lost[path])}))
+        result = pipeline.result(
+            inputs, _stored_messages(spark, out, read, parts), stores_skipped if skips or stores_skipped else None
+        )
         _check_columns(result, partition_by)
         target = os.path.join(out, "runs", _folder(run))
-        state = _State(name, _pinned(chosen_settings), _joined(before.ends, ending), parts, run)
+        state = _State(name, _pinned(chosen_settings), _joined(before.ends, ending), parts, run, stores_skipped)
         _write(result, target, partition_by, json.dumps(vars(state)).encode())
         _link(out, target)
-        return Increment(os.path.join(out, "latest"), count, skipped, _lost(before.ends, starting))
+        return Increment(os.path.join(out, "latest"), count, skipped, sum(lost.values()))
 
 
 def _folder(run: int) -> str:
@@ -247,14 +254,16 @@ def _count(starting: Ends, ending: Ends) -> int:
     )
 
 
-def _lost(before: Ends, starting: Ends) -> int:
-    """Return how many messages retention deleted between what was read before and the first offsets to read."""
-    return sum(
-        max(0, begin - before.get(path, {}).get(topic, {}).get(number, begin))
+def _lost(before: Ends, starting: Ends) -> dict[str, int]:
+    """Return how many messages of each store retention deleted between what was read before and the first offsets."""
+    return {
+        path: sum(
+            max(0, begin - before.get(path, {}).get(topic, {}).get(number, begin))
+            for topic, queues in topics.items()
+            for number, begin in queues.items()
+        )
         for path, topics in starting.items()
-        for topic, queues in topics.items()
-        for number, begin in queues.items()
-    )
+    }
 
 
 def _joined(before: Ends, now: Ends) -> Ends:

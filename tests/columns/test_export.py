@@ -550,7 +550,13 @@ def test_a_place_that_cannot_be_written(store: Path, tmp_path: Path) -> None:
 def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main(["export", str(store), "--format", "jsonl", "-o", str(out), "--topic", "A", "--tag", "t1"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"type": "export", "path": str(out), "rows": 10, "files": 1}
+    assert json.loads(capsys.readouterr().out) == {
+        "type": "export",
+        "path": str(out),
+        "rows": 10,
+        "files": 1,
+        "skipped": False,
+    }
     assert len(out.read_text().splitlines()) == 10
     assert (
         main(["export", str(store), "-o", str(tmp_path / "lake"), "--partition-by", "topic", "--processes", "2"]) == 0

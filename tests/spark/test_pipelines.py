@@ -176,6 +176,11 @@ def test_backlog_reads_only_the_first_message_that_waits(tmp_path: Path) -> None
     ]  # fmt: skip
 
 
+def test_skew_says_whether_it_leaves_queues_out(tmp_path: Path) -> None:
+    path = store(tmp_path / "s", [("T", n % 3, "") for n in range(9)] + [("U", 0, "")])
+    assert found("skew", path, "topic", "cut", most="2") == {("T", True), ("U", False)}
+
+
 def test_damaged_records_can_be_skipped(tmp_path: Path) -> None:
     from pyspark.errors import PySparkException
 
@@ -187,8 +192,12 @@ def test_damaged_records_can_be_skipped(tmp_path: Path) -> None:
         log.write(b"\xff" * 4)
     with pytest.raises(PySparkException, match="mode PERMISSIVE"):
         found("skew", path, "queueId", "messages")
-    assert found("skew", path, "queueId", "messages", damaged="skip") == {(0, 8)}
+    sound = store(tmp_path / "sound", [("T", 0, f"k{n}") for n in range(9)], '"T@g":{0:0}')
+    assert found("skew", path, "queueId", "messages", "skipped", damaged="skip") == {(0, 8, True)}
     spark = shared_session()
+    both = run(spark, "skew", [str(path), str(sound)], {"damaged": "skip"})
+    assert {(row["store"], row["skipped"]) for row in both.collect()} == {(str(path), True), (str(sound), False)}
+    assert "skipped" not in run(spark, "skew", str(sound)).columns
     for name in ("skew", "duplicates", "retention"):
         (row,) = left_out(spark, name, str(path), {"damaged": "skip"}).collect()
         assert row["store"] == str(path)

@@ -171,6 +171,8 @@ def test_incremental_runs_equal_a_whole_run(tmp_path: Path) -> None:
     last = run_incrementally(spark, "duplicates", [str(path), str(other)], out, {"damaged": "skip"})
     assert last.messages == left + 2
     assert last.lost == 100 - left
+    marks = spark.read.parquet(last.path).select("store", "skipped").distinct().collect()
+    assert {tuple(row) for row in marks if row["store"] == str(path)} == {(str(path), True)}
 
 
 class Rows:

@@ -6,7 +6,7 @@ their arguments from the folders of stores.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -123,6 +123,13 @@ class Inputs:
         self.reads.append(request)
         return request.of(self.spark, self.paths)
 
+    def left_out(self) -> DataFrame:
+        """Return store and reason of each place that the reads so far leave out with ``damaged=skip``."""
+        reasons: DataFrame = self.spark.createDataFrame([], "store string, reason string")
+        for read in self.reads:
+            reasons = reasons.union(read.left_out(self.spark, self.paths))
+        return reasons.distinct()
+
 
 @dataclass(frozen=True)
 class OfStores:
@@ -156,16 +163,35 @@ class Pipeline:
         common = {"damaged": "fail or skip: what to do about records that can't be read (fail)"}
         object.__setattr__(self, "settings", dict(self.settings) | common)
 
-    def result(self, inputs: Inputs, messages: DataFrame | None = None) -> DataFrame:
-        """Return the sorted result, from ``messages`` where they do not come from the stores."""
+    def result(
+        self, inputs: Inputs, messages: DataFrame | None = None, skipped: Sequence[str] | None = None
+    ) -> DataFrame:
+        """Return the sorted result, from ``messages`` where they do not come from the stores.
+
+        With ``damaged=skip``, or the folders of stores in ``skipped``, it has a column ``skipped``: whether messages of
+        the row's store are left out; in a result without ``store``, those of any store.
+        """
         if isinstance(self.source, OfStores):
             frame = self.source.make(inputs)
         else:
             if messages is None:
                 messages = inputs.read(self.source.reads(inputs.settings))
             frame = self.source.make(messages, inputs)
+        if skipped is not None:
+            frame = _with_skipped(frame, inputs.spark.createDataFrame([(path,) for path in skipped], "store string"))
+        elif _mode(inputs.settings) == "DROPMALFORMED":
+            frame = _with_skipped(frame, inputs.left_out().select("store"))
         names = [name for name in self.order if name.removeprefix("-") in frame.columns]
         return frame.orderBy(*map(_sorted_by, names)) if names else frame
+
+
+def _with_skipped(frame: DataFrame, stores: DataFrame) -> DataFrame:
+    """Return ``frame`` with the column ``skipped``: whether ``stores`` has the row's store, or any."""
+    columns = [*frame.columns, "skipped"]
+    if "store" not in frame.columns:
+        return frame.crossJoin(F.broadcast(stores.agg((F.count("*") > 0).alias("skipped"))))
+    marks = stores.distinct().withColumn("skipped", F.lit(True))
+    return frame.join(F.broadcast(marks), "store", "left").fillna(False, "skipped").select(*columns)
 
 
 def _sorted_by(name: str) -> Column:
@@ -198,17 +224,18 @@ def run(spark: SparkSession, name: str, paths: stores.Paths, settings: Settings 
 
 
 class LeftOut(NamedTuple):
-    """How many places a pipeline left out, and the reason of the first one."""
+    """How many places a pipeline left out, the reason of the first one, and their stores."""
 
     places: int = 0
     first: str = ""
+    stores: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, frame: DataFrame) -> LeftOut:
         """Return the sum of a frame of `left_out`."""
-        row = frame.agg(F.countDistinct("store", "reason"), F.min("reason")).first()
-        assert row is not None
-        return cls(row[0], row[1] or "")
+        rows = frame.groupBy("store").agg(F.countDistinct("reason"), F.min("reason")).collect()
+        first = min((reason for _, _, reason in rows), default="")
+        return cls(sum(places for _, places, _ in rows), first, tuple(sorted(path for path, _, _ in rows)))
 
 
 def left_out(spark: SparkSession, name: str, paths: stores.Paths, settings: Settings | None = None) -> DataFrame:
@@ -222,11 +249,9 @@ def left_out(spark: SparkSession, name: str, paths: stores.Paths, settings: Sett
     chosen_settings = dict(settings or {})
     inputs = Inputs(spark, stores.paths_of(paths), chosen_settings)
     find(name, chosen_settings).result(inputs)
-    reasons: DataFrame = spark.createDataFrame([], "store string, reason string")
-    if _mode(chosen_settings) == "DROPMALFORMED":
-        for read in inputs.reads:
-            reasons = reasons.union(read.left_out(spark, inputs.paths))
-    return reasons.distinct().orderBy("store", "reason")
+    if _mode(chosen_settings) == "FAILFAST":
+        inputs.reads.clear()
+    return inputs.left_out().orderBy("store", "reason")
 
 
 def _number(settings: Settings, name: str, default: float, minimum: float = 0) -> float:

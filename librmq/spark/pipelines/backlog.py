@@ -49,7 +49,7 @@ def skew(messages: DataFrame, by: Literal["queue", "key"] = "queue", most: int |
     """Return the queues or keys of each topic, or the ``most`` largest of each.
 
     Columns: store, topic, queueId or key, messages, share (of the topic's), ratio (to the mean of the topic's queues
-    or keys).
+    or keys); with ``most`` also cut (whether the topic has further ones).
     """
     topic = ["store", "topic"]
     if by == "key":
@@ -65,5 +65,8 @@ def skew(messages: DataFrame, by: Literal["queue", "key"] = "queue", most: int |
         (F.col("messages") / F.sum("messages").over(of_topic)).alias("share"),
         (F.col("messages") / F.avg("messages").over(of_topic)).alias("ratio"),
         F.row_number().over(of_topic.orderBy(F.desc("messages"), F.asc(name))).alias("place"),
+        F.count("*").over(of_topic).alias("count"),
     )
-    return (ranked if most is None else ranked.where(F.col("place") <= most)).drop("place")
+    if most is not None:
+        ranked = ranked.where(F.col("place") <= most).withColumn("cut", F.col("count") > most)
+    return ranked.drop("place", "count")
