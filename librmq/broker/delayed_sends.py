@@ -92,18 +92,6 @@ class DelayedSends:
         return topic or "", queue_id
 
 
-def names_time(properties: dict[str, str]) -> bool:
-    """Return whether a message may name a time; a quick check."""
-    return DELAY_MS in properties or DELIVER_MS in properties or DELAY_SEC in properties
-
-
-def time_properties(message: Message) -> dict[str, str]:
-    """Return the properties of 5.x for the delivery time that an application gave a message."""
-    if message.deliver_at_ms is not None:
-        return {DELIVER_MS: str(message.deliver_at_ms)}
-    return {DELAY_MS: str(round(1000 * message.delay_s))} if message.delay_s else {}
-
-
 def _without_time(message: Message) -> Message:
     untimed = Message(message.topic, message.body, flag=message.flag)
     untimed.properties = {name: value for name, value in message.properties.items() if name not in _TIMES}

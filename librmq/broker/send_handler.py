@@ -12,7 +12,7 @@ from typing import Any, Final
 from librmq.broker.arrivals import Arrivals
 from librmq.broker.context import BrokerContext
 from librmq.broker.dead_letters import FailedMessages
-from librmq.broker.delayed_sends import DelayedSends, names_time, time_properties
+from librmq.broker.delayed_sends import DelayedSends
 from librmq.broker.replication import Replication
 from librmq.broker.topics import Topic
 from librmq.errors import BrokerBusyError, BrokerError, FlushFailedError, MessageIllegalError
@@ -31,7 +31,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.relay import HOP_TOPIC
-from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELIVER_MS, is_timed
+from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELIVER_MS, is_timed, time_properties
 from librmq.store import AppendResult
 from librmq.store.engine.append_lock import CTRL_C_WAITS_S
 from librmq.store.engine.prepared import Prepared
@@ -121,7 +121,7 @@ class SendHandler:
             stored_queue_id = self.failed.redirect(stored_message, queue_id, request)
         elif name == HOP_TOPIC:
             stored_queue_id = self._send_to_relay(stored_message, request)
-        elif names_time(properties) and is_timed(properties):
+        elif is_timed(properties):
             stored_message, stored_queue_id = self._delayed_sends.waiting_form(stored_message, queue_id)
             properties = stored_message.properties
         if _DELAY in properties and self._level(name, properties[_DELAY]) > 0 and wait is not None:
@@ -211,7 +211,7 @@ class SendHandler:
         queue_id = request.queue_id
         if not 0 <= queue_id < topic.queues:
             queue_id = _choose(topic, queue_id)
-        if any(map(_is_timed, request.messages)):
+        if any(is_timed(message.properties) for message in request.messages):
             raise delayed_batch(first.topic)
         if self._store.appender.lock.is_writing():
             self._check_busy(first.topic)
@@ -285,7 +285,7 @@ class SendHandler:
     def _make_half(self, message: Message, queue_id: int, sys_flag: int, wait: str | None) -> int:
         """Turn a message of a transaction into a half message; return its flags."""
         properties = message.properties
-        if names_time(properties) and is_timed(properties):
+        if is_timed(properties):
             raise delayed_transaction(message.topic)
         if wait is not None:
             properties[_WAIT] = wait
@@ -349,10 +349,6 @@ class SendHandler:
             ResponseCode.SYSTEM_BUSY,
             f"the store is busy: {what}: send again later, or raise it in BrokerConfig",
         )
-
-
-def _is_timed(message: Message) -> bool:
-    return names_time(message.properties) and is_timed(message.properties)
 
 
 def _choose(topic: Topic, queue_id: int) -> int:

@@ -13,7 +13,7 @@ from librmq.config import Between, Config, Seconds
 from librmq.errors import MessageIllegalError
 from librmq.files.seam import Files
 from librmq.java.numbers import java_long
-from librmq.message import record
+from librmq.message import Message, record
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format.timerfiles import SLOT_SIZE, UNIT_SIZE, TimerWheel, timer_log_size
 
@@ -93,9 +93,16 @@ class TimerConfig(Config):
 
 def is_timed(properties: Mapping[str, str]) -> bool:
     """Return whether a message with these properties names a time; a delay level takes precedence."""
-    if parse_level(properties.get(record.PROPERTY_DELAY)) > 0 or OUT_MS in properties:
+    if DELAY_MS not in properties and DELIVER_MS not in properties and DELAY_SEC not in properties:
         return False
-    return DELAY_SEC in properties or DELAY_MS in properties or DELIVER_MS in properties
+    return parse_level(properties.get(record.PROPERTY_DELAY)) <= 0 and OUT_MS not in properties
+
+
+def time_properties(message: Message) -> dict[str, str]:
+    """Return the properties of 5.x for the delivery time that an application gave a message."""
+    if message.deliver_at_ms is not None:
+        return {DELIVER_MS: str(message.deliver_at_ms)}
+    return {DELAY_MS: str(round(1000 * message.delay_s))} if message.delay_s else {}
 
 
 def delete_key(topic: str, unique_key: str) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from librmq.broker.delayed_sends import time_properties
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message
 from librmq.message.properties import PROPERTY_DELAY
+from librmq.scheduling.timer_config import time_properties
 from librmq.wire.remote.forms import check
 from librmq.wire.remoting.frames import Frame
 
