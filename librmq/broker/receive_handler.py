@@ -23,9 +23,17 @@ from typing import Final
 from librmq.broker.context import BrokerContext
 from librmq.broker.groups import Group, consumption_is_off
 from librmq.broker.held_receives import HeldReceives
-from librmq.broker.in_flight import Flight, QueueFlights, Receipt, RetryOwners, is_receive_retry, receive_retry_topic
+from librmq.broker.in_flight import (
+    Flight,
+    QueueFlights,
+    QueueKey,
+    Receipt,
+    RetryOwners,
+    SavedFlights,
+    is_receive_retry,
+    receive_retry_topic,
+)
 from librmq.broker.progress import Progress
-from librmq.broker.saved_flights import QueueKey, SavedFlights
 from librmq.broker.send_handler import SendHandler
 from librmq.broker.subscription_filter import ALL, Selection, selection_of
 from librmq.broker.topics import not_readable
