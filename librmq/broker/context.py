@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from librmq.broker.config import BrokerConfig
 from librmq.broker.groups import Groups
 from librmq.broker.long_polling import HeldPulls
-from librmq.broker.persistence import Persistence, TableWriter
+from librmq.broker.offsets import Persistence, TableWriter
 from librmq.broker.registry import Registry
 from librmq.broker.topics import Topics, unlisted_topics
 from librmq.errors import (

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from librmq.broker.arrivals import Arrivals
 from librmq.broker.context import BrokerContext
-from librmq.broker.persistence import DelayProgress
+from librmq.broker.offsets import DelayProgress
 from librmq.broker.transactions import CheckOffsets
 from librmq.delay import DelaySchedule
 from librmq.errors import MessageIllegalError

@@ -1,17 +1,30 @@
-"""Progress of consumer groups, kept in ``consumerOffset.json``.
+"""Progress of consumer groups, kept in ``consumerOffset.json``, and the saving of a broker's tables.
 
-Mirrors ``ConsumerOffsetManager``. Called under the runner's lock; `GroupOffsets.get`, `groups` and `of_topic` do not
-need it.
+Topics and groups are saved immediately, consumers' progress and filters some time after a change. With a threaded
+runner, no thread waits for the disk under the runner's lock: `TableWriter` copies a table under the lock and writes the
+copy without it.
+
+Mirrors ``ConsumerOffsetManager`` and the schedule of ``BrokerController``. Called under the runner's lock;
+`GroupOffsets.get`, `groups` and `of_topic` do not need it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
-from librmq.errors import BrokerError
+from librmq.errors import BrokerError, StoreClosedError
 from librmq.protocol import ResponseCode
 from librmq.runtime.event_log import EventLog
-from librmq.store.format.broker_tables import ConfigTable
+from librmq.runtime.flush_aside import FlushAside
+from librmq.runtime.locks import Lock
+from librmq.runtime.runner import Aside
+from librmq.store.format.broker_tables import BrokerTables, ConfigTable
+
+if TYPE_CHECKING:
+    from librmq.filter import Registrations
+
 
 _log = EventLog("librmq.broker")
 
@@ -138,3 +151,215 @@ class GroupOffsets:
         if self.has_changed:
             self._save(self._table, now_ms)
             self.has_changed = False
+
+
+# ---- saving
+
+_FILTERS_S: Final = 10
+
+
+class TableWriter:
+    """The files of one broker's tables; for each file only the latest pending write counts."""
+
+    def __init__(
+        self,
+        flush: Callable[[], object],
+        now_ms: Callable[[], int],
+        wake: Callable[[], None],
+        aside: Aside | None,
+    ) -> None:
+        """Create a writer of tables.
+
+        Args:
+            flush: Returns when the store's messages are on the device.
+            now_ms: Returns the time.
+            wake: Schedules `run_due`. Called under the runner's lock.
+            aside: Waits for the disk without the runner's lock. None: `save` writes before it returns.
+        """
+        self._flush = flush
+        self._wake = wake
+        self._waits = aside is None
+        self._after_flush: set[ConfigTable] = set()
+        self._latest: dict[ConfigTable, bytes] = {}
+        self._written: dict[ConfigTable, bytes] = {}
+        self._write_lock = Lock()
+        self._watchers: list[Callable[[], None]] = []
+        self._end_reason: str | None = None
+        self.run_due = FlushAside(
+            "topics, groups, progress and filters",
+            flush=lambda pending: self.write(),
+            reached=lambda: self._pending() or None,
+            note=lambda pending: None,
+            now_ms=now_ms,
+            save_every_s=0,
+            aside=aside,
+        ).run_due
+
+    def save(self, table: ConfigTable, now_ms: int, *, after_flush: bool = False) -> None:
+        """Write the present content of a table. Under the runner's lock.
+
+        It is durable when a later `write` returns. With ``after_flush`` the store is flushed first: progress that
+        passes a message must not reach the device before the retry copy of that message.
+
+        Raises:
+            StoreClosedError: After the end, when another process can own the files.
+        """
+        self._check_not_ended()
+        self.changed()
+        if after_flush:
+            self._after_flush.add(table)
+        if self._waits:
+            self._write_table(table, None, now_ms)
+        else:
+            self._latest[table] = table.snapshot(now_ms)
+            self._wake()
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call ``changed()`` once, when a table has changed. Under the runner's lock."""
+        self._watchers.append(changed)
+
+    def changed(self) -> None:
+        """Notify the watchers that a table has changed. Under the runner's lock."""
+        if self._watchers:
+            watchers, self._watchers = self._watchers, []
+            for changed in watchers:
+                changed()
+
+    def write(self) -> None:
+        """Return when everything saved before the call is durable. Thread-safe.
+
+        Raises:
+            StoreIOError: The disk refuses a write, which is kept for the next call.
+            StoreClosedError: The writes were ended.
+        """
+        self._check_not_ended()  # in a forked child no thread would release the lock
+        with self._write_lock:
+            self._check_not_ended()
+            while pending := self._pending():
+                table, data = pending[0]
+                self._write_table(table, data)
+                self._written[table] = data
+                self._check_not_ended()
+
+    def _write_table(self, table: ConfigTable, data: bytes | None, now_ms: int = 0) -> None:
+        """Write a snapshot of a table or, with None, its present content, after the flush that it depends on."""
+        if table in self._after_flush:
+            self._flush()
+        if data is None:
+            table.persist(now_ms)
+        else:
+            table.write(data)
+
+    def _pending(self) -> list[tuple[ConfigTable, bytes]]:
+        """Return the pending writes by table."""
+        return [(table, data) for table, data in list(self._latest.items()) if self._written.get(table) is not data]
+
+    def refuse(self, why: str) -> None:
+        """Begin no further write; later callers get ``why``."""
+        self._end_reason = why
+
+    def end_writing(self, why: str) -> None:
+        """`refuse`; returns when nothing is being written."""
+        self.refuse(why)
+        with self._write_lock:
+            self._latest.clear()
+
+    def _check_not_ended(self) -> None:
+        if self._end_reason is not None:
+            raise StoreClosedError(self._end_reason)
+
+
+class Persistence:
+    """Saving of one broker's tables. Called under the runner's lock."""
+
+    def __init__(
+        self,
+        tables: BrokerTables,
+        writing: TableWriter,
+        registrations: Registrations,
+        save_offsets_every_s: float,
+        flush: Callable[[], object],
+        now_ms: Callable[[], int],
+        wake: Callable[[int], None],
+    ) -> None:
+        """``wake(at_ms)`` makes the runner call `run_due` by then."""
+        self._flush = flush
+        self.offsets = GroupOffsets(tables.offsets, partial(writing.save, after_flush=True), self._offsets_changed)
+        self._tables = tables
+        self._writing = writing
+        self._registrations = registrations
+        self._wake = wake
+        self._has_filter_changes = False  # the filters have unsaved changes
+        self._offsets_saver = FlushAside(
+            "the progress of consumers",
+            flush=_flush_nothing,  # by itself: `TableWriter` flushes the store before this table
+            reached=lambda: self.offsets.has_changed or None,
+            note=lambda reached: self.offsets.save(now_ms()),
+            now_ms=now_ms,
+            save_every_s=save_offsets_every_s,
+        )
+        self._filters_saver = FlushAside(
+            "the filters of consumers",
+            flush=_flush_nothing,
+            reached=lambda: self._has_filter_changes or None,
+            note=lambda reached: self._save_filters(now_ms()),
+            now_ms=now_ms,
+            save_every_s=_FILTERS_S,
+        )
+
+    def _offsets_changed(self) -> None:
+        self._writing.changed()
+        self._wake_for(self._offsets_saver)
+
+    def filters_changed(self) -> None:
+        """Note that the filters may differ from the saved ones."""
+        if not self._has_filter_changes and (self._tables.filters or any(True for _ in self._registrations)):
+            self._wake_for(self._filters_saver)
+            self._has_filter_changes = True
+
+    def _wake_for(self, saver: FlushAside[bool]) -> None:
+        due = saver.changed()
+        if due is not None:
+            self._wake(due)
+
+    def run_due(self, now_ms: int) -> int | None:
+        """Save due tables, and return the time of the next save."""
+        dues = self._offsets_saver.run_due(now_ms), self._filters_saver.run_due(now_ms)
+        return min((due for due in dues if due is not None), default=None)
+
+    def save_all(self, now_ms: int, why: str) -> None:
+        """Save every changed table for the last time; later callers get ``why``."""
+        self.offsets.save(now_ms)
+        self._save_filters(now_ms)
+        self._writing.end_writing(why)
+        self._flush()
+        self._tables.persist(now_ms)
+
+    def _save_filters(self, now_ms: int) -> None:
+        self._tables.set_filters(self._registrations.to_document(now_ms)["filterDataByTopic"])
+        self._writing.save(self._tables.filter_table, now_ms)
+        self._has_filter_changes = False
+
+
+def _flush_nothing(reached: bool) -> None:
+    """Flush nothing."""
+
+
+class DelayProgress:
+    """Store of the delay schedule's progress."""
+
+    def __init__(self, tables: BrokerTables, writing: TableWriter) -> None:
+        self._tables = tables
+        self._writing = writing
+
+    def delay_offset(self, level: int) -> int:
+        """Return the queue offset of the next message of a level."""
+        return self._tables.delay_offset(level)
+
+    def set_delay_offset(self, level: int, queue_offset: int) -> None:
+        """Note the queue offset of the next message of a level."""
+        self._tables.set_delay_offset(level, queue_offset)
+
+    def persist(self, now_ms: int) -> None:
+        """Write the progress."""
+        self._writing.save(self._tables.delays, now_ms)
