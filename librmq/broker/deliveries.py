@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from librmq.broker.arrivals import Arrivals
 from librmq.broker.context import BrokerContext
+from librmq.broker.long_polling import Arrivals
 from librmq.broker.offsets import DelayProgress
 from librmq.broker.transactions import CheckOffsets
 from librmq.delay import DelaySchedule

@@ -9,13 +9,97 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
 
-from librmq.broker.subscription_filter import Selection
+from librmq.errors import BrokerError, FilterSyntaxError
+from librmq.message import record
+from librmq.message.record import tags_code
+from librmq.metrics import Metrics
+from librmq.protocol import Receive, ResponseCode, Subscription
+from librmq.runtime.runner import Runner
 from librmq.store import AppendResult
+from librmq.store.engine.dispatch import parse_level
+from librmq.store.engine.prepared import Prepared
+
+if TYPE_CHECKING:
+    from librmq.filter import Registration, Registrations, SqlFilter, TagFilter
+    from librmq.store.engine.read import MessageFilter
+
+
+class Selection:
+    """A subscription, ready for reads of a queue and for one arriving message. Immutable and thread-safe.
+
+    Tags are compared by their hash, and consumers check their exact text; SQL is exact. Mirrors
+    ``ExpressionMessageFilter``.
+    """
+
+    __slots__ = ("_codes", "_sql", "matching")
+
+    def __init__(
+        self,
+        matching: MessageFilter | None,
+        tags: TagFilter | None = None,
+        sql: SqlFilter | Registration | None = None,
+    ) -> None:
+        self.matching = matching
+        """The filter for `MessageStore.read`; None selects all."""
+        self._codes = None if tags is None or tags.takes_all else tags.codes
+        self._sql = sql
+
+    def takes(self, properties: Mapping[str, str]) -> bool:
+        """Return whether a message with these properties would be read."""
+        if self._codes is not None:
+            tags = properties.get("TAGS")
+            return (tags_code(tags) if tags else 0) in self._codes
+        return self._sql is None or self._sql.matches(properties)
+
+
+ALL: Final = Selection(None)
+
+
+@lru_cache(maxsize=1024)
+def selection_of(expression: str, expression_type: str, *, by_text: bool) -> Selection:
+    """Return the selection of a valid expression. Tags are compared ``by_text``, or by their hash as a queue has it."""
+    from librmq.filter import SqlFilter, TagFilter  # a grammar comes with it, which few need
+    from librmq.store.engine.message_filters import BySql, ByTags
+
+    if expression_type == "SQL92":
+        sql = SqlFilter(expression)
+        return Selection(BySql(sql), sql=sql)
+    tags = TagFilter(expression)
+    return ALL if tags.takes_all else Selection(ByTags(tags, exact=by_text), tags)
+
+
+def parse_selection(subscription: Subscription) -> Selection:
+    """Parse a subscription; `BrokerError` if that fails."""
+    expression_type = subscription.expression_type or "TAG"
+    if expression_type == "TAG" and subscription.expression in ("*", ""):
+        return ALL
+    if expression_type not in ("TAG", "SQL92"):
+        raise BrokerError(
+            ResponseCode.SUBSCRIPTION_PARSE_FAILED,
+            f"topic {subscription.topic!r}: expected a filter of type TAG or SQL92, found {expression_type!r:.80}",
+        )
+    try:
+        return selection_of(subscription.expression, expression_type, by_text=False)
+    except FilterSyntaxError as error:
+        raise BrokerError(ResponseCode.SUBSCRIPTION_PARSE_FAILED, f"topic {subscription.topic!r}: {error}") from error
+
+
+def registered_selection(registrations: Registrations, registration: Registration) -> Selection:
+    """Return the selection of a registered SQL subscription, which can use the store's bitmaps."""
+    from librmq.store.engine.message_filters import BySql
+
+    return Selection(BySql(registration, registrations), sql=registration)
+
 
 _QueueName = tuple[str, int]
 _Holder = tuple[str, str]  # client id, group
+
+
+# ---- held pulls
 
 
 class _HeldPull:
@@ -136,3 +220,150 @@ class HeldPulls:
 
     def _is_held(self, queue: _QueueName, holder: _Holder, hold: _HeldPull) -> bool:
         return self.by_queue.get(queue, {}).get(holder) is hold
+
+
+# ---- held receives
+
+
+class _Held:
+    __slots__ = ("holder", "notify", "queues", "request", "selection")
+
+    def __init__(
+        self,
+        request: Receive,
+        queues: list[tuple[str, int]],
+        selection: Selection,
+        holder: tuple[str, str],
+        notify: Callable[[], None],
+    ) -> None:
+        self.request = request
+        self.queues = queues
+        self.selection = selection
+        self.holder = holder
+        self.notify = notify
+
+
+class HeldReceives:
+    """The held receives of one broker, each by its ``notify``. Called under the runner's lock."""
+
+    def __init__(self, pulls: HeldPulls) -> None:
+        """``pulls`` has the held pulls of each queue, among which each receive has one."""
+        self._pulls = pulls
+        self._by_notify: dict[Callable[[], None], _Held] = {}
+        self._numbers = itertools.count()
+
+    def hold(
+        self, request: Receive, queues: list[tuple[str, int]], selection: Selection, notify: Callable[[], None]
+    ) -> None:
+        """Hold a receive at its queues, in place of an earlier one of the same ``notify``."""
+        self.remove_receive(notify)
+        holder = f"{request.client_id}\0{next(self._numbers)}", request.group  # a client may have several
+        held = _Held(request, queues, selection, holder, notify)
+        self._by_notify[notify] = held
+        for queue in queues:
+            takes = selection if queue[0] == request.topic else ALL
+            self._pulls.hold(queue, holder, takes, lambda: self._wake(held))
+
+    def remove_receive(self, notify: Callable[[], None]) -> None:
+        """Remove a receive, if it is held."""
+        held = self._by_notify.pop(notify, None)
+        if held is not None:
+            for queue in held.queues:
+                self._pulls.end_hold(queue, held.holder, held.selection)
+
+    def wake_topic(self, group: str, topic: str) -> None:
+        """Notify a group's held receives from a topic, so that they ask again."""
+        for held in list(self._by_notify.values()):
+            if held.request.group == group and any(queue[0] == topic for queue in held.queues):
+                self._wake(held)
+
+    def _wake(self, held: _Held) -> None:
+        if self._by_notify.get(held.notify) is held:
+            self.remove_receive(held.notify)
+            held.notify()
+
+
+# ---- stored messages
+
+_DELAY: Final = record.PROPERTY_DELAY
+
+
+class Arrivals:
+    """The observer of one broker's stored messages; code that stores one calls `stored` once. Thread-safe.
+
+    Held requests can wait for a message, and so can the step that delivers it later (delays, timer, relay, the check of
+    transactions) and the flush of the store.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        held_pulls: HeldPulls,
+        metrics: Metrics | None,
+        delayed: Callable[[int, int], int],
+        wake_flush: Callable[[], None] | None,
+    ) -> None:
+        """Create an observer with the receivers of its notifications.
+
+        Args:
+            runner: Its lock is held while held pulls are notified.
+            held_pulls: The held pulls.
+            metrics: Counts the messages.
+            delayed: ``delayed(level, store_timestamp_ms)`` wakes the schedule, under the runner's lock, and returns the
+                level in which the message waits.
+            wake_flush: Wakes the step that flushes the store; None if a thread of the store flushes.
+        """
+        self._runner = runner
+        self._held_pulls = held_pulls
+        self._held = held_pulls.by_queue
+        self._metrics = metrics
+        self._delayed = delayed
+        self._wake_flush = wake_flush
+        self.wake_by_topic: dict[str, Callable[[], None]] = {}
+        """The step that handles messages of a topic."""
+
+    def stored(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
+        """Note a message that was stored for a queue; a delayed one is not in it yet."""
+        if _DELAY in properties and (level := parse_level(properties[_DELAY])) > 0:
+            with self._runner.lock:
+                level = self._delayed(level, result.store_timestamp_ms)
+            if self._metrics is not None:
+                self._metrics.count("delayed_in", level=str(level))
+            if self._wake_flush is not None:
+                self._wake_flush()
+        else:
+            self.delivered(topic, queue_id, properties, result)
+
+    def copied(self, queues: Iterable[tuple[str, int]]) -> None:
+        """Note messages that a replica has copied into these queues."""
+        for queue in queues:
+            if queue in self._held:
+                with self._runner.lock:
+                    self._held_pulls.answer_queue(queue)
+        if self._wake_flush is not None:
+            self._wake_flush()
+
+    def delivered_all(
+        self,
+        prepared: Sequence[Prepared],
+        properties: Sequence[Mapping[str, str]],
+        results: Sequence[AppendResult],
+    ) -> None:
+        """Note messages that were stored together: the first of these, as many as there are results."""
+        if self._held or self._metrics is not None or self._wake_flush is not None:
+            for message, message_properties, result in zip(prepared, properties, results, strict=False):
+                self.delivered(message.lane.topic, message.lane.queue_id, message_properties, result)
+
+    def delivered(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
+        """Note a message that is in its queue, whatever delay its properties name."""
+        if self._metrics is not None:
+            self._metrics.count("messages_in", topic=topic)
+            self._metrics.count("bytes_in", result.size, topic=topic)
+        if topic in self.wake_by_topic:
+            self.wake_by_topic[topic]()
+        queue = topic, queue_id
+        if queue in self._held:
+            with self._runner.lock:
+                self._held_pulls.arrived(queue, properties, result)
+        if self._wake_flush is not None:
+            self._wake_flush()

@@ -11,9 +11,9 @@ from typing import Final
 
 from librmq.broker.context import BrokerContext
 from librmq.broker.groups import consumption_is_off
+from librmq.broker.long_polling import Selection, parse_selection, registered_selection
 from librmq.broker.replication import Replication
 from librmq.broker.send_handler import SendHandler
-from librmq.broker.subscription_filter import Selection, parse_selection, registered_selection
 from librmq.broker.topics import not_readable
 from librmq.errors import BrokerError, RmqError
 from librmq.message.message import Message, StoredMessage

@@ -22,7 +22,6 @@ from typing import Final
 
 from librmq.broker.context import BrokerContext
 from librmq.broker.groups import Group, consumption_is_off
-from librmq.broker.held_receives import HeldReceives
 from librmq.broker.in_flight import (
     Flight,
     QueueFlights,
@@ -33,9 +32,9 @@ from librmq.broker.in_flight import (
     is_receive_retry,
     receive_retry_topic,
 )
+from librmq.broker.long_polling import ALL, HeldReceives, Selection, selection_of
 from librmq.broker.progress import Progress
 from librmq.broker.send_handler import SendHandler
-from librmq.broker.subscription_filter import ALL, Selection, selection_of
 from librmq.broker.topics import not_readable
 from librmq.errors import BrokerError, ReceiptError, RmqError
 from librmq.message.message import Message, StoredMessage

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from librmq.broker.arrivals import Arrivals
 from librmq.broker.context import BrokerContext
 from librmq.broker.dead_letters import FailedMessages
 from librmq.broker.delayed_sends import DelayedSends
+from librmq.broker.long_polling import Arrivals
 from librmq.broker.replication import Replication
 from librmq.broker.topics import Topic
 from librmq.errors import BrokerBusyError, BrokerError, FlushFailedError, MessageIllegalError

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from librmq.broker.arrivals import Arrivals
 from librmq.broker.context import BrokerContext
+from librmq.broker.long_polling import Arrivals
 from librmq.broker.offsets import GroupOffsets
 from librmq.errors import BrokerError, CorruptionError, RmqError, TransactionRefusedError
 from librmq.message import record
