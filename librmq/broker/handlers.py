@@ -9,8 +9,7 @@ from typing import Any, Final, TypeVar
 from librmq.broker.administration import Administration
 from librmq.broker.clients import Clients
 from librmq.broker.context import BrokerContext
-from librmq.broker.delayed_sends import DelayedSends
-from librmq.broker.deliveries import Deliveries
+from librmq.broker.delayed_messages import DelayedSends, Deliveries
 from librmq.broker.progress import Progress
 from librmq.broker.pull_handler import PullHandler
 from librmq.broker.receive_handler import ReceiveHandler

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from librmq.broker.config import BrokerConfig
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
-from librmq.broker.deliveries import Deliveries
+from librmq.broker.delayed_messages import Deliveries
 from librmq.broker.handlers import Handlers
 from librmq.broker.readers import StoreReaders
 from librmq.broker.transactions import BrokerTransactions

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from librmq.broker.context import BrokerContext
 from librmq.broker.dead_letters import FailedMessages
-from librmq.broker.delayed_sends import DelayedSends
+from librmq.broker.delayed_messages import DelayedSends
 from librmq.broker.long_polling import Arrivals
 from librmq.broker.replication import Replication
 from librmq.broker.topics import Topic
