@@ -22,11 +22,11 @@ from typing import Any, Final, Literal, Self, TypeVar, Unpack
 
 from librmq.broker.config import BrokerConfig, OpenKeywords
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
-from librmq.broker.dead_letters import retry_of
 from librmq.broker.groups import group_settings
 from librmq.broker.iteration import consume_topic
 from librmq.broker.parts import BrokerParts
 from librmq.broker.registry import ConnectedClient, GroupConnections
+from librmq.broker.retries import retry_of
 from librmq.broker.transactions import DiscardHook
 from librmq.clock import Clock, SystemClock
 from librmq.config import Seconds, StoreConfig, check_kind, check_path, to_seconds

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from librmq.broker.context import BrokerContext
-from librmq.broker.dead_letters import FailedMessages
 from librmq.broker.delayed_messages import DelayedSends
 from librmq.broker.long_polling import Arrivals
 from librmq.broker.replication import Replication
+from librmq.broker.retries import FailedMessages
 from librmq.broker.topics import Topic
 from librmq.errors import BrokerBusyError, BrokerError, FlushFailedError, MessageIllegalError
 from librmq.java.numbers import java_int

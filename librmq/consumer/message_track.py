@@ -9,7 +9,7 @@ import enum
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from librmq.broker.dead_letters import retry_of
+from librmq.broker.retries import retry_of
 from librmq.consumer.listeners import DeliveredMessage
 from librmq.errors import FilterEvaluationError, NoRouteError
 from librmq.filter import TAG, SqlFilter, TagFilter
