@@ -6,11 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from librmq.broker.administration import Administration
+from librmq.broker.administration import Administration, Progress
 from librmq.broker.clients import Clients
 from librmq.broker.context import BrokerContext
 from librmq.broker.delayed_messages import DelayedSends, Deliveries
-from librmq.broker.progress import Progress
 from librmq.broker.pull_handler import PullHandler
 from librmq.broker.receive_handler import ReceiveHandler
 from librmq.broker.registry import QueueLocks

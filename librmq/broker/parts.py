@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 
+from librmq.broker.administration import StoreReaders
 from librmq.broker.config import BrokerConfig
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
 from librmq.broker.delayed_messages import Deliveries
 from librmq.broker.handlers import Handlers
-from librmq.broker.readers import StoreReaders
 from librmq.broker.transactions import BrokerTransactions
 from librmq.clock import moves_by_itself
 from librmq.config import StoreConfig

@@ -20,6 +20,7 @@ import itertools
 from collections.abc import Callable
 from typing import Final
 
+from librmq.broker.administration import Progress
 from librmq.broker.context import BrokerContext
 from librmq.broker.groups import Group, consumption_is_off
 from librmq.broker.in_flight import (
@@ -33,7 +34,6 @@ from librmq.broker.in_flight import (
     receive_retry_topic,
 )
 from librmq.broker.long_polling import ALL, HeldReceives, Selection, selection_of
-from librmq.broker.progress import Progress
 from librmq.broker.send_handler import SendHandler
 from librmq.broker.topics import not_readable
 from librmq.errors import BrokerError, ReceiptError, RmqError
