@@ -23,8 +23,8 @@ from typing import Any, Final, Literal, Self, TypeVar, Unpack
 from librmq.broker.config import BrokerConfig, OpenKeywords
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
 from librmq.broker.groups import group_settings
+from librmq.broker.handlers import BrokerParts
 from librmq.broker.iteration import consume_topic
-from librmq.broker.parts import BrokerParts
 from librmq.broker.registry import ConnectedClient, GroupConnections
 from librmq.broker.retries import retry_of
 from librmq.broker.transactions import DiscardHook

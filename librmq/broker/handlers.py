@@ -1,23 +1,33 @@
-"""The handlers of each kind of request to a broker."""
+"""The handlers of each kind of request to a broker, and the composition of its parts."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from librmq.broker.administration import Administration, Progress
+from librmq.broker.administration import Administration, Progress, StoreReaders
 from librmq.broker.clients import Clients
-from librmq.broker.context import BrokerContext
+from librmq.broker.config import BrokerConfig
+from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
 from librmq.broker.delayed_messages import DelayedSends, Deliveries
 from librmq.broker.pull_handler import PullHandler
 from librmq.broker.receive_handler import ReceiveHandler
 from librmq.broker.registry import QueueLocks
 from librmq.broker.replication import Replication
-from librmq.broker.replies import ReplyPushes
 from librmq.broker.send_handler import SendHandler
 from librmq.broker.transactions import BrokerTransactions
-from librmq.errors import BrokerError
+from librmq.clock import moves_by_itself
+from librmq.config import StoreConfig
+from librmq.errors import BrokerError, RmqError
+from librmq.files.seam import Files
+from librmq.message.message import Message
+from librmq.message.properties import PROPERTY_PUSH_REPLY_TIME, PROPERTY_REPLY_TO_CLIENT
+from librmq.message.topics import HALF_TOPIC
+from librmq.metrics import Metrics
 from librmq.protocol import (
     Acknowledge,
     CancelReceive,
@@ -45,6 +55,7 @@ from librmq.protocol import (
     QueryOffset,
     QueueOffsetAt,
     Receive,
+    ReplyArrived,
     Request,
     ResetGroup,
     ResponseCode,
@@ -53,6 +64,7 @@ from librmq.protocol import (
     SendMessage,
     SendPlain,
     SendReply,
+    SendResponse,
     SetGroup,
     TopicGroups,
     UnlockQueues,
@@ -60,6 +72,9 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
+from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.checkpoint import has_abort
 
 A = TypeVar("A")
 Q = TypeVar("Q", bound=Request[Any])
@@ -178,3 +193,144 @@ class Handlers:
             return answer
 
         return handle_and_write
+
+
+# ---- composition
+
+
+class BrokerParts:
+    """The handlers of one broker's requests, and its scheduled steps."""
+
+    def __init__(
+        self,
+        life: BrokerLife,
+        steps: BrokerSteps,
+        path: str,
+        cluster_name: str,
+        config: BrokerConfig,
+        store_config: StoreConfig | None,
+        files: Files,
+        metrics: Metrics | None,
+    ) -> None:
+        """Open the store and the tables, and start the steps. Raises the errors of `MessageStore.open`."""
+        self._life = life
+        self._runner = runner = steps.runner
+        self._metrics = metrics
+        by_hand = not moves_by_itself(runner.clock)
+        tables = BrokerTables.open(os.path.join(path, "config"), files=files)
+        registrations = tables.registrations(runner.now_ms())
+        was_killed = has_abort(files, path)
+        store = self.store = MessageStore.open(
+            path,
+            store_config,
+            files=files,
+            clock=runner.clock,
+            background=not by_hand,
+            filters=registrations,
+            replica_of=config.replica_of,
+        )
+        self._is_replica = config.replica_of is not None
+        try:
+            context = self.context = BrokerContext(
+                steps, cluster_name, config, store, metrics, tables, registrations, life.changed, was_killed=was_killed
+            )
+            life.release_lock = lambda: context.writing.refuse(life.why_dead)
+            self._housekeeping = steps.step("flushes its store", store.run_due)
+            self.deliveries = Deliveries(context, self._wake_housekeeping if by_hand else None)
+            self.transactions = BrokerTransactions(context, self.deliveries.arrivals)
+            store.readers = StoreReaders(context, self.deliveries.schedule, self.transactions, self.deliveries.timers)
+            self.handlers = Handlers(context, self.deliveries, self.transactions, life.check_open)
+            self._show_gauges()
+            if not self._is_replica:
+                with runner.lock:
+                    self.deliveries.start()
+                    self.handlers.receives.start()
+                    if (HALF_TOPIC, 0) in store.queues:
+                        self.transactions.prepared()
+            life.mark_open()
+        except BaseException:
+            store.close()
+            raise
+
+    def _wake_housekeeping(self) -> None:
+        """Flush by a step under a manual clock."""
+        if self._housekeeping.at is None:
+            at = self._runner.now_ms() + round(1000 * self.store.config.flush_interval_s)
+            with self._runner.lock:
+                self._runner.wake(self._housekeeping, at)
+
+    def stop_serving(self) -> None:
+        """Drop held pulls and hide the gauges. Under the runner's lock."""
+        self.context.held_pulls.by_queue.clear()
+        if self._metrics is not None:
+            for name in ("held_pulls", "log_bytes", "disk_used", "replicas"):
+                self._metrics.gauge(name, None)
+
+    def save(self) -> None:
+        """Save all progress, of each part even if another part fails."""
+        now_ms = self._runner.now_ms()
+        with self._runner.lock, ExitStack() as saves:
+            saves.callback(self.context.saving.save_all, now_ms, self._life.why_dead)
+            if not self._is_replica:
+                saves.callback(self.transactions.save)
+                saves.callback(self.handlers.receives.save_all)
+                self.deliveries.save()
+
+    def end_writing(self) -> None:
+        """End all writes; return when none is running."""
+        self.context.writing.end_writing(self._life.why_dead)
+        self.deliveries.end_writing(self._life.why_dead)
+
+    def _show_gauges(self) -> None:
+        metrics = self._metrics
+        if metrics is not None:
+            store, held = self.store, self.context.held_pulls.by_queue
+            metrics.gauge("held_pulls", lambda: sum(map(len, list(held.values()))))
+            metrics.gauge("replicas", lambda: self.handlers.replication.replica_count)
+            metrics.gauge("log_bytes", lambda: store.log.end)
+            metrics.gauge("disk_used", lambda: store.files.used_ratio(store.path))
+
+
+# ---- replies
+
+
+class ReplyPushes:
+    """The replies at one broker, which it passes to the requesting client and stores. Thread-safe.
+
+    Mirrors ``ReplyMessageProcessor``.
+    """
+
+    def __init__(self, context: BrokerContext, send: Callable[[SendMessage], SendResponse]) -> None:
+        """``send`` stores a message."""
+        self._name = context.name
+        self._runner = context.runner
+        self._registry = context.registry
+        self._send = send
+
+    def reply(self, request: SendReply) -> SendResponse:
+        """Push a reply, and store it.
+
+        Raises:
+            BrokerError: It could not be pushed; it is stored nevertheless.
+        """
+        problem = self._push(request.send)
+        response = self._send(request.send)
+        if problem is not None:
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, problem)
+        return response
+
+    def _push(self, send: SendMessage) -> str | None:
+        """Push a reply to the client that waits for it; return what went wrong."""
+        message = send.message
+        client_id = message.properties.get(PROPERTY_REPLY_TO_CLIENT)
+        with self._runner.lock:
+            client = None if client_id is None else self._registry.endpoint(client_id)
+        if client is None:
+            return f"{self._name}: the client {client_id} of the request is not connected here"
+        properties = message.properties | {PROPERTY_PUSH_REPLY_TIME: str(self._runner.now_ms())}
+        pushed = Message._from_parts(message.topic, message.body, message.flag, properties)
+        try:
+            client.call(ReplyArrived(replace(send, message=pushed)))
+        except RmqError as error:
+            return f"{self._name}: the client {client_id} of the request could not be reached: {error}"
+        return None
