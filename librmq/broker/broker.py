@@ -18,13 +18,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from datetime import datetime, timedelta
-from typing import Any, Final, Literal, Self, TypeVar, Unpack
+from typing import Any, Final, Literal, Protocol, Self, TypeVar, Unpack, cast
 
 from librmq.broker.config import BrokerConfig, OpenKeywords
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
 from librmq.broker.groups import group_settings
 from librmq.broker.handlers import BrokerParts
-from librmq.broker.iteration import consume_topic
 from librmq.broker.registry import ConnectedClient, GroupConnections
 from librmq.broker.retries import retry_of
 from librmq.broker.transactions import DiscardHook
@@ -32,6 +31,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.config import Seconds, StoreConfig, check_kind, check_path, to_seconds
 from librmq.errors import (
     BrokerError,
+    BrokerUnreachableError,
     ConfigError,
     GroupBehindError,
     NoRouteError,
@@ -40,6 +40,7 @@ from librmq.errors import (
 )
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.seam import Files
+from librmq.lazy_exports import exported
 from librmq.message.message import StoredMessage, dead_letter_topic
 from librmq.message.topics import TopicType
 from librmq.metrics import Metrics
@@ -57,6 +58,7 @@ from librmq.protocol import (
     QueueData,
     Request,
     ResponseCode,
+    Route,
     SetGroup,
 )
 from librmq.runtime.runner import Runner
@@ -605,3 +607,37 @@ def _check_names(path: object, name: object, cluster_name: object) -> None:
     for what, value in (("name", name), ("cluster_name", cluster_name)):
         if not isinstance(value, str) or not value or not value.isprintable():
             raise ConfigError(f"{what}: expected text of printable characters, found {value!r:.80}")
+
+
+# ---- iteration over a topic
+
+
+class _Consumer(Protocol):
+    """The part of a pull consumer that `consume_topic` needs."""
+
+    def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
+
+    def __iter__(self) -> Iterator[StoredMessage]: ...
+
+
+def consume_topic(
+    route: Route, topic: str, group: str, tags: str | None, sql: str | None, timeout: float
+) -> Iterator[StoredMessage]:
+    """Subscribe immediately; yield messages until none arrives for ``timeout`` seconds."""
+    make = cast("Callable[..., _Consumer]", exported("librmq", "PullConsumer"))  # lazy: it uses brokers
+    consumer = make(route, group, poll_timeout=timeout)
+    consumer.subscribe(topic, tags=tags, sql=sql)
+
+    def messages() -> Iterator[StoredMessage]:
+        with consumer:  # leaving the loop early ends this block by an exception
+            yield from consumer
+            if not route.broker_names():
+                raise BrokerUnreachableError(
+                    f"topic {topic!r}, group {group!r}: the broker was closed during the iteration"
+                )
+
+    return messages()
