@@ -65,10 +65,12 @@ from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.resent_letters import letter_identity, note_resent, resent_times
 
 R = TypeVar("R")
 _LOCK_RETRY_S: Final = 0.05
 _JOIN_STEP_S: Final = 0.02
+_RESENT_TOGETHER: Final = 256  # dead letters that are sent between two notes
 
 
 class Broker:
@@ -360,17 +362,31 @@ class Broker:
         """Send dead letters to their group again, with all their retries; return their number.
 
         Each goes to the group's retry topic and is delivered immediately; the dead letter itself stays.
+        ``librmq/resent.json`` notes it, as for ``librmq dead-letters --resend``. After a kill, up to 256 letters that
+        were sent have no note.
 
         Args:
             group: The consumer group.
-            letters: Some of `dead_letters`; None means all.
+            letters: Some of `dead_letters`, which are sent even if they were sent before. None means all that were not
+                sent yet.
 
         Raises:
             ConfigError: A message is not a dead letter of the group.
+            MalformedError: The file of the notes holds something else.
         """
-        requests = [retry_of(letter, group) for letter in (self.dead_letters(group) if letters is None else letters)]
-        for request in requests:
-            self.call(request)
+        store = self.store
+        times = resent_times(store.path, store.files)
+        if letters is None:
+            letters = [letter for letter in self.dead_letters(group) if letter_identity(letter) not in times]
+        requests = [(letter, retry_of(letter, group)) for letter in letters]
+        for begin in range(0, len(requests), _RESENT_TOGETHER):
+            sent: list[StoredMessage] = []
+            try:
+                for letter, request in requests[begin : begin + _RESENT_TOGETHER]:
+                    self.call(request)
+                    sent.append(letter)
+            finally:
+                note_resent(store.path, store.files, sent, self.runner.now_ms(), store.log.begin)
         return len(requests)
 
     def reset_group(

@@ -94,7 +94,7 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
         ]
         if arguments.limit is not None:
             unsent = unsent[: whole_number("--limit", arguments.limit)]
-        letters.resend(broker, arguments.group, unsent)
+        broker.resend_dead_letters(arguments.group, unsent)
         at_ms = broker.runner.now_ms()
     if not unsent:
         before = (

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
 
 from librmq.diagnosis.findings import Finding, Thresholds, counted, cut_if
 from librmq.diagnosis.view import Source, StoreView, viewed
-from librmq.errors import MalformedError
-from librmq.files.seam import make_folders
 from librmq.java.numbers import java_int
 from librmq.message import record
 from librmq.message.message import StoredMessage, retry_topic
 from librmq.message.topics import DEAD_LETTER_PREFIX
-from librmq.store import MessageStore
-from librmq.store.format import directory
-
-if TYPE_CHECKING:
-    from librmq.broker import Broker
+from librmq.store.format.resent_letters import letter_identity, resent_times
 
 IN_ORDER: Final = "ordered, retries used up"
 AT_ONCE: Final = "never retried"
 USED_UP: Final = "retries used up"
 
-_FILE: Final = "resent.json"
-_TOGETHER: Final = 256  # letters that are sent between two notes
 _CAUSES: Final = 5  # of a group and topic that have a finding each
 _ORIGIN_TOPIC: Final = "DLQ_ORIGIN_TOPIC"
 OF_A_LETTER: Final = frozenset((_ORIGIN_TOPIC, "DLQ_ORIGIN_MESSAGE_ID", record.PROPERTY_DEAD_LETTER_CAUSE))
@@ -53,7 +43,7 @@ class GivenUpMessage(NamedTuple):
     physical_offset: int
     """The place of the dead letter in the log."""
     resent_at_ms: int | None = None
-    """Time at which `resend` last sent it to the group again; None if it never did."""
+    """Time at which `Broker.resend_dead_letters` last sent it to the group again; None if it never did."""
 
 
 class DeadLetterCause(NamedTuple):
@@ -86,9 +76,9 @@ def dead_letters(source: Source, *, group: str | None = None) -> list[GivenUpMes
         MalformedError: The file that notes what was sent again holds something else.
     """
     with viewed(source) as view:
-        times = _resent(view.store)
+        times = resent_times(view.store.path, view.store.files)
         letters = ((given_up(of, message), message) for of, message in _messages(view, group))
-        return [letter._replace(resent_at_ms=times.get(_identity(message))) for letter, message in letters]
+        return [letter._replace(resent_at_ms=times.get(letter_identity(message))) for letter, message in letters]
 
 
 def dead_letter_causes(source: Source, *, group: str | None = None) -> list[DeadLetterCause]:
@@ -139,62 +129,6 @@ def given_up(group: str, message: StoredMessage) -> GivenUpMessage:
         group, topic, message.unique_key, message.reconsume_times, message.store_timestamp_ms, _cause(message),
         message.physical_offset,
     )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------------------ resend
-
-
-def resend(broker: Broker, group: str, letters: Sequence[StoredMessage]) -> int:
-    """Send dead letters to their group again as `Broker.resend_dead_letters` does, and note each; return their number.
-
-    ``librmq/resent.json`` of the store, a file that RocketMQ ignores, has the notes. They show as ``resent_at_ms`` of
-    `dead_letters`. After a kill, up to 256 letters that were sent have no note.
-
-    Raises:
-        ConfigError: A message is not a dead letter of the group.
-        MalformedError: The file of the notes holds something else.
-    """
-    _resent(broker.store)  # before a letter is sent
-    sent: list[StoredMessage] = []
-    try:
-        for letter in letters:
-            broker.resend_dead_letters(group, [letter])
-            sent.append(letter)
-            if len(sent) % _TOGETHER == 0:
-                _note(broker, sent[-_TOGETHER:])
-    finally:
-        _note(broker, sent[len(sent) // _TOGETHER * _TOGETHER :])
-    return len(sent)
-
-
-def _identity(message: StoredMessage) -> tuple[int, str, int]:
-    """Return what differs from a record that was written in its place after the log was cut."""
-    return message.physical_offset, message.message_id, message.store_timestamp_ms
-
-
-def _resent(store: MessageStore) -> Mapping[tuple[int, str, int], int]:
-    """Return the times at which letters were sent again."""
-    path = os.path.join(store.path, directory.OWN, _FILE)
-    if not store.files.size(path):
-        return {}
-    try:
-        rows = json.loads(store.files.read(path))
-        return {(int(place), str(message_id), int(stored_ms)): int(at) for place, message_id, stored_ms, at in rows}
-    except (ValueError, TypeError) as error:
-        raise MalformedError(
-            f"{path}: expected a list of the dead letters that were sent again: {error}; without the file all count as "
-            "unsent"
-        ) from None
-
-
-def _note(broker: Broker, letters: Sequence[StoredMessage]) -> None:
-    store = broker.store
-    at_ms, begin = broker.runner.now_ms(), store.log.begin
-    notes = {**_resent(store), **dict.fromkeys(map(_identity, letters), at_ms)}
-    rows = [[*identity, sent_ms] for identity, sent_ms in sorted(notes.items()) if identity[0] >= begin]
-    path = os.path.join(store.path, directory.OWN, _FILE)
-    make_folders(store.files, os.path.dirname(path))
-    store.files.write(path, json.dumps(rows).encode())
 
 
 # ------------------------------------------------------------------------------------------------------------ causes
