@@ -6,6 +6,6 @@ from librmq.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
     from librmq.broker.broker import Broker as Broker
+    from librmq.broker.clients import ConnectedClient as ConnectedClient
+    from librmq.broker.clients import GroupConnections as GroupConnections
     from librmq.broker.config import BrokerConfig as BrokerConfig
-    from librmq.broker.registry import ConnectedClient as ConnectedClient
-    from librmq.broker.registry import GroupConnections as GroupConnections

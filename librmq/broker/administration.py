@@ -123,7 +123,7 @@ class Progress:
         self._topics = context.topics
         self._groups = context.groups
         self._offsets = context.offsets
-        self._registry = context.registry
+        self._clients = context.clients
         self._broker_name = context.name
 
     def query(self, request: QueryOffset) -> int | None:
@@ -148,7 +148,7 @@ class Progress:
     def groups(self, request: TopicGroups) -> Mapping[str, ConsumerData | None]:
         """Return the groups of a topic."""
         groups: dict[str, ConsumerData | None] = dict.fromkeys(self._offsets.groups(request.topic))
-        for group in self._registry.consumers.values():
+        for group in self._clients.consumers.values():
             if request.topic in group.subscriptions:
                 groups[group.name] = ConsumerData(
                     group.name, group.kind, group.model, group.consume_from, dict(group.subscriptions)
@@ -177,7 +177,7 @@ class Progress:
         by_queue = {
             MessageQueue(topic, self._broker_name, queue_id): queue_offset for queue_id, queue_offset in offsets.items()
         }
-        members = self._registry.consumers.get(group)
+        members = self._clients.consumers.get(group)
         for client in [] if members is None else list(members.clients.values()):
             try:
                 client.call(ResetOffsets(group, topic, by_queue))
@@ -244,7 +244,7 @@ class Progress:
         The instances report their progress; messages that still wait, including retries, do not count.
         """
         lags = []
-        for group in list(self._registry.consumers.values()):
+        for group in list(self._clients.consumers.values()):
             if group.model is MessageModel.BROADCASTING:
                 continue
             for name in group.subscriptions:
@@ -284,7 +284,7 @@ class Progress:
                 target = self._store.queue_offset_at(name, queue_id, request.timestamp_ms)
             queue = MessageQueue(name, self._broker_name, queue_id)
             offsets[queue] = target if request.force or target < stored else stored
-        members = self._registry.consumers.get(group)
+        members = self._clients.consumers.get(group)
         if members is None:
             raise BrokerError(
                 ResponseCode.CONSUMER_NOT_ONLINE, f"no client of group {group!r} runs: use Broker.reset_group"
@@ -321,7 +321,7 @@ class StoreReaders:
         self._store = context.store
         self._topics = context.topics.by_name
         self._offsets = context.offsets
-        self._registry = context.registry
+        self._clients = context.clients
         self._metrics = context.metrics
         self._schedule = schedule
         self._transactions = transactions
@@ -349,7 +349,7 @@ class StoreReaders:
         progress: dict[str, Mapping[int, int]] = {}
         if topic.startswith(RETRY_PREFIX):
             progress[topic.removeprefix(RETRY_PREFIX)] = {}
-        for group in list(self._registry.consumers.values()):
+        for group in list(self._clients.consumers.values()):
             is_counted = group.model is MessageModel.CLUSTERING and group.consume_from is ConsumeFrom.FIRST
             if is_counted and topic in group.subscriptions:
                 progress[group.name] = {}

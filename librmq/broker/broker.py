@@ -6,7 +6,7 @@ in ``config``; clients, locks and held pulls in memory, as in 4.9.
 ::
 
     call(request) ── producers ──> sending    ──> store ──> held pulls that wait for the message
-                  ── consumers ──> pulling, progress, clients (registry, locks)
+                  ── consumers ──> pulling, progress, clients, locks
                   ── operators ──> topics, groups, store
     steps of the runner: delayed messages, held pulls that time out, saving changes, the store's flushes
 """
@@ -20,11 +20,11 @@ from contextlib import ExitStack
 from datetime import datetime, timedelta
 from typing import Any, Final, Literal, Protocol, Self, TypeVar, Unpack, cast
 
+from librmq.broker.clients import ConnectedClient, GroupConnections
 from librmq.broker.config import BrokerConfig, OpenKeywords
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
 from librmq.broker.groups import group_settings
 from librmq.broker.handlers import BrokerParts
-from librmq.broker.registry import ConnectedClient, GroupConnections
 from librmq.broker.retries import retry_of
 from librmq.broker.transactions import DiscardHook
 from librmq.clock import Clock, SystemClock
@@ -413,13 +413,13 @@ class Broker:
         """Return the clients that the broker knows, by id, with their groups."""
         with self._life.errors(), self.runner.lock:
             self._life.check_open()
-            return self._context.registry.clients()
+            return self._context.clients.connected()
 
     def connections(self, group: str) -> GroupConnections | None:
         """Return the running instances of a consumer group and their subscriptions; None if it has none."""
         with self._life.errors(), self.runner.lock:
             self._life.check_open()
-            return self._context.registry.connections(group)
+            return self._context.clients.connections(group)
 
     def instances(self, group: str) -> dict[str, InstanceState | None]:
         """Return what the running instances of a consumer group report about themselves, by client id.
@@ -428,13 +428,13 @@ class Broker:
         """
         with self._life.errors(), self.runner.lock:
             self._life.check_open()
-            return self._context.registry.instances(group)
+            return self._context.clients.instances(group)
 
     def shared_client_ids(self) -> frozenset[str]:
         """Return the ids that two clients use, which count as one client and consume the same queues."""
         with self._life.errors(), self.runner.lock:
             self._life.check_open()
-            return frozenset(self._context.registry.shared_ids)
+            return frozenset(self._context.clients.shared_ids)
 
     def join(self, timeout: float | timedelta = 30) -> None:
         """Wait until all running groups have consumed the stored messages.
@@ -500,7 +500,7 @@ class Broker:
         """Return the ids of all known clients, sorted."""
         with self._life.errors(), self.runner.lock:
             self._life.check_open()
-            return self._context.registry.client_ids()
+            return self._context.clients.client_ids()
 
     def consumer_offset(self, group: str, topic: str, queue_id: int = 0) -> int | None:
         """Return a group's stored progress in a queue: the queue offset of its next message, None if there is none."""

@@ -1,51 +1,130 @@
-"""Clients that join and leave, and notification of their groups' members.
+"""Connected clients: the groups that they produce and consume for, their subscriptions, filters and queue locks.
 
-Mirrors ``ClientManageProcessor``, ``ConsumerIdsChangeListener`` and the locking half of ``AdminBrokerProcessor``.
-Called under the runner's lock.
+A group has one set of subscriptions, from all of its instances; for a topic the one with the larger version counts. A
+heartbeat removes the topics that it does not name. The members of a group are notified of changes. In memory only.
+Mirrors ``ConsumerManager``, ``ConsumerGroupInfo``, ``ProducerManager``, ``ClientManageProcessor``,
+``ConsumerIdsChangeListener`` and the locking half of ``AdminBrokerProcessor``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from librmq.broker.context import BrokerContext
-from librmq.broker.registry import Changes, QueueLocks, comparable, describe_differences
+from librmq.broker.groups import Groups
+from librmq.broker.long_polling import HeldPulls
+from librmq.broker.topics import Topics
 from librmq.errors import RmqError
+from librmq.java.hashing import utf16_order
 from librmq.message.message import MessageQueue, retry_topic
+from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,
     ClientRemoved,
+    ConsumeFrom,
     ConsumerData,
     ConsumerIds,
     ConsumersChanged,
+    DescribeInstance,
     Endpoint,
     GroupSubscriptions,
     Heartbeat,
+    InstanceState,
     LockQueues,
+    MessageModel,
     Request,
     Subscription,
     UnlockQueues,
     Unregister,
 )
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.runner import Runner
+
+if TYPE_CHECKING:
+    from librmq.filter import Registrations
 
 _log = EventLog("librmq.broker")
 
 
-class Clients:
-    """The clients of one broker, their filters and their queue locks."""
+@dataclass(frozen=True, slots=True)
+class ConnectedClient:
+    """A client that the broker knows from its heartbeats."""
 
-    def __init__(self, context: BrokerContext, locks: QueueLocks, filters_changed: Callable[[], None]) -> None:
+    client_id: str
+    """Id of the client."""
+    producer_groups: tuple[str, ...]
+    """Sorted."""
+    consumer_groups: tuple[str, ...]
+    """Sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupConnections:
+    """The running instances of a consumer group."""
+
+    group: str
+    """Name of the group."""
+    kind: str
+    """``push`` or ``pull``."""
+    model: MessageModel
+    """Whether the instances share the messages, or each gets all."""
+    consume_from: ConsumeFrom
+    """Where a queue without progress begins."""
+    subscriptions: Mapping[str, Subscription]
+    """The group's subscriptions by topic."""
+    client_ids: tuple[str, ...]
+    """Client ids in the order in which the instances joined."""
+    subscriptions_by_client: Mapping[str, Mapping[str, Subscription]]
+    """The subscriptions of each instance, by topic."""
+
+
+@dataclass(slots=True)
+class ConsumerGroup:
+    """A consumer group with its running instances."""
+
+    name: str
+    kind: str
+    model: MessageModel
+    consume_from: ConsumeFrom
+    clients: dict[str, Endpoint] = field(default_factory=dict)
+    """The clients by id, in the order in which they joined."""
+    subscriptions_by_client: dict[str, Mapping[str, Subscription]] = field(default_factory=dict)
+    """The last heartbeat data of each client, by client id."""
+    subscriptions: dict[str, Subscription] = field(default_factory=dict)
+    """By topic."""
+
+
+class Clients:
+    """The clients of one broker, their groups, filters and queue locks. Called under the runner's lock."""
+
+    def __init__(  # noqa: PLR0913 (each is a collaborator of its own)
+        self,
+        broker_name: str,
+        runner: Runner,
+        topics: Topics,
+        groups: Groups,
+        registrations: Registrations,
+        held_pulls: HeldPulls,
+        metrics: Metrics | None,
+        lock_expiry_s: float,
+        filters_changed: Callable[[], None],
+    ) -> None:
         """``filters_changed()`` is called when the groups' filters may have changed."""
-        self._broker_name = context.name
-        self._runner = context.runner
-        self._topics = context.topics
-        self._groups = context.groups
-        self._registry = context.registry
-        self._registrations = context.registrations
-        self._held_pulls = context.held_pulls
-        self._metrics = context.metrics
-        self._locks = locks
+        self.consumers: dict[str, ConsumerGroup] = {}
+        """Consumer groups with members, by name."""
+        self.producers: dict[str, dict[str, Endpoint]] = {}
+        """By group and client id; those with a member."""
+        self.shared_ids: set[str] = set()
+        """Ids that two clients use."""
+        self._broker_name = broker_name
+        self._runner = runner
+        self._topics = topics
+        self._groups = groups
+        self._registrations = registrations
+        self._held_pulls = held_pulls
+        self._metrics = metrics
+        self._locks = QueueLocks(round(1000 * lock_expiry_s))
         self._filters_changed = filters_changed
         self._differences: dict[str, str] = {}  # by group, as last logged
         self._compared: dict[str, dict[str, dict[str, str]]] = {}  # the subscriptions of its members, by group
@@ -60,7 +139,7 @@ class Clients:
         self._warn_of_same_id(request)
         for data in request.consumers:
             self._warn_of_settings(request.client_id, data)
-        changes = self._registry.heartbeat(request)
+        changed = self._register(request)
         now = self._runner.now_ms()
         for data in request.consumers:
             for subscription in data.subscriptions.values():
@@ -75,14 +154,24 @@ class Clients:
             self._registrations.keep_topics(data.group, set(data.subscriptions), now)
             self._warn_of_differences(data.group, request.client_id)
         self._filters_changed()
-        self._notify_members(changes)
+        self._notify_members(changed)
+
+    def _register(self, request: Heartbeat) -> list[str]:
+        """Register a client's groups in place of its former ones; return the consumer groups that changed."""
+        client_id = request.client_id
+        for name in request.producer_groups:
+            self.producers.setdefault(name, {})[client_id] = request.client
+        self._leave_producers(client_id, self.producers.keys() - request.producer_groups)
+        joined = [data.group for data in request.consumers if self._join(client_id, request.client, data)]
+        groups = {data.group for data in request.consumers}
+        return joined + self._leave_consumers(client_id, [name for name in self.consumers if name not in groups])
 
     def _warn_of_same_id(self, request: Heartbeat) -> None:
         """Log once that two clients use one id and therefore count as one."""
         client_id = request.client_id
-        registered = self._registry.endpoint(client_id)
-        if registered is not None and registered is not request.client and client_id not in self._registry.shared_ids:
-            self._registry.shared_ids.add(client_id)
+        registered = self.endpoint(client_id)
+        if registered is not None and registered is not request.client and client_id not in self.shared_ids:
+            self.shared_ids.add(client_id)
             _log.warning(
                 "%(broker)s: two clients use the id %(client)s. They count as one, and consume the same queues: "
                 "give each a "
@@ -93,7 +182,7 @@ class Clients:
 
     def _warn_of_settings(self, client_id: str, data: ConsumerData) -> None:
         """Log once that an instance changes settings that count for its whole group."""
-        group = self._registry.consumers.get(data.group)
+        group = self.consumers.get(data.group)
         if group is None or group.clients.keys() <= {client_id}:
             self._settings.pop(data.group, None)
             return
@@ -115,7 +204,7 @@ class Clients:
 
     def _warn_of_differences(self, group: str, client_id: str) -> None:
         """Log each time the group's instances begin or cease to have different subscriptions."""
-        subscriptions, previous = self._registry.consumers[group].subscriptions_by_client, self._compared.get(group, {})
+        subscriptions, previous = self.consumers[group].subscriptions_by_client, self._compared.get(group, {})
         # Only this client's subscriptions are read again, because each member of a large group sends heartbeats.
         compared = {
             member: previous[member] if member in previous and member != client_id else comparable(topics)
@@ -139,35 +228,41 @@ class Clients:
             self._differences[group] = differences
 
     def unregister(self, request: Unregister) -> None:
-        """Remove a client from a group, with its held pulls there."""
+        """Remove a client from a group as producer, as consumer with its held pulls there, or both."""
+        client_id = request.client_id
+        changed: list[str] = []
+        if request.producer_group is not None:
+            self._leave_producers(client_id, [request.producer_group])
         if request.consumer_group is not None:
-            self._held_pulls.remove_client(request.client_id, request.consumer_group)
-        changes = self._registry.leave_groups(request.client_id, request.producer_group, request.consumer_group)
-        if self._registry.endpoint(request.client_id) is None:
-            self._registry.shared_ids.discard(request.client_id)
-        self._notify_members(changes)
+            self._held_pulls.remove_client(client_id, request.consumer_group)
+            changed = self._leave_consumers(client_id, [request.consumer_group])
+        if self.endpoint(client_id) is None:
+            self.shared_ids.discard(client_id)
+        self._notify_members(changed)
 
     def channel_closed(self, request: ChannelClosed) -> None:
         """Remove a lost client from all its groups. Its locks expire by themselves.
 
         If it is alive, its next heartbeat registers it again, as in 4.9. Its pulls continue until then.
         """
-        client = self._registry.endpoint(request.client_id)
-        self._registry.shared_ids.discard(request.client_id)
-        changes = self._registry.remove_client(request.client_id)
-        self._held_pulls.remove_client(request.client_id)
+        client_id = request.client_id
+        client = self.endpoint(client_id)
+        self.shared_ids.discard(client_id)
+        self._leave_producers(client_id, list(self.producers))
+        changed = self._leave_consumers(client_id, list(self.consumers))
+        self._held_pulls.remove_client(client_id)
         if client is not None:
             self._call(client, ClientRemoved(self._broker_name))
-        self._notify_members(changes)
+        self._notify_members(changed)
 
     def consumer_ids(self, request: ConsumerIds) -> tuple[str, ...]:
         """Return the members of a consumer group."""
-        group = self._registry.consumers.get(request.group)
+        group = self.consumers.get(request.group)
         return () if group is None else tuple(group.clients)
 
     def subscriptions(self, request: GroupSubscriptions) -> Mapping[str, Mapping[str, Subscription]]:
         """Return the last heartbeat data of each member of a consumer group."""
-        group = self._registry.consumers.get(request.group)
+        group = self.consumers.get(request.group)
         return {} if group is None else dict(group.subscriptions_by_client)
 
     def lock(self, request: LockQueues) -> frozenset[MessageQueue]:
@@ -178,20 +273,50 @@ class Clients:
         """Release locks."""
         self._locks.unlock(request.group, request.client_id, request.queues)
 
-    def _notify_members(self, changes: Changes) -> None:
-        """Notify the members of changed groups, so that they rebalance, and mark the filters of ended groups dead."""
+    def _join(self, client_id: str, client: Endpoint, data: ConsumerData) -> bool:
+        """Note a consumer, and return whether its group has changed."""
+        group = self.consumers.get(data.group)
+        if group is None:
+            group = self.consumers[data.group] = ConsumerGroup(data.group, data.kind, data.model, data.consume_from)
+        group.kind, group.model, group.consume_from = data.kind, data.model, data.consume_from
+        is_new = client_id not in group.clients
+        group.clients[client_id] = client
+        group.subscriptions_by_client[client_id] = data.subscriptions
+        return _subscribe(group.subscriptions, data.subscriptions) or is_new
+
+    def _leave_producers(self, client_id: str, names: Iterable[str]) -> None:
+        for name in names:
+            clients = self.producers.get(name)
+            if clients is not None and clients.pop(client_id, None) is not None and not clients:
+                del self.producers[name]
+
+    def _leave_consumers(self, client_id: str, names: Iterable[str]) -> list[str]:
+        """Remove a client from groups; return the groups that it was in."""
+        left = []
+        for name in names:
+            group = self.consumers.get(name)
+            if group is None or group.clients.pop(client_id, None) is None:
+                continue
+            del group.subscriptions_by_client[client_id]
+            if not group.clients:
+                del self.consumers[name]
+            left.append(name)
+        return left
+
+    def _notify_members(self, changed: Sequence[str]) -> None:
+        """Mark the filters of ended groups dead; notify the members of changed ones, so that they rebalance."""
         now = self._runner.now_ms()
-        for name in changes.ended:
+        for name in [name for name in changed if name not in self.consumers]:
             self._differences.pop(name, None)
             self._compared.pop(name, None)
             self._registrations.unregister(name, now)
             self._filters_changed()
             if self._metrics is not None:
                 self._metrics.gauge("clients", None, group=name)
-        for name in changes.changed:
-            if name not in self._registry.consumers:
-                continue  # an earlier notification made its last client leave
-            clients = list(self._registry.consumers[name].clients.values())
+        for name in changed:
+            if name not in self.consumers:
+                continue  # it has ended, perhaps by an earlier notification
+            clients = list(self.consumers[name].clients.values())
             if self._metrics is not None:
                 self._metrics.gauge("clients", len(clients), group=name)
             for client in clients:
@@ -203,3 +328,173 @@ class Clients:
             client.call(request)
         except RmqError as error:  # the client is leaving
             _log.info("%(request)s: a client could not be notified: %(error)s", request=request, error=error)
+
+    # ---- queries
+
+    def endpoint(self, client_id: str) -> Endpoint | None:
+        """Return the client of an id, None if it is unknown."""
+        for clients in (*self.producers.values(), *(group.clients for group in self.consumers.values())):
+            if client_id in clients:
+                return clients[client_id]
+        return None
+
+    def connected(self) -> tuple[ConnectedClient, ...]:
+        """Return all clients, by id."""
+        groups: dict[str, tuple[set[str], set[str]]] = {}
+        for name, clients in self.producers.items():
+            for client_id in clients:
+                groups.setdefault(client_id, (set(), set()))[0].add(name)
+        for name, group in self.consumers.items():
+            for client_id in group.clients:
+                groups.setdefault(client_id, (set(), set()))[1].add(name)
+        return tuple(
+            ConnectedClient(client_id, tuple(sorted(producers)), tuple(sorted(consumers)))
+            for client_id, (producers, consumers) in sorted(groups.items())
+        )
+
+    def connections(self, name: str) -> GroupConnections | None:
+        """Return the running instances of a consumer group; None if it has none."""
+        group = self.consumers.get(name)
+        if group is None:
+            return None
+        return GroupConnections(
+            name,
+            group.kind,
+            group.model,
+            group.consume_from,
+            dict(group.subscriptions),
+            tuple(group.clients),
+            dict(group.subscriptions_by_client),
+        )
+
+    def instances(self, name: str) -> dict[str, InstanceState | None]:
+        """Return the state of each instance of a consumer group by client id; None for one that does not answer."""
+        states: dict[str, InstanceState | None] = {}
+        group = self.consumers.get(name)
+        for client_id, client in [] if group is None else list(group.clients.items()):
+            try:
+                states[client_id] = client.call(DescribeInstance(name))
+            except RmqError:  # it is leaving, or of another kind
+                states[client_id] = None
+        return states
+
+    def client_ids(self) -> tuple[str, ...]:
+        """Return the ids of all clients, sorted."""
+        ids = {client_id for clients in self.producers.values() for client_id in clients}
+        return tuple(sorted(ids.union(*(group.clients for group in self.consumers.values()))))
+
+
+def _subscribe(group_topics: dict[str, Subscription], topics: Mapping[str, Subscription]) -> bool:
+    """Merge an instance's subscriptions into its group's, and return whether the group's topics have changed."""
+    before = group_topics.keys() | ()
+    for topic, subscription in topics.items():
+        old = group_topics.get(topic)
+        if old is None or subscription.version > old.version:
+            group_topics[topic] = subscription
+    for topic in before - topics.keys():
+        del group_topics[topic]
+    return group_topics.keys() != before
+
+
+# ---- differences between subscriptions
+
+
+class TopicDifference(NamedTuple):
+    """A topic for which the instances of a group have different subscriptions. Clients are sorted."""
+
+    topic: str
+    without: tuple[str, ...]
+    """The clients that do not subscribe to it. They are allocated queues nevertheless, which stay unread."""
+    subscriptions: tuple[tuple[Any, tuple[str, ...]], ...]
+    """Each subscription with its clients. A message that the owner of its queue does not select is skipped."""
+
+    def __str__(self) -> str:
+        parts = [f"{', '.join(clients)}: {subscription}" for subscription, clients in self.subscriptions]
+        if self.without:
+            parts.append(f"{', '.join(self.without)}: not at all")
+        return f"{self.topic} ({'; '.join(parts)})"
+
+
+def group_differences(subscriptions: Mapping[str, Mapping[str, Any]]) -> list[TopicDifference]:
+    """Return the topics with different subscriptions, sorted; empty if the instances fit together.
+
+    ``subscriptions`` is ``{client id: {topic: subscription}}``. Subscriptions are compared by ``==``, so leave out
+    harmless differences, such as versions.
+    """
+    clients = sorted(subscriptions, key=utf16_order)
+    differences = []
+    for topic in sorted({topic for topics in subscriptions.values() for topic in topics}, key=utf16_order):
+        without = tuple(client for client in clients if topic not in subscriptions[client])
+        kinds: list[tuple[Any, list[str]]] = []
+        for client in clients:
+            if topic in subscriptions[client]:
+                subscription = subscriptions[client][topic]
+                same = next((members for kind, members in kinds if kind == subscription), None)
+                if same is None:
+                    kinds.append((subscription, [client]))
+                else:
+                    same.append(client)
+        if without or len(kinds) > 1:
+            differences.append(
+                TopicDifference(topic, without, tuple((kind, tuple(subscribers)) for kind, subscribers in kinds))
+            )
+    return differences
+
+
+def describe_differences(group: str, subscriptions: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a sentence about the differences in ``group`` and the remedy; empty if there are none."""
+    differences = group_differences(subscriptions)
+    if not differences:
+        return ""
+    return (
+        f"instances of group {group} differ on {'; '.join(map(str, differences))}. Queues stay unread or messages are "
+        "skipped: give every instance the same subscriptions, or those that differ a new group name"
+    )
+
+
+def comparable(subscriptions: Mapping[str, Subscription]) -> dict[str, str]:
+    """Return subscriptions by topic as `group_differences` compares them: without what may differ."""
+    return {topic: _description(subscription) for topic, subscription in subscriptions.items()}
+
+
+def _description(subscription: Subscription) -> str:
+    if subscription.expression_type not in ("", "TAG"):
+        return f"sql {subscription.expression!r}"
+    return "all messages" if subscription.expression == "*" else f"tags {subscription.expression!r}"
+
+
+# ---- queue locks
+
+
+class QueueLocks:
+    """Which client of a group consumes a queue in order, in memory. Called under the runner's lock.
+
+    Each use checks whether a lock has expired. Mirrors ``RebalanceLockManager``.
+    """
+
+    def __init__(self, expiry_ms: int) -> None:
+        self._expiry_ms = expiry_ms
+        self._held: dict[tuple[str, MessageQueue], tuple[str, int]] = {}  # client id, time of the last renewal
+
+    def holder(self, group: str, queue: MessageQueue, now_ms: int) -> str | None:
+        """Return the id of the client that holds the queue, None if there is none."""
+        held = self._held.get((group, queue))
+        if held is None or now_ms - held[1] > self._expiry_ms:
+            return None
+        if held[1] > now_ms:  # the clock was set back: this must not prolong the lock
+            self._held[group, queue] = held[0], now_ms
+        return held[0]
+
+    def lock(self, group: str, client_id: str, queues: Iterable[MessageQueue], now_ms: int) -> frozenset[MessageQueue]:
+        """Lock queues or renew their locks, and return the queues that the client holds then."""
+        locked = frozenset(queue for queue in queues if self.holder(group, queue, now_ms) in (None, client_id))
+        for queue in locked:
+            self._held[group, queue] = client_id, now_ms
+        return locked
+
+    def unlock(self, group: str, client_id: str, queues: Iterable[MessageQueue]) -> None:
+        """Release the client's locks."""
+        for queue in queues:
+            held = self._held.get((group, queue))
+            if held is not None and held[0] == client_id:
+                del self._held[group, queue]

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from librmq.broker.clients import Clients
 from librmq.broker.config import BrokerConfig
 from librmq.broker.groups import Groups
 from librmq.broker.long_polling import HeldPulls
 from librmq.broker.offsets import Persistence, TableWriter
-from librmq.broker.registry import Registry
 from librmq.broker.topics import Topics, unlisted_topics
 from librmq.errors import (
     BrokerDiskFullError,
@@ -108,10 +108,20 @@ class BrokerContext:
             self.offsets.clamp(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
             if config.replica_of is None:
                 self.topics.add_unlisted(unlisted_topics(store.queues, store.queue_range, self.topics.by_name))
-        self.registry = Registry()
         sweep_ms = round(1000 * config.sweep_pulls_every_s)
         self.held_pulls = HeldPulls(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))
         holding = steps.step("answers held pulls", self.held_pulls.run_due)
+        self.clients = Clients(
+            steps.name,
+            runner,
+            self.topics,
+            self.groups,
+            registrations,
+            self.held_pulls,
+            metrics,
+            config.lock_expiry_s,
+            self.saving.filters_changed,
+        )
 
     def copy_tables(self, tables: CopiedTables) -> None:
         """Replace the tables by a master's. Under the runner's lock."""

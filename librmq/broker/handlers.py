@@ -10,13 +10,11 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from librmq.broker.administration import Administration, Progress, StoreReaders
-from librmq.broker.clients import Clients
 from librmq.broker.config import BrokerConfig
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
 from librmq.broker.delayed_messages import DelayedSends, Deliveries
 from librmq.broker.pull_handler import PullHandler
 from librmq.broker.receive_handler import ReceiveHandler
-from librmq.broker.registry import QueueLocks
 from librmq.broker.replication import Replication
 from librmq.broker.send_handler import SendHandler
 from librmq.broker.transactions import BrokerTransactions
@@ -120,8 +118,7 @@ class Handlers:
             context, deliveries.arrivals, delayed, context.writing.write, replication, transactions.half_stored
         )
         pulling = PullHandler(context, sending, replication)
-        locks = QueueLocks(round(1000 * context.config.lock_expiry_s))
-        clients = Clients(context, locks, context.saving.filters_changed)
+        clients = context.clients
         progress = self.progress = Progress(context)
         receives = self.receives = ReceiveHandler(context, sending, progress, pulling.check_subscription)
         administration = Administration(context)
@@ -304,7 +301,7 @@ class ReplyPushes:
         """``send`` stores a message."""
         self._name = context.name
         self._runner = context.runner
-        self._registry = context.registry
+        self._clients = context.clients
         self._send = send
 
     def reply(self, request: SendReply) -> SendResponse:
@@ -324,7 +321,7 @@ class ReplyPushes:
         message = send.message
         client_id = message.properties.get(PROPERTY_REPLY_TO_CLIENT)
         with self._runner.lock:
-            client = None if client_id is None else self._registry.endpoint(client_id)
+            client = None if client_id is None else self._clients.endpoint(client_id)
         if client is None:
             return f"{self._name}: the client {client_id} of the request is not connected here"
         properties = message.properties | {PROPERTY_PUSH_REPLY_TIME: str(self._runner.now_ms())}

@@ -45,7 +45,7 @@ class PullHandler:
         self._topics = context.topics
         self._groups = context.groups
         self._offsets = context.offsets
-        self._registry = context.registry
+        self._clients = context.clients
         self._registrations = context.registrations
         self._held_pulls = context.held_pulls
         self._sending = sending
@@ -158,7 +158,7 @@ class PullHandler:
         if request.subscription is not None:
             self._check_type(request.subscription)
             return parse_selection(request.subscription)
-        members = self._registry.consumers.get(group.name)
+        members = self._clients.consumers.get(group.name)
         if members is None:
             raise BrokerError(ResponseCode.SUBSCRIPTION_NOT_EXIST, f"group {group.name!r} has no running instance")
         if members.model is MessageModel.BROADCASTING and not group.broadcasts:

@@ -86,7 +86,7 @@ class ReceiveHandler:
         self._store = context.store
         self._topics = context.topics
         self._groups = context.groups
-        self._registry = context.registry
+        self._clients = context.clients
         self._offsets = context.offsets
         self._metrics = context.metrics
         self._broker_name = context.name
@@ -215,7 +215,7 @@ class ReceiveHandler:
 
     def _warn_of_pulls(self, group: str, topic: str) -> None:
         """Log once that a group both pulls and receives: each way moves progress past the other's messages."""
-        members = self._registry.consumers.get(group)
+        members = self._clients.consumers.get(group)
         if members is None or members.kind == "simple" or topic not in members.subscriptions or group in self._mixed:
             return
         self._mixed.add(group)

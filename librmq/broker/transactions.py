@@ -41,7 +41,7 @@ class BrokerTransactions:
         runner, store = context.runner, context.store
         self._runner = runner
         self._store = store
-        self._registry = context.registry
+        self._clients = context.clients
         self._broker_name = context.name
         self._metrics = context.metrics
         self._topics = context.topics
@@ -147,7 +147,7 @@ class BrokerTransactions:
 
     def _is_reachable(self, group: str) -> bool:
         """Return whether a producer of the group is connected; log once if none is."""
-        if self._registry.producers.get(group):
+        if self._clients.producers.get(group):
             return True
         self._log_unreachable(group, "none is connected: start a TransactionProducer of the group")
         return False
@@ -163,7 +163,7 @@ class BrokerTransactions:
 
     def _ask(self, question: CheckBack) -> None:
         """Pass a question to the next producer of the group in turn that accepts it."""
-        producers = list((self._registry.producers.get(question.group) or {}).values())
+        producers = list((self._clients.producers.get(question.group) or {}).values())
         turn = self._turns.get(question.group, 0)
         self._turns[question.group] = turn + 1
         request = CheckTransaction(question.group, question.half, question.half.unique_key or "", self._broker_name)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from librmq.broker.registry import GroupConnections, TopicDifference, comparable, group_differences
+from librmq.broker.clients import GroupConnections, TopicDifference, comparable, group_differences
 from librmq.diagnosis.backlog import Lag, lag
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed

@@ -101,7 +101,7 @@ class _Brokers:
 
     def on_subscription_at_broker(self, event: Row) -> None:
         broker = self.stage.broker(event)
-        members = broker._context.registry.consumers.get(event["group"])
+        members = broker._context.clients.consumers.get(event["group"])
         self.stage.played.seen[event["seq"]] = (
             {}
             if members is None
