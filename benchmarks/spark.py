@@ -487,7 +487,7 @@ def row_writer() -> Any:
     from pyspark import TaskContext
     from pyspark.sql.datasource import DataSource, DataSourceWriter, WriterCommitMessage
 
-    from librmq.java.hashing import index_key_hash
+    from librmq.java.lang import index_key_hash
     from librmq.spark.commit import commit
     from librmq.spark.staged_records import Staged, job_folder
     from librmq.spark.write import Ready

@@ -30,7 +30,7 @@ from librmq.errors import (
     RecordError,
     StoreError,
 )
-from librmq.java.numbers import java_int
+from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
 from librmq.message.message import StoredMessage

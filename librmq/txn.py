@@ -28,7 +28,7 @@ from librmq.errors import (
     MessageIllegalError,
     TransactionRefusedError,
 )
-from librmq.java.numbers import java_int
+from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage

@@ -16,7 +16,7 @@ from librmq.broker.groups import Groups
 from librmq.broker.long_polling import HeldPulls
 from librmq.broker.topics import Topics
 from librmq.errors import RmqError
-from librmq.java.hashing import utf16_order
+from librmq.java.lang import utf16_order
 from librmq.message.message import MessageQueue, retry_topic
 from librmq.metrics import Metrics
 from librmq.protocol import (

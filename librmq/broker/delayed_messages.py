@@ -12,7 +12,7 @@ from librmq.broker.offsets import DelayProgress
 from librmq.broker.transactions import CheckOffsets
 from librmq.delay import DelaySchedule
 from librmq.errors import MessageIllegalError
-from librmq.java.numbers import java_int, java_long
+from librmq.java.lang import java_int, java_long
 from librmq.message import Message, record
 from librmq.message.delay_levels import DelayLevels, level_of_queue_id
 from librmq.message.message import StoredMessage

@@ -16,7 +16,7 @@ from librmq.broker.replication import Replication
 from librmq.broker.retries import FailedMessages
 from librmq.broker.topics import Topic
 from librmq.errors import BrokerBusyError, BrokerError, FlushFailedError, MessageIllegalError
-from librmq.java.numbers import java_int
+from librmq.java.lang import java_int
 from librmq.message import Message, record
 from librmq.message.hosts import Host
 from librmq.message.refusals import delayed_batch, delayed_transaction

@@ -21,7 +21,7 @@ from librmq.client.allocation import (
 )
 from librmq.client.queue_selectors import select_by_hash
 from librmq.errors import AllocationError, ConfigError, InputError
-from librmq.java.hashing import long_hash
+from librmq.java.lang import long_hash
 from librmq.message.message import Message, MessageQueue
 
 Row = dict[str, Any]

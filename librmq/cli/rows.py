@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from librmq.cli.output import complain
 from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import BodyCompressionError, MissingExtraError
-from librmq.java.hashing import java_decode
+from librmq.java.lang import java_decode
 from librmq.message import record
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage

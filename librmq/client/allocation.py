@@ -20,7 +20,7 @@ import numpy.typing as npt
 from librmq.broker.clients import describe_differences
 from librmq.cluster.sites import site_of
 from librmq.errors import AllocationError, ConfigError, GroupMismatchError
-from librmq.java.hashing import utf16_order
+from librmq.java.lang import utf16_order
 from librmq.message.message import MessageQueue
 
 AllocationStrategy = Callable[[str, Sequence[MessageQueue], Sequence[str]], list[MessageQueue]]

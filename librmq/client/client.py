@@ -19,7 +19,7 @@ from typing import Final, Protocol, Self, TypeVar, cast
 from librmq.cluster.sites import check_site
 from librmq.config import check_kind
 from librmq.errors import ClientError, ClientStateError, ConfigError
-from librmq.java.hashing import string_hash
+from librmq.java.lang import string_hash
 from librmq.message.hosts import Host, encode_host
 from librmq.message.ids import UniqueIds
 from librmq.message.properties import PROPERTY_CORRELATION_ID

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any, Final
 
 from librmq.errors import AllocationError
-from librmq.java.hashing import boolean_hash, double_hash, long_hash, string_hash
+from librmq.java.lang import boolean_hash, double_hash, long_hash, string_hash
 from librmq.message.message import Message, MessageQueue
 from librmq.runtime.locks import Lock
 
@@ -38,7 +38,7 @@ def key_hash(key: object) -> int:
     """Return Java's ``hashCode`` of a key: text, bool, float (a ``Double``), whole number or `MessageQueue`.
 
     A number of 32 bits counts as an ``Integer``, a larger one as a ``Long``. They differ for negative numbers: to
-    choose the queue of a Java client with a negative ``Long`` key, pass ``long_hash(key)`` of `librmq.java.hashing` as
+    choose the queue of a Java client with a negative ``Long`` key, pass ``long_hash(key)`` of `librmq.java.lang` as
     the key.
 
     Raises:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.errors import MissingExtraError
-from librmq.java.hashing import java_decode
+from librmq.java.lang import java_decode
 
 try:
     import pyarrow as pa

@@ -15,7 +15,7 @@ from librmq.diagnosis.pending import family_of_half, given_up_halves, open_halve
 from librmq.diagnosis.people import duration
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import TransactionRefusedError
-from librmq.java.numbers import java_int
+from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import OP_TOPIC

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from librmq.diagnosis.findings import Finding, Thresholds, counted, cut_if
 from librmq.diagnosis.view import Source, StoreView, viewed
-from librmq.java.numbers import java_int
+from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.message import StoredMessage, retry_topic
 from librmq.message.topics import DEAD_LETTER_PREFIX

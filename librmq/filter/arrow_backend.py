@@ -33,7 +33,7 @@ from librmq.filter.questions import (
     TextTrue,
 )
 from librmq.filter.syntax import JavaLong
-from librmq.java.numbers import DIGIT_ZEROS, INT_MAX, INT_MIN
+from librmq.java.lang import DIGIT_ZEROS, INT_MAX, INT_MIN
 
 COLUMN_ROWS_AT_A_TIME: Final = 32_768
 MAP_ROWS_AT_A_TIME: Final = 16_384

@@ -23,7 +23,7 @@ from librmq.filter.questions import (
     SameAnswer,
 )
 from librmq.filter.syntax import Order
-from librmq.java.numbers import DECIMAL_DIGITS
+from librmq.java.lang import DECIMAL_DIGITS
 
 C = TypeVar("C")
 

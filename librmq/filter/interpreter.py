@@ -32,7 +32,7 @@ from librmq.filter.syntax import (
     Truth,
     Value,
 )
-from librmq.java.numbers import java_int, java_long, parse_double
+from librmq.java.lang import java_int, java_long, parse_double
 
 Seen: TypeAlias = Callable[[Node, "Value | FilterEvaluationError"], None]
 """Called with each evaluated node, and its value or the error that ended it."""

@@ -37,7 +37,7 @@ from librmq.filter.syntax import (
     is_boolean,
     respan,
 )
-from librmq.java.numbers import INT_MAX, LONG_MAX
+from librmq.java.lang import INT_MAX, LONG_MAX
 
 Dialect: TypeAlias = Literal["4.9", "5.3"]
 

@@ -39,7 +39,7 @@ from librmq.filter.questions import (
     names,
 )
 from librmq.filter.syntax import JavaLong, Order
-from librmq.java.numbers import java_int, java_long, parse_double
+from librmq.java.lang import java_int, java_long, parse_double
 
 Properties: TypeAlias = Mapping[str, str] | None
 Match: TypeAlias = Callable[[Properties], bool]

@@ -34,7 +34,7 @@ from librmq.filter.questions import (
     cheapest_first,
 )
 from librmq.filter.syntax import JavaLong
-from librmq.java.numbers import digit_translation
+from librmq.java.lang import digit_translation
 
 LARGEST: Final = 50_000
 """Most expressions in one column. An expression that occurs twice counts twice, because Spark copies it."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from librmq.errors import FilterSyntaxError
-from librmq.java.hashing import string_hash
+from librmq.java.lang import string_hash
 
 ALL_TAGS: Final = "*"
 

@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn, TypedDict, Unpack
 
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, MessageIllegalError
-from librmq.java.numbers import java_int
+from librmq.java.lang import java_int
 from librmq.message.ids import decode_unique_id as decode_unique_id
 from librmq.message.message_queue import MessageQueue as MessageQueue
 from librmq.message.printable import shown_body

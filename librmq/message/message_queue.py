@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from librmq.java.hashing import string_hash, utf16_order
+from librmq.java.lang import string_hash, utf16_order
 
 
 class MessageQueue(NamedTuple):

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Final
 
 from librmq.errors import MessageIllegalError
-from librmq.java.hashing import hash_map_order, java_decode, string_hash
+from librmq.java.lang import hash_map_order, java_decode, string_hash
 from librmq.runtime.core import CORE
 
 PROPERTY_KEYS: Final = "KEYS"

@@ -40,8 +40,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from librmq.errors import BodyChecksumError, MessageIllegalError, RecordError
-from librmq.java.hashing import java_decode
-from librmq.java.numbers import java_int
+from librmq.java.lang import java_decode, java_int
 from librmq.message.checksum import crc32
 from librmq.message.compression import COMPRESSED as COMPRESSED
 from librmq.message.compression import COMPRESSION_LZ4 as COMPRESSION_LZ4

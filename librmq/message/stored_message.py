@@ -8,7 +8,7 @@ from json import loads as from_json
 from typing import Any, Final, Self
 
 from librmq.errors import MalformedError, RecordError
-from librmq.java.hashing import java_decode
+from librmq.java.lang import java_decode
 from librmq.message.printable import shown_body
 from librmq.message.record import (
     BODY_CRC_AT,

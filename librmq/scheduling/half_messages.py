@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from librmq.java.numbers import java_long
+from librmq.java.lang import java_long
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.runtime.event_log import EventLog

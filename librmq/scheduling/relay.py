@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 from librmq.config import check_now
 from librmq.errors import LASTING, ConfigError, MessageIllegalError, StoreError
-from librmq.java.numbers import java_int, java_long
+from librmq.java.lang import java_int, java_long
 from librmq.message import record
 from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message, StoredMessage

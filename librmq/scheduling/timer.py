@@ -32,8 +32,7 @@ from librmq.errors import (
     StoreError,
 )
 from librmq.files.seam import Files
-from librmq.java.hashing import string_hash
-from librmq.java.numbers import java_int, java_long
+from librmq.java.lang import java_int, java_long, string_hash
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Self
 from librmq.config import Between, Config, Seconds
 from librmq.errors import MessageIllegalError
 from librmq.files.seam import Files
-from librmq.java.numbers import java_long
+from librmq.java.lang import java_long
 from librmq.message import Message, record
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format.timerfiles import SLOT_SIZE, UNIT_SIZE, TimerWheel, timer_log_size

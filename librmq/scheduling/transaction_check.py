@@ -16,7 +16,7 @@ from typing import Annotated, Final, NamedTuple
 
 from librmq.config import Between, Config, Seconds
 from librmq.errors import LASTING, MessageIllegalError, RmqError
-from librmq.java.numbers import java_int, java_long
+from librmq.java.lang import java_int, java_long
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC

@@ -23,7 +23,7 @@ from librmq.columns.arrays import Ints
 from librmq.columns.decode import HEADER
 from librmq.config import suggest
 from librmq.errors import ConfigError, MessageIllegalError
-from librmq.java.hashing import (
+from librmq.java.lang import (
     LONGEST_FIXED_KEY,
     fixed_key_hashes,
     hash_map_order,

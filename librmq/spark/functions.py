@@ -32,7 +32,7 @@ from librmq.filter.arrow_backend import match_arrow
 from librmq.filter.parser import Dialect
 from librmq.filter.sqlfilter import compiled
 from librmq.idempotence.stores import dedup_key as key_of_record
-from librmq.java.hashing import string_hashes
+from librmq.java.lang import string_hashes
 from librmq.message.message import MessageQueue
 from librmq.spark.function_builders import register_builder
 

@@ -19,7 +19,7 @@ from librmq.client.queue_selectors import (
 )
 from librmq.clock import ManualClock
 from librmq.errors import AllocationError
-from librmq.java.hashing import long_hash
+from librmq.java.lang import long_hash
 from librmq.message.message import Message, MessageQueue
 
 MESSAGE = Message("T", b"")

@@ -9,7 +9,7 @@ import pytest
 
 from librmq.filter import SqlFilter
 from librmq.filter.syntax import JavaLong
-from librmq.java.numbers import java_int, java_long, parse_double
+from librmq.java.lang import java_int, java_long, parse_double
 from tests.budget import some
 
 pa = pytest.importorskip("pyarrow")

@@ -16,7 +16,7 @@ from librmq.filter.explain import explain
 from librmq.filter.lint import lint
 from librmq.filter.parser import Dialect, parse
 from librmq.filter.sqlfilter import Compiled
-from librmq.java.numbers import java_int, java_long, parse_double
+from librmq.java.lang import java_int, java_long, parse_double
 from tests.budget import examples, some
 from tests.conftest import SlowBudget
 from tests.filter.expressions import NAMES, TEXTS, expression, properties

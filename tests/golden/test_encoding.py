@@ -7,7 +7,7 @@ from base64 import b64decode
 import pytest
 
 from librmq.errors import BodyChecksumError, MessageIllegalError, RecordError
-from librmq.java.hashing import hash_append, index_key_hash, string_hash, string_hashes
+from librmq.java.lang import hash_append, index_key_hash, string_hash, string_hashes
 from librmq.message import record as record_format
 from librmq.message.batch import BatchItem, decode_batch, encode_batch
 from librmq.message.compression import compression_type

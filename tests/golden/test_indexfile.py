@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from librmq.files.memory import MemoryFiles
-from librmq.java.hashing import index_key_hash
+from librmq.java.lang import index_key_hash
 from librmq.store.format.index_layout import geometry
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex

@@ -22,7 +22,7 @@ from pyspark.errors import PySparkException  # noqa: E402
 from pyspark.sql import functions as F  # noqa: E402, N812
 
 from librmq.errors import FilterSyntaxError  # noqa: E402
-from librmq.java.hashing import string_hash  # noqa: E402
+from librmq.java.lang import string_hash  # noqa: E402
 from librmq.message.message import MessageQueue  # noqa: E402
 from librmq.spark import register  # noqa: E402
 from librmq.spark.failures import cause_of  # noqa: E402

@@ -10,16 +10,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from librmq.errors import MessageIllegalError
-from librmq.java.hashing import (
+from librmq.java.lang import (
     hash_append,
     hash_map_order,
     index_key_hash,
     index_key_hashes,
     java_decode,
+    java_int,
     string_hash,
     string_hashes,
 )
-from librmq.java.numbers import java_int
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()))
 

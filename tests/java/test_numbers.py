@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from librmq.java.numbers import (
+from librmq.java.lang import (
     INT_MAX,
     INT_MIN,
     LONG_MAX,

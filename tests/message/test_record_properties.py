@@ -20,8 +20,8 @@ from librmq.errors import (
     MessageIllegalError,
     RecordError,
 )
-from librmq.java.hashing import string_hash
 from librmq.java.json import ObjectKey, dumps, loads
+from librmq.java.lang import string_hash
 from librmq.message.batch import BatchItem, decode_batch, encode_batch
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, MessageQueue, StoredMessage, decode_unique_id, validate_topic

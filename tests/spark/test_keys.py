@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.java.hashing import index_key_hash
+from librmq.java.lang import index_key_hash
 from librmq.message.record import split_keys
 
 pa = pytest.importorskip("pyarrow")

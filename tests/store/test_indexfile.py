@@ -16,7 +16,7 @@ from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClos
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import File, Files
-from librmq.java.hashing import index_key_hash
+from librmq.java.lang import index_key_hash
 from librmq.store.format import keyindex
 from librmq.store.format.index_layout import IndexHeader, file_length, geometry
 from librmq.store.format.indexfile import IndexFile

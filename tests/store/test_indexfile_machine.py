@@ -19,7 +19,7 @@ from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
-from librmq.java.hashing import index_key_hash
+from librmq.java.lang import index_key_hash
 from librmq.store.format import keyindex
 from librmq.store.format.index_layout import file_length
 from librmq.store.format.keyindex import KeyIndex

@@ -376,7 +376,7 @@ def test_an_index_that_ends_between_the_keys_of_a_record(parts: Parts) -> None:
 
 
 def codec_hash(topic: str, key: str) -> int:
-    from librmq.java.hashing import index_key_hash
+    from librmq.java.lang import index_key_hash
 
     return index_key_hash(topic, key)
 

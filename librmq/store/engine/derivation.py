@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from librmq.java.hashing import java_decode
+from librmq.java.lang import java_decode
 from librmq.message import record as record_format
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import StoredMessage

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.java.hashing import hash_append, index_key_hashes, java_decode, string_hash
-from librmq.java.numbers import java_int
+from librmq.java.lang import hash_append, index_key_hashes, java_decode, java_int, string_hash
 from librmq.message import record as record_format
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import StoredMessage

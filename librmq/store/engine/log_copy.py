@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from librmq.consumequeue import ENTRY
 from librmq.errors import RmqError
-from librmq.java.hashing import JAVA_ERRORS, java_decode
+from librmq.java.lang import JAVA_ERRORS, java_decode
 from librmq.message import record as record_format
 from librmq.runtime.locks import critical
 from librmq.store.engine.derivation import Derivation

@@ -44,7 +44,7 @@ class IndexFile:
     """One index file, usable alone.
 
     One thread can write while any number of threads query. Write records in log order. Hashes are those of
-    `librmq.java.hashing.index_key_hash`.
+    `librmq.java.lang.index_key_hash`.
     """
 
     __slots__ = (

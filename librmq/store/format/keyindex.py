@@ -13,7 +13,7 @@ from librmq.clock import SystemClock
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files, FolderEntry, make_folders
-from librmq.java.hashing import index_key_hash
+from librmq.java.lang import index_key_hash
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.core import CORE
 from librmq.runtime.locks import Lock

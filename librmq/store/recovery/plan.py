@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from librmq.commitlog import CommitLog, LogEnd
 from librmq.errors import CorruptionError, MessageIllegalError
-from librmq.java.hashing import java_decode
+from librmq.java.lang import java_decode
 from librmq.message import record
 from librmq.message.topics import validate_queue
 from librmq.store.engine.open_store import Parts

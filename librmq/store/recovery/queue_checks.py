@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, MessageIllegalError
-from librmq.java.hashing import java_decode, string_hash
+from librmq.java.lang import java_decode, string_hash
 from librmq.message.topics import validate_queue
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.queue_table import OpenQueue, QueueName

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from librmq.errors import MessageIllegalError
-from librmq.java.hashing import string_hash
+from librmq.java.lang import string_hash
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import (
     PROPERTY_CHECK_IMMUNITY_TIME,

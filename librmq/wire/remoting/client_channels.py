@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeVar, cast
 
 from librmq.broker import Broker
 from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
-from librmq.java.numbers import java_int
+from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.hosts import format_host
 from librmq.message.properties import encode_properties
