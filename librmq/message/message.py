@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from json import dumps as to_json
-from typing import Any, Final, NoReturn, TypedDict, Unpack
+from typing import Any, Final, NamedTuple, NoReturn, TypedDict, Unpack
 
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, MessageIllegalError
-from librmq.java.lang import java_int
+from librmq.java.lang import java_int, string_hash, utf16_order
 from librmq.message.ids import decode_unique_id as decode_unique_id
-from librmq.message.message_queue import MessageQueue as MessageQueue
 from librmq.message.printable import shown_body
 from librmq.message.record import (
     PROPERTY_DELAY,
@@ -33,6 +32,48 @@ from librmq.message.topics import is_system_topic as is_system_topic
 from librmq.message.topics import retry_topic as retry_topic
 from librmq.message.topics import validate_client_topic as validate_client_topic
 from librmq.message.topics import validate_topic as validate_topic
+
+# ---- a queue of a topic, as clients and brokers name it. Mirrors ``MessageQueue``
+
+
+class MessageQueue(NamedTuple):
+    """One queue of a topic on one broker. Sorts as in RocketMQ: strings by UTF-16 units."""
+
+    topic: str
+    """The topic."""
+    broker_name: str
+    """Name of the broker."""
+    queue_id: int
+    """Number of the queue at its broker, from 0."""
+
+    @property
+    def java_hash(self) -> int:
+        """Return ``hashCode()`` of RocketMQ's class."""
+        code = 31 + string_hash(self.broker_name)
+        code = 31 * code + self.queue_id
+        code = 31 * code + string_hash(self.topic)
+        return ((code & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
+
+    def __str__(self) -> str:
+        """Return RocketMQ's text, which consistent hashing depends on."""
+        return f"MessageQueue [topic={self.topic}, brokerName={self.broker_name}, queueId={self.queue_id}]"
+
+    def sort_key(self) -> tuple[str, str, int]:
+        """Return the key by which queues compare; with it, sorting many queues is faster."""
+        return utf16_order(self.topic), utf16_order(self.broker_name), self.queue_id
+
+    def __lt__(self, other: object) -> bool:
+        return self.sort_key() < other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
+
+    def __le__(self, other: object) -> bool:
+        return self.sort_key() <= other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
+
+    def __gt__(self, other: object) -> bool:
+        return self.sort_key() > other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
+
+    def __ge__(self, other: object) -> bool:
+        return self.sort_key() >= other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
+
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _LONGEST_DELAY_S: Final = 86_400 * 366 * 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from librmq.message.message_queue import MessageQueue
+from librmq.message.message import MessageQueue
 
 
 def test_a_queue_is_a_value() -> None:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from librmq.message.message_queue import MessageQueue
+from librmq.message.message import MessageQueue
 from librmq.runtime.event_log import EventLog
 
 
