@@ -14,7 +14,7 @@ from librmq.clock import ManualClock, SystemClock
 from librmq.diagnosis.findings import named
 from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
-from librmq.files.overlay import OverlayFiles
+from librmq.files.memory import OverlayFiles
 from librmq.files.seam import Files
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables

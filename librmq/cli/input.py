@@ -18,7 +18,7 @@ from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, InputError, NotAStoreError, StoreError
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
-from librmq.files.overlay import OverlayFiles
+from librmq.files.memory import OverlayFiles
 from librmq.files.seam import Files
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.directory import check_config, check_kind, infer_config

@@ -9,7 +9,7 @@ with lazy_exports(globals()):
     from librmq.files.disk import DiskFiles as DiskFiles
     from librmq.files.disk import TemporaryFolder as TemporaryFolder
     from librmq.files.memory import MemoryFiles as MemoryFiles
-    from librmq.files.overlay import OverlayFiles as OverlayFiles
+    from librmq.files.memory import OverlayFiles as OverlayFiles
     from librmq.files.seam import Buffer as Buffer
     from librmq.files.seam import File as File
     from librmq.files.seam import FileLock as FileLock

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from librmq.files.disk import DiskFiles
-from librmq.files.memory import MemoryFiles
-from librmq.files.overlay import OverlayFiles
+from librmq.files.memory import MemoryFiles, OverlayFiles
 from librmq.files.seam import Files, used_end, without_zeros
 
 SIZE = 3 << 20

@@ -25,7 +25,7 @@ from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.damage import Damage
-from librmq.files.overlay import OverlayFiles
+from librmq.files.memory import OverlayFiles
 from librmq.files.seam import Files
 from librmq.message.delay_levels import DelayLevels
 from librmq.runtime.locks import Lock
