@@ -18,7 +18,7 @@ from librmq.broker.topics import Topic
 from librmq.errors import BrokerBusyError, BrokerError, FlushFailedError, MessageIllegalError
 from librmq.java.lang import java_int
 from librmq.message import Message, record
-from librmq.message.hosts import Host
+from librmq.message.ids import Host
 from librmq.message.refusals import delayed_batch, delayed_transaction
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, is_system_topic
 from librmq.protocol import (

@@ -25,7 +25,7 @@ from librmq.config import nearest
 from librmq.errors import InputError, MessageIllegalError, MissingExtraError
 from librmq.files.disk import DiskFiles
 from librmq.message import Message, record
-from librmq.message.hosts import parse_host
+from librmq.message.ids import parse_host
 from librmq.message.printable import cell_text, unguarded
 from librmq.message.properties import checked_encoding
 from librmq.message.topics import is_system_topic, validate_topic

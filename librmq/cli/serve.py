@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from librmq.cli.output import JsonLines, Output, complain
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError
-from librmq.message.hosts import format_host, parse_host
+from librmq.message.ids import format_host, parse_host
 from librmq.runtime.event_log import EventLog
 
 if TYPE_CHECKING:

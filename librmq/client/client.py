@@ -20,8 +20,7 @@ from librmq.cluster.sites import check_site
 from librmq.config import check_kind
 from librmq.errors import ClientError, ClientStateError, ConfigError
 from librmq.java.lang import string_hash
-from librmq.message.hosts import Host, encode_host
-from librmq.message.ids import UniqueIds
+from librmq.message.ids import Host, UniqueIds, encode_host
 from librmq.message.properties import PROPERTY_CORRELATION_ID
 from librmq.protocol import (
     CheckTransaction,

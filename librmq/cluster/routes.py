@@ -18,7 +18,7 @@ from typing import TypeVar
 from librmq.broker import Broker
 from librmq.cluster.sites import SiteRoute, check_site, site_of
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError
-from librmq.message.hosts import parse_host, parse_offset_message_id
+from librmq.message.ids import parse_host, parse_offset_message_id
 from librmq.message.message import StoredMessage
 from librmq.protocol import Endpoint, QueueData, Request
 from librmq.protocol.endpoint import Watchers

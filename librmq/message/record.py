@@ -50,13 +50,13 @@ from librmq.message.compression import COMPRESSION_ZSTD as COMPRESSION_ZSTD
 from librmq.message.compression import compress_body as compress_body
 from librmq.message.compression import decompress_body as decompress_body
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.hosts import Host as Host
-from librmq.message.hosts import decode_host as decode_host
-from librmq.message.hosts import encode_host as encode_host
-from librmq.message.hosts import format_host as format_host
-from librmq.message.hosts import offset_message_id as offset_message_id
-from librmq.message.hosts import parse_host as parse_host
-from librmq.message.hosts import parse_offset_message_id as parse_offset_message_id
+from librmq.message.ids import Host as Host
+from librmq.message.ids import decode_host as decode_host
+from librmq.message.ids import encode_host as encode_host
+from librmq.message.ids import format_host as format_host
+from librmq.message.ids import offset_message_id as offset_message_id
+from librmq.message.ids import parse_host as parse_host
+from librmq.message.ids import parse_offset_message_id as parse_offset_message_id
 from librmq.message.properties import PROPERTY_CHECK_IMMUNITY_TIME as PROPERTY_CHECK_IMMUNITY_TIME
 from librmq.message.properties import PROPERTY_CLUSTER as PROPERTY_CLUSTER
 from librmq.message.properties import PROPERTY_CONSUME_START_TIME as PROPERTY_CONSUME_START_TIME

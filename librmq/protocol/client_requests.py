@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from librmq.message.hosts import Host
+from librmq.message.ids import Host
 from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol.endpoint import Endpoint, Request, value

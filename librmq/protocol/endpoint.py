@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar, dataclass_transform
 
-from librmq.message.hosts import Host
+from librmq.message.ids import Host
 from librmq.message.topics import TopicType
 from librmq.runtime.runner import Runner
 

@@ -15,7 +15,7 @@ from _pytest.runner import runtestprotocol
 from librmq.broker import BrokerConfig
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, InputError
-from librmq.message.hosts import format_host
+from librmq.message.ids import format_host
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing.exploration import Exploration, explored_kit, read_seed, schedule_document, search
 from librmq.testing.explorer import Explorer

@@ -19,7 +19,7 @@ from librmq.errors import RecordError
 from librmq.java import json as java_json
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.hosts import Host
+from librmq.message.ids import Host
 from librmq.message.message import StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC
 from tests.reference import Row, jsonl

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from librmq.errors import ClientStateError, MalformedError, RmqError
 from librmq.message import record
-from librmq.message.hosts import parse_host
+from librmq.message.ids import parse_host
 from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.properties import decode_properties
 from librmq.protocol import (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from librmq.errors import BrokerError, BrokerUnreachableError, MalformedError
-from librmq.message.hosts import format_host, parse_offset_message_id
+from librmq.message.ids import format_host, parse_offset_message_id
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.protocol import (
     ConsumerData,

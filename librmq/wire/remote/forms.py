@@ -16,7 +16,7 @@ from librmq.errors import (
 )
 from librmq.message import record
 from librmq.message.batch import BatchItem, encode_batch
-from librmq.message.hosts import parse_offset_message_id
+from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.properties import PROPERTY_WAIT, encode_properties
 from librmq.message.topics import AUTO_CREATE_TOPIC

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Final
 
 from librmq.errors import BrokerUnreachableError
-from librmq.message.hosts import Host
+from librmq.message.ids import Host
 from librmq.protocol import Endpoint
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock

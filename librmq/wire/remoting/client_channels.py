@@ -13,7 +13,7 @@ from librmq.broker import Broker
 from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
 from librmq.java.lang import java_int
 from librmq.message import record
-from librmq.message.hosts import format_host
+from librmq.message.ids import format_host
 from librmq.message.properties import encode_properties
 from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol import (

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from librmq.broker import Broker
 from librmq.errors import BrokerError, RmqError
-from librmq.message.hosts import format_host
+from librmq.message.ids import format_host
 from librmq.message.topics import RETRY_PREFIX, is_system_topic
 from librmq.protocol import PERM_WRITE, CreateTopic, QueueData, ResponseCode
 from librmq.runtime.locks import Lock

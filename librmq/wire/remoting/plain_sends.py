@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from librmq.errors import MalformedError
-from librmq.message.hosts import Host
+from librmq.message.ids import Host
 from librmq.message.message import Message
 from librmq.message.properties import decode_properties
 from librmq.message.topics import AUTO_CREATE_TOPIC

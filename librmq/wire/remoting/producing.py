@@ -10,7 +10,7 @@ from librmq.broker import Broker
 from librmq.clock import moves_by_itself
 from librmq.errors import BrokerBusyError, MalformedError, MessageIllegalError, RmqError
 from librmq.message.batch import check_batch_size, decode_batch
-from librmq.message.hosts import Host
+from librmq.message.ids import Host
 from librmq.message.message import Message
 from librmq.message.properties import decode_properties
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic

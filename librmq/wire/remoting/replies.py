@@ -9,7 +9,7 @@ from typing import Final
 
 from librmq.broker import Broker
 from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
-from librmq.message.hosts import format_host
+from librmq.message.ids import format_host
 from librmq.message.properties import (
     PROPERTY_PUSH_REPLY_TIME,
     PROPERTY_REPLY_TO_CLIENT,

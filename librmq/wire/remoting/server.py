@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 from librmq.broker import Broker
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, MalformedError
-from librmq.message.hosts import Host, format_host
+from librmq.message.ids import Host, format_host
 from librmq.protocol import Endpoint
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
