@@ -30,8 +30,8 @@ from librmq.columns.arrays import Bytes, Ints, Mask, gather, numbers, offsets_an
 from librmq.columns.properties import Properties
 from librmq.errors import BodyCompressionError, RecordError
 from librmq.message import record
-from librmq.message.checksum import crc32
 from librmq.message.message import DECOMPRESSED_LIMIT
+from librmq.message.record import crc32
 from librmq.runtime.core import CORE
 
 HEADER: Final = np.dtype(

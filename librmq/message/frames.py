@@ -11,7 +11,7 @@ from typing import Final
 
 from librmq.errors import BodyChecksumError, CorruptionError, RecordError
 from librmq.message import record
-from librmq.message.checksum import crc32
+from librmq.message.record import crc32
 from librmq.runtime.core import CORE
 from librmq.runtime.headway import advance
 

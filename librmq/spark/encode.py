@@ -32,8 +32,8 @@ from librmq.java.lang import (
     string_hashes,
 )
 from librmq.message import record
-from librmq.message.checksum import crc32
 from librmq.message.message import Message
+from librmq.message.record import crc32
 from librmq.message.topics import is_system_topic, validate_queue, validate_topic
 from librmq.store.engine.queue_table import QueueName
 

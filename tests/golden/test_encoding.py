@@ -10,7 +10,6 @@ from librmq.errors import BodyChecksumError, MessageIllegalError, RecordError
 from librmq.java.lang import hash_append, index_key_hash, string_hash, string_hashes
 from librmq.message import record as record_format
 from librmq.message.batch import BatchItem, decode_batch, encode_batch
-from librmq.message.compression import compression_type
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.ids import UniqueIds
 from librmq.message.message import (
@@ -24,6 +23,7 @@ from librmq.message.message import (
     validate_client_topic,
     validate_topic,
 )
+from librmq.message.record import compression_type
 from librmq.message.topics import NOT_FOR_SENDING
 from tests.reference import Row, encoding
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.message.checksum import crc32
+from librmq.message.record import crc32
 
 STORE = """
 import sys
 if sys.argv[2] == "without":
     sys.modules["isal"] = None
 from librmq import ManualClock, Message, MessageStore
-from librmq.message.checksum import crc32
+from librmq.message.record import crc32
 with MessageStore.open(sys.argv[1], clock=ManualClock(1000)) as store:
     for size in range(200):
         store.append(Message("t", bytes([size]) * size, unique_key=str(size)))

@@ -20,9 +20,8 @@ from librmq.errors import (
 )
 from librmq.message import properties as property_names
 from librmq.message import record as record_format
-from librmq.message.compression import compression_type
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.record import check_record, decode_record, encode_record
+from librmq.message.record import check_record, compression_type, decode_record, encode_record
 from tests.message.samples import record
 
 V6 = ("fe80:0:0:0:0:0:0:1", 10911)

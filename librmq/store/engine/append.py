@@ -20,10 +20,10 @@ from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError, StoreIOError
 from librmq.message import record as record_format
 from librmq.message.batch import BATCH_FIXED_SIZE, check_batch
-from librmq.message.checksum import crc32
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import checked_encoding
+from librmq.message.record import crc32
 from librmq.message.topics import validate_topic
 from librmq.runtime.core import AppendState
 from librmq.runtime.locks import Lock, critical

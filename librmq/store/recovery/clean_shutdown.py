@@ -21,7 +21,7 @@ from typing import Any, Final
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.seam import Files
-from librmq.message.checksum import crc32
+from librmq.message.record import crc32
 from librmq.runtime.event_log import EventLog
 from librmq.store.engine.queue_table import QueueName, QueueState, QueueTable
 from librmq.store.format import directory
