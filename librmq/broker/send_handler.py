@@ -19,7 +19,7 @@ from librmq.errors import BrokerBusyError, BrokerError, FlushFailedError, Messag
 from librmq.java.lang import java_int
 from librmq.message import Message, record
 from librmq.message.ids import Host
-from librmq.message.refusals import delayed_batch, delayed_transaction
+from librmq.message.message import delayed_batch, delayed_transaction
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, is_system_topic
 from librmq.protocol import (
     ResponseCode,

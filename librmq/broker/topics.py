@@ -12,7 +12,7 @@ from typing import Any, Final
 from librmq.broker.config import BrokerConfig
 from librmq.errors import BrokerError, MessageIllegalError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.refusals import reserved_topic
+from librmq.message.message import reserved_topic
 from librmq.message.topics import (
     AUTO_CREATE_TOPIC,
     NOT_FOR_SENDING,

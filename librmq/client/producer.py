@@ -27,7 +27,15 @@ from librmq.errors import (
 )
 from librmq.message import record
 from librmq.message.batch import check_batch, check_batch_size, encoded_size
-from librmq.message.message import Message, MessageQueue, SendKeywords, StoredMessage, validate_client_topic
+from librmq.message.message import (
+    Message,
+    MessageQueue,
+    SendKeywords,
+    StoredMessage,
+    body_too_large,
+    reserved_topic,
+    validate_client_topic,
+)
 from librmq.message.properties import (
     PROPERTY_CLUSTER,
     PROPERTY_CORRELATION_ID,
@@ -37,7 +45,6 @@ from librmq.message.properties import (
     PROPERTY_UNIQUE_KEY,
 )
 from librmq.message.record import decompress_body
-from librmq.message.refusals import body_too_large, reserved_topic
 from librmq.message.topics import NOT_FOR_SENDING, reply_topic, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (

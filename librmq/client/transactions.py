@@ -23,8 +23,7 @@ from librmq.client.producer import Producer
 from librmq.client.sender import ProducerConfig, ProducerKeywords, SendHook, SendResult
 from librmq.errors import ClientError, ConfigError, MessageIllegalError
 from librmq.message import record
-from librmq.message.message import Message, StoredMessage
-from librmq.message.refusals import delayed_transaction
+from librmq.message.message import Message, StoredMessage, delayed_transaction
 from librmq.metrics import Metrics
 from librmq.protocol import (
     CheckTransaction,

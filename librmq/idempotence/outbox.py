@@ -34,9 +34,8 @@ from librmq.config import Config, Seconds, check_now, to_seconds
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
 from librmq.idempotence.keep import LONGEST
 from librmq.idempotence.sqltables import KEY_LIMIT, Link, StatementResult, check_name, is_temporary_error, linked
-from librmq.message.message import Message
+from librmq.message.message import Message, reserved_topic
 from librmq.message.record import PROPERTY_UNIQUE_KEY
-from librmq.message.refusals import reserved_topic
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.runtime.background import Background
 from librmq.runtime.event_log import EventLog

@@ -15,9 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from librmq.errors import MessageIllegalError
-from librmq.message.message import Message
+from librmq.message.message import Message, body_too_large, delayed_batch
 from librmq.message.record import PROPERTY_DELAY, PROPERTY_UNIQUE_KEY, PROPERTY_WAIT, encode_properties
-from librmq.message.refusals import body_too_large, delayed_batch
 
 _HEADER: Final = struct.Struct(">iiiii")  # size, magic, body crc, flag, body length
 _SHORT: Final = struct.Struct(">h")

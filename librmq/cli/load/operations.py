@@ -38,8 +38,7 @@ from librmq.files.disk import DiskFiles
 from librmq.filter.registrations import Registrations
 from librmq.message import record
 from librmq.message.batch import BatchItem, encode_batch
-from librmq.message.message import Message
-from librmq.message.refusals import delayed_batch
+from librmq.message.message import Message, delayed_batch
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.scheduling.half_messages import CHECK_GROUP
 from librmq.scheduling.timer import Timers

@@ -14,9 +14,8 @@ from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError
 from librmq.message import record as record_format
 from librmq.message.batch import BATCH_FIXED_SIZE, check_batch_size
-from librmq.message.message import Message, StoredMessage
+from librmq.message.message import Message, StoredMessage, body_too_large, delayed_batch
 from librmq.message.record import crc32
-from librmq.message.refusals import body_too_large, delayed_batch
 from librmq.runtime.locks import critical
 from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level
 
