@@ -13,8 +13,8 @@ from librmq.cli.progress import ProgressBar
 from librmq.cli.rows import blank_row, message_row
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError
-from librmq.files.damage import Damage
 from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.files.seam import Damage
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.frames import LogItem
 from librmq.message.message import StoredMessage

@@ -14,8 +14,8 @@ from librmq.columns.rows import Rows
 from librmq.columns.schema import CORRUPT, TYPES
 from librmq.config import ENTRY_SIZE
 from librmq.errors import CorruptionError
-from librmq.files.damage import Damage
 from librmq.files.rolling import file_name
+from librmq.files.seam import Damage
 from librmq.runtime.event_log import EventLog
 from librmq.store.format import directory
 

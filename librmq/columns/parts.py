@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from librmq.errors import StoreError
-from librmq.files.damage import Damage
+from librmq.files.seam import Damage
 
 REST: Final = (
     "to read the rest, set fail_on_data_loss=False; in Spark failOnDataLoss=false, in librmq export --skip-deleted"

@@ -26,10 +26,9 @@ from librmq.columns.remote import RemoteFiles, fetch
 from librmq.config import ENTRY_SIZE, StoreConfig, suggest
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
-from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import MappingPool, file_name
-from librmq.files.seam import Files
+from librmq.files.seam import Damage, Files
 from librmq.message.record import header_struct
 from librmq.message.topics import is_system_topic
 from librmq.store import MessageStore

@@ -5,12 +5,12 @@ from __future__ import annotations
 from librmq.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
-    from librmq.files.damage import Damage as Damage
     from librmq.files.disk import DiskFiles as DiskFiles
     from librmq.files.disk import TemporaryFolder as TemporaryFolder
     from librmq.files.memory import MemoryFiles as MemoryFiles
     from librmq.files.memory import OverlayFiles as OverlayFiles
     from librmq.files.seam import Buffer as Buffer
+    from librmq.files.seam import Damage as Damage
     from librmq.files.seam import File as File
     from librmq.files.seam import FileLock as FileLock
     from librmq.files.seam import Files as Files

@@ -20,6 +20,7 @@ import errno
 import mmap
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from librmq.errors import StoreIOError
@@ -409,3 +410,22 @@ def link_file(files: Files, path: str, target: str) -> bool:
             return False
         raise
     return True
+
+
+# ---- damage to the files of a store, as a value: `verify` finds it, recovery repairs it
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A defect of a file."""
+
+    file: str
+    """Path of the file."""
+    offset: int
+    """Place of the defect in bytes: physical for the log, within the file elsewhere."""
+    kind: str
+    """One word for programs, as in `CorruptionError`."""
+    what: str
+    """What is wrong, for people."""
+    bytes: int = 0
+    """Number of damaged bytes."""

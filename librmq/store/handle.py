@@ -11,9 +11,8 @@ from librmq.clock import Clock, moves_by_itself
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, ReadOnlyError, ReplicaError, StoreClosedError, StoreIOError
-from librmq.files.damage import Damage
 from librmq.files.disk import TemporaryFolder
-from librmq.files.seam import FileLock, Files, make_folders
+from librmq.files.seam import Damage, FileLock, Files, make_folders
 from librmq.message.delay_levels import DelayLevels
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.lazy_numpy import import_numpy

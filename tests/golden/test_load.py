@@ -17,8 +17,8 @@ from librmq.cli.load import run
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY
-from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
+from librmq.files.seam import Damage
 from librmq.filter import Registrations
 from librmq.java import json as java_json
 from librmq.message.delay_levels import SCHEDULE_TOPIC

@@ -16,10 +16,9 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError
-from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import File
+from librmq.files.seam import Damage, File
 from librmq.message import record
 from librmq.message.message import Message
 from librmq.store import MessageStore

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.files.damage import Damage
+from librmq.files.seam import Damage
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import Dispatcher, Lane, derived_tags_code, has_queue_entry, is_indexed

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError
-from librmq.files.damage import Damage
+from librmq.files.seam import Damage
 from librmq.java.lang import java_decode, string_hash
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage

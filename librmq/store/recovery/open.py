@@ -18,9 +18,8 @@ from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import CorruptionError, RecordError
-from librmq.files.damage import Damage
 from librmq.files.rolling import MappingPool
-from librmq.files.seam import Files, make_folders
+from librmq.files.seam import Damage, Files, make_folders
 from librmq.message import record
 from librmq.message.delay_levels import DelayLevels
 from librmq.store.engine.dispatch import BitmapOf, Dispatcher

@@ -11,7 +11,7 @@ from itertools import chain
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.files.damage import Damage
+from librmq.files.seam import Damage
 from librmq.message import record as record_format
 from librmq.message.delay_levels import DelayLevels
 from librmq.store.engine.derivation import Derivation

@@ -15,8 +15,7 @@ from librmq.clock import Clock
 from librmq.commitlog import LogEnd
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
-from librmq.files.damage import Damage
-from librmq.files.seam import Files
+from librmq.files.seam import Damage, Files
 from librmq.store.engine.open_store import Parts
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage

@@ -18,11 +18,10 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
-from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappingPool
-from librmq.files.seam import Files
+from librmq.files.seam import Damage, Files
 from librmq.message.delay_levels import DelayLevels
 from librmq.store.engine.queue_table import QueueName
 from librmq.store.format import directory

@@ -36,10 +36,9 @@ from librmq.errors import (
     StoreIOError,
     StoreLockedError,
 )
-from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import file_name
-from librmq.files.seam import FileLock, Files, FolderEntry, copy_file, link_file, make_folders
+from librmq.files.seam import Damage, FileLock, Files, FolderEntry, copy_file, link_file, make_folders
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_queue
