@@ -7,8 +7,7 @@ from typing import Any
 
 from librmq.errors import ConfigError, FilterError, FilterEvaluationError, FilterSyntaxError
 from librmq.filter.bloom import BloomFilter
-from librmq.filter.explain import explain
-from librmq.filter.lint import lint
+from librmq.filter.explain import explain, lint
 from librmq.filter.parser import Dialect, parse, refuse_rest
 from librmq.filter.sqlfilter import compiled
 

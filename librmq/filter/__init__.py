@@ -4,8 +4,7 @@
 """
 
 from librmq.filter.bloom import BROKER_BLOOM, BloomFilter, BloomPositions
-from librmq.filter.explain import Explanation
-from librmq.filter.lint import Lint
+from librmq.filter.explain import Explanation, Lint
 from librmq.filter.predicate import Policy, PredicateCounts, WatchedPredicate
 from librmq.filter.registrations import SQL92, TAG, Registration, Registrations
 from librmq.filter.sqlfilter import FilterWarning, SqlFilter

@@ -8,8 +8,7 @@ from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
 from librmq.filter import interpreter
-from librmq.filter.explain import Explanation, explain
-from librmq.filter.lint import Lint, lint
+from librmq.filter.explain import Explanation, Lint, explain, lint
 from librmq.filter.parser import Dialect, Selector, parse, refuse_rest
 from librmq.filter.python_backend import EvaluationRefusedError, compile_evaluate, compile_match
 from librmq.filter.reduction import reduce

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from librmq.errors import FilterEvaluationError, FilterSyntaxError
 from librmq.filter import SqlFilter, interpreter
-from librmq.filter.explain import explain
-from librmq.filter.lint import lint
+from librmq.filter.explain import explain, lint
 from librmq.filter.parser import Dialect, parse
 from librmq.filter.sqlfilter import Compiled
 from librmq.java.lang import java_int, java_long, parse_double

@@ -14,8 +14,7 @@ from typing import Any
 
 from librmq.errors import FilterEvaluationError, FilterSyntaxError
 from librmq.filter import interpreter
-from librmq.filter.explain import explain
-from librmq.filter.lint import lint
+from librmq.filter.explain import explain, lint
 from librmq.filter.parser import Dialect, parse
 from librmq.filter.python_backend import compile_match
 from librmq.filter.reduction import reduce
