@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from librmq.errors import ConfigError, FilterError, FilterEvaluationError, FilterSyntaxError
-from librmq.filter.bloom import BloomFilter
 from librmq.filter.explain import explain, lint
 from librmq.filter.parser import Dialect, parse, refuse_rest
+from librmq.filter.registrations import BloomFilter
 from librmq.filter.sqlfilter import compiled
 
 

@@ -3,10 +3,17 @@
 `Registrations` makes the bitmap of a message, from the filters of all groups on its topic.
 """
 
-from librmq.filter.bloom import BROKER_BLOOM, BloomFilter, BloomPositions
 from librmq.filter.explain import Explanation, Lint
 from librmq.filter.predicate import Policy, PredicateCounts, WatchedPredicate
-from librmq.filter.registrations import SQL92, TAG, Registration, Registrations
+from librmq.filter.registrations import (
+    BROKER_BLOOM,
+    SQL92,
+    TAG,
+    BloomFilter,
+    BloomPositions,
+    Registration,
+    Registrations,
+)
 from librmq.filter.sqlfilter import FilterWarning, SqlFilter
 from librmq.filter.tags import TagFilter, tags_code
 
