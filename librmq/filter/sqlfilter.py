@@ -11,7 +11,7 @@ from librmq.filter import interpreter
 from librmq.filter.explain import Explanation, Lint, explain, lint
 from librmq.filter.parser import Dialect, Selector, parse, refuse_rest
 from librmq.filter.python_backend import EvaluationRefusedError, compile_evaluate, compile_match
-from librmq.filter.reduction import reduce
+from librmq.filter.questions import reduce
 
 if TYPE_CHECKING:
     import pyarrow as pa

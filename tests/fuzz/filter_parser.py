@@ -17,7 +17,7 @@ from librmq.filter import interpreter
 from librmq.filter.explain import explain, lint
 from librmq.filter.parser import Dialect, parse
 from librmq.filter.python_backend import compile_match
-from librmq.filter.reduction import reduce
+from librmq.filter.questions import reduce
 from librmq.filter.syntax import postorder
 from tests.filter.expressions import NAMES, NUMBERS, TEXT_LITERALS, TEXTS, expression
 
