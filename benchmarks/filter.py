@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare
 from librmq.filter import SqlFilter
-from librmq.filter.sqlfilter import Compiled
+from librmq.filter.filters import Compiled
 
 EXPRESSION: Final = "a > 50 AND region IN ('eu','us') AND (TAGS IS NOT NULL OR b = 'x')"
 CEL: Final = (

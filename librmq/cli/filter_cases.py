@@ -7,9 +7,9 @@ from typing import Any
 
 from librmq.errors import ConfigError, FilterError, FilterEvaluationError, FilterSyntaxError
 from librmq.filter.explain import explain, lint
+from librmq.filter.filters import compiled
 from librmq.filter.parser import Dialect, parse, refuse_rest
 from librmq.filter.registrations import BloomFilter
-from librmq.filter.sqlfilter import compiled
 
 
 def answer_case(row: object, dialect: Dialect = "4.9", *, strict: bool = False) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from librmq.cli.rows import get_message_row, index_query_row, message_row, offse
 from librmq.cli.selection import check_id
 from librmq.cli.unknown_names import note_topic_of
 from librmq.errors import FilterSyntaxError, InputError
-from librmq.filter.tags import TagFilter
+from librmq.filter.filters import TagFilter
 from librmq.message.message import StoredMessage
 from librmq.store import MessageStore
 from librmq.store.engine.message_filters import ByTags

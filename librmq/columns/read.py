@@ -83,7 +83,7 @@ class _Task:
 
             self._tags = TagFilter(conditions.tags)
         if options.selector is not None:
-            from librmq.filter.sqlfilter import compiled
+            from librmq.filter.filters import compiled
 
             self._selector = compiled(options.selector).question
         self._predicate_columns = () if options.predicate is None else options.predicate.columns

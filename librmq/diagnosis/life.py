@@ -27,8 +27,8 @@ from typing import Final, Literal, NamedTuple
 from librmq.diagnosis.findings import counted
 from librmq.diagnosis.letters import given_up
 from librmq.diagnosis.view import Source, StoreView, viewed
+from librmq.filter.filters import TagFilter
 from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type
-from librmq.filter.tags import TagFilter
 from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id

@@ -65,7 +65,7 @@ def _severity(topic: str, limits: Thresholds) -> Severity:
 def _filters(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield the registered filters that match none of their topic's newest messages."""
     for group, topic, expression in registered_filters(view):
-        from librmq.filter.sqlfilter import compiled  # loads a grammar
+        from librmq.filter.filters import compiled  # loads a grammar
         from librmq.filter.syntax import Property, postorder
 
         selector = compiled(expression)

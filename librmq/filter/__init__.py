@@ -4,7 +4,15 @@
 """
 
 from librmq.filter.explain import Explanation, Lint
-from librmq.filter.predicate import Policy, PredicateCounts, WatchedPredicate
+from librmq.filter.filters import (
+    FilterWarning,
+    Policy,
+    PredicateCounts,
+    SqlFilter,
+    TagFilter,
+    WatchedPredicate,
+    tags_code,
+)
 from librmq.filter.registrations import (
     BROKER_BLOOM,
     SQL92,
@@ -14,8 +22,6 @@ from librmq.filter.registrations import (
     Registration,
     Registrations,
 )
-from librmq.filter.sqlfilter import FilterWarning, SqlFilter
-from librmq.filter.tags import TagFilter, tags_code
 
 __all__ = [
     "BROKER_BLOOM",

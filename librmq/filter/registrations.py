@@ -22,8 +22,8 @@ from typing import Any, Final
 import mmh3
 
 from librmq.errors import ConfigError, FilterSyntaxError
+from librmq.filter.filters import Compiled, compiled
 from librmq.filter.parser import Dialect
-from librmq.filter.sqlfilter import Compiled, compiled
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import RLock
 

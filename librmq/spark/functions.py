@@ -29,8 +29,8 @@ from librmq.client import allocation
 from librmq.errors import AllocationError, ConfigError, FilterError
 from librmq.filter import BloomFilter, FilterWarning, SqlFilter, TagFilter
 from librmq.filter.arrow_backend import match_arrow
+from librmq.filter.filters import compiled
 from librmq.filter.parser import Dialect
-from librmq.filter.sqlfilter import compiled
 from librmq.idempotence.stores import dedup_key as key_of_record
 from librmq.java.lang import string_hashes
 from librmq.message.message import MessageQueue

@@ -11,7 +11,7 @@ from librmq.broker import Broker
 from librmq.consumer.base import Consumer
 from librmq.diagnosis.pending import open_halves
 from librmq.errors import CorruptionError
-from librmq.filter.predicate import PredicateCounts
+from librmq.filter.filters import PredicateCounts
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import MessageQueue, StoredMessage, retry_topic
 from librmq.message.topics import HALF_TOPIC, dead_letter_topic

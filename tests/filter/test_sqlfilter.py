@@ -325,7 +325,7 @@ def test_many_values_of_a_number_are_not_kept() -> None:
 
 
 def test_filters_are_shared_and_bounded() -> None:
-    from librmq.filter.sqlfilter import CACHED_FILTERS, _cached, compiled
+    from librmq.filter.filters import CACHED_FILTERS, _cached, compiled
 
     assert compiled("a = 'shared'") is compiled("a = 'shared'")
     assert compiled("a = 'shared'", "5.3") is not compiled("a = 'shared'")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from librmq.filter.sqlfilter import compiled
+from librmq.filter.filters import compiled
 from tests.golden.test_filter import DIALECTS, compiling
 from tests.reference import Row
 

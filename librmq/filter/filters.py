@@ -1,0 +1,333 @@
+"""``SqlFilter``: one SQL92 expression for a message, an Arrow column and a Spark column."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property, lru_cache, partial
+from inspect import iscoroutinefunction
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from librmq.clock import Clock
+from librmq.errors import ConfigError, FilterSyntaxError
+from librmq.filter import interpreter
+from librmq.filter.explain import Explanation, Lint, explain, lint
+from librmq.filter.parser import Dialect, Selector, parse, refuse_rest
+from librmq.filter.python_backend import EvaluationRefusedError, compile_evaluate, compile_match
+from librmq.filter.questions import reduce
+from librmq.java.lang import string_hash
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import Column
+
+
+CACHED_FILTERS: Final = 512
+CACHED_LENGTH: Final = 4096
+"""Longer expressions are compiled each time, so the cache has a bounded size in memory."""
+
+
+class FilterWarning(UserWarning):
+    """The filter ignores text after a complete expression."""
+
+
+class Compiled:
+    """The part that all filters with the same expression and dialect share. Thread-safe."""
+
+    def __init__(self, expression: str, dialect: Dialect) -> None:
+        self.selector: Final[Selector] = parse(expression, dialect)
+        self.question: Final = reduce(self.selector.root)
+        self._answer_first = len(expression) > CACHED_LENGTH
+
+    @cached_property
+    def matches(self) -> Callable[[Mapping[str, str] | None], bool]:
+        """Return the function that decides whether properties match."""
+        return compile_match(self.question)
+
+    @cached_property
+    def _evaluate(self) -> object:
+        return compile_evaluate(self.question)
+
+    def evaluate(self, properties: Mapping[str, str] | None) -> bool | None:
+        """Return whether properties match; None if that is unknown (SQL's NULL)."""
+        if self._answer_first:  # compiling a long expression costs more than interpreting it once
+            self._answer_first = False
+            return interpreter.evaluate(self.selector, properties)
+        try:
+            return self._evaluate(properties)  # type: ignore[operator,no-any-return]
+        except EvaluationRefusedError:
+            pass
+        return interpreter.evaluate(self.selector, properties)  # its error names the term that failed
+
+
+def compiled(expression: str, dialect: Dialect = "4.9") -> Compiled:
+    """Return the compiled form of an expression, from a bounded cache.
+
+    Raises:
+        FilterSyntaxError: The expression does not compile.
+    """
+    if not isinstance(expression, str):
+        raise TypeError(f"a filter expression is a str, not {type(expression).__name__}")
+    if len(expression) > CACHED_LENGTH:
+        return Compiled(expression, dialect)
+    return _cached(expression, dialect)
+
+
+@lru_cache(maxsize=CACHED_FILTERS)
+def _cached(expression: str, dialect: Dialect) -> Compiled:
+    return Compiled(expression, dialect)
+
+
+class SqlFilter:
+    """An SQL92 filter expression with exactly the decisions of RocketMQ's broker.
+
+    ``dialect`` is ``"4.9"`` or ``"5.3"``, which adds [NOT] CONTAINS, STARTSWITH, ENDSWITH. The broker ignores text
+    after a complete expression (``a = 1 garbage``). `SqlFilter` does too and issues a `FilterWarning`; ``strict=True``
+    raises an error.
+
+    ``matches(properties) -> bool`` is the broker's decision for a message with these properties, which are a mapping of
+    strings or None. It is true for TRUE, and false for FALSE, UNKNOWN and an error.
+
+    Immutable and thread-safe. Compiling takes less than a millisecond; a cache keeps compiled expressions.
+
+    Raises:
+        FilterSyntaxError: The expression does not compile; the error has the position and the expected tokens.
+    """
+
+    __slots__ = ("_compiled", "dialect", "expression", "matches", "strict")
+
+    def __init__(self, expression: str, *, dialect: Dialect = "4.9", strict: bool = False) -> None:
+        self._compiled: Final = compiled(expression, dialect)
+        self.expression: Final = expression
+        self.dialect: Final = dialect
+        self.strict: Final = strict
+        self.matches: Final = self._compiled.matches
+        if strict:
+            refuse_rest(self._compiled.selector)
+        ignored_from = self._compiled.selector.ignored_from
+        if ignored_from is not None:
+            ignored = expression[ignored_from : ignored_from + 40]
+            warnings.warn(f"the filter ignores {ignored!r}, as the broker does", FilterWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        return f"SqlFilter({self.expression!r}, dialect={self.dialect!r}, strict={self.strict})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Send the filter to another process as its text."""
+        return partial(SqlFilter, self.expression, dialect=self.dialect, strict=self.strict), ()
+
+    def evaluate(self, properties: Mapping[str, str] | None) -> bool | None:
+        """Return TRUE, FALSE, or UNKNOWN as None.
+
+        Raises:
+            FilterEvaluationError: The broker would raise an error; this one names the term.
+        """
+        return self._compiled.evaluate(properties)
+
+    def match_arrow(self, properties: pa.MapArray | pa.RecordBatch) -> pa.BooleanArray:
+        """Return ``matches`` for many messages at once, without nulls. Needs the extra ``arrow``.
+
+        ``properties`` is a map array from string to string, in which a null is a message without properties. It can
+        also be a record batch with a string column for each property; a null or a missing column is a missing property.
+
+        Raises:
+            TypeError: The columns have other types.
+        """
+        from librmq.filter.arrow_backend import match_arrow
+
+        return match_arrow(self._compiled.question, properties)
+
+    def to_column(self, properties: Column | Mapping[str, Column]) -> Column:
+        """Return ``matches`` as a Spark column that is never null. Needs the extra ``spark``.
+
+        The column consists of native, deterministic expressions, and runs no Python. ``properties`` is a column of type
+        map from string to string, or a mapping with a column of strings for each property.
+
+        Raises:
+            FilterError: The expression is too large for Spark.
+        """
+        from librmq.filter.spark_backend import to_column
+
+        column: Column = to_column(self._compiled.question, properties)
+        return column
+
+    def explain(self, properties: Mapping[str, str] | None) -> Explanation:
+        """Explain why a message with these properties matches or does not, term by term."""
+        return explain(self._compiled.selector, properties)
+
+    def lint(self) -> list[Lint]:
+        """Return the mistakes found in this expression, from left to right."""
+        return lint(self._compiled.selector, self.dialect)
+
+
+# ---- tag subscriptions such as ``a || b`` and ``*``, checked by code at the broker and by text at the consumer
+
+ALL_TAGS: Final = "*"
+
+_TRIMMED: Final = "".join(map(chr, range(0x21)))  # the characters that Java's trim removes
+
+
+def tags_code(tags: str | None) -> int:
+    """Return the 8-byte code of a message's tags in a queue entry: their Java hash, 0 for none."""
+    return string_hash(tags) if tags else 0
+
+
+@dataclass(frozen=True, slots=True)
+class TagFilter:
+    """A subscription expression: tags separated by ``||``; ``*``, empty or None selects all messages.
+
+    Blanks around a tag have no meaning. As in the broker, only a bare ``*`` selects everything: ``" * "`` selects the
+    tag ``*``, and ``||`` with blanks selects no tag at all. Immutable and thread-safe.
+
+    Raises:
+        FilterSyntaxError: The expression is a lone ``||``.
+    """
+
+    expression: str
+    """The expression as given, ``*`` for an empty one."""
+    tags: frozenset[str] = field(init=False)
+    """The selected tags; empty if all messages are."""
+    codes: frozenset[int] = field(init=False)
+    """The codes of the tags, as signed 32-bit numbers."""
+
+    def __init__(self, expression: str | None = ALL_TAGS) -> None:
+        expression = expression or ALL_TAGS
+        parts = [] if expression == ALL_TAGS else expression.split("||")
+        if parts and not any(parts):
+            raise FilterSyntaxError(expression, 0, "expected tags between the ||")
+        tags = frozenset(tag for part in parts if (tag := part.strip(_TRIMMED)))
+        object.__setattr__(self, "expression", expression)
+        object.__setattr__(self, "tags", tags)
+        object.__setattr__(self, "codes", frozenset(map(string_hash, tags)))
+
+    @property
+    def takes_all(self) -> bool:
+        """Return whether the filter selects every message, with a tag or without."""
+        return self.expression == ALL_TAGS
+
+    def matches_code(self, code: int | None) -> bool:
+        """Check an entry's tags code (None: unknown) as the broker does; false means certainly not selected."""
+        if code is None or self.takes_all:
+            return True
+        return ((code & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 in self.codes
+
+    def matches(self, tags: str | None) -> bool:
+        """Check a message's tags exactly, as consumers do; a message without tags passes only if no tag is listed."""
+        return not self.tags or tags in self.tags
+
+
+# ---- user predicates on messages, watched: an error does not stop delivery, and a slow call is counted and logged
+
+M = TypeVar("M")
+
+_log = EventLog("librmq.filter")
+
+
+class Policy(Enum):
+    """What to do with a message on which the predicate failed or took too long."""
+
+    SKIP = "skip"
+    """Count as no match, as the broker does for an expression that raises."""
+    DELIVER = "deliver"
+    """Count as a match."""
+    AS_ANSWERED = "as answered"
+    """Follow the answer; only for a predicate that took too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredicateCounts:
+    """Counts of a predicate's calls; ``seconds`` is their total time, ``slowest`` the longest of them."""
+
+    calls: int = 0
+    """Calls."""
+    matched: int = 0
+    """Calls with a true answer."""
+    failed: int = 0
+    """Calls that raised."""
+    over_budget: int = 0
+    """Calls that took longer than the budget."""
+    seconds: float = 0.0
+    """Total time of all calls."""
+    slowest: float = 0.0
+    """Seconds of the longest call."""
+
+
+class WatchedPredicate(Generic[M]):
+    """A predicate on messages with a time budget and a policy for errors. Thread-safe.
+
+    ``budget`` is in seconds for each message. It is measured, not enforced, because Python cannot stop a call from
+    outside. A call over budget is counted and logged, and ``over_budget`` decides about its message. ``on_error`` (SKIP
+    or DELIVER) decides about a message on which the predicate raised an error. The predicate's answer need not be a
+    bool; its truth value counts.
+
+    Raises:
+        ConfigError: The budget is not positive, the predicate cannot be called, or ``on_error`` is AS_ANSWERED.
+    """
+
+    def __init__(
+        self,
+        predicate: Callable[[M], object],
+        *,
+        clock: Clock,
+        budget: float,
+        over_budget: Policy = Policy.AS_ANSWERED,
+        on_error: Policy = Policy.SKIP,
+    ) -> None:
+        if not budget > 0:
+            raise ConfigError(f"budget: expected a positive number of seconds, found {budget}")
+        answers: object = predicate
+        if iscoroutinefunction(answers) or not callable(answers):
+            raise ConfigError(f"predicate: expected a plain function, not a coroutine's, found {predicate!r:.100}")
+        if on_error is Policy.AS_ANSWERED:
+            raise ConfigError("on_error: expected SKIP or DELIVER, since a predicate that raised has no answer")
+        self._predicate: Final = predicate
+        self._clock: Final = clock
+        self._budget: Final = budget
+        self._over_budget: Final = over_budget
+        self._on_error: Final = on_error
+        self._lock: Final = Lock()
+        self._counts = PredicateCounts()
+
+    @property
+    def counts(self) -> PredicateCounts:
+        """The number of calls so far, by outcome."""
+        return self._counts
+
+    def matches(self, message: M, address: object = None) -> bool:
+        """Return whether to deliver; the log names the message by ``address``. Never raises an `Exception`."""
+        failed = False
+        begun = self._clock.monotonic()
+        try:
+            match = bool(self._predicate(message))
+        except Exception:
+            failed = True
+            match = self._on_error is Policy.DELIVER
+            _log.exception(
+                "predicate raised on message %(message)s: %(_policy)s", message=address, _policy=self._on_error.value
+            )
+        seconds = self._clock.monotonic() - begun
+        is_over_budget = seconds > self._budget
+        if is_over_budget:
+            _log.warning(
+                "predicate took %(seconds).6f s on message %(message)s; its budget is %(budget_s).6f s",
+                seconds=seconds,
+                message=address,
+                budget_s=self._budget,
+            )
+            if not failed and self._over_budget is not Policy.AS_ANSWERED:
+                match = self._over_budget is Policy.DELIVER
+        with self._lock:
+            before = self._counts
+            self._counts = PredicateCounts(
+                calls=before.calls + 1,
+                matched=before.matched + match,
+                failed=before.failed + failed,
+                over_budget=before.over_budget + is_over_budget,
+                seconds=before.seconds + seconds,
+                slowest=max(before.slowest, seconds),
+            )
+        return match
