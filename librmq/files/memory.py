@@ -1,4 +1,4 @@
-"""Files in anonymous memory."""
+"""Files in anonymous memory, and overlays: the disk with changes in memory."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def _missing(call: str, path: str) -> StoreIOError:
     return StoreIOError(call, path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
 
 
-# ---- the disk, or other files, with changes kept in memory; the files below stay unchanged
+# ---- overlays
 
 
 class _PrivateBuffer(mmap.mmap):
@@ -256,6 +256,9 @@ class _PrivateBuffer(mmap.mmap):
 
 class OverlayFiles(MemoryFiles):
     """The files of the disk with changes in memory, which are lost with the object. Thread-safe.
+
+    The disk stays unchanged. Use it to try out an operation that changes a store: it shows what the disk would hold
+    afterwards, unless the disk refuses a write.
 
     Only changed pages take memory. The lock of a store is refused while another writer holds it, and is taken only
     within this object. A folder on the disk can't be renamed.

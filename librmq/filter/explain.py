@@ -1,4 +1,7 @@
-"""Explanations of a filter's decision: every term with its values and its verdict."""
+"""Explanations of a filter's decision: every term with its values and its verdict.
+
+`lint` names mistakes in an expression that compiles, but means something else than it seems to.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +170,7 @@ def _short(text: str) -> str:
     return text if len(text) <= WIDTH else f"{text[: WIDTH - 20]} … {text[-17:]}"
 
 
-# ---- mistakes in a filter expression that compiles, but means something else than it seems to
+# ---- mistakes in expressions
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -1,4 +1,9 @@
-"""``SqlFilter``: one SQL92 expression for a message, an Arrow column and a Spark column."""
+"""Filters that applications make: by SQL92 expression, by tags, by a predicate.
+
+`SqlFilter` serves a message, an Arrow column and a Spark column. `TagFilter` mirrors
+``FilterAPI.buildSubscriptionData`` of 4.9.4 and both checks of tags: by code at the broker and by text at the consumer,
+because a queue entry has only the hash of a tag, and two tags can share one.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +169,7 @@ class SqlFilter:
         return lint(self._compiled.selector, self.dialect)
 
 
-# ---- tag subscriptions such as ``a || b`` and ``*``, checked by code at the broker and by text at the consumer
+# ---- tags
 
 ALL_TAGS: Final = "*"
 
@@ -220,7 +225,7 @@ class TagFilter:
         return not self.tags or tags in self.tags
 
 
-# ---- user predicates on messages, watched: an error does not stop delivery, and a slow call is counted and logged
+# ---- predicates
 
 M = TypeVar("M")
 

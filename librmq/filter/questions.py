@@ -268,7 +268,11 @@ def _cost(question: Question) -> int:
     return cost
 
 
-# ---- the tree of an expression reduced to questions
+# ---- reduction of an expression's tree
+
+# Every operand has a type before any message arrives: a literal has its own, a property is a text or missing, a
+# comparison is a boolean. So each comparison becomes one kind of question, with constants worked out and the property
+# on the left.
 
 TRUE: Final = Always(Answer.TRUE)
 FALSE: Final = Always(Answer.FALSE)

@@ -10,6 +10,15 @@ A pull skips a message whose bitmap lacks the group's bits. The file's content i
         "bloomFilterData": {"bitNum": 112, "bitPos": [22, 7, 106]},     bits of "group#topic"
         "bornTime": ms, "clientVersion": version, "consumerGroup": group, "dead": bool, "deadTime": ms or 0,
         "expression": "price > 5", "expressionType": "SQL92", "topic": topic}}}}}
+
+The bitmap is a bloom filter with the arithmetic of ``BloomFilter``, ``BitsArray`` and ``BloomFilterData`` of
+``org.apache.rocketmq.filter.util``::
+
+    k = ceil(log0.5(f / 100))                   hash functions, for an error rate of f percent
+    m = ceil(n * log2(100 / f) * log2(e))       bits, for n texts, up to a multiple of 8
+    h = first 8 bytes, little-endian, of murmur3_128 (seed 0) of the text in UTF-8; h1 low, h2 high 32 bits
+    position i = 1..k:  h1 + i * h2 as int32, ~ if negative, mod m
+    bit p: byte p / 8, mask 1 << (p % 8)
 """
 
 from __future__ import annotations
@@ -27,7 +36,7 @@ from librmq.filter.parser import Dialect
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import RLock
 
-# ---- bloom filters with RocketMQ's arithmetic: the bits that a group and topic set in a message's bitmap
+# ---- bloom filters
 
 _INT_MAX: Final = 2**31 - 1
 

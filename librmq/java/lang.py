@@ -1,7 +1,20 @@
-"""Java's ``hashCode``, the order of its texts and of a ``HashMap``, and its decoding of UTF-8.
+"""Java's ``hashCode``, the order of its texts and of a ``HashMap``, its decoding of UTF-8, and its parsing of numbers.
 
 Files on disk depend on them: index slots and tags codes are hashes of strings, and a message's properties are in the
 order of a map. Mirrors ``java.lang.String``, ``java.util.HashMap`` and ``IndexFile.indexKeyHashMethod``.
+
+Numbers are parsed from texts as by ``Integer.valueOf``, ``Long.valueOf`` and ``Double.valueOf``. An integer is an
+optional ASCII sign and decimal digits of the basic multilingual plane, in the range of its type. For a double, control
+characters and spaces around the text are removed. It then has one of these forms:
+
+::
+
+    [sign] NaN | Infinity
+    [sign] digits [. digits] [e [sign] digits] [f|d]          ASCII digits, at least one before the exponent
+    [sign] 0x hex digits [. hex digits] p [sign] digits [f|d]
+
+Python's ``int`` and ``float`` accept other texts (underscores, other spaces, ``inf``) and refuse some (``5d``,
+hexadecimal).
 """
 
 from __future__ import annotations
@@ -279,7 +292,7 @@ def _capacity_of_crowded(codes: Sequence[int]) -> int:
     return capacity
 
 
-# ---- numbers parsed from texts as in Java (``Integer.valueOf``, ``Long.valueOf``, ``Double.valueOf``)
+# ---- numbers
 
 INT_MIN: Final = -(2**31)
 INT_MAX: Final = 2**31 - 1

@@ -1,11 +1,14 @@
-"""Unique message ids, as clients make them.
+"""Unique message ids as clients make them, the broker's message ids, and hosts: as text, values and bytes.
 
 ::
 
-    address 4 or 16 | process 2 | maker 4 | ms since the month began 4 | counter 2      in hex
+    unique id    address 4 or 16 | process 2 | maker 4 | ms since the month began 4 | counter 2      in hex
+    host         address 4 or 16 | port 4
+    message id   address 4 or 16 | port 4 | physical offset 8      in upper-case hex: 32 or 56 digits
 
-Mirrors ``MessageClientIDSetter``. RocketMQ 4.9 fills the maker's bytes with a class loader's hash and starts the
-counter at 0; here both are drawn at random, since containers share an address and a process number. Months begin in
+Mirrors ``MessageExt.socketAddress2ByteBuffer``, ``MessageDecoder.createMessageId`` and ``decodeMessageId``, and for
+unique ids ``MessageClientIDSetter``. There RocketMQ 4.9 fills the maker's bytes with a class loader's hash and starts
+the counter at 0; here both are drawn at random, since containers share an address and a process number. Months begin in
 UTC here; RocketMQ takes the time zone of its machine.
 """
 
@@ -130,7 +133,7 @@ def _month_begin_ms(now_ms: int) -> int:
     return (begin - _EPOCH) // _MILLISECOND
 
 
-# ---- hosts and the broker's message ids, as text, values and bytes
+# ---- hosts, and the broker's message ids
 
 Host = tuple[str, int]
 """An IP address as text, and a port."""
