@@ -1,4 +1,4 @@
-"""The commands of a checkout: ``demo``, ``check``, ``site`` and ``release``.
+"""The commands of a checkout: ``demo``, ``check`` and ``site``, in an environment that uv installs.
 
 Needs only Python 3.11 and its standard library. Without a POSIX shell, run ``python tools/project.py check``.
 """
@@ -6,188 +6,406 @@ Needs only Python 3.11 and its standard library. Without a POSIX shell, run ``py
 from __future__ import annotations
 
 import argparse
+import ast
+import hashlib
+import json
 import os
 import re
-import shlex
 import shutil
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, NoReturn, Self
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # with PYTHONSAFEPATH it is not there
+CHECKOUT = Path(__file__).resolve().parent.parent
+CORE = CHECKOUT / "core"
+EXAMPLES = CHECKOUT / "examples"
+VENV = Path(os.environ.get("LIBRMQ_VENV") or CHECKOUT / ".venv").absolute()
+BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
+BASE = getattr(sys, "_base_executable", sys.executable)
+"""The Python that makes the environment; this one may run in an environment that is being replaced."""
+PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
+STAMP = VENV / "librmq-stamp.json"
+"""What the environment was made for; while that has not changed, nothing is installed."""
+LOGS = VENV / "log"
 
-from environment import CHECKOUT, Environment, Refused, project_table
-from programs import Beside, result_of, run_command, watch
-from screen import Screen, Step, seconds_text
-
-DEMO = CHECKOUT / "examples" / "demo_store.py"
-DEMO_ON_SPARK = CHECKOUT / "examples" / "demo_spark.py"
-SITE = CHECKOUT / "tools" / "website.py"
-RELEASE = CHECKOUT / "tools" / "release.py"
-DEMO_REPORT = CHECKOUT / "examples" / "demo_report.py"
-
-QUICK_EXTRAS = frozenset(
-    "arrow bloom cli compression dev fast grpc metrics redis remote report sql test".split()  # noqa: SIM905 (a line)
-)
-CHECK_EXTRAS = QUICK_EXTRAS | {"docs", "jvm", "spark", "test-spark"}
-SITE_EXTRAS = (QUICK_EXTRAS - {"test"}) | {"docs"}
 SMALL_DEMO_EXTRAS = frozenset({"cli", "report"})
 DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})
+QUICK_EXTRAS = frozenset(
+    {"arrow", "bloom", "cli", "compression", "dev", "fast", "grpc", "metrics", "redis", "remote", "report", "sql"}
+) | {"test"}
+CHECK_EXTRAS = QUICK_EXTRAS | {"docs", "jvm", "spark", "test-spark"}
+SITE_EXTRAS = (QUICK_EXTRAS - {"test"}) | {"docs"}
 
 IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup", "--no-loadscope-reorder")
 """One process for each core; the latter of two equal pytest options counts, as in ``./check -n 0``."""
 LEFT_OUT = "not bench"
 LEFT_OUT_QUICK = "not bench and not slow and not spark and not thorough"
-UNCOVERED_SHOWN = 22
-"""The heading and 20 modules."""
 WITHOUT_SPARK = ("--allow-subclassing-any", "--allow-untyped-decorators", "--no-warn-unused-ignores")
 """What mypy must let pass where PySpark and its types are not installed."""
+SHORT_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+"""Options of Spark's Java: a session that ends within minutes takes half the time without Java's second compiler, and
+an eighth less where Java does not verify classes."""
+UV_VARIABLES = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "no-index": "UV_NO_INDEX",
+    "trusted-host": "UV_INSECURE_HOST",
+    "cert": "SSL_CERT_FILE",
+}
+"""Settings of pip that say where packages come from, and the variables by which uv takes them."""
+Words = Sequence[str | Path]
 
 
-@dataclass(frozen=True)
-class Program:
-    """A program that a check runs, and the output line that it belongs to."""
+class Refused(Exception):
+    """A sentence that says what is missing and what to do about it."""
 
-    step: str
-    name: str
-    command: tuple[str | Path, ...]
+
+# --- programs
+
+
+def run(command: Words, folder: Path = CHECKOUT, more: Mapping[str, str] | None = None) -> int:
+    """Run a program of the environment on the caller's terminal; return its exit status.
+
+    At Ctrl-C, which reaches it too, it has time to end.
+    """
+    with subprocess.Popen([str(word) for word in command], cwd=folder, env={**variables(), **(more or {})}) as process:
+        try:
+            return process.wait()
+        except BaseException as end:
+            if not isinstance(end, KeyboardInterrupt):
+                process.terminate()
+            process.wait()
+            raise
+
+
+def variables() -> dict[str, str]:
+    """Return the variables for programs: this environment comes first, and no ``librmq`` from the current folder."""
+    chosen = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "LIBRMQ_EXPECT_WHEEL")}
+    chosen["VIRTUAL_ENV"] = str(VENV)
+    chosen["PATH"] = str(BIN) + os.pathsep + chosen.get("PATH", os.defpath)
+    chosen["PYTHONSAFEPATH"] = "1"
+    chosen["PYTHONPATH"] = str(EXAMPLES)  # they share modules
+    chosen.setdefault("SPARK_SUBMIT_OPTS", SHORT_JAVA)
+    chosen.setdefault("LIBRMQ_CORE", "off")  # the tests are of the Python code, unless the caller asks
+    # Without bytecode every process would compile each module again, and pytest would rewrite it.
+    chosen.pop("PYTHONDONTWRITEBYTECODE", None)
+    if read_stamp().get("basis", {}).get("source", "checkout") != "checkout":
+        chosen["LIBRMQ_EXPECT_WHEEL"] = "1"
+    return chosen
+
+
+class Beside:
+    """A program that runs while others do, and prints when it is waited for. A context manager, which ends it."""
+
+    def __init__(self, name: str, command: Words) -> None:
+        LOGS.mkdir(exist_ok=True)
+        self._log = LOGS / f"{name}.txt"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [str(word) for word in command],
+                cwd=CHECKOUT,
+                env={**variables(), "PYTHONIOENCODING": "utf-8"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+
+    def wait(self) -> int:
+        """Print what the program has printed, and prints until its end; return its exit status."""
+        with self._log.open(encoding="utf-8", errors="replace") as log:
+            while True:
+                has_ended = self._process.poll() is not None
+                print(log.read(), end="", flush=True)
+                if has_ended:
+                    return self._process.returncode
+                time.sleep(0.2)
+
+
+# --- the environment
+
+
+def prepare(extras: frozenset[str], wheel: Path | None = None) -> None:
+    """Create or update the environment; quick if it is complete.
+
+    Raises:
+        Refused: The folder cannot be created, or a package cannot be installed.
+    """
+    with alone_in_checkout():
+        stamp, core = (
+            read_stamp(),
+            digest(*sorted(path for ending in ("pyx", "h", "py", "toml") for path in CORE.glob(f"*.{ending}"))),
+        )
+        python = f"{sys.version} {sys.base_prefix}"
+        source = "checkout" if wheel is None else digest(wheel)
+        basis = {"python": python, "checkout": str(CHECKOUT), "source": source}
+        project = hashlib.sha256(repr(project_table()).encode()).hexdigest()
+        is_same = PYTHON.exists() and (stamp.get("basis"), stamp.get("project")) == (basis, project)
+        installed = frozenset(stamp["extras"] if is_same else ())
+        # The demo runs the Python code, and librmq can do without its core where there is no compiler.
+        has_compiler = shutil.which(os.environ.get("CC", "cc")) is not None
+        with_core = "test" in extras and has_compiler and stamp.get("core") != core
+        if extras <= installed and not with_core:
+            return
+        if stamp.get("basis", {}).get("python") != python or not PYTHON.exists():
+            make()
+            stamp, with_core = {}, "test" in extras and has_compiler
+        extras |= installed
+        # Until the packages are there, the stamp only records that the folder is ours, and has the core.
+        write_stamp({"basis": {"python": python}, "core": stamp.get("core")})
+        print(f"Installing what librmq needs in {VENV}", flush=True)
+        if "spark" in extras and not has("pyspark"):
+            # To learn what PySpark requires, uv would download its source of 430 MB, and again to build it.
+            install(["--no-deps", *requirements(extras)])
+        librmq = [f"{wheel}[{','.join(extras)}]"] if wheel else ["--editable", f"{CHECKOUT}[{','.join(extras)}]"]
+        # To install librmq again would take it away from programs that run meanwhile.
+        target: list[str | Path] = [*(requirements(extras) if installed else librmq), *([CORE] if with_core else [])]
+        install(target, () if installed else ("librmq",), ("librmq-core",) if with_core else ())
+        core_there = core if with_core else stamp.get("core")
+        write_stamp({"basis": basis, "project": project, "core": core_there, "extras": sorted(extras)})
+
+
+def project_table() -> dict[str, Any]:
+    """Return what ``pyproject.toml`` says about librmq: requirements, extras."""
+    table: dict[str, Any] = tomllib.loads((CHECKOUT / "pyproject.toml").read_text("utf-8"))["project"]
+    return table
+
+
+def requirements(extras: Iterable[str]) -> list[str]:
+    """Return what librmq and its extras require, once each."""
+    project = project_table()
+    of_extras = (line for extra in sorted(extras) for line in project["optional-dependencies"][extra])
+    return [*dict.fromkeys([*project["dependencies"], *of_extras])]
+
+
+def digest(*files: Path) -> str:
+    """Return the hash of what the files hold."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def read_stamp() -> dict[str, Any]:
+    """Return the stamp of the environment, empty without one."""
+    try:
+        stamp = json.loads(STAMP.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
+
+
+def write_stamp(stamp: Mapping[str, Any]) -> None:
+    """Replace the stamp of the environment."""
+    STAMP.write_text(json.dumps(stamp, indent=1) + "\n", "utf-8")
+
+
+@contextmanager
+def alone_in_checkout() -> Iterator[None]:
+    """Wait until no other command of this checkout installs packages, and keep others waiting meanwhile."""
+    if os.name == "nt":
+        yield
+        return
+    import fcntl
+
+    # The folder itself is locked: a file in the environment would be removed with it.
+    lock = os.open(CHECKOUT, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("Another command of this checkout installs packages: this one waits for its end.", flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def make() -> None:
+    """Make an empty environment in place of the one that is there."""
+    other = "name another folder with LIBRMQ_VENV=/path, and run this again."
+    if VENV.exists() and any(VENV.iterdir()) and not STAMP.exists():
+        raise Refused(f"{VENV} was not made by this command: move it away, or {other}")
+    print(f"Making {VENV} with Python {sys.version.split()[0]}", flush=True)
+    try:
+        shutil.rmtree(VENV, ignore_errors=True)
+        VENV.mkdir(parents=True, exist_ok=True)
+        write_stamp({})
+    except OSError as error:
+        raise Refused(f"{VENV} can't be written ({error.strerror}): {other}") from error
+    if run([BASE, "-m", "venv", "--without-pip", VENV]):
+        raise Refused(
+            f"{BASE} can't make an environment: install its venv module "
+            "(Debian, Ubuntu: apt install python3-venv), or name another Python with PYTHON=/path/to/it."
+        )
+    if subprocess.run([*pip(), "--version"], capture_output=True, check=False).returncode:  # earlier than 22.3, or none
+        run([PYTHON, "-m", "ensurepip"])
+
+
+def has(package: str) -> bool:
+    """Return whether a package is installed in the environment, without importing it."""
+    return any(path for folder in ("lib/python*", "Lib") for path in VENV.glob(f"{folder}/site-packages/{package}"))
+
+
+def pip() -> list[str | Path]:
+    """Return the command of pip for the environment: of the Python that made it, until it has its own.
+
+    To unpack Python's own copy takes seconds.
+    """
+    return [PYTHON, "-m", "pip"] if has("pip") else [BASE, "-m", "pip", "--python", PYTHON]
+
+
+def install(target: Words, *again: Sequence[str]) -> None:
+    """Install packages by uv, or by pip where uv can't; ``again`` names those that are replaced if they are there."""
+    by_pip = [*pip(), "install", "--disable-pip-version-check", "--no-compile"]
+    (VENV / "setuptools.cfg").write_text("[bdist_wheel]\ncompression = stored\n")  # PySpark comes as a source
+    more = {"DIST_EXTRA_CONFIG": str(VENV / "setuptools.cfg"), **uv_variables()}
+    uv = shutil.which("uv", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
+    if uv is None and run([*by_pip, "--quiet", "--only-binary", "uv", "uv"]) == 0:
+        uv = shutil.which("uv", path=BIN)
+    words = [*(f"--reinstall-package={name}" for names in again for name in names), *([] if has("pip") else ["pip"])]
+    if uv is None or run([uv, "pip", "install", "--python", PYTHON, *words, *target], more=more):
+        print("Without uv: by pip", flush=True)
+        if run([*by_pip, *target], more=more):
+            raise Refused(
+                "pip could not install the packages, for the reason above. If it is the network: name a mirror with "
+                "PIP_INDEX_URL=https://…/simple, or a folder of wheels with PIP_NO_INDEX=1 PIP_FIND_LINKS=/path, "
+                "and run this again."
+            )
+
+
+def uv_variables() -> dict[str, str]:
+    """Return the variables that let uv take packages from where pip is set to take them."""
+    words = [*pip(), "config", "list"]
+    lines = subprocess.run(words, capture_output=True, text=True, check=False).stdout.splitlines()
+    settings = (re.fullmatch(r"(?:global|install|:env:)\.([\w-]+)=(['\"].*['\"])", line.strip()) for line in lines)
+    values = {found[1]: str(ast.literal_eval(found[2])) for found in settings if found}
+    chosen = {variable: values[name] for name, variable in UV_VARIABLES.items() if name in values}
+    if "UV_FIND_LINKS" in chosen:
+        chosen["UV_FIND_LINKS"] = ",".join(chosen["UV_FIND_LINKS"].split())
+    return {"UV_INDEX_STRATEGY": "unsafe-best-match", **chosen}  # of all indexes the best version counts, as for pip
+
+
+# --- commands
 
 
 def demo(arguments: Sequence[str]) -> int:
     """Show stores and a report, then the same stores on Spark unless small; return the exit status."""
     is_small = "--small" in arguments
-    arguments = [word for word in arguments if word != "--small"]
-    for script in (DEMO, DEMO_REPORT, DEMO_ON_SPARK):
-        if not script.exists():
-            raise Refused(f"{script.relative_to(CHECKOUT)} is missing: this checkout is not whole; get it again.")
+    words = [word for word in arguments if word != "--small"]
 
-    def run_scripts(*scripts: Path) -> int:
-        screen.line()
-        statuses = (place.run([place.python, script, *arguments], Path.cwd()) for script in scripts)
+    def show(*names: str) -> int:
+        statuses = (run([PYTHON, EXAMPLES / f"{name}.py", *words], Path.cwd()) for name in names)
         return next((status for status in statuses if status), 0)
 
-    screen = Screen()
-    place = environment()
-    place.prepare(SMALL_DEMO_EXTRAS, screen)
+    prepare(SMALL_DEMO_EXTRAS)
     if is_small:
-        return run_scripts(DEMO, DEMO_REPORT)
-    if place.extras() >= DEMO_EXTRAS:
-        return run_scripts(DEMO, DEMO_REPORT, DEMO_ON_SPARK)
-    screen.line("Spark (450 MB) is installed meanwhile.")
-    with Beside(packages_command(DEMO_EXTRAS, screen), screen, packages_variables()) as installing:
-        if status := run_scripts(DEMO):
-            return status
-        screen.line()
-        not_installed = installing.wait()  # before the report, which would import packages that are half installed
-    if not_installed:
-        if run_scripts(DEMO_REPORT):
-            screen.line(f"A package may be half installed: delete {place.folder}, and run this again.")
-        screen.line("The part on Spark is left out: its installation failed, for the reason printed before the report.")
-        return not_installed
-    return run_scripts(DEMO_REPORT, DEMO_ON_SPARK)
+        return show("demo_store", "demo_report")
+    if not frozenset(read_stamp()["extras"]) >= DEMO_EXTRAS:
+        print("Spark (450 MB) is installed meanwhile.", flush=True)
+        with Beside("packages", [sys.executable, Path(__file__).resolve(), "packages"]) as installing:
+            if status := show("demo_store"):
+                return status
+            if status := installing.wait():  # before the report, which would import packages that are half installed
+                show("demo_report")
+                print("The part on Spark is left out: its installation failed, for the reason printed above.")
+                return status
+        return show("demo_report", "demo_spark")
+    return show("demo_store", "demo_report", "demo_spark")
 
 
-def packages_command(extras: Iterable[str], screen: Screen) -> list[str | Path]:
-    """Return the command that adds packages to the environment, which redraws its line if this screen does."""
-    return [sys.executable, Path(__file__).resolve(), "packages", *(["--live"] if screen.live else []), *sorted(extras)]
-
-
-def packages_variables() -> dict[str, str]:
-    """Return the variables for a program whose output is shown on this terminal, but does not go to it."""
-    return {**os.environ, "PYTHONIOENCODING": "utf-8", "COLUMNS": str(shutil.get_terminal_size().columns)}
-
-
-def packages(arguments: Sequence[str]) -> int:
-    """Add the packages of the extras that are named to the environment, for ``demo``; return the exit status."""
-    extras = frozenset(arguments) - {"--live"}
-    if unknown := extras - project_table()["optional-dependencies"].keys():
-        raise Refused(f"pyproject.toml has no extra {', '.join(sorted(unknown))}: name one that it has.")
-    environment().prepare(extras, Screen(live="--live" in arguments or None))
+def packages(_: Sequence[str]) -> int:
+    """Install what the whole demo needs."""
+    prepare(DEMO_EXTRAS)
     return 0
-
-
-def check(arguments: Sequence[str]) -> int:
-    """Run all steps one after the other, even if one fails; return 0 if none did."""
-    options, passed_on = parser().parse_known_args(arguments)
-    wheel = Path(options.wheel).absolute() if options.wheel else None
-    if wheel is not None and not wheel.is_file():
-        raise Refused(f"there is no wheel {wheel}: build one with `python -m build`.")
-    paths = test_paths(passed_on)
-    only_quick = options.quick or options.lint or options.fix or (paths and not any("spark" in path for path in paths))
-
-    begin = time.monotonic()
-    screen = Screen()
-    place = environment(wheel)
-    place.prepare(QUICK_EXTRAS if only_quick else CHECK_EXTRAS, screen)
-    if options.fix:
-        fix(place)
-    programs = [] if paths else linters(place)
-    tested = not (options.lint or options.fix)
-    if not paths and not only_quick:
-        programs.append(Program("site", "strict build, links", (place.python, SITE, place.folder / "site")))
-    # Types and site keep one core busy, and tests leave cores partly idle, so both run in parallel.
-    beside = [program for program in programs if program.step in ("types", "site") and tested]
-    with ThreadPoolExecutor(1) as background:
-        failed = show(place, screen, [program for program in programs if program not in beside])
-        types = {program: background.submit(run, place, None, program) for program in beside}
-        if tested:
-            words = pytest_words(passed_on, quick=options.quick, keep_going=options.keep_going)
-            if options.coverage:
-                words += ["--cov", "--cov-report="]
-            if not run_tests(place, screen, words, shown_by_pytest=bool(passed_on)):
-                failed.append("tests")
-            if options.coverage:
-                list_uncovered(place, screen)
-        failed += show(place, screen, beside, types)
-    outcome = f"FAILED: {', '.join(failed)}" if failed else "all passed"
-    screen.line(f"\ncheck: {outcome}, {seconds_text(time.monotonic() - begin)}")
-    return 1 if failed else 0
 
 
 def site(arguments: Sequence[str]) -> int:
     """Build the site of the documentation in a folder, by default ``site``; return the exit status."""
-    place = environment()
-    place.prepare(SITE_EXTRAS, Screen())
-    target = Path(arguments[0] if arguments else CHECKOUT / "site").absolute()
-    return place.run([place.python, SITE, target])
+    prepare(SITE_EXTRAS)
+    return run(site_command(Path(arguments[0] if arguments else CHECKOUT / "site").absolute()))
 
 
-def release(arguments: Sequence[str]) -> int:
-    """Cut a release, or check one; return the exit status."""
-    place = environment()
-    if not {"--help", "-h"} & set(arguments):
-        place.prepare(QUICK_EXTRAS, Screen())
-    return place.run([place.python if place.python.exists() else sys.executable, RELEASE, *arguments])
+def site_command(target: Path) -> Words:
+    """Return the command that builds the site."""
+    return [PYTHON, CHECKOUT / "tools" / "website.py", target]
 
 
-def test_paths(words: Sequence[str]) -> list[str]:
-    """Separate files, folders and tests from pytest's options and their values."""
-    paths = {word: Path(word.partition("::")[0]) for word in words}
-    return [word for word, path in paths.items() if path.parts[:1] == ("tests",) and (CHECKOUT / path).exists()]
+def check(arguments: Sequence[str]) -> int:
+    """Run all steps one after the other, even if one fails; return 0 if none did."""
+    options, words = parser().parse_known_args(arguments)
+    wheel = Path(options.wheel).absolute() if options.wheel else None
+    if wheel is not None and not wheel.is_file():
+        raise Refused(f"there is no wheel {wheel}: build one with `python -m build`.")
+    begin = time.monotonic()
+    paths = [word for word in words if word.startswith("tests") and Path(CHECKOUT, word.partition("::")[0]).exists()]
+    is_linted = options.lint or options.fix
+    is_quick = options.quick or is_linted or (paths and not any("spark" in path for path in paths))
+    prepare(QUICK_EXTRAS if is_quick else CHECK_EXTRAS, wheel)
+    failed = []
+
+    def step(name: str, *command: str | Path) -> None:
+        print(f"\n== {name}", flush=True)
+        if run(command):
+            failed.append(name)
+
+    python = (PYTHON, "-P", "-m")
+    if options.fix:
+        run([*python, "ruff", "check", "--fix", "--quiet", "."])
+        run([*python, "ruff", "format", "--quiet", "."])
+    beside: dict[str, Words] = {}  # types and site keep one core busy, and tests leave cores partly idle
+    if not paths:
+        step("style (./check --fix mends most of it)", *python, "ruff", "check", ".")
+        step("format", *python, "ruff", "format", "--check", ".")
+        step("layers", BIN / "lint-imports", "--no-logo")
+        beside["types"] = [*python, "mypy", *(() if "spark" in read_stamp()["extras"] else WITHOUT_SPARK)]
+        if not is_quick:
+            beside["site"] = site_command(VENV / "site")
+    with ExitStack() as running:
+        programs = {name: running.enter_context(Beside(name, command)) for name, command in beside.items()}
+        if not is_linted:
+            step("tests", *python, "pytest", *pytest_words(words, paths, options))
+            if options.coverage:
+                list_uncovered()
+        for name, program in programs.items():
+            print(f"\n== {name}", flush=True)
+            failed += [name] if program.wait() else []
+    outcome = f"FAILED: {', '.join(failed)}" if failed else "all passed"
+    print(f"\ncheck: {outcome}, {time.monotonic() - begin:.0f} s")
+    return 1 if failed else 0
 
 
-def pytest_words(passed_on: Sequence[str], *, quick: bool, keep_going: bool) -> list[str]:
+def pytest_words(words: Sequence[str], paths: Sequence[str], options: argparse.Namespace) -> list[str]:
     """Return pytest's arguments: which tests, in how many processes, and when to stop."""
-    words = [*IN_PARALLEL, "-m", LEFT_OUT_QUICK if quick else LEFT_OUT]
-    paths = test_paths(passed_on)
-    if paths and all(".py" in path for path in paths):
-        words += ["-n", "0"]
-    if quick and not keep_going:
-        words.append("-x")
-    return [*words, *passed_on]
+    chosen = [*IN_PARALLEL, "-m", LEFT_OUT_QUICK if options.quick else LEFT_OUT]
+    chosen += ["-n", "0"] if paths and all(".py" in path for path in paths) else []
+    chosen += ["-x"] if options.quick and not options.keep_going else []
+    chosen += ["--cov", "--cov-report="] if options.coverage else []
+    return [*chosen, *(words or ["-q"])]
 
 
-def list_uncovered(place: Environment, screen: Screen) -> None:
+def list_uncovered() -> None:
     """Keep the list of lines that no test reached, the least covered module first, and show its beginning."""
-    _, printed = watch([place.python, "-m", "coverage", "report"], None, folder=CHECKOUT, variables=place.variables())
-    listing = place.logs / "uncovered.txt"
+    words = [str(PYTHON), "-m", "coverage", "report"]
+    printed = subprocess.run(words, cwd=CHECKOUT, env=variables(), capture_output=True, text=True, check=False).stdout
+    LOGS.mkdir(exist_ok=True)
+    listing = LOGS / "uncovered.txt"
     listing.write_text(printed, "utf-8")
-    for line in printed.splitlines()[:UNCOVERED_SHOWN]:
-        screen.line(line[:118])
-    screen.line(f"All lines that no test reached: {listing}")
+    print(*(line[:118] for line in printed.splitlines()[:22]), sep="\n")
+    print(f"All lines that no test reached: {listing}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -196,158 +414,40 @@ def parser() -> argparse.ArgumentParser:
         prog="check",
         usage="check [--quick | --lint | --fix] [--keep-going] [--coverage] [--wheel FILE] [TEST …] [PYTEST OPTION …]",
         description="Style, types, layers, site and tests of this checkout, in an environment of its own.",
-        epilog="Files, folders and tests that are named are run alone, in the way of pytest: "
-        "./check tests/project/test_project.py -k commands",
+        epilog="Files, folders and tests that are named are run alone: ./check tests/project/test_docs.py -k links",
         allow_abbrev=False,
     )
-    one = made.add_mutually_exclusive_group()
-    one.add_argument(
-        "--quick", action="store_true", help="leave out slow tests and Spark; end at the first failing test"
-    )
-    one.add_argument("--lint", action="store_true", help="style, types and layers only")
-    one.add_argument("--fix", action="store_true", help="let ruff mend and format the files, then --lint")
+    kind = made.add_mutually_exclusive_group()
+    kind.add_argument("--quick", action="store_true", help="leave out slow tests and Spark; end at the first failure")
+    kind.add_argument("--lint", action="store_true", help="style, types and layers only")
+    kind.add_argument("--fix", action="store_true", help="let ruff mend and format the files, then --lint")
     made.add_argument("--keep-going", action="store_true", help="with --quick: continue after a failing test")
     made.add_argument("--coverage", action="store_true", help="list the lines of librmq that no test reached")
-    made.add_argument(
-        "--wheel",
-        metavar="FILE",
-        default=os.environ.get("LIBRMQ_WHEEL"),
-        help="test this built wheel instead of the checkout (also: LIBRMQ_WHEEL)",
-    )
+    wheel = "test this built wheel instead of the checkout (also: LIBRMQ_WHEEL)"
+    made.add_argument("--wheel", metavar="FILE", default=os.environ.get("LIBRMQ_WHEEL"), help=wheel)
     return made
 
 
-def environment(wheel: Path | None = None) -> Environment:
-    """Return the environment that ``LIBRMQ_VENV`` names, or the checkout's own."""
-    folder = os.environ.get("LIBRMQ_VENV")
-    return Environment(Path(folder).absolute() if folder else CHECKOUT / ".venv", wheel)
-
-
-def fix(place: Environment) -> None:
-    """Let ruff fix and format the files."""
-    for words in (("check", "--fix", "--quiet", "."), ("format", "--quiet", ".")):
-        place.run([place.python, "-P", "-m", "ruff", *words])
-
-
-def linters(place: Environment) -> list[Program]:
-    """Return the programs that check the code without running it."""
-    python: tuple[str | Path, ...] = (place.python, "-P", "-m")
-    typed = ["pytest_librmq.py"] + [
-        name for name in ("librmq", "tests", "examples", "benchmarks", "tools") if any(CHECKOUT.glob(f"{name}/**/*.py"))
-    ]
-    lenient = () if place.has("pyspark") else WITHOUT_SPARK
-    return [
-        Program("style", "ruff check", (*python, "ruff", "check", ".")),
-        Program("style", "ruff format", (*python, "ruff", "format", "--check", ".")),
-        Program("layers", "import-linter", (place.bin / "lint-imports", "--no-logo")),
-        Program("types", "mypy", (*python, "mypy", *lenient, *typed)),
-    ]
-
-
-def show(
-    place: Environment,
-    screen: Screen,
-    programs: Sequence[Program],
-    under_way: Mapping[Program, Future[tuple[int, str]]] | None = None,
-) -> list[str]:
-    """Run programs, or wait for running ones, with a line for each step; return the names of failed steps."""
-    failed = []
-    for name in dict.fromkeys(program.step for program in programs):
-        of_step = [program for program in programs if program.step == name]
-        with Step(screen, name) as step:
-            step.finish(", ".join(program.name for program in of_step))
-            found = [
-                (program, *(result_of(under_way[program], step) if under_way else run(place, step, program)))
-                for program in of_step
-            ]
-            faults = [(program.name, printed) for program, status, printed in found if status]
-            if faults:
-                step.finish(", ".join(fault for fault, _ in faults), failed=True)
-                failed.append(name)
-        for fault, printed in faults:
-            screen.line(printed.rstrip())
-            if fault.startswith("ruff"):
-                screen.line("./check --fix mends what can be mended by itself.")
-    return failed
-
-
-def run(place: Environment, step: Step | None, program: Program) -> tuple[int, str]:
-    """Run one program; return its exit status and output."""
-    return watch(program.command, step, folder=CHECKOUT, variables=place.variables())
-
-
-def run_tests(place: Environment, screen: Screen, words: Sequence[str], *, shown_by_pytest: bool) -> bool:
-    """Run pytest, with a bar or with its own output; return whether all tests passed."""
-    command: list[str | Path] = [place.python, "-P", "-m", "pytest", *words]
-    if shown_by_pytest:
-        return place.run(command) == 0
-    with Step(screen, "tests") as step:
-        progress = Testing(step)
-        status, printed = watch(command, step, folder=CHECKOUT, variables=place.variables(), look=progress.look)
-        place.logs.mkdir(exist_ok=True)
-        log = place.logs / "tests.txt"
-        log.write_text(printed, "utf-8")
-        step.finish(progress.summary(printed), failed=status != 0)
-    if status == 0:
-        for line in re.findall(r"^skipped \d+: .*$", printed, re.MULTILINE):
-            screen.line(line)
-    else:
-        screen.line(progress.failures(printed))
-        screen.line(f"All that pytest printed: {log}")
-        if first := progress.first_failing(printed):
-            screen.line(f"One of them alone: ./check {shlex.quote(first)}")
-    return status == 0
-
-
-class Testing:
-    """Reads pytest's progress from its output."""
-
-    _TOTAL = re.compile(r"\[(\d+) items\]|^collected (\d+) items(?: / (\d+) deselected)?", re.MULTILINE)
-    _RESULTS = re.compile(r"^(?:tests/\S+ )?([.sxXFER]+)(?: *\[ *\d+%\])?$", re.MULTILINE)
-    _SUMMARY = re.compile(r"^=+ (.* in [\d.]+s(?: \([\d:]+\))?) =+$", re.MULTILINE)
-
-    def __init__(self, step: Step) -> None:
-        self.step = step
-
-    def look(self, printed: str) -> None:
-        """Show how many tests have finished."""
-        total = self._TOTAL.search(printed)
-        if total is None:
-            self.step.show("looking for tests")
-            return
-        wanted = int(total[1] or total[2]) - int(total[3] or 0)
-        results = "".join(self._RESULTS.findall(printed, total.end()))
-        failed = results.count("F") + results.count("E")
-        told = f"{len(results):,} of {wanted:,}" + (f", {failed} failed" if failed else "")
-        self.step.show(told, len(results) / max(1, wanted))
-
-    def summary(self, printed: str) -> str:
-        """Return pytest's last line, without the time."""
-        found = self._SUMMARY.findall(printed)
-        return found[-1].rpartition(" in ")[0] if found else "pytest did not come to its end"
-
-    def first_failing(self, printed: str) -> str | None:
-        """Return the first failed test that pytest names, without its group; None if it names none."""
-        found = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", printed, re.MULTILINE)
-        return re.sub(r"@[^\]]*$", "", found[1]) if found else None
-
-    def failures(self, printed: str) -> str:
-        """Return pytest's output about failing tests, or its last lines if no test failed."""
-        begin = re.search(r"^=+ (FAILURES|ERRORS) =+$", printed, re.MULTILINE)
-        return printed[begin.start() :].rstrip() if begin else "\n".join(printed.splitlines()[-60:])
+def end(number: int, _: object) -> NoReturn:
+    """End the command, and the programs that it runs, at a signal that reaches it alone."""
+    sys.exit(128 + number)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command; return its exit status."""
-    commands = {"demo": demo, "check": check, "site": site, "release": release, "packages": packages}
+    commands = {"demo": demo, "check": check, "site": site, "packages": packages}
     if not arguments or arguments[0] not in commands:
-        print("usage: project.py {demo,check,site,release} …", file=sys.stderr)
+        print("usage: project.py {demo,check,site} …", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, end)
     try:
-        return run_command("librmq", lambda: commands[arguments[0]](arguments[1:]))
+        return commands[arguments[0]](arguments[1:])
     except Refused as refusal:
         print(f"librmq: {refusal}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("librmq: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
+import tomllib
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
+import librmq
 from tests import budget
 from tests.conftest import SlowBudget, SlowTime, StoreCopy
 from tests.data.cut import cut, spread, spread_each
 from tests.programs import POSIX
 from tests.reference import CHECKOUT, COMPACT, jsonl, reference, rows, store_folders, unpack_compact
-
-
-def run_check(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, CHECKOUT / "tools" / "project.py", "check", *words],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-    )
 
 
 def fake_python(folder: Path, name: str, version: str, *, is_new: bool, has_venv: bool) -> None:
@@ -76,25 +65,6 @@ def test_commands_can_be_started() -> None:
 
 
 @POSIX
-@pytest.mark.parametrize("has_apt", [True, False])
-def test_ci_ends_if_database_servers_cannot_be_installed(tmp_path: Path, has_apt: bool) -> None:
-    """It continues where nothing can be installed at all, here up to the first other program that is missing."""
-    for name in ("bash", "chmod", "dirname", "mktemp", "rm", "tail"):
-        (tmp_path / name).symlink_to(shutil.which(name) or name)
-    for name, line in {"id": "echo 0", **({"apt-get": "echo no network; exit 100"} if has_apt else {})}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    variables = {"PATH": str(tmp_path), "TMPDIR": str(tmp_path)}
-    done = subprocess.run([tmp_path / "bash", CHECKOUT / ".ci" / "run"], env=variables, capture_output=True, text=True)
-    ended = done.stdout.partition("== database servers")[2].partition(" s)\n")[2]
-    if has_apt:
-        assert (done.returncode, ended) == (1, "no network\n")
-    else:
-        assert ended.startswith("no way to install mariadb-server")
-        assert "== Node" in ended
-
-
-@POSIX
 @pytest.mark.platform
 def test_the_first_python_that_will_do_is_taken(tmp_path: Path) -> None:
     fake_python(tmp_path, "python3", "3.9.2", is_new=False, has_venv=True)
@@ -124,99 +94,18 @@ def test_a_missing_python_is_reported_in_a_sentence(tmp_path: Path, version: str
 
 def test_a_foreign_environment_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "pyvenv.cfg").write_text("")
-    done = run_check(LIBRMQ_VENV=str(tmp_path))
+    command = [sys.executable, str(CHECKOUT / "tools" / "project.py"), "check"]
+    variables = {**os.environ, "LIBRMQ_VENV": str(tmp_path)}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == 2
     assert "was not made by this command" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["pyvenv.cfg"]
 
 
-def test_a_wheel_that_is_not_there_is_reported(tmp_path: Path) -> None:
-    done = run_check("--wheel", str(tmp_path / "no.whl"))
-    assert done.returncode == 2
-    assert "there is no wheel" in done.stderr
-
-
-def test_a_small_demo_needs_no_spark(tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    project = tools("project")
-    done: list[object] = []
-    monkeypatch.setattr(project.Environment, "prepare", lambda place, extras, screen: done.append(extras))
-    monkeypatch.setattr(project.Environment, "run", lambda place, command, folder: done.append(command[1:]))
-    project.demo(["--small", "there"])
-    assert done == [project.SMALL_DEMO_EXTRAS, [project.DEMO, "there"], [project.DEMO_REPORT, "there"]]
-    assert "spark" not in project.SMALL_DEMO_EXTRAS
-
-
-@pytest.mark.parametrize(("small", "installed", "report"), [(0, 0, 0), (2, 0, 0), (0, 3, 0), (0, 3, 1)])
-def test_spark_is_installed_beside_the_small_demo(
-    tools: Callable[[str], ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    small: int,
-    installed: int,
-    report: int,
-) -> None:
-    """If its installation fails, the report is shown still."""
-    project = tools("project")
-    done: list[object] = []
-
-    class Beside:
-        def __init__(self, command: list[object], *_: object) -> None:
-            done.append({*command[3:]})
-
-        def __enter__(self) -> Beside:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def wait(self) -> int:
-            done.append("wait")
-            return installed
-
-    def run(place: object, command: list[object], folder: object) -> int:
-        done.append(command[1])
-        return report if command[1] == project.DEMO_REPORT else small
-
-    monkeypatch.setattr(project, "Beside", Beside)
-    monkeypatch.setattr(project.Environment, "prepare", lambda place, extras, screen: done.append(extras))
-    monkeypatch.setattr(project.Environment, "extras", lambda place: project.SMALL_DEMO_EXTRAS)
-    monkeypatch.setattr(project.Environment, "run", run)
-    assert project.demo([]) == (small or installed)
-    beside = [project.SMALL_DEMO_EXTRAS, project.DEMO_EXTRAS, project.DEMO, "wait"]
-    later = [project.DEMO_REPORT, project.DEMO_ON_SPARK]  # the report imports PyArrow if it finds a part of it
-    assert done == (beside[:3] if small else [*beside, later[0]] if installed else [*beside, *later])
-    shown = capsys.readouterr().out
-    assert ("its installation failed" in shown) is bool(installed)
-    assert ("delete" in shown) is bool(report)
-
-
-def test_packages_of_an_unknown_extra_are_refused(
-    tools: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tools("project").main(["packages", "cli", "sprak"]) == 2
-    assert "no extra sprak" in capsys.readouterr().err
-
-
-def test_check_prints_its_arguments() -> None:
-    done = run_check("--help")
-    assert done.returncode == 0
-    assert all(word in done.stdout for word in ("--quick", "--lint", "--fix", "--keep-going", "--wheel"))
-
-
-def test_only_the_quick_check_ends_at_a_failing_test(tools: Callable[[str], ModuleType]) -> None:
-    project = tools("project")
-    words = project.pytest_words
-    assert words([], quick=True, keep_going=False)[-3:] == ["-m", project.LEFT_OUT_QUICK, "-x"]
-    assert "-x" not in words([], quick=True, keep_going=True)
-    assert words([], quick=False, keep_going=False)[-2:] == ["-m", "not bench"]
-
-
-def test_a_check_keeps_bytecode(
-    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Without bytecode each process would compile every module again, and pytest would rewrite its tests again."""
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    assert "PYTHONDONTWRITEBYTECODE" not in tools("environment").Environment(tmp_path).variables()
+def test_the_core_has_the_licence_and_version_of_librmq() -> None:
+    assert (CHECKOUT / "core" / "LICENSE").read_bytes() == (CHECKOUT / "LICENSE").read_bytes()
+    core = tomllib.loads((CHECKOUT / "core" / "pyproject.toml").read_text("utf-8"))["project"]
+    assert core["version"] == librmq.__version__
 
 
 def test_the_quick_check_tries_a_part_from_first_to_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,33 +117,8 @@ def test_the_quick_check_tries_a_part_from_first_to_last(monkeypatch: pytest.Mon
     assert (budget.examples(1), list(budget.some([]))) == (1, [])
 
 
-def test_ci_draws_a_third_and_numbers_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "run", budget.Run(quick=False, in_ci=True))
-    assert (budget.examples(100), list(budget.some(range(10))), budget.step()) == (33, [*range(10)], 1)
-
-
-@pytest.mark.slow
-def test_long_tests_begin_first_and_modules_stay_together(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(
-        f"import sys\nsys.path.append({str(CHECKOUT)!r})\n"
-        "from tests.conftest import pytest_collect_directory, pytest_collection_modifyitems\n"
-    )
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    servers\n")
-    for name, mark in (
-        ("a", ""),
-        ("b", "@pytest.mark.servers\n@pytest.mark.xdist_group('db')\n"),
-        ("c", "@pytest.mark.slow\n"),
-    ):
-        (tmp_path / f"test_{name}.py").write_text(
-            f"import pytest\n{mark}@pytest.mark.parametrize('number', range(3))\ndef test_it(number): pass\n"
-        )
-    child = run_pytest(tmp_path, "-n", "1", "--dist", "loadgroup", "--no-loadscope-reorder", "-v")
-    passed = re.findall(r"PASSED test_(\w)\.py\S+?\[\d\](\S*)", child.stdout)
-    assert passed == [*3 * [("b", "@db")], *3 * [("c", "")], *3 * [("a", "@test_a.py")]]
-
-
 @pytest.mark.thorough
-def test_of_many_cases_the_quick_check_runs_every_eighth(tools: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_of_many_cases_the_quick_check_runs_every_eighth(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         f"import sys\nsys.path.append({str(CHECKOUT)!r})\nfrom tests.conftest import pytest_collection_modifyitems\n"
     )
@@ -265,7 +129,7 @@ def test_of_many_cases_the_quick_check_runs_every_eighth(tools: Callable[[str], 
         f"import pytest\n@pytest.mark.many\n{cases}def test_many(number): pass\n"
         "@pytest.mark.many\ndef test_one(): pass\n@pytest.mark.thorough\ndef test_left_out(): pass\n"
     )
-    child = run_pytest(tmp_path, "-v", "-m", tools("project").LEFT_OUT_QUICK)
+    child = run_pytest(tmp_path, "-v", "-m", "not slow and not thorough")
     assert re.findall(r"test_it.py::(\S+) PASSED", child.stdout) == [
         "test_many[0]",
         "test_many[8]",
@@ -275,47 +139,13 @@ def test_of_many_cases_the_quick_check_runs_every_eighth(tools: Callable[[str], 
     assert "4 passed, 15 deselected" in child.stdout
 
 
-def test_a_file_that_is_named_runs_in_one_process(tools: Callable[[str], ModuleType]) -> None:
-    words = tools("project").pytest_words
-    assert words(["tests/fuzz/test_formats.py::x"], quick=False, keep_going=False)[-3:] == [
-        "-n",
-        "0",
-        "tests/fuzz/test_formats.py::x",
-    ]
-    assert "0" not in words(["-k", "tests", "tests/fuzz"], quick=False, keep_going=False)
-
-
-@pytest.mark.parametrize("words", [["tests", "--ignore=tests/store"], ["--ignore=tests/store"]])
-def test_a_folder_that_is_named_is_tested_alone(
-    tools: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, words: list[str]
-) -> None:
-    """CI leaves out style, layers and types in this way where an earlier check has looked at the same code."""
-    project = tools("project")
-    begun: list[str] = []
-
-    def pytest_alone(place: object, command: list[str]) -> int:
-        begun.append(command[3])
-        return 0
-
-    def program_alone(place: object, step: object, program: Any) -> tuple[int, str]:
-        begun.append(program.step)
-        return 0, ""
-
-    monkeypatch.setattr(project.Environment, "prepare", lambda place, extras, screen: None)
-    monkeypatch.setattr(project.Environment, "run", pytest_alone)
-    monkeypatch.setattr(project, "run", program_alone)
-    assert project.check(["--quick", *words]) == 0
-    others = set() if "tests" in words else {"style", "layers", "types"}
-    assert set(begun) == {"pytest", *others}
-
-
 @pytest.mark.spark
-def test_java_knows_the_options_of_a_short_session(tools: Callable[[str], ModuleType]) -> None:
+def test_java_knows_the_options_of_a_short_session() -> None:
     """And prints no warning, which each program on Spark would show."""
     pytest.importorskip("pyspark")
     from librmq.spark.session import java_home
 
-    java = [java_home() / "bin" / "java", *tools("environment").SHORT_JAVA.split(), "-version"]
+    java = [str(java_home() / "bin" / "java"), *os.environ["SPARK_SUBMIT_OPTS"].split(), "-version"]
     done = subprocess.run(java, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "warning" not in (done.stdout + done.stderr).lower()
@@ -361,47 +191,6 @@ def test_slow_tests_share_the_remaining_time(tmp_path: Path) -> None:
     assert here.share("c") == 35
     there.note("b", 90)  # it took longer than its share
     assert there.share("d") == 0
-
-
-@pytest.mark.slow
-def test_notes_of_tests_come_from_all_processes(tmp_path: Path) -> None:
-    """The summary has figures, the progress of slow tests, and each reason for skips once."""
-    (tmp_path / "conftest.py").write_text(
-        f"import sys\nsys.path.append({str(CHECKOUT)!r})\n"
-        "from tests.conftest import (\n"
-        "    figure, pytest_collection_finish, pytest_collection_modifyitems, pytest_collectreport,\n"
-        "    pytest_runtest_logreport, pytest_terminal_summary, slow_budget, slow_time,\n"
-        ")\n"
-    )
-    (tmp_path / "test_module.py").write_text("import pytest\npytest.skip('no Spark', allow_module_level=True)\n")
-    (tmp_path / "test_some.py").write_text(
-        "import os\n"
-        "import pytest\n"
-        "def test_measures(figure): figure('42 of 42')\n"
-        "@pytest.mark.parametrize('number', range(4))\n"
-        "def test_takes_time(number, slow_budget):\n"
-        "    assert slow_budget.seconds > 20\n"
-        "    assert list(slow_budget.rounds(3, 'turns')) == [0, 1, 2]\n"
-        "@pytest.mark.spark\n"
-        "@pytest.mark.parametrize('number', range(9))\n"
-        "def test_spark(number, figure): figure(f\"by {os.environ.get('PYTEST_XDIST_WORKER')}\")\n"
-        "@pytest.mark.parametrize('number', range(9))\n"
-        "def test_data(number): pytest.skip(f'reference data: no part {number}')\n"
-        "def test_other(): pytest.skip('no Spark')\n"
-    )
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    spark\n")
-    child = run_pytest(tmp_path, "-n", "2", "--dist", "loadgroup", RMQ_SLOW_SECONDS="100", CI="")
-    assert child.returncode == 0, child.stdout
-    lines = child.stdout.splitlines()
-    assert lines.count("42 of 42") == 1
-    assert len({line for line in lines if line.startswith("by ")}) == 1
-    assert sum(line.startswith("by ") for line in lines) == 9
-    assert [line.partition(" in ")[0] for line in lines if "turns" in line] == [
-        f"test_some.py::test_takes_time[{number}]: 3 of 3 turns" for number in range(4)
-    ]
-    told = [line for line in lines if line.startswith("skipped ")]
-    assert told[0].startswith("skipped 9: this run has only a part of the reference data")
-    assert told[1:] == ["skipped 2: no Spark"]
 
 
 def test_rows_are_spread_from_first_to_last() -> None:
