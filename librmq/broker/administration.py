@@ -6,7 +6,7 @@ Mirrors the useful part of ``AdminBrokerProcessor`` and ``QueryMessageProcessor`
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Final, Literal
 
@@ -24,6 +24,7 @@ from librmq.protocol import (
     ConsumerData,
     ConsumerOffsets,
     CreateTopic,
+    DeleteExpiredFiles,
     DeleteGroup,
     DeleteTopic,
     MaxOffset,
@@ -53,7 +54,9 @@ _MAX_RESULTS: Final = 64
 class Administration:
     """The tables and messages of one broker. Changes need the runner's lock."""
 
-    def __init__(self, context: BrokerContext) -> None:
+    def __init__(self, context: BrokerContext, wake_housekeeping: Callable[[], None]) -> None:
+        """``wake_housekeeping()`` wakes the step that runs the store's housekeeping, if no thread does."""
+        self._wake_housekeeping = wake_housekeeping
         self._store = context.store
         self._offsets = context.offsets
         self._topics = context.topics
@@ -81,6 +84,11 @@ class Administration:
             for topic, queue_id in unused:
                 if not store.queue_range(topic, queue_id)[1]:
                     self._offsets.delete_queue(topic, queue_id)
+
+    def delete_expired_files(self, request: DeleteExpiredFiles) -> None:
+        """Delete expired log files at any hour, soon."""
+        self._store.delete_expired()
+        self._wake_housekeeping()
 
     def set_group(self, request: SetGroup) -> None:
         """Make a consumer group, or change it."""

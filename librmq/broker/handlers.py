@@ -36,6 +36,7 @@ from librmq.protocol import (
     ConsumerIds,
     CopyTables,
     CreateTopic,
+    DeleteExpiredFiles,
     DeleteGroup,
     DeleteTopic,
     DescribeLog,
@@ -82,7 +83,7 @@ _WRITES: Final = (
     *(SendMessage, SendPlain, SendBatch, SendReply, SendBack),
     *(EndTransaction, LockQueues, UnlockQueues, ResetGroup),
     *(Receive, CancelReceive, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
-    *(CreateTopic, DeleteTopic, CleanUnusedTopics, SetGroup),
+    *(CreateTopic, DeleteTopic, CleanUnusedTopics, DeleteExpiredFiles, SetGroup),
     *(DescribeLog, FollowLog, LeaveLog, CopyTables),
 )
 """Requests that a replica refuses."""
@@ -104,8 +105,9 @@ class Handlers:
         deliveries: Deliveries,
         transactions: BrokerTransactions,
         check_open: Callable[[], None],
+        wake_housekeeping: Callable[[], None],
     ) -> None:
-        """``check_open()`` raises once the broker is closed."""
+        """``check_open()`` raises once the broker is closed; `Administration` gets ``wake_housekeeping``."""
         self._runner = context.runner
         self._writing = context.writing
         self._check_open = check_open
@@ -121,7 +123,7 @@ class Handlers:
         clients = context.clients
         progress = self.progress = Progress(context)
         receives = self.receives = ReceiveHandler(context, sending, progress, pulling.check_subscription)
-        administration = Administration(context)
+        administration = Administration(context, wake_housekeeping)
         self.by_request: dict[type, Callable[[Any], Any]] = {}
         answer, locked, durable = self._answer, self._locked, self._durable
         answer(SendMessage, sending.send)
@@ -154,6 +156,7 @@ class Handlers:
         answer(CreateTopic, durable(administration.create_topic))
         answer(DeleteTopic, durable(administration.delete_topic))
         answer(CleanUnusedTopics, locked(administration.clean_unused_topics))
+        answer(DeleteExpiredFiles, locked(administration.delete_expired_files))
         answer(SetGroup, durable(administration.set_group))
         answer(DeleteGroup, durable(administration.delete_group))
         answer(ViewMessage, administration.view_message)
@@ -236,7 +239,8 @@ class BrokerParts:
             self.deliveries = Deliveries(context, self._wake_housekeeping if by_hand else None)
             self.transactions = BrokerTransactions(context, self.deliveries.arrivals)
             store.readers = StoreReaders(context, self.deliveries.schedule, self.transactions, self.deliveries.timers)
-            self.handlers = Handlers(context, self.deliveries, self.transactions, life.check_open)
+            wake = partial(runner.wake, self._housekeeping) if by_hand else lambda: None
+            self.handlers = Handlers(context, self.deliveries, self.transactions, life.check_open, wake)
             self._show_gauges()
             if not self._is_replica:
                 with runner.lock:

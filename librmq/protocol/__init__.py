@@ -15,6 +15,7 @@ from librmq.protocol.administration import CleanUnusedTopics as CleanUnusedTopic
 from librmq.protocol.administration import CopiedTables as CopiedTables
 from librmq.protocol.administration import CopyTables as CopyTables
 from librmq.protocol.administration import CreateTopic as CreateTopic
+from librmq.protocol.administration import DeleteExpiredFiles as DeleteExpiredFiles
 from librmq.protocol.administration import DeleteGroup as DeleteGroup
 from librmq.protocol.administration import DeleteTopic as DeleteTopic
 from librmq.protocol.administration import DescribeLog as DescribeLog

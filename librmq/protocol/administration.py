@@ -55,6 +55,11 @@ class CleanUnusedTopics(Request[tuple[tuple[str, int], ...]]):
 
 
 @value
+class DeleteExpiredFiles(Request[None]):
+    """Delete log files that have expired, whatever the hours of deletion; the broker does so soon."""
+
+
+@value
 class SetGroup(Request[None]):
     """Create a consumer group, or change it."""
 

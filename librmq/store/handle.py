@@ -276,6 +276,13 @@ class StoreHandle:
             with critical:
                 self._update_acceptance()
 
+    def delete_expired(self) -> None:
+        """Delete expired log files soon; see `MessageStore.delete_expired`."""
+        self.check_writable()
+        self.retention.delete_expired()
+        self.housekeeping.expire_soon()
+        self.thread.wake()
+
     def check_room(self) -> None:
         """Refuse a send while there is no room for it; see `MessageStore.check_room`."""
         now_ms = self.clock.now_ms()

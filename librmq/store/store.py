@@ -539,6 +539,13 @@ class MessageStore:
         """
         self._handle.check_room()
 
+    def delete_expired(self) -> None:
+        """Let the next `run_due` delete expired log files, whatever the hours of ``delete_when``.
+
+        A file that has not expired stays, as does the file of the last message.
+        """
+        self._handle.delete_expired()
+
     def clean_unused_topics(self, topics: Container[str]) -> list[tuple[str, int]]:
         """Delete queues whose topics are not in ``topics`` and whose messages retention has deleted.
 

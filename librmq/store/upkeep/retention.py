@@ -145,6 +145,7 @@ class Retention:
         self._walked = (-1, 0)  # start of a log file, and the store time of its last record
         self._round_end = 0
         self._round_files = 0
+        self._is_requested = False  # `delete_expired` was called, and expired files are left
         self.refuses_writes = False
         self.used_ratio = 0.0
         self.deleted = []
@@ -169,15 +170,22 @@ class Retention:
         self.is_held = False
         if oversized := self._oversized():
             self.deleted += self._delete(self._ends()[: min(oversized, _FILES_A_ROUND)], "beyond max_total_size")
-        if self._forced or self._any_hour or self._next_hour(now_ms) == now_ms:
+        if self._forced or self._ignores_hours or self._next_hour(now_ms) == now_ms:
             if not self._round_end - _ROUND_MS <= now_ms < self._round_end:
                 self._round_end, self._round_files = now_ms + _ROUND_MS, 0
             if self._round_files < _FILES_A_ROUND:
                 deleted = self.expire(now_ms, at_most=1, forced=self._forced)
                 self._round_files += bool(deleted)
                 self.deleted += deleted
+        ends = self._ends()
+        if self.is_held or not ends or not self._has_expired(ends[0] - self._log.file_size, now_ms):
+            self._is_requested = False
         self._warn_of_holder()
         return self._next_due(now_ms)
+
+    def delete_expired(self) -> None:
+        """Let the next calls of `run_due` delete all files that have expired, at any hour. Any thread may call this."""
+        self._is_requested = True
 
     def expire(self, now_ms: int, *, at_most: int = _FILES_A_ROUND, forced: bool = False) -> list[str]:
         """Delete at most ``at_most`` expired log files, at any hour, and return all deleted paths.
@@ -311,6 +319,10 @@ class Retention:
         return self.used_ratio > self._max_used
 
     @property
+    def _ignores_hours(self) -> bool:
+        return self._any_hour or self._is_requested
+
+    @property
     def _forced(self) -> bool:
         return self.used_ratio > self._force_clean
 
@@ -391,7 +403,7 @@ class Retention:
             return None
         if not (self._oversized() or self._forced):
             at = max(now_ms, self._known_timestamp(ends[0] - self._log.file_size) + self._reserved_ms)
-            allowed = at if self._any_hour else self._next_hour(at)
+            allowed = at if self._ignores_hours else self._next_hour(at)
             if allowed is None or allowed >= _LAST_MOMENT:
                 return None
             if allowed > now_ms:

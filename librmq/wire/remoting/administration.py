@@ -18,6 +18,7 @@ from librmq.message.topics import validate_client_topic
 from librmq.protocol import (
     CleanUnusedTopics,
     CreateTopic,
+    DeleteExpiredFiles,
     DeleteGroup,
     DeleteTopic,
     QueryMessages,
@@ -74,6 +75,7 @@ ADMINISTRATIVE: Final = frozenset(
         RequestCode.CLONE_GROUP_OFFSET,
         RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE,
         RequestCode.CLEAN_UNUSED_TOPIC,
+        RequestCode.DELETE_EXPIRED_COMMITLOG,
         RequestCode.CONSUME_MESSAGE_DIRECTLY,
     }
 )
@@ -103,6 +105,7 @@ class AdminRequests:
             RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_BROKER: self._system_topics,
             RequestCode.CLEAN_UNUSED_TOPIC: self._clean_topics,
             RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE: lambda call: call.answer(),  # retention does it
+            RequestCode.DELETE_EXPIRED_COMMITLOG: self._delete_expired,
             RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP: self._set_group,
             RequestCode.DELETE_SUBSCRIPTIONGROUP: self._delete_group,
             RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG: self._group_configs,
@@ -227,6 +230,10 @@ class AdminRequests:
 
     def _clean_topics(self, call: RemotingCall) -> bytes:
         self._broker.call(CleanUnusedTopics())
+        return call.answer()
+
+    def _delete_expired(self, call: RemotingCall) -> bytes:
+        self._broker.call(DeleteExpiredFiles())
         return call.answer()
 
     # ---- groups

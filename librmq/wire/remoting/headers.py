@@ -534,4 +534,5 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT: RequestForm(PushedReplyHeader),
     RequestCode.ADD_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader, AddedTopicsHeader),
     RequestCode.GET_ALL_PRODUCER_INFO: RequestForm(EmptyHeader),
+    RequestCode.DELETE_EXPIRED_COMMITLOG: RequestForm(EmptyHeader),
 }

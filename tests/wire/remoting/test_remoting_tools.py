@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import socket
+from datetime import datetime
 from typing import Any
 
 import pytest
 
-from librmq import Broker, ManualRunner
+from librmq import Broker, ManualRunner, StoreConfig
+from librmq.clock import ManualClock
+from librmq.files import MemoryFiles
 from librmq.java import json as java_json
 from librmq.message.message import StoredMessage
 from librmq.message.properties import decode_properties
@@ -28,6 +31,29 @@ TO_CLIENTS |= {Code.PUSH_REPLY_MESSAGE_TO_CLIENT}
 def advance(broker: Broker, seconds: float) -> None:
     assert isinstance(broker.runner, ManualRunner)
     broker.runner.advance(round(seconds * 1000))
+
+
+def test_expired_files_are_deleted_at_any_hour() -> None:
+    """`mqadmin deleteExpiredCommitLog` does not wait for ``delete_when``; younger files stay."""
+    hour = datetime.fromtimestamp(BEGIN_MS / 1000).astimezone().hour
+    config = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=2048, file_reserved_hours=1)
+    config = config.with_settings({"delete_when": f"{(hour + 12) % 24:02}", "keep_unconsumed": False})
+    runner = ManualRunner(ManualClock(BEGIN_MS))
+    with (
+        Broker.open("/store", store_config=config, runner=runner, files=MemoryFiles()) as broker,
+        RemotingServer(broker) as server,
+        RawClient(server.port) as client,
+    ):
+        for _ in range(3):
+            for _ in range(4):
+                assert client.put("t", bytes(900)).code == 0
+            advance(broker, 1500)
+        assert broker.store.log.begin == 0
+        assert client.call(Code.DELETE_EXPIRED_COMMITLOG).code == 0
+        advance(broker, 10)
+        assert broker.store.log.begin == 4096
+        advance(broker, 2 * 3600)
+        assert broker.store.log.begin == 4096
 
 
 def test_every_code_has_an_answer(client: RawClient) -> None:
