@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from librmq.cli.output import complain
 from librmq.consumequeue_ext import is_ext_address
@@ -18,13 +20,14 @@ from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import derived_tags_code
 
-if TYPE_CHECKING:  # `dump` needs none of these at run time
+if TYPE_CHECKING:
     from librmq.consumequeue import ConsumeQueue
     from librmq.files.seam import Damage
     from librmq.store import MessageStore, ReadResult
     from librmq.store.recovery.salvage import Gap
     from librmq.store.recovery.verify import Verdict
     from librmq.store.upkeep.snapshot import Snapshot
+
 
 Row = dict[str, Any]
 
@@ -272,3 +275,47 @@ def verify_row(store: str, verdict: Verdict) -> Row:
             for damage in verdict.damage
         ],
     }
+
+
+# ---- bodies of messages as text, JSON, hexadecimal or base64
+
+BodyForm = Literal["text", "json", "hex", "base64", "none"]
+
+_OF_THE_BODY: Final = ("body_b64", "stored_body_b64")
+
+
+def shown_row(message: StoredMessage, levels: DelayLevels, form: BodyForm) -> dict[str, Any]:
+    """Return the row of a message with its ``body`` in a form; null for one that cannot be decompressed."""
+    row = {name: value for name, value in message_row(message, levels).items() if name not in _OF_THE_BODY}
+    row["body"] = None if form == "none" else _body_as(message, form)
+    return row
+
+
+def _body_as(message: StoredMessage, form: BodyForm) -> object:
+    try:
+        body = message.body
+    except BodyCompressionError:
+        return None
+    if form == "hex":
+        return body.hex()
+    if form == "base64":
+        return base64.b64encode(body).decode("ascii")
+    text = body.decode(errors="backslashreplace")
+    if form == "json":
+        try:
+            return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        except (ValueError, RecursionError):
+            return text
+    return text
+
+
+def _finite(text: str) -> float:
+    """Return a number; one beyond the largest float has no JSON form, so that its body stays text."""
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(text)
+    return number
+
+
+def _refuse(name: str) -> object:
+    raise ValueError(name)

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from librmq.cli.bodies import shown_row
-from librmq.cli.input import check_queues, files_and_config, report_cut
+from librmq.cli.input import files_and_config, report_cut
 from librmq.cli.log import cut_at
 from librmq.cli.output import Output, whole_number
 from librmq.cli.progress import ProgressBar
+from librmq.cli.rows import shown_row
 from librmq.cli.selection import MessageQuery, in_queue, select, user_queue
 from librmq.cli.unknown_names import note_message, note_topic_of
 from librmq.clock import Clock, SystemClock
