@@ -37,7 +37,7 @@ def allocate(arguments: argparse.Namespace, output: Output) -> int:
     """Answer the cases on standard input."""
     for number, row in read_rows(standard_input()):
         try:
-            answer = _answer(row)
+            answer = _allocated(row)
         except (InputError, ConfigError) as error:
             raise InputError(f"line {number}: {error}") from None
         output.row(answer)
@@ -45,7 +45,7 @@ def allocate(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _answer(row: Row) -> Row:
+def _allocated(row: Row) -> Row:
     """Return a case with its ``result`` or ``error_type``.
 
     Raises:

@@ -26,13 +26,13 @@ def filter_(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.properties:
         raise InputError("properties as arguments need --explain EXPR; without it they belong to the cases")
     if not arguments.explain:
-        return _answer(lambda case: filter_cases.answer_case(case, dialect, strict=strict), output.row, output)
+        return _answer_rows(lambda case: filter_cases.answer_case(case, dialect, strict=strict), output.row, output)
 
     def explain(case: Row) -> str:
         expression, properties = filter_cases.read_case(case)
         return filter_cases.explain_text(expression, properties, dialect, strict=strict) + "\n"
 
-    return _answer(explain, _write, output)
+    return _answer_rows(explain, _write, output)
 
 
 def _properties(words: Sequence[str]) -> dict[str, str]:
@@ -52,10 +52,10 @@ def _write(text: str) -> None:
 
 def bloom(arguments: argparse.Namespace, output: Output) -> int:
     """Print the bit positions of strings for each filter on standard input."""
-    return _answer(filter_cases.answer_bloom, output.row, output)
+    return _answer_rows(filter_cases.answer_bloom, output.row, output)
 
 
-def _answer(answer: Callable[[Row], T], write: Callable[[T], None], output: Output) -> int:
+def _answer_rows(answer: Callable[[Row], T], write: Callable[[T], None], output: Output) -> int:
     for number, case in read_rows(standard_input()):
         try:
             result = answer(case)

@@ -165,8 +165,6 @@ def open_output(form: str | None, stream: TextIO, path: str | None = None, limit
     if form == "parquet":
         if path is None:
             raise InputError("--format parquet: name a file with -o, because Parquet is not text")
-        from librmq.cli.output import ParquetRows
-
         return Output(ParquetRows(path), row_limit)
     file = None
     if path is not None:
@@ -181,8 +179,6 @@ def open_output(form: str | None, stream: TextIO, path: str | None = None, limit
 
 def _writer(form: str | None, stream: TextIO) -> RowWriter:
     if form == "csv":
-        from librmq.cli.output import CsvRows
-
         return CsvRows(stream)
     if form == "jsonl" or (form is None and not stream.isatty()):
         return JsonLines(stream)
