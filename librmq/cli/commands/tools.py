@@ -117,7 +117,7 @@ COMMANDS: Final = (
     ),
     Command(
         "filter",
-        "filters",
+        "cases",
         "evaluate filter expressions, or explain one",
         "--explain 'price > 5' price=7",
         (
@@ -139,7 +139,7 @@ COMMANDS: Final = (
     ),
     Command(
         "allocate",
-        "allocation",
+        "cases",
         "allocate queues, or select one",
         "< cases.jsonl",
         store=False,
@@ -147,7 +147,7 @@ COMMANDS: Final = (
     ),
     Command(
         "bloom",
-        "filters",
+        "cases",
         "print the bit positions of strings in a bitmap",
         "< strings.jsonl",
         store=False,

@@ -1,12 +1,13 @@
-"""``allocate``: allocation of queues and selection of a queue, without a broker."""
+"""``filter``, ``bloom``, ``allocate``: cases on standard input, each answered without a store."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from librmq.cli.input import field, read_rows, standard_input
 from librmq.cli.output import Output
@@ -20,11 +21,158 @@ from librmq.client.allocation import (
     allocate_machine_room_nearby,
 )
 from librmq.client.queue_selectors import select_by_hash
-from librmq.errors import AllocationError, ConfigError, InputError
-from librmq.java.lang import long_hash
+from librmq.errors import (
+    AllocationError,
+    ConfigError,
+    FilterError,
+    FilterEvaluationError,
+    FilterSyntaxError,
+    InputError,
+)
+from librmq.filter.bloom import BloomFilter
+from librmq.filter.explain import explain
+from librmq.filter.lint import lint
+from librmq.filter.parser import Dialect, parse, refuse_rest
+from librmq.filter.sqlfilter import compiled
+from librmq.java.hashing import long_hash
 from librmq.message.message import Message, MessageQueue
+from librmq.message.printable import printable
+
+# ---- filters
+
+
+def answer_case(row: object, dialect: Dialect = "4.9", *, strict: bool = False) -> dict[str, Any]:
+    """Return a case ``{expr, props}`` with its ``result`` and ``match``.
+
+    The result is true, false, null for UNKNOWN, or the name of an error. With ``strict``, an expression with text after
+    it does not compile.
+
+    Raises:
+        FilterError: The row is no case.
+    """
+    expression, properties = read_case(row)
+    assert isinstance(row, dict)
+    answer: dict[str, Any] = {name: row[name] for name in ("expr", "props") if name in row}
+    try:
+        sql = compiled(expression, dialect)
+        if strict:
+            refuse_rest(sql.selector)
+    except FilterSyntaxError:
+        return answer | {"result": "PARSE_ERROR", "match": None}
+    try:
+        result: bool | str | None = sql.evaluate(properties)
+    except FilterEvaluationError as error:
+        result = f"EVAL_ERROR:{error.java_name}"
+    return answer | {"result": result, "match": result is True}
+
+
+def read_case(row: object) -> tuple[str, dict[str, str] | None]:
+    """Return the expression and the properties of a case ``{expr, props}``.
+
+    Raises:
+        FilterError: The row is no case.
+    """
+    if not isinstance(row, dict) or not isinstance(row.get("expr"), str):
+        raise FilterError("expected an object with a text expr")
+    properties = row.get("props")
+    if properties is None:
+        return row["expr"], None
+    if not isinstance(properties, dict) or not all(v is None or isinstance(v, str) for v in properties.values()):
+        raise FilterError("props: expected an object of strings, or null")
+    return row["expr"], {name: value for name, value in properties.items() if value is not None}
+
+
+def answer_bloom(row: object) -> dict[str, Any]:
+    """Return ``{k, m, positions: [{str, bits}]}`` for ``{f, n, strings}``.
+
+    Raises:
+        ConfigError: The row is no such case.
+    """
+    if not isinstance(row, dict):
+        raise ConfigError("expected an object with f, n and strings")
+    f, n = row.get("f"), row.get("n")
+    if isinstance(f, bool) or not isinstance(f, int | float) or type(n) is not int:
+        raise ConfigError("f: expected a number of percent; n: expected an integer")
+    bloom = BloomFilter(f, n)
+    answer: dict[str, Any] = {"k": bloom.hash_count, "m": bloom.bit_count}
+    if "strings" in row:
+        strings = row["strings"]
+        if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
+            raise ConfigError("strings: expected a list of strings")
+        answer["positions"] = [{"str": text, "bits": list(bloom.positions(text))} for text in strings]
+    return answer
+
+
+def explain_text(expr: str, props: Mapping[str, str] | None, dialect: Dialect = "4.9", *, strict: bool = False) -> str:
+    """Explain whether ``expr`` matches a message with ``props``, and list likely mistakes in it.
+
+    Raises:
+        FilterSyntaxError: The expression does not compile.
+    """
+    selector = parse(expr, dialect)
+    if strict:
+        refuse_rest(selector)
+    parts = [str(explain(selector, props))]
+    findings = lint(selector, dialect)
+    if findings:
+        parts.append("\n".join(("worth knowing:", *(f"  {finding}" for finding in findings))))
+    return "\n\n".join(parts)
+
 
 Row = dict[str, Any]
+T = TypeVar("T")
+
+
+def filter_(arguments: argparse.Namespace, output: Output) -> int:
+    """Evaluate or explain the cases on standard input, or explain the expression in the arguments."""
+    dialect, strict = arguments.dialect, arguments.strict
+    if isinstance(arguments.explain, str):
+        _write(explain_text(arguments.explain, _properties(arguments.properties), dialect, strict=strict))
+        return 0
+    if arguments.properties:
+        raise InputError("properties as arguments need --explain EXPR; without it they belong to the cases")
+    if not arguments.explain:
+        return _answer_rows(lambda case: answer_case(case, dialect, strict=strict), output.row, output)
+
+    def explain(case: Row) -> str:
+        expression, properties = read_case(case)
+        return explain_text(expression, properties, dialect, strict=strict) + "\n"
+
+    return _answer_rows(explain, _write, output)
+
+
+def _properties(words: Sequence[str]) -> dict[str, str]:
+    """Return properties written as ``name=text``."""
+    properties = {}
+    for word in words:
+        name, equals_sign, text = word.partition("=")
+        if not name or not equals_sign:
+            raise InputError(f"not a property: {word!r}; expected name=text")
+        properties[name] = text
+    return properties
+
+
+def _write(text: str) -> None:
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in text.split("\n")))
+
+
+def bloom(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the bit positions of strings for each filter on standard input."""
+    return _answer_rows(answer_bloom, output.row, output)
+
+
+def _answer_rows(answer: Callable[[Row], T], write: Callable[[T], None], output: Output) -> int:
+    for number, case in read_rows(standard_input()):
+        try:
+            result = answer(case)
+        except (FilterError, ConfigError) as error:
+            raise InputError(f"line {number}: {error}") from None
+        write(result)
+        output.flush()
+    return 0
+
+
+# ---- allocation of queues
 
 _STRATEGIES: Final = (
     "AVG, AVG_BY_CIRCLE, CONSISTENT_HASH, CONFIG, MACHINE_ROOM and, around another one, MACHINE_ROOM_NEARBY"
