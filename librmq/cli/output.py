@@ -218,7 +218,7 @@ def complain(message: str) -> None:
     sys.stderr.flush()
 
 
-# ---- rows as CSV, and as a file of Parquet (extra ``arrow``)
+# ---- files of rows
 
 _FIRST: Final = 500
 """Rows that tell which columns there are."""

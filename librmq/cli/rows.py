@@ -277,7 +277,7 @@ def verify_row(store: str, verdict: Verdict) -> Row:
     }
 
 
-# ---- bodies of messages as text, JSON, hexadecimal or base64
+# ---- bodies
 
 BodyForm = Literal["text", "json", "hex", "base64", "none"]
 
