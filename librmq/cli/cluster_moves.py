@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from librmq.cli.changes import select_queues
 from librmq.cli.cluster_source import ClusterSource, open_cluster
 from librmq.cli.input import parse_time
 from librmq.cli.output import Output
+from librmq.cli.stores import select_queues
 from librmq.cli.unknown_names import GROUPS, TOPICS, near
 from librmq.clock import SystemClock
 from librmq.errors import InputError

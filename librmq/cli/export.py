@@ -7,10 +7,10 @@ import re
 from typing import Final
 
 from librmq.cli.input import age_clock, parse_time
-from librmq.cli.locate import storage_options
 from librmq.cli.output import Output
 from librmq.cli.progress import ProgressBar
 from librmq.cli.selection import check_times
+from librmq.cli.stores import storage_options
 from librmq.cli.unknown_names import note_topic
 from librmq.errors import CorruptionError, InputError
 from librmq.files.disk import DiskFiles

@@ -95,7 +95,7 @@ def _advice(error: CorruptionError) -> str:
 
 def _locate(arguments: argparse.Namespace) -> None:
     """Replace the store that a command names by the folder that it means."""
-    from librmq.cli.locate import is_url, local_copy, locate, storage_options
+    from librmq.cli.stores import is_url, local_copy, locate, storage_options
 
     arguments.url = arguments.store if is_url(arguments.store) else None
     if arguments.url is None and storage_options(arguments) is not None:

@@ -25,7 +25,7 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
 
 def decide(arguments: argparse.Namespace, output: Output) -> int:
     """Commit or roll back a half message that checks have given up."""
-    from librmq.cli.changes import open_broker
+    from librmq.cli.stores import open_broker
     from librmq.diagnosis.halves import decide_half, given_up
 
     text = arguments.physical_offset

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any, Final
 
-from librmq.cli.changes import open_to_change
 from librmq.cli.output import Output
+from librmq.cli.stores import open_to_change
 from librmq.cli.unknown_names import GROUPS, TOPICS, near
 from librmq.diagnosis.view import StoreView
 from librmq.diagnosis.waiting_retries import move_retries, waiting_retries
