@@ -14,9 +14,8 @@ from typing import Any, Final, NamedTuple
 from librmq.cli.cluster_source import connect_to
 from librmq.cli.output import Output, complain
 from librmq.cli.progress import ProgressBar
-from librmq.cli.queues import open_store
 from librmq.cli.selection import MessageQuery, select
-from librmq.cli.stores import open_broker
+from librmq.cli.stores import open_broker, open_store
 from librmq.client.producer import Producer
 from librmq.client.sender import SendResult
 from librmq.diagnosis.letters import OF_A_LETTER

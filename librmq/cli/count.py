@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from librmq.cli.output import Output
 from librmq.cli.progress import ProgressBar, log_bar, watching_bar
-from librmq.cli.queues import open_store
 from librmq.cli.selection import MessageQuery, select
+from librmq.cli.stores import open_store
 from librmq.cli.topic_kinds import kind_of_topic
 from librmq.cli.unknown_names import note_topic_of
 from librmq.errors import InputError

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from librmq.cli.groups import open_view
 from librmq.cli.input import age_clock, parse_time
 from librmq.cli.output import Output, complain, whole_number
-from librmq.cli.stores import open_broker
+from librmq.cli.stores import open_broker, open_view
 from librmq.cli.unknown_names import note_group
 from librmq.diagnosis import letters
 from librmq.diagnosis.view import StoreView

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from contextlib import suppress
 
-from librmq.cli.groups import open_view
 from librmq.cli.output import LimitReached, Output, complain
+from librmq.cli.stores import open_view
 from librmq.cli.unknown_names import note_message, note_topic
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.view import StoreView

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from librmq.cli.input import check_opened, parse_duration
+from librmq.cli.input import parse_duration
 from librmq.cli.output import Output, complain
+from librmq.cli.stores import open_view
 from librmq.cli.unknown_names import note_group, note_topic
 from librmq.diagnosis.backlog import GroupLag, Lag, QueueLag, TopicLag
 from librmq.diagnosis.backlog import lag as lag_of
@@ -22,24 +22,6 @@ from librmq.store.format import directory
 
 if TYPE_CHECKING:
     from librmq.cli.cluster_source import ClusterSource
-
-
-@contextmanager
-def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
-    """View the store that a command reads, with the settings in ``--config`` if it is given.
-
-    Raises:
-        CorruptionError: The store is damaged, or a kill has left a file of length zero.
-    """
-    if arguments.config is None:
-        with StoreView.open(arguments.store) as view:
-            check_opened(arguments, view.store)
-            yield view
-    else:
-        from librmq.cli.queues import open_store
-
-        with open_store(arguments) as store:
-            yield StoreView.over(store)
 
 
 def groups(arguments: argparse.Namespace, output: Output) -> int:

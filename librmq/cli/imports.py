@@ -17,9 +17,10 @@ from contextlib import ExitStack
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
-from librmq.cli.input import parse_object, settle_config
+from librmq.cli.input import parse_object
 from librmq.cli.output import Output, complain
 from librmq.cli.progress import ProgressBar
+from librmq.cli.stores import settle_config
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import nearest
 from librmq.errors import InputError, MessageIllegalError, MissingExtraError

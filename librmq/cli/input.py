@@ -14,67 +14,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.output import complain
 from librmq.clock import Clock, ManualClock, SystemClock
-from librmq.config import StoreConfig
-from librmq.errors import ConfigError, CorruptionError, InputError, NotAStoreError, StoreError
-from librmq.files.disk import DiskFiles
-from librmq.files.memory import OverlayFiles
-from librmq.files.seam import Damage, Files
-from librmq.store.format.checkpoint import has_abort
-from librmq.store.format.directory import check_config, check_kind, infer_config
+from librmq.errors import InputError, StoreError
 
 if TYPE_CHECKING:
-    from librmq.store import MessageStore
+    pass
 
 _LONGEST_LINE: Final = 64 << 20
 _LARGEST: Final = (1 << 63) - 1
 _AGO: Final = re.compile(r"-?(\d{1,12})(ms|s|m|h|d)")
 _DURATION: Final = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(ms|s|m|h|d)", re.ASCII)
 _UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
-
-
-def check_opened(arguments: argparse.Namespace, store: MessageStore) -> None:
-    """Close a store that a reader could open only without files that a kill has left; report a log that is cut short.
-
-    A command that finds sound records after the log's end ends with status 1, unless ``--as-recovered`` is given.
-
-    Raises:
-        CorruptionError: There is such a file.
-    """
-    for damage in store.recovered:
-        if damage.kind == "size":
-            store.close()
-            what = f"{damage.what}: `librmq recover` removes it"
-            raise CorruptionError(damage.file, damage.offset, damage.kind, what)
-    if (cut := store.cut_short) is not None:
-        report_cut(arguments, cut)
-
-
-def check_queues(arguments: argparse.Namespace, files: Files, config: StoreConfig) -> None:
-    """Report that queues of a closed store lead beyond the log's end, for a command that has read only the log."""
-    from librmq.store import MessageStore
-
-    if has_abort(files, arguments.store):  # a kill leaves queues ahead
-        return
-    with (
-        suppress(CorruptionError, NotAStoreError),  # of files that this command does not read
-        MessageStore.open(arguments.store, config, read_only=True, files=files) as store,
-    ):
-        if (cut := store.cut_short) is not None and not cut.bytes:
-            report_cut(arguments, cut)
-
-
-def report_cut(arguments: argparse.Namespace, cut: Damage) -> None:
-    """Report once that the log ends at ``cut`` for this command, although sound records or entries follow."""
-    if not getattr(arguments, "is_cut_short", False):  # a command can open its store many times
-        arguments.is_cut_short = True
-        if cut.bytes:
-            what = f"{cut.bytes} bytes with sound records follow ({cut.what}): librmq salvage saves them"
-        else:
-            what = (
-                f"{cut.what}: copy the missing end of commitlog/ from the store that this is a copy of; without it "
-                "these messages are lost, and librmq recover cuts the entries"
-            )
-        complain(f"librmq {arguments.command.name}: {arguments.store}: the log ends at {cut.offset}; {what}")
 
 
 def age_clock(stores: str | Sequence[str] | None, *times: str | None) -> Clock:
@@ -231,53 +180,6 @@ def check_text(name: str, text: str) -> None:
 
 
 _KINDS: Final = {int: "a whole number", str: "text", list: "a list", bool: "true or false"}
-
-
-def read_config(config_file: str) -> dict[str, Any]:
-    """Return the settings in a file.
-
-    Raises:
-        InputError: The file cannot be read, or holds no JSON object; the error names it.
-    """
-    try:
-        with open(config_file, "rb") as file:
-            return parse_object(file.read(1 << 20))
-    except OSError as error:
-        raise InputError(f"{config_file}: {error.strerror}") from None
-    except InputError as error:
-        raise InputError(f"{config_file}: {error}") from None
-
-
-def settle_config(store: str, files: Files, config_file: str | None) -> StoreConfig:
-    """Return the settings for a store: from its files, then the JSON in ``config_file``, then 4.9's defaults.
-
-    Raises:
-        InputError: A setting is unknown or out of range, or contradicts the store's files.
-    """
-    config = infer_config(store, files)
-    if config_file is None:
-        return config
-    row = read_config(config_file)
-    try:
-        config = StoreConfig.from_row(row, config)
-        check_config(store, config, files)
-    except ConfigError as error:
-        raise InputError(f"{config_file}: {error}") from None
-    return config
-
-
-def files_and_config(
-    arguments: argparse.Namespace, *, writable: bool = False, log_only: bool = False
-) -> tuple[Files, StoreConfig]:
-    """Return the files and settings of the store that a command names; with ``--dry-run`` changes stay in memory.
-
-    Raises:
-        InputError: A setting is unknown or out of range, or contradicts the store's files.
-        NotAStoreError: There is no store that the command can use, as `check_kind` says.
-    """
-    files: Files = OverlayFiles() if getattr(arguments, "dry_run", False) else DiskFiles()
-    check_kind(arguments.store, files, writable=writable, log_only=log_only)
-    return files, settle_config(arguments.store, files, arguments.config)
 
 
 def read_ranges(arguments: argparse.Namespace) -> dict[str, str]:

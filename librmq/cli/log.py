@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from librmq.cli.input import check_queues, files_and_config
 from librmq.cli.output import DAMAGED, Output, complain
 from librmq.cli.progress import ProgressBar
 from librmq.cli.rows import blank_row, message_row
+from librmq.cli.stores import files_and_config
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError
 from librmq.files.rolling import MappedFileQueue, MappingPool

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from librmq.cli.input import files_and_config, input_size, read_config, standard_input
+from librmq.cli.input import input_size, standard_input
 from librmq.cli.output import DAMAGED, Output, complain
 from librmq.cli.progress import ProgressBar, log_bar
+from librmq.cli.stores import files_and_config, read_config
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.seam import Files

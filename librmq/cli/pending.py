@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from librmq.cli.output import Output
-from librmq.cli.queues import open_store
+from librmq.cli.stores import open_store
 from librmq.cli.unknown_names import note_topic_of
 from librmq.errors import InputError
 from librmq.files.disk import DiskFiles

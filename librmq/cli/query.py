@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from librmq.cli.input import age_clock, field, parse_time, read_rows, standard_input
 from librmq.cli.output import Output, complain, whole_number
-from librmq.cli.queues import open_store
 from librmq.cli.rows import get_message_row, index_query_row, message_row, offset_by_time_row
 from librmq.cli.selection import check_id
+from librmq.cli.stores import open_store
 from librmq.cli.unknown_names import note_topic_of
 from librmq.errors import FilterSyntaxError, InputError
 from librmq.filter.filters import TagFilter

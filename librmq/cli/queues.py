@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 
-from librmq.cli.input import check_opened, files_and_config
 from librmq.cli.output import Output
 from librmq.cli.rows import entry_rows, queue_row
+from librmq.cli.stores import open_store
 from librmq.cli.unknown_names import TOPICS, near
 from librmq.diagnosis.findings import named
 from librmq.errors import InputError
-from librmq.store import MessageStore
-
-
-def open_store(arguments: argparse.Namespace, *, all_in_memory: bool = False) -> MessageStore:
-    """Open the store that a command reads, without a lock and without changes.
-
-    With ``all_in_memory`` a read returns as many old messages as new ones, whatever the machine's memory.
-
-    Raises:
-        CorruptionError: The store is damaged, or a kill has left a file of length zero.
-    """
-    files, config = files_and_config(arguments)
-    if all_in_memory:
-        config = dataclasses.replace(
-            config,
-            max_transfer_count_on_disk=config.max_transfer_count_in_memory,
-            max_transfer_bytes_on_disk=config.max_transfer_bytes_in_memory,
-        )
-    store = MessageStore.open(arguments.store, config, read_only=True, files=files)
-    check_opened(arguments, store)
-    return store
 
 
 def queues(arguments: argparse.Namespace, output: Output) -> int:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from librmq.cli.input import files_and_config, report_cut
 from librmq.cli.log import cut_at
 from librmq.cli.output import Output, whole_number
 from librmq.cli.progress import ProgressBar
 from librmq.cli.rows import shown_row
 from librmq.cli.selection import MessageQuery, in_queue, select, user_queue
+from librmq.cli.stores import files_and_config, report_cut
 from librmq.cli.unknown_names import note_message, note_topic_of
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
@@ -63,7 +63,7 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
                     report_cut(arguments, cut)
         check_queues(arguments, files, config)
         return 0
-    from librmq.cli.queues import open_store
+    from librmq.cli.stores import open_store
 
     with open_store(arguments) as store:
         for message in selection.messages(store):
@@ -116,7 +116,7 @@ def _first_file(log: CommitLog, sequence: MappedFileQueue, begin_ms: int) -> int
 
 def tail(arguments: argparse.Namespace, output: Output) -> int:
     """Print the last of the selected messages, and with ``--follow`` new ones."""
-    from librmq.cli.queues import open_store
+    from librmq.cli.stores import open_store
 
     count = whole_number("--count", arguments.count)
     selection = select(arguments)

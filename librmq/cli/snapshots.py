@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from librmq.cli.input import files_and_config
 from librmq.cli.output import Output
 from librmq.cli.progress import log_bar
 from librmq.cli.rows import gap_row, message_row, snapshot_row
+from librmq.cli.stores import files_and_config
 
 
 def salvage(arguments: argparse.Namespace, output: Output) -> int:

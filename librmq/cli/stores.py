@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -10,85 +11,24 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.commands import READING
-from librmq.cli.input import settle_config
+from librmq.cli.input import parse_object
 from librmq.cli.output import complain, name_as
 from librmq.clock import ManualClock, SystemClock
-from librmq.diagnosis.findings import named
-from librmq.errors import InputError
+from librmq.config import StoreConfig
+from librmq.errors import ConfigError, CorruptionError, InputError
+from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.files.overlay import OverlayFiles
 from librmq.files.seam import Files
-from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.format.directory import CONFIG, check_kind
+from librmq.store.format.directory import COMMITLOG, CONFIG, check_config, check_kind, infer_config
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # commands that read the log alone need none of these
     from librmq.broker import Broker
     from librmq.columns import RemoteStore
-    from librmq.config import StoreConfig
+    from librmq.diagnosis.view import StoreView
+    from librmq.store import MessageStore
+    from librmq.store.format.broker_tables import BrokerTables
 
-
-_QUEUES: Final = re.compile(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*", re.ASCII)
-
-
-@contextmanager
-def open_broker(arguments: argparse.Namespace) -> Iterator[Broker]:
-    """Open the broker of a store, which does nothing by itself; with ``--dry-run`` in memory alone.
-
-    Raises:
-        StoreLockedError: Another process owns the store; the error says which.
-    """
-    from librmq.broker import Broker
-    from librmq.runtime.runner import ManualRunner
-
-    files, config = _files_and_config(arguments)
-    runner = ManualRunner(ManualClock(SystemClock().now_ms()))  # whose time stands still
-    with Broker.open(arguments.store, runner=runner, files=files, store_config=config) as broker:
-        yield broker
-
-
-@contextmanager
-def open_to_change(arguments: argparse.Namespace) -> Iterator[tuple[MessageStore, BrokerTables]]:
-    """Open a store and the broker's tables in it, which are saved at the end; with ``--dry-run`` in memory alone.
-
-    Raises:
-        StoreLockedError: Another process owns the store; the error says which.
-    """
-    files, config = _files_and_config(arguments)
-    with MessageStore.open(arguments.store, config, files=files) as store:
-        tables = BrokerTables.open(os.path.join(arguments.store, CONFIG), files=files)
-        yield store, tables
-        tables.persist(SystemClock().now_ms())
-
-
-def _files_and_config(arguments: argparse.Namespace) -> tuple[Files, StoreConfig | None]:
-    """Return where changes go, and the settings that a file names; refuse a folder of another kind."""
-    files: Files = OverlayFiles() if arguments.dry_run else DiskFiles()
-    check_kind(arguments.store, files)
-    return files, None if arguments.config is None else settle_config(arguments.store, files, arguments.config)
-
-
-def select_queues(topic: str, text: str | None, ids: Collection[int]) -> list[int]:
-    """Return the queues that ``--queue`` names, such as ``3`` or ``0,3,5-9``; without it all.
-
-    Raises:
-        InputError: The text is malformed, or the topic has no such queue.
-    """
-    if text is None:
-        return sorted(ids)
-    bounds = (
-        [[int(queue_id) for queue_id in part.split("-")] for part in text.split(",")] if _QUEUES.fullmatch(text) else []
-    )
-    if not bounds or any(bound != sorted(bound) for bound in bounds):
-        raise InputError(f"--queue: expected queue ids such as 3, or 0,3,5-9, found {text!r:.80}")
-    if any(queue_id not in ids for bound in bounds for queue_id in bound):
-        raise InputError(f"topic {topic!r} has no queue {text}: its queues are {named(ids)}")
-    return sorted({queue_id for queue_id in ids if any(bound[0] <= queue_id <= bound[-1] for bound in bounds)})
-
-
-# ---- folders
-
-_LOG: Final = "commitlog"
 _DEEPEST: Final = 2
 _MOST_FOLDERS: Final = 2000
 _BY_QUEUES: Final = frozenset(("groups", "lag", "queue", "queues", "stats", "topics"))
@@ -96,6 +36,10 @@ _BY_QUEUES: Final = frozenset(("groups", "lag", "queue", "queues", "stats", "top
 _RECORD_BYTES: Final = 128
 """Enough of a record for its store time."""
 _FEW_QUEUES: Final = 8
+_QUEUES: Final = re.compile(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*", re.ASCII)
+
+
+# ---- folders
 
 
 def locate(path: str) -> str:
@@ -106,10 +50,10 @@ def locate(path: str) -> str:
     Raises:
         InputError: Several stores are below the path.
     """
-    if os.path.lexists(os.path.join(path, _LOG)):
+    if os.path.lexists(os.path.join(path, COMMITLOG)):
         return path
     absolute = os.path.abspath(path)
-    stores = [os.path.dirname(absolute)] if os.path.basename(absolute) == _LOG else sorted(_below(path))
+    stores = [os.path.dirname(absolute)] if os.path.basename(absolute) == COMMITLOG else sorted(_below(path))
     if len(stores) > 1:
         names = ", ".join(stores[:5])
         raise InputError(f"{path}: no store, but {len(stores)} stores are below it ({names}): name one of them")
@@ -131,8 +75,8 @@ def _below(path: str) -> Iterator[str]:
                 if visited > _MOST_FOLDERS:
                     return
                 following += inside
-        yield from (folder for folder in following if os.path.isdir(os.path.join(folder, _LOG)))
-        level = [folder for folder in following if not os.path.isdir(os.path.join(folder, _LOG))]
+        yield from (folder for folder in following if os.path.isdir(os.path.join(folder, COMMITLOG)))
+        level = [folder for folder in following if not os.path.isdir(os.path.join(folder, COMMITLOG))]
 
 
 # ---- URLs
@@ -152,8 +96,6 @@ def storage_options(arguments: argparse.Namespace) -> dict[str, Any] | None:
     text = getattr(arguments, "storage_options", None)
     if text is None:
         return None
-    from librmq.cli.input import parse_object
-
     try:
         return parse_object(text)
     except InputError as error:
@@ -225,3 +167,183 @@ def _fetch_times(store: RemoteStore, arguments: argparse.Namespace) -> None:
             if queue_offset < view.ranges[name].max_offset
         }
         store.fetch_at((place for place in places if place >= 0), _RECORD_BYTES)
+
+
+# ---- settings
+
+
+def read_config(config_file: str) -> dict[str, Any]:
+    """Return the settings in a file.
+
+    Raises:
+        InputError: The file cannot be read, or holds no JSON object; the error names it.
+    """
+    try:
+        with open(config_file, "rb") as file:
+            return parse_object(file.read(1 << 20))
+    except OSError as error:
+        raise InputError(f"{config_file}: {error.strerror}") from None
+    except InputError as error:
+        raise InputError(f"{config_file}: {error}") from None
+
+
+def settle_config(store: str, files: Files, config_file: str | None) -> StoreConfig:
+    """Return the settings for a store: from its files, then the JSON in ``config_file``, then 4.9's defaults.
+
+    Raises:
+        InputError: A setting is unknown or out of range, or contradicts the store's files.
+    """
+    config = infer_config(store, files)
+    if config_file is None:
+        return config
+    row = read_config(config_file)
+    try:
+        config = StoreConfig.from_row(row, config)
+        check_config(store, config, files)
+    except ConfigError as error:
+        raise InputError(f"{config_file}: {error}") from None
+    return config
+
+
+def files_and_config(
+    arguments: argparse.Namespace, *, writable: bool = False, log_only: bool = False
+) -> tuple[Files, StoreConfig]:
+    """Return the files and settings of the store that a command names; with ``--dry-run`` changes stay in memory.
+
+    Raises:
+        InputError: A setting is unknown or out of range, or contradicts the store's files.
+        NotAStoreError: There is no store that the command can use, as `check_kind` says.
+    """
+    files: Files = OverlayFiles() if getattr(arguments, "dry_run", False) else DiskFiles()
+    check_kind(arguments.store, files, writable=writable, log_only=log_only)
+    return files, settle_config(arguments.store, files, arguments.config)
+
+
+# ---- a store to read
+
+
+def open_store(arguments: argparse.Namespace, *, all_in_memory: bool = False) -> MessageStore:
+    """Open the store that a command reads, without a lock and without changes.
+
+    With ``all_in_memory`` a read returns as many old messages as new ones, whatever the machine's memory.
+
+    Raises:
+        CorruptionError: The store is damaged, or a kill has left a file of length zero.
+    """
+    from librmq.store import MessageStore
+
+    files, config = files_and_config(arguments)
+    if all_in_memory:
+        config = dataclasses.replace(
+            config,
+            max_transfer_count_on_disk=config.max_transfer_count_in_memory,
+            max_transfer_bytes_on_disk=config.max_transfer_bytes_in_memory,
+        )
+    store = MessageStore.open(arguments.store, config, read_only=True, files=files)
+    check_opened(arguments, store)
+    return store
+
+
+@contextmanager
+def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
+    """View the store that a command reads, with the settings in ``--config`` if it is given.
+
+    Raises:
+        CorruptionError: The store is damaged, or a kill has left a file of length zero.
+    """
+    from librmq.diagnosis.view import StoreView
+
+    if arguments.config is None:
+        with StoreView.open(arguments.store) as view:
+            check_opened(arguments, view.store)
+            yield view
+    else:
+        with open_store(arguments) as store:
+            yield StoreView.over(store)
+
+
+def check_opened(arguments: argparse.Namespace, store: MessageStore) -> None:
+    """Close a store that a reader could open only without files that a kill has left; report a log that is cut short.
+
+    A command that finds sound records after the log's end ends with status 1, unless ``--as-recovered`` is given.
+
+    Raises:
+        CorruptionError: There is such a file.
+    """
+    for damage in store.recovered:
+        if damage.kind == "size":
+            store.close()
+            what = f"{damage.what}: `librmq recover` removes it"
+            raise CorruptionError(damage.file, damage.offset, damage.kind, what)
+    if (cut := store.cut_short) is not None:
+        report_cut(arguments, cut)
+
+
+def report_cut(arguments: argparse.Namespace, cut: Damage) -> None:
+    """Report once that the log ends at ``cut`` for this command, although sound records or entries follow."""
+    if not getattr(arguments, "is_cut_short", False):  # a command can open its store many times
+        arguments.is_cut_short = True
+        if cut.bytes:
+            what = f"{cut.bytes} bytes with sound records follow ({cut.what}): librmq salvage saves them"
+        else:
+            what = (
+                f"{cut.what}: copy the missing end of commitlog/ from the store that this is a copy of; without it "
+                "these messages are lost, and librmq recover cuts the entries"
+            )
+        complain(f"librmq {arguments.command.name}: {arguments.store}: the log ends at {cut.offset}; {what}")
+
+
+# ---- a store to change
+
+
+@contextmanager
+def open_broker(arguments: argparse.Namespace) -> Iterator[Broker]:
+    """Open the broker of a store, which does nothing by itself; with ``--dry-run`` in memory alone.
+
+    Raises:
+        StoreLockedError: Another process owns the store; the error says which.
+    """
+    from librmq.broker import Broker
+    from librmq.runtime.runner import ManualRunner
+
+    files, config = files_and_config(arguments)
+    runner = ManualRunner(ManualClock(SystemClock().now_ms()))  # whose time stands still
+    with Broker.open(arguments.store, runner=runner, files=files, store_config=config) as broker:
+        yield broker
+
+
+@contextmanager
+def open_to_change(arguments: argparse.Namespace) -> Iterator[tuple[MessageStore, BrokerTables]]:
+    """Open a store and the broker's tables in it, which are saved at the end; with ``--dry-run`` in memory alone.
+
+    Raises:
+        StoreLockedError: Another process owns the store; the error says which.
+    """
+    from librmq.store import MessageStore
+    from librmq.store.format.broker_tables import BrokerTables
+
+    files, config = files_and_config(arguments)
+    with MessageStore.open(arguments.store, config, files=files) as store:
+        tables = BrokerTables.open(os.path.join(arguments.store, CONFIG), files=files)
+        yield store, tables
+        tables.persist(SystemClock().now_ms())
+
+
+def select_queues(topic: str, text: str | None, ids: Collection[int]) -> list[int]:
+    """Return the queues that ``--queue`` names, such as ``3`` or ``0,3,5-9``; without it all.
+
+    Raises:
+        InputError: The text is malformed, or the topic has no such queue.
+    """
+    if text is None:
+        return sorted(ids)
+    bounds = (
+        [[int(queue_id) for queue_id in part.split("-")] for part in text.split(",")] if _QUEUES.fullmatch(text) else []
+    )
+    if not bounds or any(bound != sorted(bound) for bound in bounds):
+        raise InputError(f"--queue: expected queue ids such as 3, or 0,3,5-9, found {text!r:.80}")
+    if any(queue_id not in ids for bound in bounds for queue_id in bound):
+        from librmq.diagnosis.findings import named
+
+        raise InputError(f"topic {topic!r} has no queue {text}: its queues are {named(ids)}")
+    return sorted({queue_id for queue_id in ids if any(bound[0] <= queue_id <= bound[-1] for bound in bounds)})

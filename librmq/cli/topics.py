@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from librmq.cli.output import Output
 from librmq.cli.progress import ProgressBar
-from librmq.cli.queues import open_store
+from librmq.cli.stores import open_store
 from librmq.cli.topic_kinds import is_listed, kind_of_topic
 from librmq.store import MessageStore
 from librmq.store.format import directory

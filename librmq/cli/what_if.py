@@ -6,10 +6,10 @@ import argparse
 import dataclasses
 from typing import Final
 
-from librmq.cli.groups import open_view
 from librmq.cli.input import parse_duration
 from librmq.cli.output import Output
 from librmq.cli.rates import stored_recently
+from librmq.cli.stores import open_view
 from librmq.diagnosis.drain import Consumption, consumption_of, what_if
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError

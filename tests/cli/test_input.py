@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.cli.input import field, parse_time, read_rows, settle_config, standard_input
+from librmq.cli.input import field, parse_time, read_rows, standard_input
+from librmq.cli.stores import settle_config
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import InputError
