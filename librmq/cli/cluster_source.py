@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from librmq.cli.selection import MessageQuery
-from librmq.cli.topic_kinds import is_listed, kind_of_topic
+from librmq.cli.topics import is_listed, kind_of_topic
 from librmq.diagnosis.backlog import Lag, QueueLag
 from librmq.diagnosis.letters import GivenUpMessage, given_up
 from librmq.diagnosis.view import is_own_group

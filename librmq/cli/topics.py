@@ -1,16 +1,21 @@
-"""``topics`` and ``stats``: the content of a store."""
+"""``topics``, ``stats``, ``queues``, ``queue``: the content of a store by topic and queue."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.output import Output
 from librmq.cli.progress import ProgressBar
+from librmq.cli.rows import entry_rows, queue_row
 from librmq.cli.stores import open_store
-from librmq.cli.topic_kinds import is_listed, kind_of_topic
+from librmq.cli.unknown_names import TOPICS, near
+from librmq.diagnosis.findings import named
+from librmq.errors import InputError
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, is_system_topic
 from librmq.store import MessageStore
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
@@ -18,6 +23,27 @@ from librmq.store.format.checkpoint import has_abort
 
 if TYPE_CHECKING:
     from librmq.consumequeue import ConsumeQueue
+
+
+# ---- kinds of topics
+
+_INHERITED: Final = 1
+_KINDS: Final = {SCHEDULE_TOPIC: "delay", HALF_TOPIC: "half", OP_TOPIC: "op"}
+
+
+def kind_of_topic(topic: str) -> str:
+    """Return the kind of a topic: user, retry, dead, delay, half, op or system."""
+    if topic.startswith(RETRY_PREFIX):
+        return "retry"
+    if topic.startswith(DEAD_LETTER_PREFIX):
+        return "dead"
+    return _KINDS.get(topic) or ("system" if is_system_topic(topic) else "user")
+
+
+def is_listed(topic: str, permission: int) -> bool:
+    """Return whether a topic is listed though it has no messages: users have made it."""
+    is_own = kind_of_topic(topic) == "system" or topic in _KINDS or topic.endswith("_REPLY_TOPIC")
+    return not is_own and not permission & _INHERITED
 
 
 def tables_of(store: MessageStore) -> BrokerTables:
@@ -108,4 +134,33 @@ def stats(arguments: argparse.Namespace, output: Output) -> int:
                 "max_timestamp_ms": max(times, default=None),
             }
         )
+    return 0
+
+
+# ---- queues
+
+
+def queues(arguments: argparse.Namespace, output: Output) -> int:
+    """Print a line for each queue."""
+    with open_store(arguments) as store:
+        for (topic, queue_id), queue_ in sorted(store.queues.items()):
+            output.row(queue_row(topic, queue_id, queue_))
+    return 0
+
+
+def queue(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the entries of a queue."""
+    text = arguments.queue_id
+    if not (text.isascii() and text.isdigit() and len(text) <= 10):
+        raise InputError(f"queue id: expected a whole number, found {text!r}")
+    topic, queue_id = arguments.topic, int(text)
+    with open_store(arguments) as store:
+        consume_queue = store.queues.get((topic, queue_id))
+        if consume_queue is None:
+            topics = {name for name, _ in store.queues}
+            ids = [number for name, number in store.queues if name == topic]
+            hint = f"; its queues are {named(ids)}" if ids else near(topic, topics, TOPICS)
+            raise InputError(f"unknown queue: there is no queue {queue_id} of topic {topic!r}{hint}")
+        for row in entry_rows(topic, queue_id, consume_queue):
+            output.row(row)
     return 0

@@ -76,7 +76,7 @@ COMMANDS: Final = (
     ),
     Command(
         "queue",
-        "queues",
+        "topics",
         "print the entries of a queue",
         "store OrderTopic 0",
         (option("topic", metavar="TOPIC"), option("queue_id", metavar="ID", help="the queue's number")),

@@ -205,7 +205,7 @@ COMMANDS: Final = (
         ),
         output=LISTED,
     ),
-    Command("queues", "queues", "list the queues and their offsets", "store", output=LISTED),
+    Command("queues", "topics", "list the queues and their offsets", "store", output=LISTED),
     Command(
         "query",
         "query",
