@@ -18,7 +18,7 @@ from librmq.message.message import StoredMessage
 from librmq.store import MessageStore
 from librmq.store.engine.message_filters import ByTags
 
-_LARGEST: Final = (1 << 63) - 1
+_LAST: Final = (1 << 63) - 1
 _USUAL_MAX: Final = 64
 
 
@@ -32,11 +32,11 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
         if not arguments.topic or not arguments.key:
             raise InputError("a search by key needs both --topic and --key")
         begin = 0 if arguments.begin is None else parse_time(arguments.begin, clock)
-        end = _LARGEST if arguments.end is None else parse_time(arguments.end, clock)
+        end = _LAST if arguments.end is None else parse_time(arguments.end, clock)
         row_limit = whole_number("--max", arguments.max)
         with open_store(arguments) as store:
             messages = store.find_by_key(arguments.topic, arguments.key, begin, end, row_limit, exact=False)
-            _print(store, messages, output)
+            _print_messages(store, messages, output)
             if len(messages) >= row_limit:
                 complain(f"note: {len(messages)} messages, as many as --max allows; there may be more")
             if output.is_on_terminal:  # programs get no line if nothing is found
@@ -44,11 +44,11 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
     else:
         check_id(arguments.id)
         with open_store(arguments) as store:
-            _print(store, store.find_by_id(arguments.id), output)
+            _print_messages(store, store.find_by_id(arguments.id), output)
     return 0
 
 
-def _print(store: MessageStore, messages: list[StoredMessage], output: Output) -> None:
+def _print_messages(store: MessageStore, messages: list[StoredMessage], output: Output) -> None:
     for message in messages:
         output.row(message_row(message, store.levels))
 
@@ -80,7 +80,7 @@ def _index_query(store: MessageStore, question: dict[str, Any]) -> dict[str, Any
         field(question, "key", str),
         field(question, "max_num", int, _USUAL_MAX),
         field(question, "begin", int, 0),
-        field(question, "end", int, _LARGEST),
+        field(question, "end", int, _LAST),
     )
 
 
