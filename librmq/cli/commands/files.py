@@ -68,7 +68,7 @@ COMMANDS: Final = (
     ),
     Command(
         "dump",
-        "log",
+        "messages",
         "print every record of the log",
         "store --limit 5",
         (option("--all", action="store_true", help="continue after damage if possible"),),

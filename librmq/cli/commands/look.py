@@ -34,7 +34,7 @@ COMMANDS: Final = (
     ),
     Command(
         "show",
-        "show",
+        "messages",
         "print messages: by topic, key, tag, text, time …",
         "store --topic OrderTopic --limit 3",
         (*SELECTION, _BODY),
@@ -43,7 +43,7 @@ COMMANDS: Final = (
     ),
     Command(
         "tail",
-        "show",
+        "messages",
         "print the last messages; with -f also new ones",
         "store --topic OrderTopic",
         (
@@ -208,7 +208,7 @@ COMMANDS: Final = (
     Command("queues", "topics", "list the queues and their offsets", "store", output=LISTED),
     Command(
         "query",
-        "query",
+        "messages",
         "find messages by key or by id, as a broker does",
         "store --topic OrderTopic --key key14",
         (

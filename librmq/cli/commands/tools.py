@@ -109,7 +109,7 @@ COMMANDS: Final = (
     ),
     Command(
         "ask",
-        "query",
+        "messages",
         "answer queries from standard input",
         "store < questions.jsonl",
         description="Answers queries, one JSON object a line: index_query, get_message, offset_by_time.",

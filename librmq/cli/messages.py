@@ -1,0 +1,384 @@
+"""``show``, ``tail``, ``query``, ``ask``, ``dump``: the messages of a store, and the records of its log."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from librmq.cli.input import age_clock, field, parse_time, read_rows, standard_input
+from librmq.cli.output import DAMAGED, Output, complain, whole_number
+from librmq.cli.progress import ProgressBar
+from librmq.cli.rows import blank_row, get_message_row, index_query_row, message_row, offset_by_time_row, shown_row
+from librmq.cli.selection import MessageQuery, check_id, in_queue, select, user_queue
+from librmq.cli.stores import files_and_config, open_store, report_cut
+from librmq.cli.unknown_names import note_message, note_topic_of
+from librmq.clock import Clock, SystemClock
+from librmq.commitlog import CommitLog
+from librmq.errors import CorruptionError, FilterSyntaxError, InputError
+from librmq.files.damage import Damage
+from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
+from librmq.message.frames import LogItem
+from librmq.message.message import StoredMessage
+from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.format.directory import COMMITLOG
+from librmq.store.recovery.salvage import find_record
+
+if TYPE_CHECKING:  # commands that read the log alone need none of these
+    from librmq.store import MessageStore
+    from librmq.store.engine.message_filters import ByTags
+
+
+# ---- the log
+
+_ZEROS: Final = bytes(1 << 20)
+
+
+def dump(arguments: argparse.Namespace, output: Output) -> int:
+    """Print every record up to the first damage; with ``--all`` also the records behind it."""
+    files, config = files_and_config(arguments, log_only=True)
+    folder = os.path.join(arguments.store, COMMITLOG)
+    sequence = MappedFileQueue(folder, config.commitlog_file_size, files, MappingPool(32), writable=False)
+    levels = DelayLevels.parse(config.message_delay_level)
+    damages: list[CorruptionError] = []
+    items = _all_items(sequence, damages.append) if arguments.all else _items(sequence, arguments.as_recovered)
+    begin = sequence.begin
+    with ProgressBar("dump", sequence.end - begin, quiet=output.is_on_terminal) as bar:
+        for physical_offset, size, raw in items:
+            bar.to(physical_offset - begin)
+            if raw is None:
+                output.row(blank_row(physical_offset, size))
+                continue
+            message = StoredMessage(raw)
+            output.row(message_row(message, levels, physical_offset))
+            if arguments.all and not message.crc_ok:
+                path = sequence.path_at(physical_offset)
+                damages.append(CorruptionError(path, physical_offset, "checksum", "the body's checksum is wrong"))
+    output.close()
+    for damage in damages:
+        complain(f"librmq dump: {damage}")
+    return DAMAGED if damages else 0
+
+
+def _items(sequence: MappedFileQueue, as_recovered: bool) -> Iterator[LogItem]:
+    """Yield records and blanks up to the log's end.
+
+    Raises:
+        CorruptionError: The bytes are neither a record nor a blank.
+    """
+    try:
+        yield from _whole_files(sequence, sequence.begin, check_body=True)
+    except CorruptionError as error:
+        if not ends_at(sequence, error.offset) and not (as_recovered and cut_at(sequence, error) is not None):
+            raise
+
+
+def _all_items(sequence: MappedFileQueue, damaged: Callable[[CorruptionError], object]) -> Iterator[LogItem]:
+    """Yield records and blanks up to the log's end, call ``damaged`` for each damage, and continue behind it."""
+    at = sequence.begin
+    while True:
+        try:
+            yield from _whole_files(sequence, at, check_body=False)
+        except CorruptionError as error:
+            if ends_at(sequence, error.offset):
+                return
+            damaged(error)
+            following = find_record(sequence, error.offset + 1, check_body=False)
+            if following is None:
+                return
+            at = following
+        else:
+            return
+
+
+def _whole_files(sequence: MappedFileQueue, begin: int, *, check_body: bool) -> Iterator[LogItem]:
+    """Yield records and blanks to the end of the last file, except a blank there, before which the log ends."""
+    log = CommitLog(sequence)
+    log.end = sequence.end
+    for physical_offset, size, raw in log.scan(begin, check_body=check_body):
+        if raw is None and physical_offset + size == sequence.end:
+            return
+        yield physical_offset, size, raw
+
+
+def cut_at(sequence: MappedFileQueue, error: CorruptionError) -> Damage | None:
+    """Return the damage that ends the log, if sound records follow it."""
+    log, at = CommitLog(sequence), error.offset
+    cut = Damage(error.file, at, error.kind, error.what, log.data_behind(at))
+    following = find_record(sequence, at + max(log.unfinished_at(at), 1), at + cut.bytes)
+    return None if following is None else cut
+
+
+def ends_at(sequence: MappedFileQueue, physical_offset: int) -> bool:
+    """Return whether the log ends here: only zeros follow in all files, or a batch that is not completely written."""
+    unfinished = CommitLog(sequence).unfinished_at(physical_offset)
+    if unfinished:
+        return find_record(sequence, physical_offset + unfinished) is None
+    at = physical_offset
+    while (file := sequence.file_at(at)) is not None:
+        start = at % file.size
+        block = file.buffer[start : start + len(_ZEROS)]
+        if block != _ZEROS[: len(block)]:
+            return False
+        at += len(block)
+    return True
+
+
+_FILES_MAPPED: Final = 32
+_POLL_S: Final = 0.2
+_FIRST_WINDOW: Final = 32
+
+
+def show(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the selected messages in log order."""
+    selection = select(arguments)
+    if arguments.route is not None:
+        from librmq.cli.cluster_source import open_cluster
+
+        with open_cluster(arguments) as cluster:
+            for message in cluster.messages(selection):
+                output.row(shown_row(message, DEFAULT_LEVELS, arguments.body))
+        _note_unknown(selection, output)
+        return 0
+    if selection.topic is None and not selection.is_by_index:
+        files, config = files_and_config(arguments, log_only=True)
+        levels = DelayLevels.parse(config.message_delay_level)
+        folder = os.path.join(arguments.store, COMMITLOG)
+        sequence = MappedFileQueue(
+            folder, config.commitlog_file_size, files, MappingPool(_FILES_MAPPED), writable=False
+        )
+        with ProgressBar("show", sequence.end - sequence.begin, quiet=output.is_on_terminal) as bar:
+            try:
+                for message in _in_log(sequence, selection, bar):
+                    output.row(shown_row(message, levels, arguments.body))
+            except CorruptionError as error:
+                if error.kind == "size":
+                    raise
+                cut = cut_at(sequence, error)
+                if cut is not None:
+                    report_cut(arguments, cut)
+        return 0
+    from librmq.cli.stores import open_store
+
+    with open_store(arguments) as store:
+        for message in selection.messages(store):
+            output.row(shown_row(message, store.levels, arguments.body))
+        note_topic_of(store, selection.topic, output)
+    _note_unknown(selection, output)
+    return 0
+
+
+def _note_unknown(selection: MessageQuery, output: Output) -> None:
+    is_limited = replace(selection, id=None, key=None) != MessageQuery()
+    note_message(output, name=selection.id, kind="id", is_limited=is_limited or selection.key is not None)
+    note_message(output, name=selection.key, kind="key", is_limited=is_limited)
+
+
+def _in_log(sequence: MappedFileQueue, selection: MessageQuery, bar: ProgressBar) -> Iterator[StoredMessage]:
+    """Yield the selected records of the log alone: no queue is opened, and files before the wanted times are skipped.
+
+    Raises:
+        CorruptionError: The bytes are no record, perhaps because the log ends there.
+    """
+    test = selection.test()
+    log = CommitLog(sequence)
+    log.end = sequence.end
+    begin = _first_file(log, sequence, selection.begin_ms)
+    for physical_offset, _, raw in log.scan(begin):
+        bar.to(physical_offset - sequence.begin)
+        if raw is not None:
+            message = StoredMessage(raw)
+            if test(message):
+                yield message
+
+
+def _first_file(log: CommitLog, sequence: MappedFileQueue, begin_ms: int) -> int:
+    """Return where the last file begins whose first record is not later than a time."""
+    begin, end = sequence.begin, sequence.end
+    low, high = 0, max(0, -(-(end - begin) // sequence.file_size) - 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        first = log.first_store_timestamp_ms(begin + middle * sequence.file_size)
+        if first is not None and first < begin_ms:
+            low = middle
+        else:
+            high = middle - 1
+    return begin + low * sequence.file_size
+
+
+# ---- the last messages
+
+
+def tail(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the last of the selected messages, and with ``--follow`` new ones."""
+    from librmq.cli.stores import open_store
+
+    count = whole_number("--count", arguments.count)
+    selection = select(arguments)
+    with open_store(arguments) as store:
+        end = store.log.end
+        for message in _last(store, selection, count, everything=arguments.all):
+            output.row(shown_row(message, store.levels, arguments.body))
+        note_topic_of(store, selection.topic, output)
+        if arguments.follow:
+            output.draw()
+            for message in _following(store, selection, end, SystemClock(), everything=arguments.all):
+                output.row(shown_row(message, store.levels, arguments.body))
+                output.draw()
+    return 0
+
+
+def _last(store: MessageStore, selection: MessageQuery, count: int, *, everything: bool) -> list[StoredMessage]:
+    """Return the last ``count`` selected messages in log order, read back from the queues' ends in growing windows."""
+    if selection.is_by_index:
+        return list(selection.messages(store))[-count:]
+    test, matching = selection.test(), store.matching(tags=selection.tags)
+    ranges = {
+        name: offsets
+        for name, offsets in selection.ranges(store).items()
+        if everything or selection.topic is not None or user_queue(name)
+    }
+    window = max(count, _FIRST_WINDOW)
+    while True:
+        messages: list[StoredMessage] = []
+        complete_from = 0
+        for name, offsets in ranges.items():
+            begin = max(offsets.start, offsets.stop - window)
+            messages += filter(test, in_queue(store, name, range(begin, offsets.stop), matching))
+            if begin > offsets.start:
+                entry = store.queues[name].entry(begin)
+                complete_from = max(complete_from, 0 if entry is None else entry.physical_offset)
+        messages = sorted(
+            (message for message in messages if message.physical_offset >= complete_from),
+            key=lambda message: message.physical_offset,
+        )
+        if len(messages) >= count or not complete_from:
+            return messages[-count:]
+        window *= 8
+
+
+def _following(
+    store: MessageStore, selection: MessageQuery, begin: int, clock: Clock, *, everything: bool
+) -> Iterator[StoredMessage]:
+    """Yield the selected messages stored from ``begin`` on, without end."""
+    test, never, at = selection.test(), threading.Event(), begin
+    while True:
+        store.refresh()
+        at = max(at, store.log.begin)
+        for physical_offset, size, raw in store.log.scan(min(at, store.log.end)):
+            at = physical_offset + size
+            if raw is None:
+                continue
+            message = StoredMessage(raw)
+            if not (everything or (has_queue_entry(message.sys_flag) and user_queue((message.topic, 0)))):
+                continue
+            if test(message):
+                yield message
+        clock.wait(never, _POLL_S)
+
+
+# ---- searches as a broker does
+
+_LAST: Final = (1 << 63) - 1
+_USUAL_MAX: Final = 64
+
+
+def query(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the messages with a key, or with an id."""
+    by_key = arguments.topic is not None or arguments.key is not None
+    if by_key == (arguments.id is not None):
+        raise InputError("expected either --topic and --key, or --id")
+    clock = age_clock(arguments.store, arguments.begin, arguments.end)
+    if by_key:
+        if not arguments.topic or not arguments.key:
+            raise InputError("a search by key needs both --topic and --key")
+        begin = 0 if arguments.begin is None else parse_time(arguments.begin, clock)
+        end = _LAST if arguments.end is None else parse_time(arguments.end, clock)
+        row_limit = whole_number("--max", arguments.max)
+        with open_store(arguments) as store:
+            messages = store.find_by_key(arguments.topic, arguments.key, begin, end, row_limit, exact=False)
+            _print_messages(store, messages, output)
+            if len(messages) >= row_limit:
+                complain(f"note: {len(messages)} messages, as many as --max allows; there may be more")
+            if output.is_on_terminal:  # programs get no line if nothing is found
+                note_topic_of(store, arguments.topic, output)
+    else:
+        check_id(arguments.id)
+        with open_store(arguments) as store:
+            _print_messages(store, store.find_by_id(arguments.id), output)
+    return 0
+
+
+def _print_messages(store: MessageStore, messages: list[StoredMessage], output: Output) -> None:
+    for message in messages:
+        output.row(message_row(message, store.levels))
+
+
+# ---- queries from standard input
+
+
+def ask(arguments: argparse.Namespace, output: Output) -> int:
+    """Answer the queries on standard input, each as soon as it is read."""
+    with open_store(arguments, all_in_memory=True) as store:
+        for number, question in read_rows(standard_input()):
+            try:
+                kind = field(question, "type", str)
+                answer = _ANSWERS.get(kind)
+                if answer is None:
+                    raise InputError(f"type: expected one of {', '.join(_ANSWERS)}, found {kind!r:.80}")
+                row = answer(store, question)
+            except InputError as error:
+                raise InputError(f"line {number}: {error}") from None
+            output.row(row)
+            output.flush()
+    return 0
+
+
+def _index_query(store: MessageStore, question: dict[str, Any]) -> dict[str, Any]:
+    return index_query_row(
+        store,
+        field(question, "topic", str),
+        field(question, "key", str),
+        field(question, "max_num", int, _USUAL_MAX),
+        field(question, "begin", int, 0),
+        field(question, "end", int, _LAST),
+    )
+
+
+def _get_message(store: MessageStore, question: dict[str, Any]) -> dict[str, Any]:
+    topic = field(question, "topic", str)
+    queue_id = field(question, "queue_id", int)
+    queue_offset = field(question, "offset", int)
+    max_messages = field(question, "max_msg_nums", int, 32)
+    expression = field(question, "sub_expression", str, None)
+    result = store.read(topic, queue_id, queue_offset, max_messages, _by_tags(expression))
+    return get_message_row(topic, queue_id, queue_offset, max_messages, expression, result)
+
+
+def _offset_by_time(store: MessageStore, question: dict[str, Any]) -> dict[str, Any]:
+    timestamps = field(question, "timestamps", list)
+    times = [field({"timestamps": time}, "timestamps", int) for time in timestamps]
+    return offset_by_time_row(store, field(question, "topic", str), field(question, "queue_id", int), times)
+
+
+def _by_tags(expression: str | None) -> ByTags | None:
+    """Return the filter of a subscription such as ``a || b``, by code alone as in a broker; None selects all."""
+    from librmq.filter.tags import TagFilter
+    from librmq.store.engine.message_filters import ByTags
+
+    try:
+        tags = TagFilter(expression)
+    except FilterSyntaxError as error:
+        raise InputError(f"sub_expression: {error}") from None
+    return None if tags.takes_all else ByTags(tags, exact=False)
+
+
+_ANSWERS: Final[dict[str, Callable[[MessageStore, dict[str, Any]], dict[str, Any]]]] = {
+    "index_query": _index_query,
+    "get_message": _get_message,
+    "offset_by_time": _offset_by_time,
+}
