@@ -1,18 +1,23 @@
-"""``groups`` and ``lag``: consumer groups, and the messages that they have left to consume."""
+"""``groups``, ``lag``, ``expiring``, ``whatif``: consumer groups, and the messages that they have left to consume."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import threading
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from librmq.cli.input import parse_duration
 from librmq.cli.output import Output, complain
+from librmq.cli.selection import first_at
 from librmq.cli.stores import open_view
 from librmq.cli.unknown_names import note_group, note_topic
-from librmq.diagnosis.backlog import GroupLag, Lag, QueueLag, TopicLag
+from librmq.clock import SystemClock
+from librmq.diagnosis.backlog import GroupLag, GroupRate, Lag, QueueLag, TopicLag
 from librmq.diagnosis.backlog import lag as lag_of
 from librmq.diagnosis.people import moment
 from librmq.diagnosis.view import StoreView, is_own_group
@@ -22,6 +27,7 @@ from librmq.store.format import directory
 
 if TYPE_CHECKING:
     from librmq.cli.cluster_source import ClusterSource
+    from librmq.diagnosis.drain import Consumption
 
 
 def groups(arguments: argparse.Namespace, output: Output) -> int:
@@ -111,7 +117,6 @@ def expiring(arguments: argparse.Namespace, output: Output) -> int:
 
 def _lag_rates(arguments: argparse.Namespace, output: Output) -> None:
     """Print how fast topics grow and groups consume them; of an unused store what its messages tell."""
-    from librmq.cli.rates import follow_rates, interval_of, recent_rates
 
     def measure() -> Lag:
         with open_view(arguments) as view:
@@ -146,3 +151,147 @@ def _print_lag(queue_lags: Lag, by: str, output: Output) -> None:
     if by != "queue":
         rows = queue_lags.by_topic() if by == "topic" else queue_lags.by_group()
     output.rows_of(row._asdict() for row in rows)
+
+
+# ---- rates
+
+_WINDOW_S: Final = 600
+_LEAST_S: Final = 0.1
+
+
+def interval_of(arguments: argparse.Namespace) -> float:
+    """Return the seconds between two measurements.
+
+    Raises:
+        InputError: ``--every`` is no time, too short, or beside a ``--by`` of other rows.
+    """
+    seconds = parse_duration("--every", arguments.every, "a time such as 5s or 1m")
+    if seconds < _LEAST_S:
+        raise InputError(f"--every: expected at least 100ms, found {arguments.every}")
+    if arguments.by in ("group", "origin"):
+        raise InputError(f"--every measures by group and topic: expected no --by {arguments.by}")
+    return seconds
+
+
+def follow_rates(measure: Callable[[], Lag], seconds: float, output: Output) -> NoReturn:
+    """Print the rates between each measurement and the next, without end."""
+    clock, never = SystemClock(), threading.Event()
+    before = replace(measure(), now_ms=clock.now_ms())
+    while True:
+        clock.wait(never, seconds)
+        now = replace(measure(), now_ms=clock.now_ms())
+        for rate in now.rates_since(before):
+            output.row(rate._asdict())
+        output.draw()
+        before = now
+
+
+def recent_rates(view: StoreView, queue_lags: Lag, output: Output) -> None:
+    """Print what a store that no process uses tells: how fast topics grew at its end."""
+    complain(
+        "note: no process uses the store. stored_per_s is the rate of its last ten minutes; how fast groups consumed "
+        "then is unknown"
+    )
+    for topic_lag in queue_lags.by_topic():
+        messages, seconds = stored_recently(view, topic_lag.topic)
+        output.row(
+            GroupRate(
+                topic_lag.group, topic_lag.topic, seconds, messages / seconds, None, topic_lag.lag, None
+            )._asdict()
+        )
+
+
+def stored_recently(view: StoreView, topic: str) -> tuple[int, float]:
+    """Return the messages of a topic in the last ten minutes of the store, and how many seconds they cover."""
+    if view.now_ms is None:
+        return 0, 1.0
+    store, stored, begin_ms = view.store, 0, view.now_ms
+    since_ms = view.now_ms - 1000 * _WINDOW_S
+    for queue_id in view.topics.get(topic, ()):
+        queue = store.queues[topic, queue_id]
+        offsets = range(queue.min_offset, queue.max_offset)
+        first = first_at(store, queue, since_ms, offsets) if offsets else 0
+        entry = queue.entry(first) if first in offsets else None
+        if entry is not None:
+            stored += offsets.stop - first
+            time_ms = store.log.store_timestamp_ms(entry.physical_offset, entry.size)
+            begin_ms = begin_ms if time_ms is None else min(begin_ms, time_ms)
+    return stored, max(1.0, (view.now_ms - begin_ms) / 1000)
+
+
+# ---- time to drain a backlog
+
+_MOST: Final = 1024
+"""The most clients, threads or messages per call: RocketMQ's limit of a batch; its limit of threads is 1000."""
+
+
+def whatif(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the time to drain a group's backlog as it is, then with changes, the greatest speed-up first."""
+    from librmq.diagnosis.drain import what_if
+
+    with open_view(arguments) as view:
+        for scenario in what_if(_consumption(view, arguments)):
+            consumption, estimate = scenario.consumption, scenario.estimate
+            output.row(
+                {
+                    "scenario": scenario.name,
+                    **estimate._asdict(),
+                    "speed_up": scenario.speed_up,
+                    "lag": sum(consumption.lags),
+                    "queues": len(consumption.lags),
+                    "clients": consumption.clients,
+                    "threads": consumption.threads,
+                    "batch_size": consumption.batch_size,
+                    "handler_s": consumption.handler_s,
+                    "stored_per_s": consumption.stored_per_s,
+                    "advice": scenario.advice,
+                }
+            )
+    return 0
+
+
+def _consumption(view: StoreView, arguments: argparse.Namespace) -> Consumption:
+    from librmq.diagnosis.drain import consumption_of
+
+    handler_s = parse_duration("--handler", arguments.handler, "the time of one call such as 20ms or 1.5s")
+    topic = arguments.topic
+    if arguments.inflow is None:
+        messages, seconds = stored_recently(view, topic)
+        stored = messages / seconds
+    else:
+        stored = _decimal("--inflow", arguments.inflow)
+    consumption = consumption_of(view, arguments.group, topic, handler_s=handler_s, stored_per_s=stored)
+    changes: dict[str, int] = {
+        name: _whole(f"--{option}", text)
+        for name, option, text in (
+            ("clients", "clients", arguments.clients),
+            ("threads", "threads", arguments.threads),
+            ("batch_size", "batch", arguments.batch),
+        )
+        if text is not None
+    }
+    downstream = None if arguments.downstream is None else _decimal("--downstream", arguments.downstream)
+    return dataclasses.replace(
+        consumption,
+        is_orderly=arguments.orderly or consumption.is_orderly,
+        downstream_per_s=downstream,
+        clients=changes.get("clients", consumption.clients),
+        threads=changes.get("threads", consumption.threads),
+        batch_size=changes.get("batch_size", consumption.batch_size),
+    )
+
+
+def _decimal(name: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if 0 <= number < 1e12:
+        return number
+    raise InputError(f"{name}: expected a number of 0 or more, found {text!r:.80}")
+
+
+def _whole(name: str, text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= _MOST:
+        return int(text)
+    raise InputError(f"{name}: expected a whole number from 1 to {_MOST}, found {text!r:.80}")

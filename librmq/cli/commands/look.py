@@ -185,7 +185,7 @@ COMMANDS: Final = (
     ),
     Command(
         "whatif",
-        "what_if",
+        "groups",
         "estimate the time to drain a backlog",
         "store --group CG_order --topic OrderTopic --handler 20ms",
         (
