@@ -24,7 +24,7 @@ def reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
     group, topic = arguments.group, arguments.topic
     at_ms = None if arguments.to is None else _time_ms(arguments.to)
     with open_cluster(arguments) as cluster:
-        named, queues = cluster.named, _queues(cluster, arguments)
+        named, queues = cluster.named, _cluster_queues(cluster, arguments)
         before = cluster.admin.progress(group, topic)
         after = {queue: _target(cluster, queue, bounds, at_ms, arguments) for queue, bounds in queues.items()}
         if not arguments.dry_run:
@@ -61,7 +61,7 @@ def _time_ms(to: str) -> int:
     return {"begin": 0, "end": -1}[to] if to in ("begin", "end") else parse_time(to, SystemClock())
 
 
-def _queues(cluster: ClusterSource, arguments: argparse.Namespace) -> dict[MessageQueue, QueueBounds]:
+def _cluster_queues(cluster: ClusterSource, arguments: argparse.Namespace) -> dict[MessageQueue, QueueBounds]:
     """Return the queues to move in; refuse a group or a topic that the cluster does not know."""
     groups = cluster.groups()
     if arguments.group not in groups:

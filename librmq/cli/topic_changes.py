@@ -40,8 +40,8 @@ def _create(
     if old is not None:
         raise InputError(f"topic {name!r} exists with {old.get('readQueueNums')} queues: add queues by `topic grow`")
     validate_client_topic(name)
-    read = _queues("--queues", arguments.queues, _QUEUES)
-    write = _queues("--write-queues", arguments.write_queues, read)
+    read = _queue_count("--queues", arguments.queues, _QUEUES)
+    write = _queue_count("--write-queues", arguments.write_queues, read)
     permission = arguments.permission or "rw"
     row, kind = topic_row(name, read, write, _PERMISSIONS[permission]), arguments.type
     tables.topics.set(name, row if kind is None else with_topic_type(row, kind))
@@ -55,8 +55,8 @@ def _grow(
     if old is None:
         raise _missing(name, tables)
     before = old.get("readQueueNums", 0)
-    read = _queues("--queues", arguments.queues, None)
-    write = _queues("--write-queues", arguments.write_queues, read)
+    read = _queue_count("--queues", arguments.queues, None)
+    write = _queue_count("--write-queues", arguments.write_queues, read)
     if read < before or write < old.get("writeQueueNums", 0):
         raise InputError(f"--queues: the topic has {before} queues with messages: expected more, found {read}")
     tables.topics.set(name, {**old, "readQueueNums": read, "writeQueueNums": write})
@@ -96,7 +96,7 @@ def _missing(name: str, tables: BrokerTables, otherwise: str = ": create it by `
     return InputError(f"topic {name!r} does not exist{near(name, tables.topics.rows, otherwise)}")
 
 
-def _queues(name: str, text: str | None, default: int | None) -> int:
+def _queue_count(name: str, text: str | None, default: int | None) -> int:
     if text is None:
         if default is None:
             raise InputError(f"{name} is missing")
