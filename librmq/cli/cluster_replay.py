@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.cli.cluster_source import connect_to
 from librmq.cli.output import Output, complain
@@ -28,6 +28,9 @@ from librmq.message.topics import dead_letter_topic, is_user_topic, validate_cli
 from librmq.protocol import SendStatus
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
+
+if TYPE_CHECKING:
+    pass
 
 _GROUP: Final = "librmq-replay"
 _TOGETHER: Final = 256  # messages
@@ -338,3 +341,26 @@ def _is_progress(value: object) -> bool:
     if not isinstance(record_before, list) or [type(field) for field in record_before] != [int, str, int]:
         return False
     return type(value.get("since_ms", 0)) is int
+
+
+def replay(arguments: argparse.Namespace, output: Output) -> int:
+    """Start a second group where a group's last skip of a topic began, or send messages elsewhere."""
+    if arguments.route is not None or arguments.to_topic is not None:
+        return replay_to_cluster(arguments, output)
+    if None in (arguments.group, arguments.topic, arguments.to):
+        raise InputError("expected --group, --topic and --to; or --route or --to-topic, to send messages")
+    from librmq.diagnosis.policies import replay, skipped
+
+    with open_broker(arguments) as broker:
+        notes = [
+            skip_note
+            for skip_note in skipped(broker)
+            if (skip_note.group, skip_note.topic) == (arguments.group, arguments.topic)
+        ]
+        if not notes:
+            raise InputError(f"group {arguments.group!r} has skipped nothing of topic {arguments.topic!r}")
+        note = notes[-1]
+        messages = replay(broker, note, arguments.to)
+    row = {"group": arguments.to, "topic": note.topic, "skipped_by": note.group, "skipped_at_ms": note.at_ms}
+    output.row({**row, "skipped": note.messages, "messages": messages, "dry_run": arguments.dry_run})
+    return 0

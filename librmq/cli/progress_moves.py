@@ -90,31 +90,6 @@ def _announce(plan: Skip, skips: str) -> None:
     complain(f"note: group {plan.group!r} {skips} {counted(plan.messages, 'message')} of topic {plan.topic!r}{stored}")
 
 
-def replay(arguments: argparse.Namespace, output: Output) -> int:
-    """Start a second group where a group's last skip of a topic began, or send messages elsewhere."""
-    if arguments.route is not None or arguments.to_topic is not None:
-        from librmq.cli.cluster_replay import replay_to_cluster
-
-        return replay_to_cluster(arguments, output)
-    if None in (arguments.group, arguments.topic, arguments.to):
-        raise InputError("expected --group, --topic and --to; or --route or --to-topic, to send messages")
-    from librmq.diagnosis.policies import replay, skipped
-
-    with open_broker(arguments) as broker:
-        notes = [
-            skip_note
-            for skip_note in skipped(broker)
-            if (skip_note.group, skip_note.topic) == (arguments.group, arguments.topic)
-        ]
-        if not notes:
-            raise InputError(f"group {arguments.group!r} has skipped nothing of topic {arguments.topic!r}")
-        note = notes[-1]
-        messages = replay(broker, note, arguments.to)
-    row = {"group": arguments.to, "topic": note.topic, "skipped_by": note.group, "skipped_at_ms": note.at_ms}
-    output.row({**row, "skipped": note.messages, "messages": messages, "dry_run": arguments.dry_run})
-    return 0
-
-
 def _number(name: str, text: str) -> int:
     if text.isascii() and text.isdigit() and len(text) < 19:
         return int(text)
