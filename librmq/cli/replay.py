@@ -1,4 +1,4 @@
-"""``replay --route`` and ``replay --to-topic``: send what a store holds to a running cluster, or to another topic."""
+"""``replay``: a second group where a skip began, or a store's messages sent to a cluster or to another topic."""
 
 from __future__ import annotations
 

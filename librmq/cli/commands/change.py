@@ -15,7 +15,7 @@ _OF_GROUP: Final = (
 COMMANDS: Final = (
     Command(
         "topic",
-        "topic_changes",
+        "administration",
         "create a topic, add queues, or delete it",
         "create store orders --queues 4",
         (
@@ -35,7 +35,7 @@ COMMANDS: Final = (
     ),
     Command(
         "group",
-        "topic_changes",
+        "administration",
         "create a group, copy it to a new name, or delete it",
         "copy store CG_order --to billing",
         (
@@ -50,7 +50,7 @@ COMMANDS: Final = (
     ),
     Command(
         "reset",
-        "progress_moves",
+        "administration",
         "set a group's progress to begin, end, time, offset",
         "store --group CG_order --topic OrderTopic --to end",
         (
@@ -64,7 +64,7 @@ COMMANDS: Final = (
     ),
     Command(
         "skip",
-        "progress_moves",
+        "administration",
         "move a group forward past old messages",
         "store --group CG_order --topic OrderTopic --keep 10",
         (
@@ -80,7 +80,7 @@ COMMANDS: Final = (
     ),
     Command(
         "replay",
-        "progress_moves",
+        "replay",
         "start a group where a skip began, or fill a cluster",
         "store --group CG_order --topic OrderTopic --to again",
         (

@@ -1,0 +1,395 @@
+"""``topic``, ``group``, ``reset``, ``skip``: change topics, consumer groups and their progress."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from librmq.cli.input import age_clock, parse_duration, parse_time
+from librmq.cli.output import Output, complain, whole_number
+from librmq.cli.selection import first_at
+from librmq.cli.stores import open_broker, open_to_change, select_queues
+from librmq.cli.unknown_names import GROUPS, TOPICS, near
+from librmq.clock import SystemClock
+from librmq.consumequeue import ConsumeQueue
+from librmq.diagnosis.findings import counted
+from librmq.diagnosis.people import moment
+from librmq.diagnosis.view import StoreView
+from librmq.diagnosis.waiting_retries import move_retries, waiting_retries
+from librmq.errors import InputError
+from librmq.message.message import MessageQueue
+from librmq.message.topics import is_system_topic, validate_client_topic, validate_group
+from librmq.protocol import QueueOffsetAt, UpdateOffset
+from librmq.store import MessageStore
+from librmq.store.format.broker_tables import MOST_QUEUES, BrokerTables, group_row, topic_row, with_topic_type
+
+if TYPE_CHECKING:
+    from librmq.cli.cluster_source import ClusterSource
+    from librmq.diagnosis.policies import Skip
+    from librmq.wire.remote import QueueBounds
+
+
+_QUEUES: Final = 8
+_NAMED: Final = 10
+"""The most retries that are named."""
+_PERMISSIONS: Final = {"rw": 6, "r": 4, "w": 2}
+
+
+def topic(arguments: argparse.Namespace, output: Output) -> int:
+    """Create a topic, add queues, change its permission, or delete it."""
+    name = arguments.topic
+    if is_system_topic(name):
+        raise InputError(f"topic {name!r} is the broker's own: it can't be created, changed or deleted")
+    with open_to_change(arguments) as (store, tables):
+        old = tables.topics.rows.get(name)
+        change = {"create": _create, "grow": _grow, "permit": _permit, "delete": _delete}[arguments.action]
+        row = {"topic": name, "action": arguments.action, **change(store, tables, name, old, arguments)}
+    output.row({**row, "dry_run": arguments.dry_run})
+    return 0
+
+
+def _create(
+    store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    if old is not None:
+        raise InputError(f"topic {name!r} exists with {old.get('readQueueNums')} queues: add queues by `topic grow`")
+    validate_client_topic(name)
+    read = _queue_count("--queues", arguments.queues, _QUEUES)
+    write = _queue_count("--write-queues", arguments.write_queues, read)
+    permission = arguments.permission or "rw"
+    row, kind = topic_row(name, read, write, _PERMISSIONS[permission]), arguments.type
+    tables.topics.set(name, row if kind is None else with_topic_type(row, kind))
+    type_field = {} if kind is None else {"message_type": kind}
+    return {"read_queues": read, "write_queues": write, "permission": permission, **type_field}
+
+
+def _grow(
+    store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    if old is None:
+        raise _missing(name, tables)
+    before = old.get("readQueueNums", 0)
+    read = _queue_count("--queues", arguments.queues, None)
+    write = _queue_count("--write-queues", arguments.write_queues, read)
+    if read < before or write < old.get("writeQueueNums", 0):
+        raise InputError(f"--queues: the topic has {before} queues with messages: expected more, found {read}")
+    tables.topics.set(name, {**old, "readQueueNums": read, "writeQueueNums": write})
+    return {
+        "read_queues": read,
+        "write_queues": write,
+        "before": before,
+        "note": "stored messages stay in their queues; a key that selects its queue by hash can select another one "
+        "now, so old and new messages of a key can be out of order",
+    }
+
+
+def _permit(
+    store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    if old is None:
+        raise _missing(name, tables)
+    if arguments.permission is None:
+        raise InputError("--permission is missing: rw, r or w")
+    tables.topics.set(name, {**old, "perm": _PERMISSIONS[arguments.permission]})
+    names = {value: text for text, value in _PERMISSIONS.items()}
+    return {"permission": arguments.permission, "before": names.get(old.get("perm", 0), str(old.get("perm")))}
+
+
+def _delete(
+    store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    if old is None:
+        raise _missing(name, tables, TOPICS)
+    tables.topics.remove(name)
+    left = sum(queue.max_offset - queue.min_offset for (topic, _), queue in store.queues.items() if topic == name)
+    groups = sorted(group for group, topic in StoreView.over(store, tables).progress if topic == name)
+    return {"messages": left, "groups": groups, "note": "its messages stay in the log until retention deletes them"}
+
+
+def _missing(name: str, tables: BrokerTables, otherwise: str = ": create it by `topic create`") -> InputError:
+    return InputError(f"topic {name!r} does not exist{near(name, tables.topics.rows, otherwise)}")
+
+
+def _queue_count(name: str, text: str | None, default: int | None) -> int:
+    if text is None:
+        if default is None:
+            raise InputError(f"{name} is missing")
+        return default
+    if text.isascii() and text.isdigit() and len(text) < 8 and 1 <= int(text) <= MOST_QUEUES:
+        return int(text)
+    raise InputError(f"{name}: expected a whole number from 1 to {MOST_QUEUES}, found {text!r:.80}")
+
+
+def group(arguments: argparse.Namespace, output: Output) -> int:
+    """Create a consumer group or change its retries, copy its progress to a new group, or delete it."""
+    name, action = arguments.group, arguments.action
+    if action == "create":
+        validate_group(name)
+    with open_to_change(arguments) as (store, tables):
+        groups = StoreView.over(store, tables).groups
+        if action != "create" and name not in groups:
+            raise InputError(f"there is no group {name!r}{near(name, groups, GROUPS)}")
+        row: dict[str, Any] = {"group": name, "action": action}
+        if action == "create":
+            old = tables.groups.rows.get(name) or group_row(name)
+            retries = old["retryMaxTimes"] if arguments.retries is None else _retries(arguments.retries)
+            tables.groups.set(name, {**old, "retryMaxTimes": retries})
+            row["retries"] = retries
+        elif action == "copy":
+            row |= _copy(tables, name, arguments.to, groups)
+            row |= _retries_of(store, tables, name, arguments)
+        else:
+            row["topics"] = _delete_group(tables, name)
+    output.row({**row, "dry_run": arguments.dry_run})
+    return 0
+
+
+def _retries(text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 8:
+        return int(text)
+    raise InputError(f"--retries: expected a whole number, found {text!r:.80}")
+
+
+def _copy(tables: BrokerTables, name: str, new: str | None, groups: tuple[str, ...]) -> dict[str, Any]:
+    """Create a group with the progress of another one."""
+    if new is None:
+        raise InputError("copy: name the new group by --to")
+    validate_group(new)
+    if new in groups:
+        raise InputError(f"--to: group {new!r} exists; expected a new name")
+    old = tables.groups.rows.get(name) or group_row(name)
+    tables.groups.set(new, {**old, "groupName": new})
+    topics = []
+    for key, offsets in sorted(tables.offsets.rows.items()):
+        topic, _, owner = key.rpartition("@")
+        if owner == name and topic != f"%RETRY%{name}":
+            tables.offsets.set(f"{topic}@{new}", dict(offsets))
+            topics.append(topic)
+    return {"to": new, "topics": topics}
+
+
+def _retries_of(store: MessageStore, tables: BrokerTables, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Move the waiting retries of a group if that is wanted; else return which stay with the old name."""
+    if arguments.with_retries:
+        moved, delayed = move_retries(store, tables, name, arguments.to)
+        fields: dict[str, Any] = {"retries_moved": moved, "retries_left": 0}
+        if delayed:
+            fields["note"] = f"{delayed} retries also come to group {name} when their delay ends: do not start it again"
+        return fields
+    retries = list(waiting_retries(store, tables, name))
+    if not retries:
+        return {"retries_left": 0}
+    return {
+        "retries_left": len(retries),
+        "retries": [message.message_id for message in retries[:_NAMED]],
+        "cut": len(retries) > _NAMED,
+        "note": f"{len(retries)} retries of group {name} wait: move them too by --with-retries, or "
+        "let an instance of it run until they are consumed",
+    }
+
+
+def _delete_group(tables: BrokerTables, name: str) -> list[str]:
+    """Delete a group's row and its progress; return the topics of the progress."""
+    if name in tables.groups.rows:
+        tables.groups.remove(name)
+    keys = [key for key in tables.offsets.rows if key.rpartition("@")[2] == name]
+    for key in keys:
+        tables.offsets.remove(key)
+    return sorted(key.rpartition("@")[0] for key in keys)
+
+
+# ---- progress of a group
+
+Move = Callable[[MessageStore, ConsumeQueue], int]
+"""From a store and one of its queues to the new progress."""
+
+
+def reset(arguments: argparse.Namespace, output: Output) -> int:
+    """Set a group's progress to the beginning or the end of each queue, a time, or a queue offset."""
+    if (arguments.to is None) == (arguments.offset is None):
+        raise InputError("expected either --to (begin, end or a time) or --offset")
+    if arguments.route is not None:
+        return reset_in_cluster(arguments, output)
+    if arguments.offset is not None:
+        queue_offset = _number("--offset", arguments.offset)
+        return _move(arguments, output, lambda store, queue: min(max(queue_offset, queue.min_offset), queue.max_offset))
+    if arguments.to == "begin":
+        return _move(arguments, output, lambda store, queue: queue.min_offset)
+    if arguments.to == "end":
+        return _move(arguments, output, lambda store, queue: queue.max_offset)
+    time_ms = parse_time(arguments.to, age_clock(arguments.store, arguments.to))
+    return _move(arguments, output, lambda store, queue: _at_time(store, queue, time_ms))
+
+
+def skip(arguments: argparse.Namespace, output: Output) -> int:
+    """Move a group's progress forward: past old messages, to the newest, or to the end; record the skip."""
+    from librmq.diagnosis.policies import move_to, plan_skip, set_aside
+    from librmq.diagnosis.policies import skip as pass_over
+
+    if arguments.aside is not None and arguments.move is not None:
+        raise InputError("expected either --aside or --move")
+    if arguments.queues is not None and arguments.move is None:
+        raise InputError("--queues: only --move makes a topic with a number of queues")
+    queues = None if arguments.queues is None else whole_number("--queues", arguments.queues)
+    if arguments.older_than is not None and arguments.keep is not None:
+        raise InputError("expected either --older-than or --keep")
+    expected = "an age such as 90s, 30m, 2h or 7d"
+    age_s = None if arguments.older_than is None else parse_duration("--older-than", arguments.older_than, expected)
+    newest = None if arguments.keep is None else _number("--keep", arguments.keep)
+    group, topic = arguments.group, arguments.topic
+    clock = age_clock(arguments.store, arguments.older_than)
+    with open_broker(arguments) as broker:
+        queue_ids = _queue_ids(broker.store, broker.tables, arguments)
+        to_end = age_s is None and newest is None
+        now_ms = clock.now_ms()
+        plan = plan_skip(broker, group, topic, older_than=age_s, lag_above=newest, to_end=to_end, now_ms=now_ms)
+        plan = plan._replace(queues=tuple(queue_skip for queue_skip in plan.queues if queue_skip.queue_id in queue_ids))
+        _announce(plan, "would skip" if arguments.dry_run else "skips")
+        done = plan
+        if plan.queues and arguments.move is not None:
+            done = move_to(broker, plan, arguments.move, queues=queues)
+        elif plan.queues:
+            done = pass_over(broker, plan) if arguments.aside is None else set_aside(broker, plan, arguments.aside)
+    for queue_skip in done.queues:
+        row = {"group": group, "topic": topic, **queue_skip._asdict(), "skipped": queue_skip.end - queue_skip.begin}
+        output.row({**row, "aside": done.aside, "dry_run": arguments.dry_run})
+    return 0
+
+
+def _announce(plan: Skip, skips: str) -> None:
+    """Tell a person what is skipped, before it is."""
+    bounds = [
+        time for queue_skip in plan.queues for time in (queue_skip.first_timestamp_ms, queue_skip.last_timestamp_ms)
+    ]
+    times = [time for time in bounds if time is not None]
+    stored = f", stored from {moment(min(times))} to {moment(max(times))} UTC" if times else ""
+    complain(f"note: group {plan.group!r} {skips} {counted(plan.messages, 'message')} of topic {plan.topic!r}{stored}")
+
+
+def _number(name: str, text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 19:
+        return int(text)
+    raise InputError(f"{name}: expected a whole number, found {text!r:.80}")
+
+
+def _at_time(store: MessageStore, queue: ConsumeQueue, time_ms: int) -> int:
+    return first_at(store, queue, time_ms, range(queue.min_offset, queue.max_offset))
+
+
+def _move(arguments: argparse.Namespace, output: Output, move: Move) -> int:
+    group, topic = arguments.group, arguments.topic
+    rows = []
+    with open_to_change(arguments) as (store, tables):
+        for queue_id in _queue_ids(store, tables, arguments):
+            queue = store.queues[topic, queue_id]
+            before = tables.consumer_offset(topic, group, queue_id)
+            begin = queue.min_offset if before is None else max(before, queue.min_offset)
+            after = move(store, queue)
+            if after != before:
+                tables.set_consumer_offset(topic, group, queue_id, after)
+            rows.append(
+                {
+                    "group": group,
+                    "topic": topic,
+                    "queue_id": queue_id,
+                    "before": before,
+                    "after": after,
+                    "skipped": max(0, after - begin),
+                    "again": max(0, begin - after),
+                    "lag": queue.max_offset - after,
+                    "dry_run": arguments.dry_run,
+                }
+            )
+    for row in rows:  # the tables are saved
+        output.row(row)
+    return 0
+
+
+def _queue_ids(store: MessageStore, tables: BrokerTables, arguments: argparse.Namespace) -> list[int]:
+    """Return the queues to move in; refuse a group or a topic that the store does not know."""
+    group, topic = arguments.group, arguments.topic
+    groups = StoreView.over(store, tables).groups
+    if group not in groups:
+        raise InputError(f"there is no group {group!r}{near(group, groups, GROUPS)}")
+    ids = sorted(number for name, number in store.queues if name == topic)
+    if not ids:
+        raise InputError(f"topic {topic!r} has no queue{near(topic, {name for name, _ in store.queues}, TOPICS)}")
+    return select_queues(topic, arguments.queue, ids)
+
+
+# ---- progress in a running cluster
+
+
+def reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
+    """Set a group's progress.
+
+    With running consumers only the progress of a whole topic can be set, and only to a time.
+    """
+    from librmq.cli.cluster_source import open_cluster
+
+    group, topic = arguments.group, arguments.topic
+    at_ms = None if arguments.to is None else _time_ms(arguments.to)
+    with open_cluster(arguments) as cluster:
+        named, queues = cluster.named, _cluster_queues(cluster, arguments)
+        before = cluster.admin.progress(group, topic)
+        after = {queue: _target(cluster, queue, bounds, at_ms, arguments) for queue, bounds in queues.items()}
+        if not arguments.dry_run:
+            if at_ms is not None and arguments.queue is None:
+                after |= cluster.admin.reset(group, topic, at_ms)
+            elif cluster.admin.clients(group) is not None:
+                raise InputError(
+                    f"group {group!r} has running consumers, which would overwrite the progress of single queues: stop "
+                    "them first, or reset the whole topic to a time, of which the broker notifies them"
+                )
+            else:
+                for queue, offset in after.items():
+                    cluster.route.broker(queue.broker_name).call(UpdateOffset(group, topic, queue.queue_id, offset))
+    for queue, bounds in queues.items():
+        progress = before.get(queue)
+        begin = max(bounds.min_offset, 0 if progress is None else progress.queue_offset)
+        row = {
+            "group": group,
+            "topic": topic,
+            "queue_id": queue.queue_id,
+            "before": None if progress is None else progress.queue_offset,
+            "after": after[queue],
+            "skipped": max(0, after[queue] - begin),
+            "again": max(0, begin - after[queue]),
+            "lag": max(0, bounds.max_offset - after[queue]),
+            "dry_run": arguments.dry_run,
+        }
+        output.row(named(queue.broker_name, row))
+    return 0
+
+
+def _time_ms(to: str) -> int:
+    """Return a time as brokers take it: 0 is the beginning of each queue, -1 its end."""
+    return {"begin": 0, "end": -1}[to] if to in ("begin", "end") else parse_time(to, SystemClock())
+
+
+def _cluster_queues(cluster: ClusterSource, arguments: argparse.Namespace) -> dict[MessageQueue, QueueBounds]:
+    """Return the queues to move in; refuse a group or a topic that the cluster does not know."""
+    groups = cluster.groups()
+    if arguments.group not in groups:
+        raise InputError(f"there is no group {arguments.group!r}{near(arguments.group, groups, GROUPS)}")
+    bounds = cluster.bounds(arguments.topic)
+    if not bounds:
+        raise InputError(f"topic {arguments.topic!r} has no queue{near(arguments.topic, cluster.topics(), TOPICS)}")
+    ids = {queue.queue_id for queue in bounds}
+    queue_ids = select_queues(arguments.topic, arguments.queue, ids)
+    return {queue: queue_bounds for queue, queue_bounds in bounds.items() if queue.queue_id in queue_ids}
+
+
+def _target(
+    cluster: ClusterSource, queue: MessageQueue, bounds: QueueBounds, at_ms: int | None, arguments: argparse.Namespace
+) -> int:
+    if at_ms is None:
+        text = arguments.offset
+        if not (text.isascii() and text.isdigit() and len(text) < 19):
+            raise InputError(f"--offset: expected a whole number, found {text!r:.80}")
+        return min(max(int(text), bounds.min_offset), bounds.max_offset)
+    if at_ms <= 0:
+        return bounds.max_offset if at_ms else bounds.min_offset
+    request = QueueOffsetAt(queue.topic, queue.queue_id, at_ms)
+    return cluster.route.broker(queue.broker_name).call(request)
