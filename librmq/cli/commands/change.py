@@ -100,7 +100,7 @@ COMMANDS: Final = (
     ),
     Command(
         "decide",
-        "pending",
+        "delivery",
         "commit or roll back a given-up half message",
         "store 280252 --rollback",
         (

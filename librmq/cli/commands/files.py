@@ -82,6 +82,6 @@ COMMANDS: Final = (
         (option("topic", metavar="TOPIC"), option("queue_id", metavar="ID", help="the queue's number")),
         output=LISTED,
     ),
-    Command("timers", "pending", "print the files of RocketMQ 5's timer", "store", output=LISTED),
+    Command("timers", "delivery", "print the files of RocketMQ 5's timer", "store", output=LISTED),
     Command("broker-conf", "maintenance", "print settings for a broker that opens the store", "store"),
 )

@@ -125,7 +125,7 @@ COMMANDS: Final = (
     ),
     Command(
         "dead-letters",
-        "dead_letters",
+        "delivery",
         "list dead letters or their causes, or resend them",
         "store --causes",
         (
@@ -223,7 +223,7 @@ COMMANDS: Final = (
     ),
     Command(
         "pending",
-        "pending",
+        "delivery",
         "list messages that wait for a time or a transaction",
         "store --kind delay",
         (
