@@ -1,16 +1,20 @@
-"""``verify``, ``recover``, ``load``, ``broker-conf``: checking, repairing and continuing a store."""
+"""``verify``, ``recover``, ``salvage``, ``load`` and copies of a store: its files as a whole."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import queue
+import signal
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from librmq.cli.input import input_size, standard_input
-from librmq.cli.output import DAMAGED, Output, complain
+from librmq.cli.output import DAMAGED, INTERRUPTED, JsonLines, Output, complain
 from librmq.cli.progress import ProgressBar, log_bar
+from librmq.cli.rows import gap_row, message_row, snapshot_row
 from librmq.cli.stores import files_and_config, read_config
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError
@@ -19,6 +23,7 @@ from librmq.store.format.directory import CONFIG
 from librmq.store.format.directory import broker_conf as broker_conf_of
 
 if TYPE_CHECKING:
+    from librmq.cluster import Replica
     from librmq.filter import Registrations
 
 
@@ -106,3 +111,168 @@ def broker_conf(arguments: argparse.Namespace, output: Output) -> int:
     _, config = files_and_config(arguments)
     sys.stdout.write(broker_conf_of(arguments.store, config))
     return 0
+
+
+# ---- stores made from other stores
+
+
+def salvage(arguments: argparse.Namespace, output: Output) -> int:
+    """Print every sound record and every gap, or make a new store of the records."""
+    from librmq.message.delay_levels import DelayLevels
+    from librmq.store.recovery import salvage
+    from librmq.store.upkeep.snapshot import rescue
+
+    store = arguments.store
+    files, config = files_and_config(arguments, log_only=True)
+    if arguments.into is not None:
+        with log_bar("salvage", store, 3):
+            rescued = rescue(
+                store, arguments.into, config, files=files, tell=lambda gap: output.row(gap_row(store, gap))
+            )
+        output.row({"type": "salvage", "into": rescued.path, "records": rescued.records, "gaps": rescued.gaps})
+        return 0
+    levels = DelayLevels.parse(config.message_delay_level)
+    with log_bar("salvage", store, 1, quiet=output.is_on_terminal):
+        for item in salvage.records(store, files):
+            output.row(gap_row(store, item) if isinstance(item, salvage.Gap) else message_row(item, levels))
+    return 0
+
+
+def snapshot(arguments: argparse.Namespace, output: Output) -> int:
+    """Make a snapshot and print its row."""
+    from librmq.store.upkeep.snapshot import snapshot
+
+    files, config = files_and_config(arguments)
+    with log_bar("snapshot", arguments.store, 3):
+        copy = snapshot(arguments.store, arguments.target, config, copy=arguments.copy, files=files)
+    output.row(snapshot_row(copy))
+    return 0
+
+
+def restore(arguments: argparse.Namespace, output: Output) -> int:
+    """Make a store from a snapshot and print its row."""
+    from librmq.store.upkeep.snapshot import restore
+
+    files, config = files_and_config(arguments)
+    with log_bar("restore", arguments.store, 3):
+        restored = restore(arguments.store, arguments.target, config, files=files)
+    output.row(snapshot_row(restored))
+    return 0
+
+
+# ---- a copy that is kept up to date
+
+_POLL_S: Final = 0.2
+_CLEAR: Final = "\r\x1b[K"
+
+
+class StatusLine:
+    """One line on a terminal that is replaced by the next; nothing elsewhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_shown = stream.isatty()
+        self._last = ""
+
+    def show(self, text: str) -> None:
+        """Replace the line; an empty text removes it."""
+        if self._is_shown and text != self._last:
+            self._last = text
+            self._stream.write(_CLEAR + text)
+            self._stream.flush()
+
+
+def follow(arguments: argparse.Namespace, output: Output) -> int:
+    """Keep the copy up to date until a signal ends it, or copy up to the present end."""
+    from librmq.cluster import Replica
+
+    if output.is_on_terminal:  # a table would wait until it is full
+        output = Output(JsonLines(sys.stdout))
+    with ExitStack() as following:
+        ended = following.enter_context(_signals())
+        with Replica.open(arguments.copy, of=arguments.store) as replica:
+            lines = _States(replica, output)
+            is_complete = _catch_up(replica, lines, ended)
+            if not arguments.until_end:
+                _keep_up(replica, lines, ended)
+            elif is_complete:
+                is_complete = replica.follow()
+            lines.row("ended")
+    if arguments.until_end and not is_complete:
+        complain("interrupted")
+        return INTERRUPTED
+    return 0
+
+
+@contextmanager
+def _signals() -> Iterator[queue.SimpleQueue[int]]:
+    """Put the numbers of SIGINT and SIGTERM in a queue."""
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    before = {
+        number: signal.signal(number, lambda number, _: ended.put(number)) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield ended
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _States:
+    """The rows that a program reads: one for each change of state."""
+
+    def __init__(self, replica: Replica, output: Output) -> None:
+        self._replica = replica
+        self._output = output
+        self._state = ""
+        self.row("copying")
+
+    def row(self, state: str) -> None:
+        """Print a row if the state is another one."""
+        if state == self._state:
+            return
+        self._state, replica = state, self._replica
+        row: dict[str, Any] = {"type": "follow", "state": state}
+        self._output.row({**row, "physical_offset": replica.end, "lag_bytes": replica.lag_bytes})
+        self._output.flush()
+
+    def update(self) -> None:
+        """Print a row if the master has become reachable or unreachable; raise why the replica has stopped."""
+        if self._replica.failure is not None:
+            raise self._replica.failure
+        self.row("current" if self._replica.reaches_master else "unreachable")
+
+
+def _has_ended(ended: queue.SimpleQueue[int]) -> bool:
+    """Wait briefly for a signal."""
+    try:
+        ended.get(timeout=_POLL_S)
+    except queue.Empty:
+        return False
+    return True
+
+
+def _catch_up(replica: Replica, lines: _States, ended: queue.SimpleQueue[int]) -> bool:
+    """Wait until the copy has everything, with a bar; return False if a signal came before."""
+    begin = replica.end
+    with ProgressBar("follow", replica.lag_bytes) as bar:
+        while replica.lag_bytes or not replica.reaches_master:
+            if _has_ended(ended):
+                return False
+            if replica.failure is not None:
+                raise replica.failure
+            bar.to(replica.end - begin)
+    lines.update()
+    return True
+
+
+def _keep_up(replica: Replica, lines: _States, ended: queue.SimpleQueue[int]) -> None:
+    """Show the state until a signal comes."""
+    status = StatusLine(sys.stderr)
+    try:
+        while not _has_ended(ended):
+            lines.update()
+            what = f"{replica.lag_bytes:,} behind" if replica.reaches_master else "the master cannot be read"
+            status.show(f"{replica.path}: {replica.end:,} bytes, {what}; Ctrl-C ends")
+    finally:
+        status.show("")

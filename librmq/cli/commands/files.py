@@ -12,7 +12,7 @@ COMMANDS: Final = (
     Command("verify", "maintenance", "check for damage; changes nothing", "store", output=OUTPUT),
     Command(
         "salvage",
-        "snapshots",
+        "maintenance",
         "extract every sound record of a damaged store",
         "store --into saved",
         (option("--into", metavar="NEW", help="write the records to a new store instead of printing them"),),
@@ -20,7 +20,7 @@ COMMANDS: Final = (
     ),
     Command(
         "snapshot",
-        "snapshots",
+        "maintenance",
         "copy a store that may be in use",
         "store saturday",
         (_TARGET, option("--copy", action="store_true", help="copy every file instead of linking")),
@@ -28,7 +28,7 @@ COMMANDS: Final = (
     ),
     Command(
         "follow",
-        "follow",
+        "maintenance",
         "keep a copy of a store that another process writes",
         "store copy --until-end",
         (
@@ -39,7 +39,7 @@ COMMANDS: Final = (
         "interrupted. Prints a line when the copy is current, and when the store becomes unreadable or readable again.",
         output=OUTPUT[:1],
     ),
-    Command("restore", "snapshots", "create a store from a snapshot", "store again", (_TARGET,), output=OUTPUT),
+    Command("restore", "maintenance", "create a store from a snapshot", "store again", (_TARGET,), output=OUTPUT),
     Command(
         "export",
         "export",
