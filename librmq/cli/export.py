@@ -31,7 +31,7 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
         topic=re.compile("(?s).*") if arguments.all and not arguments.topic else arguments.topic,
         tags=arguments.tag,
         sql=arguments.sql,
-        processes=_number("--processes", arguments.processes),
+        processes=_queue_number("--processes", arguments.processes),
         fail_on_data_loss=not arguments.skip_deleted,
         as_recovered=arguments.as_recovered,
     )
@@ -46,7 +46,7 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
     if until is not None:
         settings["until"] = until
     if arguments.queue is not None:
-        settings["queue"] = [_number("--queue", queue_id) for queue_id in arguments.queue]
+        settings["queue"] = [_queue_number("--queue", queue_id) for queue_id in arguments.queue]
 
     def show(done: int, total: int | None) -> None:
         if total is not None:  # otherwise these are bytes of the log, which opening walks over
@@ -83,7 +83,7 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _number(name: str, text: str) -> int:
+def _queue_number(name: str, text: str) -> int:
     if text.isascii() and text.isdigit() and len(text) <= 10:
         return int(text)
     raise InputError(f"{name}: expected a whole number, found {text!r:.80}")
