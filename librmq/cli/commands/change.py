@@ -113,7 +113,7 @@ COMMANDS: Final = (
     ),
     Command(
         "import",
-        "imports",
+        "import_export",
         "append messages that export wrote",
         "copy orders.jsonl",
         (

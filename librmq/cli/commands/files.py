@@ -42,7 +42,7 @@ COMMANDS: Final = (
     Command("restore", "maintenance", "create a store from a snapshot", "store again", (_TARGET,), output=OUTPUT),
     Command(
         "export",
-        "export",
+        "import_export",
         "write messages to Parquet, CSV or JSON lines",
         "store -o orders.jsonl",
         (

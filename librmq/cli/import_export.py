@@ -1,4 +1,4 @@
-"""``import``: append exported messages to a store."""
+"""``import`` and ``export``: messages as Parquet, CSV or JSON lines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import csv
 import itertools
 import json
 import os
+import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,21 +18,25 @@ from contextlib import ExitStack
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
-from librmq.cli.input import parse_object
+from librmq.cli.input import age_clock, parse_object, parse_time
 from librmq.cli.output import Output, complain
 from librmq.cli.progress import ProgressBar
-from librmq.cli.stores import settle_config
+from librmq.cli.selection import check_times
+from librmq.cli.stores import settle_config, storage_options
+from librmq.cli.unknown_names import note_topic
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import nearest
-from librmq.errors import InputError, MessageIllegalError, MissingExtraError
+from librmq.errors import CorruptionError, InputError, MessageIllegalError, MissingExtraError
 from librmq.files.disk import DiskFiles
 from librmq.message import Message, record
 from librmq.message.ids import parse_host
 from librmq.message.printable import cell_text, unguarded
 from librmq.message.properties import checked_encoding
-from librmq.message.topics import is_system_topic, validate_topic
+from librmq.message.topics import is_system_topic
+from librmq.runtime.headway import watched
 from librmq.store import MessageStore
 from librmq.store.engine.prepared import AppendFields
+from librmq.store.format import directory
 from librmq.store.format.broker_tables import MOST_QUEUES, BrokerTables
 from librmq.store.format.directory import CONFIG, check_kind
 
@@ -371,3 +376,69 @@ def _time(row: Mapping[str, Any], name: str) -> int | None:
         return round(at.timestamp() * 1000)
     except (TypeError, ValueError, OverflowError, OSError):
         raise InputError(f"{name}: expected a time such as 2026-11-20T08:00:00.000Z, found {value!r:.80}") from None
+
+
+# ---- export
+
+_MODES: Final = re.compile(r" \(mode PERMISSIVE[^)]*\)")
+"""What an error advises users of columns and Spark; the command has no modes."""
+
+
+def export(arguments: argparse.Namespace, output: Output) -> int:
+    """Export messages, and print a row that says how many."""
+    from librmq.columns import ReaderKeywords
+    from librmq.columns import export as export_messages
+
+    clock = age_clock(arguments.store, arguments.since, arguments.until)
+    settings = ReaderKeywords(
+        topic=re.compile("(?s).*") if arguments.all and not arguments.topic else arguments.topic,
+        tags=arguments.tag,
+        sql=arguments.sql,
+        processes=_queue_number("--processes", arguments.processes),
+        fail_on_data_loss=not arguments.skip_deleted,
+        as_recovered=arguments.as_recovered,
+    )
+    if (options := storage_options(arguments)) is not None:
+        settings["storage_options"] = options
+    if arguments.columns is not None:
+        settings["columns"] = arguments.columns.split(",")
+    since, until = (None if text is None else parse_time(text, clock) for text in (arguments.since, arguments.until))
+    check_times(arguments, since, until)
+    if since is not None:
+        settings["since"] = since
+    if until is not None:
+        settings["until"] = until
+    if arguments.queue is not None:
+        settings["queue"] = [_queue_number("--queue", queue_id) for queue_id in arguments.queue]
+
+    def show(done: int, total: int | None) -> None:
+        if total is not None:  # otherwise these are bytes of the log, which opening walks over
+            bar.advance(done, total)
+
+    with ProgressBar("export", 0, "messages") as bar, watched(show):
+        try:
+            exported = export_messages(
+                arguments.store,
+                arguments.out,
+                format=arguments.file_format,
+                partition_by=arguments.partition_by.split(",") if arguments.partition_by else (),
+                grep=arguments.grep,
+                **settings,
+            )
+        except CorruptionError as error:
+            what = _MODES.sub("", error.what)
+            if error.kind in ("checksum", "record") and not arguments.as_recovered:
+                what += "; --as-recovered exports the messages before it"
+            raise CorruptionError(error.file, error.offset, error.kind, what) from None
+    if not exported.rows and arguments.topic and "://" not in arguments.store:
+        topics = {topic for topic, _ in directory.list_queues(arguments.store, DiskFiles())}
+        for topic in arguments.topic:
+            note_topic(topic, topics, output)
+    output.row({"type": "export", "path": exported.path, "rows": exported.rows, "files": exported.files})
+    return 0
+
+
+def _queue_number(name: str, text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) <= 10:
+        return int(text)
+    raise InputError(f"{name}: expected a whole number, found {text!r:.80}")
