@@ -6,11 +6,10 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli.input import age_clock, parse_duration, parse_time
+from librmq.cli.input import GROUPS, TOPICS, age_clock, near, parse_duration, parse_time
 from librmq.cli.output import Output, complain, whole_number
 from librmq.cli.selection import first_at
 from librmq.cli.stores import open_broker, open_to_change, select_queues
-from librmq.cli.unknown_names import GROUPS, TOPICS, near
 from librmq.clock import SystemClock
 from librmq.consumequeue import ConsumeQueue
 from librmq.diagnosis.findings import counted

@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any, Final
 
+from librmq.cli.input import note_topic_of
 from librmq.cli.output import Output
 from librmq.cli.progress import ProgressBar, log_bar, watching_bar
 from librmq.cli.selection import MessageQuery, select
 from librmq.cli.stores import open_store
 from librmq.cli.topics import kind_of_topic
-from librmq.cli.unknown_names import note_topic_of
 from librmq.errors import InputError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage

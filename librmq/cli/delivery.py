@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from librmq.cli.input import age_clock, parse_time
+from librmq.cli.input import age_clock, note_group, note_topic_of, parse_time
 from librmq.cli.output import Output, complain, whole_number
 from librmq.cli.stores import open_broker, open_store, open_view
-from librmq.cli.unknown_names import note_group, note_topic_of
 from librmq.diagnosis import letters
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from contextlib import suppress
 
+from librmq.cli.input import note_message, note_topic
 from librmq.cli.output import LimitReached, Output, complain
 from librmq.cli.stores import open_view
-from librmq.cli.unknown_names import note_message, note_topic
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.view import StoreView
 

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from librmq.cli.input import parse_duration
+from librmq.cli.input import note_group, note_topic, parse_duration
 from librmq.cli.output import Output, complain
 from librmq.cli.selection import first_at
 from librmq.cli.stores import open_view
-from librmq.cli.unknown_names import note_group, note_topic
 from librmq.clock import SystemClock
 from librmq.diagnosis.backlog import GroupLag, GroupRate, Lag, QueueLag, TopicLag
 from librmq.diagnosis.backlog import lag as lag_of

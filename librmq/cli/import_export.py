@@ -18,12 +18,11 @@ from contextlib import ExitStack
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
-from librmq.cli.input import age_clock, parse_object, parse_time
+from librmq.cli.input import age_clock, note_topic, parse_object, parse_time
 from librmq.cli.output import Output, complain
 from librmq.cli.progress import ProgressBar
 from librmq.cli.selection import check_times
 from librmq.cli.stores import settle_config, storage_options
-from librmq.cli.unknown_names import note_topic
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import nearest
 from librmq.errors import CorruptionError, InputError, MessageIllegalError, MissingExtraError

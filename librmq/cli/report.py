@@ -7,11 +7,10 @@ import os
 from collections import Counter
 from dataclasses import replace
 
-from librmq.cli.input import read_ranges
+from librmq.cli.input import note_part, read_ranges
 from librmq.cli.output import Output, complain
 from librmq.cli.progress import watching_bar
 from librmq.cli.stores import is_url, local_copy, locate, storage_options
-from librmq.cli.unknown_names import note_part
 from librmq.diagnosis.survey.model import Report
 from librmq.errors import InputError
 

@@ -9,9 +9,8 @@ from datetime import UTC, date, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from librmq.cli.input import read_ranges
+from librmq.cli.input import note_part, read_ranges
 from librmq.cli.output import Output, complain
-from librmq.cli.unknown_names import note_part
 from librmq.diagnosis.findings import counted
 from librmq.errors import InputError, RmqError, StoreError
 from librmq.runtime.core import CORE_STATE

@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
+from librmq.cli.input import TOPICS, near
 from librmq.cli.output import Output
 from librmq.cli.progress import ProgressBar
 from librmq.cli.rows import entry_rows, queue_row
 from librmq.cli.stores import open_store
-from librmq.cli.unknown_names import TOPICS, near
 from librmq.diagnosis.findings import named
 from librmq.errors import InputError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
