@@ -20,10 +20,10 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.diagnosis.page.render import render_page, require
 
     require()
-    earlier = None if arguments.compare is None else _read(arguments.compare)
+    earlier = None if arguments.compare is None else _read_report(arguments.compare)
     page = arguments.out
     beside = f"{page.removesuffix('.html')}.json"
-    survey = (_by_spark if arguments.spark else _by_columns)(arguments, output)
+    survey = (_survey_by_spark if arguments.spark else _survey_of_stores)(arguments, output)
     for path, text in ((page, render_page(survey, earlier)), (beside, survey.to_json())):
         try:
             with open(path, "w", encoding="utf-8") as file:
@@ -50,7 +50,7 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _by_columns(arguments: argparse.Namespace, output: Output) -> Report:
+def _survey_of_stores(arguments: argparse.Namespace, output: Output) -> Report:
     from librmq.diagnosis.summary import report as report_of
 
     urls = {local_copy(arguments, place): place for place in arguments.stores if is_url(place)}
@@ -66,7 +66,7 @@ def _by_columns(arguments: argparse.Namespace, output: Output) -> Report:
     )
 
 
-def _by_spark(arguments: argparse.Namespace, output: Output) -> Report:
+def _survey_by_spark(arguments: argparse.Namespace, output: Output) -> Report:
     from librmq.cli.spark import as_store_error, start
     from librmq.spark.overview import overview
 
@@ -76,7 +76,7 @@ def _by_spark(arguments: argparse.Namespace, output: Output) -> Report:
     return survey
 
 
-def _read(path: str) -> Report:
+def _read_report(path: str) -> Report:
     try:
         with open(path, "rb") as file:
             return Report.from_json(file.read())
