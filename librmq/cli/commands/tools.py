@@ -14,7 +14,7 @@ _RANGES: Final = (TOPIC, GROUP, TAG, *TIMES)
 COMMANDS: Final = (
     Command(
         "report",
-        "report",
+        "diagnosis",
         "write a page about stores: what to look at, lag, rates",
         "store --out report.html",
         (
