@@ -24,7 +24,7 @@ from librmq.store import MessageStore
 from librmq.store.format.broker_tables import MOST_QUEUES, BrokerTables, group_row, topic_row, with_topic_type
 
 if TYPE_CHECKING:
-    from librmq.cli.cluster_source import ClusterSource
+    from librmq.cli.cluster import ClusterSource
     from librmq.diagnosis.policies import Skip
     from librmq.wire.remote import QueueBounds
 
@@ -325,7 +325,7 @@ def reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
 
     With running consumers only the progress of a whole topic can be set, and only to a time.
     """
-    from librmq.cli.cluster_source import open_cluster
+    from librmq.cli.cluster import open_cluster
 
     group, topic = arguments.group, arguments.topic
     at_ms = None if arguments.to is None else _time_ms(arguments.to)

@@ -127,7 +127,7 @@ def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _print_of_cluster(arguments: argparse.Namespace, output: Output) -> int:
-    from librmq.cli.cluster_source import open_cluster
+    from librmq.cli.cluster import open_cluster
 
     if arguments.resend:
         raise InputError("--resend works on the folder of a store: brokers of 4.x have no request for it")

@@ -25,14 +25,14 @@ from librmq.message.topics import dead_letter_topic
 from librmq.store.format import directory
 
 if TYPE_CHECKING:
-    from librmq.cli.cluster_source import ClusterSource
+    from librmq.cli.cluster import ClusterSource
     from librmq.diagnosis.drain import Consumption
 
 
 def groups(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each consumer group."""
     if arguments.route is not None:
-        from librmq.cli.cluster_source import open_cluster
+        from librmq.cli.cluster import open_cluster
 
         with open_cluster(arguments) as cluster:
             for row in cluster.group_rows(everything=arguments.all):
@@ -65,7 +65,7 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
         _lag_rates(arguments, output)
         return 0
     if arguments.route is not None:
-        from librmq.cli.cluster_source import open_cluster
+        from librmq.cli.cluster import open_cluster
 
         if arguments.by == "origin":
             raise InputError("--by origin: expected a folder, because it reads the messages that wait")
@@ -123,7 +123,7 @@ def _lag_rates(arguments: argparse.Namespace, output: Output) -> None:
 
     seconds = interval_of(arguments)
     if arguments.route is not None:
-        from librmq.cli.cluster_source import open_cluster
+        from librmq.cli.cluster import open_cluster
 
         with open_cluster(arguments) as cluster:
             _note_unknown(cluster, arguments, output)

@@ -136,7 +136,7 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
     """Print the selected messages in log order."""
     selection = select(arguments)
     if arguments.route is not None:
-        from librmq.cli.cluster_source import open_cluster
+        from librmq.cli.cluster import open_cluster
 
         with open_cluster(arguments) as cluster:
             for message in cluster.messages(selection):

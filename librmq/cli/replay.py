@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from librmq.cli.cluster_source import connect_to
+from librmq.cli.cluster import connect_to
 from librmq.cli.output import Output, complain
 from librmq.cli.progress import ProgressBar
 from librmq.cli.selection import MessageQuery, select

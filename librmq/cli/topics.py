@@ -54,7 +54,7 @@ def tables_of(store: MessageStore) -> BrokerTables:
 def topics(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each topic that has queues, or that users made."""
     if arguments.route is not None:
-        from librmq.cli.cluster_source import open_cluster
+        from librmq.cli.cluster import open_cluster
 
         with open_cluster(arguments) as cluster:
             for row in cluster.topic_rows():
