@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from librmq.cli.input import note_topic_of
 from librmq.cli.output import Output
-from librmq.cli.progress import ProgressBar, log_bar, watching_bar
+from librmq.cli.progress_bar import ProgressBar, log_bar, watching_bar
 from librmq.cli.selection import MessageQuery, select
 from librmq.cli.stores import open_store
 from librmq.cli.topics import kind_of_topic

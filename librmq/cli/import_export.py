@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.cli.input import age_clock, note_topic, parse_object, parse_time
 from librmq.cli.output import Output, complain
-from librmq.cli.progress import ProgressBar
+from librmq.cli.progress_bar import ProgressBar
 from librmq.cli.selection import check_times
 from librmq.cli.stores import settle_config, storage_options
 from librmq.clock import ManualClock, SystemClock

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from librmq.cli.input import input_size, standard_input
 from librmq.cli.output import DAMAGED, INTERRUPTED, JsonLines, Output, complain
-from librmq.cli.progress import ProgressBar, log_bar
+from librmq.cli.progress_bar import ProgressBar, log_bar
 from librmq.cli.rows import gap_row, message_row, snapshot_row
 from librmq.cli.stores import files_and_config, read_config
 from librmq.clock import SystemClock

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.input import age_clock, field, note_message, note_topic_of, parse_time, read_rows, standard_input
 from librmq.cli.output import DAMAGED, Output, complain, whole_number
-from librmq.cli.progress import ProgressBar
+from librmq.cli.progress_bar import ProgressBar
 from librmq.cli.rows import blank_row, get_message_row, index_query_row, message_row, offset_by_time_row, shown_row
 from librmq.cli.selection import MessageQuery, check_id, in_queue, select, user_queue
 from librmq.cli.stores import files_and_config, open_store, report_cut

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.input import TOPICS, near
 from librmq.cli.output import Output
-from librmq.cli.progress import ProgressBar
+from librmq.cli.progress_bar import ProgressBar
 from librmq.cli.rows import entry_rows, queue_row
 from librmq.cli.stores import open_store
 from librmq.diagnosis.findings import named
