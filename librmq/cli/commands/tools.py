@@ -155,7 +155,7 @@ COMMANDS: Final = (
     ),
     Command(
         "completion",
-        "completion",
+        "arguments",
         "print a script that completes commands in a shell",
         "bash",
         (option("shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help="bash, zsh or fish"),),
