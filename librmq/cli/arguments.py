@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
 from librmq.cli.commands import COMMANDS, READING, SECTIONS
-from librmq.cli.commands.options import (
+from librmq.cli.options import (
     AS_RECOVERED,
     CONFIG,
     FORMAT,

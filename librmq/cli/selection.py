@@ -209,7 +209,7 @@ def user_queue(name: QueueName) -> bool:
 
 
 def select(arguments: argparse.Namespace) -> MessageQuery:
-    """Return the selection by the options of `librmq.cli.commands.options.SELECTION`.
+    """Return the selection by the options of `librmq.cli.options.SELECTION`.
 
     Raises:
         InputError: The value of an option is wrong, or options contradict each other.

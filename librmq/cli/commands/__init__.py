@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from librmq.cli.commands import change, files, look, tools
-from librmq.cli.commands.options import Command
+from librmq.cli.options import Command
 
 __all__ = ["COMMANDS", "READING", "SECTIONS"]
 

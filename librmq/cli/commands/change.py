@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from librmq.cli.commands.options import CHANGES, OUTPUT, SECURED, SELECTION, Command, option
+from librmq.cli.options import CHANGES, OUTPUT, SECURED, SELECTION, Command, option
 
 _OF_GROUP: Final = (
     option("--group", metavar="GROUP", required=True, help="the consumer group"),

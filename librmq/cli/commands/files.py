@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from librmq.cli.commands.options import GREP, LISTED, OUTPUT, SQL, TAG, TIMES, Command, option
+from librmq.cli.options import GREP, LISTED, OUTPUT, SQL, TAG, TIMES, Command, option
 
 _TARGET: Final = option("target", metavar="TARGET", help="a folder that is empty or does not exist")
 

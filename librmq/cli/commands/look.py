@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from librmq.cli.commands.options import CHANGES, GROUP, LISTED, OUTPUT, SELECTION, TIME_HELP, Command, option
+from librmq.cli.options import CHANGES, GROUP, LISTED, OUTPUT, SELECTION, TIME_HELP, Command, option
 
 _ALL: Final = option(
     "--all", action="store_true", help="include the broker's own topics; count: also retries and dead letters"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from librmq.cli.commands.options import AS_RECOVERED, GROUP, OUTPUT, STORAGE_OPTIONS, TAG, TIMES, TOPIC, Command, option
+from librmq.cli.options import AS_RECOVERED, GROUP, OUTPUT, STORAGE_OPTIONS, TAG, TIMES, TOPIC, Command, option
 
 _STORES: Final = option("stores", metavar="STORE", nargs="+", help="the folders of the stores, or their URLs")
 _MASTER: Final = option("--master", metavar="URL", default="local[*]", help="Spark's master (local[*])")
