@@ -1,0 +1,624 @@
+"""Names, summaries, examples and arguments of all commands; loads nothing that a command needs to run."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+from librmq.cli.options import (
+    AS_RECOVERED,
+    CHANGES,
+    GREP,
+    GROUP,
+    LISTED,
+    OUTPUT,
+    SECURED,
+    SELECTION,
+    SQL,
+    STORAGE_OPTIONS,
+    TAG,
+    TIME_HELP,
+    TIMES,
+    TOPIC,
+    Command,
+    option,
+)
+
+_ALL: Final = option(
+    "--all", action="store_true", help="include the broker's own topics; count: also retries and dead letters"
+)
+_IMPORTANT: Final = option(
+    "--important", metavar="TOPIC", action="append", help="report warnings about this topic as errors; may be repeated"
+)
+_BODY: Final = option(
+    "--body",
+    choices=("text", "json", "hex", "base64", "none"),
+    default="text",
+    help="how to print bodies (text)",
+)
+
+_LOOK: Final = (
+    Command("topics", "topics", "list the topics, their messages and times", "store", takes_route=True, output=LISTED),
+    Command(
+        "show",
+        "messages",
+        "print messages: by topic, key, tag, text, time …",
+        "store --topic OrderTopic --limit 3",
+        (*SELECTION, _BODY),
+        takes_route=True,
+        output=LISTED,
+    ),
+    Command(
+        "tail",
+        "messages",
+        "print the last messages; with -f also new ones",
+        "store --topic OrderTopic",
+        (
+            option("-n", "--count", metavar="N", default="10", help="number of messages (10)"),
+            option("-f", "--follow", action="store_true", help="also print new messages, until interrupted"),
+            _ALL,
+            *SELECTION,
+            _BODY,
+        ),
+        output=LISTED,
+    ),
+    Command(
+        "count",
+        "count",
+        "count messages by topic, tag, key, hour …",
+        "store --by tag",
+        (
+            option(
+                "--by",
+                choices=("topic", "queue", "tag", "key", "minute", "hour", "day"),
+                default="topic",
+                help="one row for each of these (topic)",
+            ),
+            option(
+                "--sampled",
+                action="store_true",
+                help="--by tag: read the queues, and a sample of the log; a rare tag can count as another of its hash",
+            ),
+            _ALL,
+            *SELECTION,
+        ),
+        output=LISTED,
+    ),
+    Command(
+        "groups",
+        "groups",
+        "list the consumer groups, their lag and dead letters",
+        "store",
+        (option("--all", action="store_true", help="include the broker's own groups"),),
+        takes_route=True,
+        output=LISTED,
+    ),
+    Command(
+        "lag",
+        "groups",
+        "print how many messages each group has left to consume",
+        "store --group CG_order",
+        (
+            GROUP,
+            option("--topic", metavar="TOPIC", help="only this topic"),
+            option(
+                "--by",
+                choices=("queue", "topic", "group", "origin"),
+                default="queue",
+                help="one row for each of these (queue); origin tells new messages from delayed ones and retries",
+            ),
+            option(
+                "--every",
+                metavar="TIME",
+                help="print rates instead, measured every TIME (10s) by group and topic, until interrupted",
+            ),
+        ),
+        takes_route=True,
+        output=LISTED,
+    ),
+    Command(
+        "expiring",
+        "groups",
+        "list unconsumed messages that retention deletes soon",
+        "store --reserved 72h --within 6h",
+        (
+            option("--reserved", metavar="TIME", default="72h", help="how long the broker keeps log files (72h)"),
+            option("--within", metavar="TIME", default="6h", help="only what expires within this time (6h)"),
+        ),
+        output=LISTED,
+    ),
+    Command(
+        "dead-letters",
+        "delivery",
+        "list dead letters or their causes, or resend them",
+        "store --causes",
+        (
+            GROUP,
+            option("--causes", action="store_true", help="sum up by group, topic and cause"),
+            option("--cause", metavar="TEXT", help="only letters whose cause contains this text"),
+            option("--id", metavar="ID", help="only the message with this unique id"),
+            option("--since", metavar="TIME", help=f"given up at this time or later; {TIME_HELP}"),
+            option("--unsent", action="store_true", help="only letters that --resend has not sent yet"),
+            option("--resend", action="store_true", help="send those not sent yet to --group again, with all retries"),
+            *CHANGES,
+        ),
+        takes_route=True,
+        output=LISTED,
+    ),
+    Command(
+        "story",
+        "diagnosis",
+        "print the history of a message",
+        "store key14",
+        (
+            option("id", metavar="ID", help="a unique id, an offset id, or a key"),
+            option("--topic", metavar="TOPIC", help="with a key: search only this topic"),
+        ),
+        output=LISTED,
+    ),
+    Command(
+        "diagnose",
+        "diagnosis",
+        "list problems with evidence, worst first",
+        "store",
+        (
+            _IMPORTANT,
+            option(
+                "--verify",
+                action=argparse.BooleanOptionalAction,
+                help="compare queues and index with the log (by default of up to 30,000 messages)",
+            ),
+        ),
+        output=LISTED,
+    ),
+    Command(
+        "check",
+        "diagnosis",
+        "check the design of topics, keys and groups",
+        "store --volumes",
+        (_IMPORTANT, option("--volumes", action="store_true", help="list the topics by size instead")),
+        output=LISTED,
+    ),
+    Command("stats", "topics", "print the totals of the store in one row", "store", output=OUTPUT),
+    Command(
+        "whatif",
+        "groups",
+        "estimate the time to drain a backlog",
+        "store --group CG_order --topic OrderTopic --handler 20ms",
+        (
+            option("--group", metavar="GROUP", required=True, help="the consumer group"),
+            option("--topic", metavar="TOPIC", required=True, help="the topic"),
+            option("--handler", metavar="TIME", required=True, help="mean duration of a listener's call (20ms, 1.5s)"),
+            option("--clients", metavar="N", help="instances of the group (1)"),
+            option("--threads", metavar="N", help="listeners that run in parallel in each instance (20)"),
+            option("--batch", metavar="N", help="messages per call (1)"),
+            option("--orderly", action="store_true", help="consume each queue in order"),
+            option("--inflow", metavar="N", help="new messages per second (the rate of the last ten minutes)"),
+            option(
+                "--downstream",
+                metavar="N",
+                help="messages per second that the services behind the listeners can take (no limit)",
+            ),
+        ),
+        output=LISTED,
+    ),
+    Command("queues", "topics", "list the queues and their offsets", "store", output=LISTED),
+    Command(
+        "query",
+        "messages",
+        "find messages by key or by id, as a broker does",
+        "store --topic OrderTopic --key key14",
+        (
+            option("--topic", help="with --key: the topic to search"),
+            option("--key", help="a key or unique id of the messages"),
+            option("--begin", metavar="TIME", help=f"earliest store time; {TIME_HELP}"),
+            option("--end", metavar="TIME", help="latest store time"),
+            option("--max", metavar="N", default="64", help="maximum number of messages (64)"),
+            option("--id", help="instead of a key: an offset id (32 or 56 hex digits) or a unique id"),
+        ),
+        output=LISTED,
+    ),
+    Command(
+        "pending",
+        "delivery",
+        "list messages that wait for a time or a transaction",
+        "store --kind delay",
+        (
+            option("--kind", choices=("half", "given_up", "delay", "retry", "timer"), help="only this kind"),
+            option("--topic", help="only messages for this topic"),
+        ),
+        output=LISTED,
+    ),
+)
+
+_OF_GROUP: Final = (
+    option("--group", metavar="GROUP", required=True, help="the consumer group"),
+    option("--topic", metavar="TOPIC", required=True, help="the topic"),
+    option("--queue", metavar="IDS", help="only these queues (3, or 0,3,5-9)"),
+)
+
+_CHANGE: Final = (
+    Command(
+        "topic",
+        "administration",
+        "create a topic, add queues, or delete it",
+        "create store orders --queues 4",
+        (
+            option("topic", metavar="TOPIC"),
+            option("--queues", metavar="N", help="number of queues (create: 8)"),
+            option("--write-queues", metavar="N", help="number of queues that accept messages (all)"),
+            option("--permission", choices=("rw", "r", "w"), help="create, permit: allow reads, writes or both (rw)"),
+            option(
+                "--type",
+                choices=("NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED"),
+                help="create: what official clients of 5.x may send (MIXED)",
+            ),
+            *CHANGES,
+        ),
+        actions=("create", "grow", "permit", "delete"),
+        output=OUTPUT,
+    ),
+    Command(
+        "group",
+        "administration",
+        "create a group, copy it to a new name, or delete it",
+        "copy store CG_order --to billing",
+        (
+            option("group", metavar="GROUP"),
+            option("--retries", metavar="N", help="create: maximum number of retries of a message (16)"),
+            option("--to", metavar="NEW", help="copy: the new group, which starts at the old group's progress"),
+            option("--with-retries", action="store_true", help="copy: move the retries that wait to the new group"),
+            *CHANGES,
+        ),
+        actions=("create", "copy", "delete"),
+        output=OUTPUT,
+    ),
+    Command(
+        "reset",
+        "administration",
+        "set a group's progress to begin, end, time, offset",
+        "store --group CG_order --topic OrderTopic --to end",
+        (
+            *_OF_GROUP,
+            option("--to", metavar="WHERE", help="begin, end, or a time: the first message stored then or later"),
+            option("--offset", metavar="N", help="a queue offset"),
+            *CHANGES,
+        ),
+        takes_route=True,
+        output=OUTPUT,
+    ),
+    Command(
+        "skip",
+        "administration",
+        "move a group forward past old messages",
+        "store --group CG_order --topic OrderTopic --keep 10",
+        (
+            *_OF_GROUP,
+            option("--older-than", metavar="AGE", help="skip messages stored longer ago than this (90s, 2h, 7d)"),
+            option("--keep", metavar="N", help="leave the last N messages of each queue (0)"),
+            option("--aside", metavar="TOPIC", help="first copy the skipped messages to this topic"),
+            option("--move", metavar="TOPIC", help="the same, and the group continues with the copies in this topic"),
+            option("--queues", metavar="N", help="with --move: number of queues of a new topic (that of --topic)"),
+            *CHANGES,
+        ),
+        output=OUTPUT,
+    ),
+    Command(
+        "replay",
+        "replay",
+        "start a group where a skip began, or fill a cluster",
+        "store --group CG_order --topic OrderTopic --to again",
+        (
+            option("--group", metavar="GROUP", help="the consumer group that has skipped messages"),
+            option("--to", metavar="GROUP", help="the second group"),
+            option("--route", metavar="HOST:PORT", help="send the store's messages to the cluster of this name server"),
+            *SECURED,
+            option("--to-topic", metavar="TOPIC", help="send messages, or the dead letters of --group, to this topic"),
+            option("--from-start", action="store_true", help="do not continue where the last call ended"),
+            *(argument for argument in SELECTION if argument.names[0] not in ("--key", "--id")),
+            *CHANGES,
+        ),
+        description="Starts a second group where a group's last skip of a topic began: --group, --topic and --to. Or, "
+        "with --route or --to-topic, sends the selected messages to a running cluster or to another topic; a repeated "
+        "call continues where the last one ended.",
+        output=OUTPUT,
+    ),
+    Command(
+        "decide",
+        "delivery",
+        "commit or roll back a given-up half message",
+        "store 280252 --rollback",
+        (
+            option("physical_offset", metavar="OFFSET", help="its physical offset, from `pending --kind given_up`"),
+            option("--commit", action="store_true", help="deliver the message"),
+            option("--rollback", action="store_true", help="drop the message"),
+            *CHANGES,
+        ),
+        output=OUTPUT,
+    ),
+    Command(
+        "import",
+        "import_export",
+        "append messages that export wrote",
+        "copy orders.jsonl",
+        (
+            option("path", metavar="PATH", help="a file of JSON lines or CSV, a folder of Parquet, or - for stdin"),
+            option(
+                "--input-format",
+                choices=("parquet", "csv", "jsonl"),
+                help="the format of PATH (by its ending, else jsonl)",
+            ),
+            option("--skip", metavar="N", default="0", help="skip the first N rows"),
+            *CHANGES,
+        ),
+        description="Appends exported messages to a store, and creates the store if it does not exist. In an empty "
+        "store the messages keep their store times; otherwise they get the present time.",
+        makes_store=True,
+        output=OUTPUT,
+    ),
+    Command(
+        "load",
+        "maintenance",
+        "apply operations from standard input",
+        "copy < operations.jsonl",
+        description="Applies operations, one JSON object a line, and prints a row for each acknowledged one.",
+        makes_store=True,
+        output=OUTPUT,
+    ),
+    Command(
+        "recover",
+        "maintenance",
+        "recover the store as a broker would",
+        "store --dry-run",
+        CHANGES,
+        output=OUTPUT,
+    ),
+)
+
+_TARGET: Final = option("target", metavar="TARGET", help="a folder that is empty or does not exist")
+
+_FILES: Final = (
+    Command("verify", "maintenance", "check for damage; changes nothing", "store", output=OUTPUT),
+    Command(
+        "salvage",
+        "maintenance",
+        "extract every sound record of a damaged store",
+        "store --into saved",
+        (option("--into", metavar="NEW", help="write the records to a new store instead of printing them"),),
+        output=LISTED,
+    ),
+    Command(
+        "snapshot",
+        "maintenance",
+        "copy a store that may be in use",
+        "store saturday",
+        (_TARGET, option("--copy", action="store_true", help="copy every file instead of linking")),
+        output=OUTPUT,
+    ),
+    Command(
+        "follow",
+        "maintenance",
+        "keep a copy of a store that another process writes",
+        "store copy --until-end",
+        (
+            option("copy", metavar="COPY", help="the folder of the copy; it may be an earlier copy of this store"),
+            option("--until-end", action="store_true", help="copy what there is now, and exit"),
+        ),
+        description="Copies the log byte for byte as it grows, and topics, groups and progress every 10 s. Runs until "
+        "interrupted. Prints a line when the copy is current, and when the store becomes unreadable or readable again.",
+        output=OUTPUT[:1],
+    ),
+    Command("restore", "maintenance", "create a store from a snapshot", "store again", (_TARGET,), output=OUTPUT),
+    Command(
+        "export",
+        "import_export",
+        "write messages to Parquet, CSV or JSON lines",
+        "store -o orders.jsonl",
+        (
+            option(
+                "--format",
+                dest="file_format",
+                choices=("parquet", "csv", "jsonl"),
+                help="the format of the data (by PATH's ending, else parquet)",
+            ),
+            option("-o", "--out", metavar="PATH", required=True, help="a folder for Parquet, else a file"),
+            option("--topic", action="append", help="only this topic; may be repeated"),
+            option("--all", action="store_true", help="include retries, dead letters and the broker's own topics"),
+            option("--queue", metavar="ID", action="append", help="only this queue of the topics; may be repeated"),
+            TAG,
+            SQL,
+            GREP,
+            *TIMES,
+            option("--columns", metavar="A,B", help="only these columns"),
+            option("--partition-by", metavar="A,B", help="with Parquet: a folder for each topic, queueId or date"),
+            option("--processes", metavar="N", default="1", help="number of reading processes (1)"),
+            option("--skip-deleted", action="store_true", help="continue after messages that retention deleted"),
+        ),
+    ),
+    Command(
+        "dump",
+        "messages",
+        "print every record of the log",
+        "store --limit 5",
+        (option("--all", action="store_true", help="continue after damage if possible"),),
+        output=LISTED,
+    ),
+    Command(
+        "queue",
+        "topics",
+        "print the entries of a queue",
+        "store OrderTopic 0",
+        (option("topic", metavar="TOPIC"), option("queue_id", metavar="ID", help="the queue's number")),
+        output=LISTED,
+    ),
+    Command("timers", "delivery", "print the files of RocketMQ 5's timer", "store", output=LISTED),
+    Command("broker-conf", "maintenance", "print settings for a broker that opens the store", "store"),
+)
+
+_STORES: Final = option("stores", metavar="STORE", nargs="+", help="the folders of the stores, or their URLs")
+_MASTER: Final = option("--master", metavar="URL", default="local[*]", help="Spark's master (local[*])")
+_RANGES: Final = (TOPIC, GROUP, TAG, *TIMES)
+
+_TOOLS: Final = (
+    Command(
+        "report",
+        "diagnosis",
+        "write a page about stores: what to look at, lag, rates",
+        "store --out report.html",
+        (
+            _STORES,
+            option("-o", "--out", metavar="FILE", default="report.html", help="the page (report.html); JSON is beside"),
+            option("--compare", metavar="JSON", help="the JSON of an earlier report: also show changes and rates"),
+            option(
+                "--verify",
+                action=argparse.BooleanOptionalAction,
+                help="check every record of large stores too (default: up to 300,000 messages)",
+            ),
+            AS_RECOVERED,
+            option("--spark", action="store_true", help="read the stores with Spark, which can be a cluster"),
+            *_RANGES,
+            STORAGE_OPTIONS,
+            _MASTER,
+        ),
+        description="Writes one page that opens offline, and the same as JSON beside it (extras: report, arrow).",
+        store=False,
+    ),
+    Command(
+        "spark",
+        "spark",
+        "run a pipeline over stores with Spark",
+        "list",
+        (
+            option("action", metavar="ACTION", choices=("list", "run"), help="list the pipelines, or run one"),
+            option("name", metavar="NAME", nargs="?", help="run: the pipeline"),
+            option("stores", metavar="STORE", nargs="*", help="run: the folders of the stores"),
+            option("-o", "--out", metavar="FOLDER", help="write the rows there as Parquet, not to the output"),
+            option("--overwrite", action="store_true", help="replace an existing folder"),
+            option("--append", action="store_true", help="keep each run, as a partition run=TIME of the folder"),
+            option("--incremental", action="store_true", help="read only what is new since the last such run"),
+            option("--partition-by", metavar="COLUMNS", help="make folders by the values of columns"),
+            option("--set", action="append", metavar="NAME=VALUE", help="a setting of the pipeline"),
+            *_RANGES,
+            _MASTER,
+        ),
+        description="Runs a pipeline over one store or a cluster's; `librmq spark list` lists them (extra: spark).",
+        store=False,
+        output=OUTPUT[:1],
+    ),
+    Command(
+        "serve",
+        "serve",
+        "serve a store to official clients of RocketMQ",
+        "store --grpc 8081 --remoting 9876",
+        (
+            option("--grpc", type=int, metavar="PORT", help="port for clients of RocketMQ 5; 0 takes a free one"),
+            option(
+                "--grpc-tls", type=int, metavar="PORT", help="a second port for them, with TLS; the first stays plain"
+            ),
+            option("--remoting", type=int, metavar="PORT", help="port for clients of 4.x; 0 takes a free one"),
+            option("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine only)"),
+            option("--advertise", metavar="HOST[:PORT]", help="the address in routes (what the client dialled)"),
+            option("--admin", action="store_true", help="let other machines change topics and groups"),
+            option(
+                "--tls",
+                nargs="*",
+                metavar="PEM",
+                help="serve TLS: with the files of a certificate and its key, or without with a self-signed pair",
+            ),
+            option(
+                "--no-auto-create",
+                action="store_true",
+                help="do not create a topic when a client of RocketMQ 5 asks for its route",
+            ),
+            option(
+                "--clock",
+                choices=("system", "manual"),
+                default="system",
+                help="manual: time moves only by requests to the control port, for tests in any language",
+            ),
+            option(
+                "--control", type=int, metavar="PORT", help="control port of --clock manual; 0 takes a free one (0)"
+            ),
+        ),
+        description="Serves the store until interrupted, and creates it if it does not exist. Without a port: gRPC "
+        "on 8081 if the extra grpc is installed, and remoting (4.x) on 9876. Prints a line when ready, then one for "
+        "each client that connects or leaves.",
+        makes_store=True,
+        output=OUTPUT[:1],
+    ),
+    Command(
+        "doctor",
+        "spark",
+        "report what is missing to run Spark here",
+        "",
+        (option("--start", action="store_true", help="also start a session"), _MASTER),
+        store=False,
+        output=OUTPUT,
+    ),
+    Command(
+        "ask",
+        "messages",
+        "answer queries from standard input",
+        "store < questions.jsonl",
+        description="Answers queries, one JSON object a line: index_query, get_message, offset_by_time.",
+        output=OUTPUT,
+    ),
+    Command(
+        "filter",
+        "cases",
+        "evaluate filter expressions, or explain one",
+        "--explain 'price > 5' price=7",
+        (
+            option("--dialect", choices=("4.9", "5.3"), default="4.9", help="the grammar (4.9)"),
+            option("--strict", action="store_true", help="refuse text after a whole expression, which brokers ignore"),
+            option(
+                "--explain",
+                nargs="?",
+                const=True,
+                metavar="EXPR",
+                help="explain this expression; without one, each case on standard input",
+            ),
+            option("properties", nargs="*", metavar="NAME=TEXT", help="with --explain EXPR: the message's properties"),
+        ),
+        description="Evaluates the cases {expr, props} on standard input, one JSON object a line. With --explain it "
+        "says which term of an expression decides about a message with the given properties, and why.",
+        store=False,
+        output=OUTPUT,
+    ),
+    Command(
+        "allocate",
+        "cases",
+        "allocate queues, or select one",
+        "< cases.jsonl",
+        store=False,
+        output=OUTPUT,
+    ),
+    Command(
+        "bloom",
+        "cases",
+        "print the bit positions of strings in a bitmap",
+        "< strings.jsonl",
+        store=False,
+        output=OUTPUT,
+    ),
+    Command(
+        "completion",
+        "arguments",
+        "print a script that completes commands in a shell",
+        "bash",
+        (option("shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help="bash, zsh or fish"),),
+        store=False,
+    ),
+)
+
+SECTIONS: Final[dict[str, tuple[Command, ...]]] = {
+    "Look": _LOOK,
+    "Change": _CHANGE,
+    "Files": _FILES,
+    "Tools": _TOOLS,
+}
+"""The commands by the headings of the help."""
+COMMANDS: Final[dict[str, Command]] = {command.name: command for section in SECTIONS.values() for command in section}
+"""The commands by name."""
+READING: Final = frozenset((*(command.name for command in _LOOK), "ask", "dump", "export", "queue", "timers"))
+"""Commands that read the messages of a store, or what is known about them."""
