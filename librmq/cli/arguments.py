@@ -75,9 +75,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def parser_of(command: Command) -> argparse.ArgumentParser:
     """Return the parser of a command's arguments."""
+    summary = f"{command.summary[:1].upper()}{command.summary[1:]}"
     parser = _Parser(
         prog=f"librmq {command.name}",
-        description=textwrap.fill(command.description or f"{command.summary[:1].upper()}{command.summary[1:]}.", 100),
+        description=textwrap.fill(command.description or f"{summary}. {command.note}".strip(), 100),
         epilog=f"example: librmq {command.name} {command.example}".rstrip(),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -37,8 +37,18 @@ _BODY: Final = option(
     help="how to print bodies (text)",
 )
 
+_ENTRIES: Final = "The numbers count entries of queues, whose records can be damaged: `librmq verify` reads each."
+
 _LOOK: Final = (
-    Command("topics", "topics", "list the topics, their messages and times", "store", takes_route=True, output=LISTED),
+    Command(
+        "topics",
+        "topics",
+        "list the topics, their messages and times",
+        "store",
+        note=_ENTRIES,
+        takes_route=True,
+        output=LISTED,
+    ),
     Command(
         "show",
         "messages",
@@ -82,6 +92,7 @@ _LOOK: Final = (
             _ALL,
             *SELECTION,
         ),
+        note=_ENTRIES,
         output=LISTED,
     ),
     Command(
@@ -90,6 +101,7 @@ _LOOK: Final = (
         "list the consumer groups, their lag and dead letters",
         "store",
         (option("--all", action="store_true", help="include the broker's own groups"),),
+        note=_ENTRIES,
         takes_route=True,
         output=LISTED,
     ),
@@ -113,6 +125,7 @@ _LOOK: Final = (
                 help="print rates instead, measured every TIME (10s) by group and topic, until interrupted",
             ),
         ),
+        note=_ENTRIES,
         takes_route=True,
         output=LISTED,
     ),
@@ -179,7 +192,7 @@ _LOOK: Final = (
         (_IMPORTANT, option("--volumes", action="store_true", help="list the topics by size instead")),
         output=LISTED,
     ),
-    Command("stats", "topics", "print the totals of the store in one row", "store", output=OUTPUT),
+    Command("stats", "topics", "print the totals of the store in one row", "store", note=_ENTRIES, output=OUTPUT),
     Command(
         "whatif",
         "groups",

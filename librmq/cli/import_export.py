@@ -31,7 +31,7 @@ from librmq.message import Message, record
 from librmq.message.ids import parse_host
 from librmq.message.printable import cell_text, unguarded
 from librmq.message.properties import checked_encoding
-from librmq.message.topics import is_system_topic
+from librmq.message.topics import is_system_topic, validate_topic
 from librmq.runtime.headway import watched
 from librmq.store import MessageStore
 from librmq.store.engine.prepared import AppendFields
@@ -433,7 +433,15 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
         topics = {topic for topic, _ in directory.list_queues(arguments.store, DiskFiles())}
         for topic in arguments.topic:
             note_topic(topic, topics, output)
-    output.row({"type": "export", "path": exported.path, "rows": exported.rows, "files": exported.files})
+    output.row(
+        {
+            "type": "export",
+            "path": exported.path,
+            "rows": exported.rows,
+            "files": exported.files,
+            "skipped": exported.skipped,
+        }
+    )
     return 0
 
 

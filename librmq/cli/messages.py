@@ -14,7 +14,7 @@ from librmq.cli.output import DAMAGED, Output, complain, whole_number
 from librmq.cli.progress_bar import ProgressBar
 from librmq.cli.rows import blank_row, get_message_row, index_query_row, message_row, offset_by_time_row, shown_row
 from librmq.cli.selection import MessageQuery, check_id, in_queue, select, user_queue
-from librmq.cli.stores import files_and_config, open_store, report_cut
+from librmq.cli.stores import check_queues, files_and_config, open_store, report_cut
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, FilterSyntaxError, InputError
@@ -58,6 +58,7 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
                 path = sequence.path_at(physical_offset)
                 damages.append(CorruptionError(path, physical_offset, "checksum", "the body's checksum is wrong"))
     output.close()
+    check_queues(arguments, files, config)
     for damage in damages:
         complain(f"librmq dump: {damage}")
     return DAMAGED if damages else 0
@@ -160,6 +161,7 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
                 cut = cut_at(sequence, error)
                 if cut is not None:
                     report_cut(arguments, cut)
+        check_queues(arguments, files, config)
         return 0
     from librmq.cli.stores import open_store
 

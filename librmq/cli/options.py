@@ -42,6 +42,9 @@ class Command:
     """Arguments that work on the store in ``tests/data``, which the help shows."""
     options: tuple[Option, ...] = ()
     description: str = ""
+    """Sentences of the help in place of the summary."""
+    note: str = ""
+    """A sentence of the help below the summary."""
     store: bool = True
     """Whether the first argument is the folder of a store."""
     actions: tuple[str, ...] = ()

@@ -15,11 +15,12 @@ from librmq.cli.input import parse_object
 from librmq.cli.output import complain, name_as
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
-from librmq.errors import ConfigError, CorruptionError, InputError
+from librmq.errors import ConfigError, CorruptionError, InputError, NotAStoreError
 from librmq.files.damage import Damage
 from librmq.files.disk import DiskFiles
 from librmq.files.overlay import OverlayFiles
 from librmq.files.seam import Files
+from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.directory import COMMITLOG, CONFIG, check_config, check_kind, infer_config
 
 if TYPE_CHECKING:  # commands that read the log alone need none of these
@@ -277,6 +278,20 @@ def check_opened(arguments: argparse.Namespace, store: MessageStore) -> None:
             raise CorruptionError(damage.file, damage.offset, damage.kind, what)
     if (cut := store.cut_short) is not None:
         report_cut(arguments, cut)
+
+
+def check_queues(arguments: argparse.Namespace, files: Files, config: StoreConfig) -> None:
+    """Report that queues of a closed store lead beyond the log's end, for a command that has read only the log."""
+    from librmq.store import MessageStore
+
+    if has_abort(files, arguments.store):  # a kill leaves queues ahead
+        return
+    with (
+        suppress(CorruptionError, NotAStoreError),  # of files that this command does not read
+        MessageStore.open(arguments.store, config, read_only=True, files=files) as store,
+    ):
+        if (cut := store.cut_short) is not None and not cut.bytes:
+            report_cut(arguments, cut)
 
 
 def report_cut(arguments: argparse.Namespace, cut: Damage) -> None:
