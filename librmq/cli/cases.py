@@ -29,12 +29,11 @@ from librmq.errors import (
     FilterSyntaxError,
     InputError,
 )
-from librmq.filter.bloom import BloomFilter
-from librmq.filter.explain import explain
-from librmq.filter.lint import lint
+from librmq.filter.explain import explain, lint
+from librmq.filter.filters import compiled
 from librmq.filter.parser import Dialect, parse, refuse_rest
-from librmq.filter.sqlfilter import compiled
-from librmq.java.hashing import long_hash
+from librmq.filter.registrations import BloomFilter
+from librmq.java.lang import long_hash
 from librmq.message.message import Message, MessageQueue
 from librmq.message.printable import printable
 

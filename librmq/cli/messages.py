@@ -18,8 +18,8 @@ from librmq.cli.stores import check_queues, files_and_config, open_store, report
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, FilterSyntaxError, InputError
-from librmq.files.damage import Damage
 from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.files.seam import Damage
 from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
 from librmq.message.frames import LogItem
 from librmq.message.message import StoredMessage
@@ -368,7 +368,7 @@ def _offset_by_time(store: MessageStore, question: dict[str, Any]) -> dict[str, 
 
 def _by_tags(expression: str | None) -> ByTags | None:
     """Return the filter of a subscription such as ``a || b``, by code alone as in a broker; None selects all."""
-    from librmq.filter.tags import TagFilter
+    from librmq.filter.filters import TagFilter
     from librmq.store.engine.message_filters import ByTags
 
     try:
