@@ -455,7 +455,7 @@ class Broker:
                 self._life.check_open()
                 behind = self._parts.handlers.progress.behind()
                 if behind:  # by messages that no filter lets through, it may be
-                    self._context.held_pulls.answer_passed()
+                    self._context.held.answer_passed()
             if not behind:
                 return
             left = deadline - clock.monotonic()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from librmq.broker.groups import Groups
-from librmq.broker.long_polling import HeldPulls
+from librmq.broker.long_polling import HeldRequests
 from librmq.broker.topics import Topics
 from librmq.errors import RmqError
 from librmq.java.lang import utf16_order
@@ -105,7 +105,7 @@ class Clients:
         topics: Topics,
         groups: Groups,
         registrations: Registrations,
-        held_pulls: HeldPulls,
+        held: HeldRequests,
         metrics: Metrics | None,
         lock_expiry_s: float,
         filters_changed: Callable[[], None],
@@ -122,7 +122,7 @@ class Clients:
         self._topics = topics
         self._groups = groups
         self._registrations = registrations
-        self._held_pulls = held_pulls
+        self._held = held
         self._metrics = metrics
         self._locks = QueueLocks(round(1000 * lock_expiry_s))
         self._filters_changed = filters_changed
@@ -234,7 +234,7 @@ class Clients:
         if request.producer_group is not None:
             self._leave_producers(client_id, [request.producer_group])
         if request.consumer_group is not None:
-            self._held_pulls.remove_client(client_id, request.consumer_group)
+            self._held.remove_client(client_id, request.consumer_group)
             changed = self._leave_consumers(client_id, [request.consumer_group])
         if self.endpoint(client_id) is None:
             self.shared_ids.discard(client_id)
@@ -250,7 +250,7 @@ class Clients:
         self.shared_ids.discard(client_id)
         self._leave_producers(client_id, list(self.producers))
         changed = self._leave_consumers(client_id, list(self.consumers))
-        self._held_pulls.remove_client(client_id)
+        self._held.remove_client(client_id)
         if client is not None:
             self._call(client, ClientRemoved(self._broker_name))
         self._notify_members(changed)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from librmq.broker.clients import Clients
 from librmq.broker.config import BrokerConfig
 from librmq.broker.groups import Groups
-from librmq.broker.long_polling import HeldPulls
+from librmq.broker.long_polling import HeldRequests
 from librmq.broker.offsets import Persistence, TableWriter
 from librmq.broker.topics import Topics, unlisted_topics
 from librmq.errors import (
@@ -57,7 +57,7 @@ class BrokerSteps:
 
 
 class BrokerContext:
-    """One broker's names, settings and store, its tables and the steps that save them, clients and held pulls."""
+    """One broker's names, settings and store, its tables and the steps that save them, clients and held requests."""
 
     def __init__(  # noqa: PLR0913 (each is a collaborator of its own)
         self,
@@ -109,15 +109,15 @@ class BrokerContext:
             if config.replica_of is None:
                 self.topics.add_unlisted(unlisted_topics(store.queues, store.queue_range, self.topics.by_name))
         sweep_ms = round(1000 * config.sweep_pulls_every_s)
-        self.held_pulls = HeldPulls(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))
-        holding = steps.step("answers held pulls", self.held_pulls.run_due)
+        self.held = HeldRequests(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))
+        holding = steps.step("answers held pulls", self.held.run_due)
         self.clients = Clients(
             steps.name,
             runner,
             self.topics,
             self.groups,
             registrations,
-            self.held_pulls,
+            self.held,
             metrics,
             config.lock_expiry_s,
             self.saving.filters_changed,

@@ -33,8 +33,8 @@ class Deliveries:
         self._topics = context.topics
         self._default_queues = config.default_topic_queues
         self._metrics = context.metrics
-        self._held = context.held_pulls.by_queue
-        self.arrivals = Arrivals(runner, context.held_pulls, context.metrics, self._delayed, wake_flush)
+        self._held = context.held.by_queue
+        self.arrivals = Arrivals(runner, context.held, context.metrics, self._delayed, wake_flush)
         self.schedule = DelaySchedule(
             store,
             DelayProgress(context.tables, context.writing),

@@ -262,7 +262,7 @@ class BrokerParts:
 
     def stop_serving(self) -> None:
         """Drop held pulls and hide the gauges. Under the runner's lock."""
-        self.context.held_pulls.by_queue.clear()
+        self.context.held.clear()
         if self._metrics is not None:
             for name in ("held_pulls", "log_bytes", "disk_used", "replicas"):
                 self._metrics.gauge(name, None)
@@ -285,7 +285,7 @@ class BrokerParts:
     def _show_gauges(self) -> None:
         metrics = self._metrics
         if metrics is not None:
-            store, held = self.store, self.context.held_pulls.by_queue
+            store, held = self.store, self.context.held.by_queue
             metrics.gauge("held_pulls", lambda: sum(map(len, list(held.values()))))
             metrics.gauge("replicas", lambda: self.handlers.replication.replica_count)
             metrics.gauge("log_bytes", lambda: store.log.end)

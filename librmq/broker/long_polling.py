@@ -1,23 +1,23 @@
-"""Long polling: pulls that found nothing and wait for a message.
+"""Long polling: pulls and receives that found nothing and wait for a message.
 
 Mirrors ``PullRequestHoldService``. A held pull is in the list of its queue, and a matching message wakes it. If only
 other messages come, the broker answers it at the next time at which 4.9 checks all pulls, so that progress passes them.
-Held pulls are never polled.
+Held requests are never polled.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
 from librmq.errors import BrokerError, FilterSyntaxError
 from librmq.message import record
 from librmq.message.record import tags_code
 from librmq.metrics import Metrics
-from librmq.protocol import Receive, ResponseCode, Subscription
+from librmq.protocol import ResponseCode, Subscription
+from librmq.runtime.deadlines import Deadlines
 from librmq.runtime.runner import Runner
 from librmq.store import AppendResult
 from librmq.store.engine.dispatch import parse_level
@@ -97,22 +97,26 @@ def registered_selection(registrations: Registrations, registration: Registratio
 
 _QueueName = tuple[str, int]
 _Holder = tuple[str, str]  # client id, group
+Notify = Callable[[], None]
 
 
-# ---- held pulls
+# ---- held requests
 
 
-class _HeldPull:
+class _Hold:
     __slots__ = ("is_passed", "notify", "selection")
 
-    def __init__(self, selection: Selection, notify: Callable[[], None]) -> None:
+    def __init__(self, selection: Selection, notify: Notify) -> None:
         self.selection = selection
         self.notify = notify
         self.is_passed = False
 
 
-class HeldPulls:
-    """The held pulls of one broker. Called under the runner's lock; `by_queue` is read without it."""
+class HeldRequests:
+    """The held pulls and receives of one broker. Called under the runner's lock; `by_queue` is read without it.
+
+    A pull is held at one queue for its client and group; a receive is known by its ``notify``, and is held at several.
+    """
 
     def __init__(self, sweep_ms: int, now_ms: Callable[[], int], wake: Callable[[int], None]) -> None:
         """``wake(at_ms)`` makes the runner call `run_due` by then."""
@@ -120,31 +124,34 @@ class HeldPulls:
         self._now_ms = now_ms
         self._begin_ms = now_ms()
         self._wake = wake
-        self._due: list[tuple[int, int, _QueueName, _Holder, _HeldPull]] = []
-        self._count = itertools.count()
-        self.by_queue: dict[_QueueName, dict[_Holder, _HeldPull]] = {}
+        self._passed: Deadlines[tuple[_QueueName, _Holder]] = Deadlines()
+        self.by_queue: dict[_QueueName, dict[_Holder, _Hold]] = {}
         """Only queues with holds are in it."""
         # The message that ended each hold, until the client asks again.
         self._ended_by: dict[tuple[_QueueName, _Holder], tuple[Selection, AppendResult]] = {}
+        self._receives: dict[Notify, tuple[_Holder, tuple[_QueueName, ...]]] = {}
+        self._receive_numbers = itertools.count()
 
-    def hold(
-        self,
-        queue: _QueueName,
-        holder: _Holder,
-        selection: Selection,
-        notify: Callable[[], None],
-    ) -> None:
+    # ---- pulls
+
+    def hold(self, queue: _QueueName, holder: _Holder, selection: Selection, notify: Notify) -> None:
         """Hold a pull; it replaces an earlier one of the same client, group and queue."""
         held = self.by_queue.get(queue)
         if held is None:
             held = self.by_queue[queue] = {}
-        held[holder] = _HeldPull(selection, notify)
+        elif holder in held:
+            self._passed.discard((queue, holder))
+        held[holder] = _Hold(selection, notify)
 
     def remove_pull(self, queue: _QueueName, holder: _Holder) -> None:
         """Remove a pull, if it is held."""
         held = self.by_queue.get(queue)
-        if held is not None and held.pop(holder, None) is not None and not held:
-            del self.by_queue[queue]
+        hold = None if held is None else held.pop(holder, None)
+        if held is not None and hold is not None:
+            if hold.is_passed:
+                self._passed.discard((queue, holder))
+            if not held:
+                del self.by_queue[queue]
 
     def end_hold(self, queue: _QueueName, holder: _Holder, selection: Selection) -> AppendResult | None:
         """Remove a held pull; return the matching message that ended the hold, or None."""
@@ -169,8 +176,38 @@ class HeldPulls:
             if holder[0] == client_id and group in (None, holder[1]):
                 del self._ended_by[queue, holder]
 
+    # ---- receives
+
+    def hold_receive(self, client_id: str, group: str, queues: Mapping[_QueueName, Selection], notify: Notify) -> None:
+        """Hold a receive at its queues, in place of an earlier one of the same ``notify``."""
+        self.remove_receive(notify)
+        holder = f"{client_id}\0{next(self._receive_numbers)}", group  # a client may have several
+        self._receives[notify] = holder, tuple(queues)
+        for queue, selection in queues.items():
+            self.hold(queue, holder, selection, partial(self._wake_receive, holder, notify))
+
+    def remove_receive(self, notify: Notify) -> None:
+        """Remove a receive, if it is held."""
+        holder, queues = self._receives.pop(notify, (("", ""), ()))
+        for queue in queues:
+            self._ended_by.pop((queue, holder), None)
+            self.remove_pull(queue, holder)
+
+    def wake_receives(self, group: str, queue_topic: str) -> None:
+        """Notify a group's held receives from a topic, so that they ask again."""
+        for notify, (holder, queues) in list(self._receives.items()):
+            if holder[1] == group and any(topic == queue_topic for topic, _ in queues):
+                self._wake_receive(holder, notify)
+
+    def _wake_receive(self, holder: _Holder, notify: Notify) -> None:
+        if notify in self._receives and self._receives[notify][0] == holder:
+            self.remove_receive(notify)
+            notify()
+
+    # ---- ends of holds
+
     def arrived(self, queue: _QueueName, properties: Mapping[str, str], message: AppendResult) -> None:
-        """Answer the pulls that a new message with these properties matches."""
+        """Answer the requests that a new message with these properties matches."""
         held = self.by_queue.get(queue)
         if held is None:
             return
@@ -183,7 +220,7 @@ class HeldPulls:
             elif not hold.is_passed:
                 hold.is_passed = True
                 due = self._next_sweep()
-                heapq.heappush(self._due, (due, next(self._count), queue, holder, hold))
+                self._passed.set((queue, holder), due)
                 self._wake(due)
 
     def _next_sweep(self) -> int:
@@ -193,94 +230,31 @@ class HeldPulls:
         return now_ms - (now_ms - self._begin_ms) % self._sweep_ms + self._sweep_ms
 
     def answer_queue(self, queue: _QueueName) -> None:
-        """Answer all held pulls of a queue, whatever they match."""
-        for holder, hold in list(self.by_queue.get(queue, {}).items()):
-            self.remove_pull(queue, holder)
-            hold.notify()
+        """Answer all held requests of a queue, whatever they match."""
+        self._answer((queue, holder) for holder in list(self.by_queue.get(queue, ())))
 
     def answer_passed(self) -> None:
-        """Answer the pulls that other messages have passed now, so that progress passes them too."""
-        for _, _, queue, holder, hold in list(self._due):
-            if self._is_held(queue, holder, hold):
-                self.remove_pull(queue, holder)
-                hold.notify()
-        self._due.clear()
+        """Answer the requests that other messages have passed now, so that progress passes them too."""
+        self._answer(self._passed.pop_all())
 
     def run_due(self, now_ms: int) -> int | None:
-        """Answer the pulls that other messages have passed; return the time of the next call."""
-        due = self._due
-        if due and due[0][0] > now_ms + max(self._sweep_ms, 0):  # the clock was set back
-            now_ms = max(due)[0]
-        while due and (due[0][0] <= now_ms or not self._is_held(*due[0][2:])):
-            _, _, queue, holder, hold = heapq.heappop(due)
-            if self._is_held(queue, holder, hold):
+        """Answer the requests that other messages have passed; return the time of the next call."""
+        first_ms = self._passed.first_ms
+        if first_ms is not None and first_ms > now_ms + self._sweep_ms:  # the clock was set back
+            self.answer_passed()
+        self._answer(self._passed.pop_due(now_ms))
+        return self._passed.first_ms
+
+    def _answer(self, holds: Iterable[tuple[_QueueName, _Holder]]) -> None:
+        for queue, holder in holds:
+            hold = self.by_queue.get(queue, {}).get(holder)
+            if hold is not None:  # an earlier notification can have ended it
                 self.remove_pull(queue, holder)
                 hold.notify()
-        return due[0][0] if due else None
 
-    def _is_held(self, queue: _QueueName, holder: _Holder, hold: _HeldPull) -> bool:
-        return self.by_queue.get(queue, {}).get(holder) is hold
-
-
-# ---- held receives
-
-
-class _Held:
-    __slots__ = ("holder", "notify", "queues", "request", "selection")
-
-    def __init__(
-        self,
-        request: Receive,
-        queues: list[tuple[str, int]],
-        selection: Selection,
-        holder: tuple[str, str],
-        notify: Callable[[], None],
-    ) -> None:
-        self.request = request
-        self.queues = queues
-        self.selection = selection
-        self.holder = holder
-        self.notify = notify
-
-
-class HeldReceives:
-    """The held receives of one broker, each by its ``notify``. Called under the runner's lock."""
-
-    def __init__(self, pulls: HeldPulls) -> None:
-        """``pulls`` has the held pulls of each queue, among which each receive has one."""
-        self._pulls = pulls
-        self._by_notify: dict[Callable[[], None], _Held] = {}
-        self._numbers = itertools.count()
-
-    def hold(
-        self, request: Receive, queues: list[tuple[str, int]], selection: Selection, notify: Callable[[], None]
-    ) -> None:
-        """Hold a receive at its queues, in place of an earlier one of the same ``notify``."""
-        self.remove_receive(notify)
-        holder = f"{request.client_id}\0{next(self._numbers)}", request.group  # a client may have several
-        held = _Held(request, queues, selection, holder, notify)
-        self._by_notify[notify] = held
-        for queue in queues:
-            takes = selection if queue[0] == request.topic else ALL
-            self._pulls.hold(queue, holder, takes, lambda: self._wake(held))
-
-    def remove_receive(self, notify: Callable[[], None]) -> None:
-        """Remove a receive, if it is held."""
-        held = self._by_notify.pop(notify, None)
-        if held is not None:
-            for queue in held.queues:
-                self._pulls.end_hold(queue, held.holder, held.selection)
-
-    def wake_topic(self, group: str, topic: str) -> None:
-        """Notify a group's held receives from a topic, so that they ask again."""
-        for held in list(self._by_notify.values()):
-            if held.request.group == group and any(queue[0] == topic for queue in held.queues):
-                self._wake(held)
-
-    def _wake(self, held: _Held) -> None:
-        if self._by_notify.get(held.notify) is held:
-            self.remove_receive(held.notify)
-            held.notify()
+    def clear(self) -> None:
+        """Drop all requests without an answer."""
+        self.by_queue.clear()
 
 
 # ---- stored messages
@@ -298,7 +272,7 @@ class Arrivals:
     def __init__(
         self,
         runner: Runner,
-        held_pulls: HeldPulls,
+        held: HeldRequests,
         metrics: Metrics | None,
         delayed: Callable[[int, int], int],
         wake_flush: Callable[[], None] | None,
@@ -306,16 +280,16 @@ class Arrivals:
         """Create an observer with the receivers of its notifications.
 
         Args:
-            runner: Its lock is held while held pulls are notified.
-            held_pulls: The held pulls.
+            runner: Its lock is held while they are notified.
+            held: The held requests.
             metrics: Counts the messages.
             delayed: ``delayed(level, store_timestamp_ms)`` wakes the schedule, under the runner's lock, and returns the
                 level in which the message waits.
             wake_flush: Wakes the step that flushes the store; None if a thread of the store flushes.
         """
         self._runner = runner
-        self._held_pulls = held_pulls
-        self._held = held_pulls.by_queue
+        self._held = held
+        self._holds = held.by_queue
         self._metrics = metrics
         self._delayed = delayed
         self._wake_flush = wake_flush
@@ -337,9 +311,9 @@ class Arrivals:
     def copied(self, queues: Iterable[tuple[str, int]]) -> None:
         """Note messages that a replica has copied into these queues."""
         for queue in queues:
-            if queue in self._held:
+            if queue in self._holds:
                 with self._runner.lock:
-                    self._held_pulls.answer_queue(queue)
+                    self._held.answer_queue(queue)
         if self._wake_flush is not None:
             self._wake_flush()
 
@@ -350,7 +324,7 @@ class Arrivals:
         results: Sequence[AppendResult],
     ) -> None:
         """Note messages that were stored together: the first of these, as many as there are results."""
-        if self._held or self._metrics is not None or self._wake_flush is not None:
+        if self._holds or self._metrics is not None or self._wake_flush is not None:
             for message, message_properties, result in zip(prepared, properties, results, strict=False):
                 self.delivered(message.lane.topic, message.lane.queue_id, message_properties, result)
 
@@ -362,8 +336,8 @@ class Arrivals:
         if topic in self.wake_by_topic:
             self.wake_by_topic[topic]()
         queue = topic, queue_id
-        if queue in self._held:
+        if queue in self._holds:
             with self._runner.lock:
-                self._held_pulls.arrived(queue, properties, result)
+                self._held.arrived(queue, properties, result)
         if self._wake_flush is not None:
             self._wake_flush()

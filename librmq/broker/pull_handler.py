@@ -47,7 +47,7 @@ class PullHandler:
         self._offsets = context.offsets
         self._clients = context.clients
         self._registrations = context.registrations
-        self._held_pulls = context.held_pulls
+        self._held = context.held
         self._sending = sending
         self._replication = replication
         self._is_replica = context.config.replica_of is not None
@@ -58,7 +58,7 @@ class PullHandler:
     def pull(self, request: PullMessage) -> PullResponse:
         """Read a queue, or hold the request."""
         topic, queue_id, queue_offset = request.topic, request.queue_id, request.queue_offset
-        store, held_pulls, notify = self._store, self._held_pulls, request.notify
+        store, held, notify = self._store, self._held, request.notify
         name, holder = (topic, queue_id), (request.client_id, request.group)
         is_held = False
         with self._runner.lock:
@@ -66,28 +66,28 @@ class PullHandler:
             if request.commit_offset is not None and not self._is_replica:
                 self._offsets.set(request.group, topic, queue_id, request.commit_offset)
             if notify is not None:
-                arrived = held_pulls.end_hold(name, holder, selection)
+                arrived = held.end_hold(name, holder, selection)
                 if arrived is not None and request.stay and arrived.queue_offset == queue_offset:
                     response = self._answer_from_log(request, arrived, selection, notify)
                     if response is not None:
                         return response
                 elif store.queue_range(topic, queue_id)[1] == queue_offset:
                     # Hold first, then look again: a writer looks for held pulls after its append, without the lock.
-                    held_pulls.hold(name, holder, selection, notify)
+                    held.hold(name, holder, selection, notify)
                     begin, end = store.queue_range(topic, queue_id)
                     if queue_offset == end:
                         return PullResponse(PullStatus.HELD, end, begin, end, (), True)
-                    held_pulls.remove_pull(name, holder)
+                    held.remove_pull(name, holder)
             result = store.read(topic, queue_id, queue_offset, request.max_messages, selection.matching)
             status = _status(result, queue_offset)
             if self._is_replica and queue_offset > result.max_offset:
                 return self._wait_for_copy(request, selection, result)
             end = result.next_offset
             if notify is not None and request.stay and status is PullStatus.FOUND and end == result.max_offset:
-                held_pulls.hold(name, holder, selection, notify)
+                held.hold(name, holder, selection, notify)
                 is_held = store.queue_range(topic, queue_id)[1] == end
                 if not is_held:
-                    held_pulls.remove_pull(name, holder)
+                    held.remove_pull(name, holder)
         if status is PullStatus.OFFSET_ILLEGAL:
             self._store_moved_event(request, result.next_offset)
         if result.messages:
@@ -107,7 +107,7 @@ class PullHandler:
         status, is_held = PullStatus.NO_NEW_MESSAGE, request.notify is not None
         if request.notify is not None:
             name, holder = (request.topic, request.queue_id), (request.client_id, request.group)
-            self._held_pulls.hold(name, holder, selection, request.notify)
+            self._held.hold(name, holder, selection, request.notify)
             status = PullStatus.HELD
         return PullResponse(status, request.queue_offset, result.min_offset, result.max_offset, (), is_held)
 
@@ -122,10 +122,10 @@ class PullHandler:
         if raw is None:
             return None
         name, holder = (request.topic, request.queue_id), (request.client_id, request.group)
-        self._held_pulls.hold(name, holder, selection, notify)
+        self._held.hold(name, holder, selection, notify)
         begin, end = self._store.queue_range(request.topic, request.queue_id)
         if end != arrived.queue_offset + 1:
-            self._held_pulls.remove_pull(name, holder)
+            self._held.remove_pull(name, holder)
             return None
         self._count_read(request, 1, arrived.size)
         return PullResponse(PullStatus.FOUND, end, begin, end, (StoredMessage(raw),), True)

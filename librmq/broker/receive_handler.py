@@ -15,8 +15,6 @@ ignores the file. Without it, messages in flight are delivered again immediately
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Callable
 from typing import Final
 
@@ -33,7 +31,7 @@ from librmq.broker.in_flight import (
     is_receive_retry,
     receive_retry_topic,
 )
-from librmq.broker.long_polling import ALL, HeldReceives, Selection, selection_of
+from librmq.broker.long_polling import ALL, Selection, selection_of
 from librmq.broker.send_handler import SendHandler
 from librmq.broker.topics import not_readable
 from librmq.errors import BrokerError, ReceiptError, RmqError
@@ -56,6 +54,7 @@ from librmq.protocol import (
     ResponseCode,
     SendBack,
 )
+from librmq.runtime.deadlines import Deadlines
 from librmq.runtime.event_log import EventLog, StateLog
 
 _log = EventLog("librmq.broker")
@@ -67,7 +66,6 @@ _FIRST_POP_TIME: Final = "1ST_POP_TIME"
 _RETRIES_FIRST_EVERY: Final = 5
 _TRY_AGAIN_MS: Final = 1000
 _READS_WITHOUT_MESSAGE: Final = 8
-_FEW_DUE: Final = 1024
 
 
 class ReceiveHandler:
@@ -95,10 +93,8 @@ class ReceiveHandler:
         self._check_subscription = check_subscription
         self._store_host = parse_host(context.store.config.store_host)
         self._queues: dict[QueueKey, QueueFlights] = {}
-        self._due: list[tuple[int, int, QueueKey, int]] = []
-        self._max_due = _FEW_DUE
-        self._numbers = itertools.count()
-        self._held = HeldReceives(context.held_pulls)
+        self._visible: Deadlines[tuple[QueueKey, int]] = Deadlines()
+        self._held = context.held
         self._retry_owners = RetryOwners(context.offsets.groups)
         self._turns: dict[tuple[str, str], int] = {}
         self._mixed: set[str] = set()  # groups about which the log has warned
@@ -127,7 +123,8 @@ class ReceiveHandler:
         if received or notify is None:
             return ReceiveResponse(tuple(received))
         if not has_more:
-            self._held.hold(request, queues, selection, notify)
+            selections = {queue: selection if queue[0] == request.topic else ALL for queue in queues}
+            self._held.hold_receive(request.client_id, request.group, selections, notify)
             # Read once more, because a writer looks for held receives after its append.
             received, has_more = self._read_queues(request, group, queues, selection)
             if received or has_more:
@@ -348,17 +345,17 @@ class ReceiveHandler:
     def _queue(self, group: str, topic: str, queue_id: int) -> QueueFlights:
         """Return a queue's messages in flight; start again if a reset or another consumer moved the progress."""
         key = group, topic, queue_id
-        queue = self._queues.get(key)
-        progress = self._offsets.get(group, topic, queue_id)
-        if queue is not None and queue.committed == progress:
+        queue = self._current(key)
+        if queue is not None:
             return queue
+        progress = self._offsets.get(group, topic, queue_id)
         begin, end = self._store.queue_range(topic, queue_id)
-        if queue is None and progress is not None:
+        if progress is not None:
             queue = QueueFlights.of_row(self._saved.pop_row(key), progress, end)
             for queue_offset, flight in queue.flights.items():
                 self._wake_at(flight.visible_ms, key, queue_offset)
         else:
-            queue = QueueFlights(self._first(key, begin, end) if progress is None else progress)
+            queue = QueueFlights(self._first(key, begin, end))
         self._queues[key] = queue
         queue.committed = -1 if progress is None else progress
         self._commit_progress(key, queue)
@@ -390,6 +387,8 @@ class ReceiveHandler:
         queue = self._queues.get(key)
         if queue is not None and queue.committed != self._offsets.get(*key):
             del self._queues[key]
+            for queue_offset in queue.flights:
+                self._visible.discard((key, queue_offset))
             self._saved.changed()
             return None
         return queue
@@ -408,9 +407,10 @@ class ReceiveHandler:
             return
         was_full = len(queue.flights) >= MAX_IN_FLIGHT
         queue.remove_flight(queue_offset)
+        self._visible.discard((key, queue_offset))
         self._commit_progress(key, queue)
         if was_full or (self._groups.get_or_create(key[0]).is_ordered and not queue.is_locked(self._runner.now_ms())):
-            self._held.wake_topic(key[0], key[1])
+            self._held.wake_receives(key[0], key[1])
 
     def _parse(self, text: str) -> Receipt | None:
         receipt = Receipt.parse(text)
@@ -449,45 +449,31 @@ class ReceiveHandler:
     # ---- the end of invisible times
 
     def _wake_at(self, at_ms: int, key: QueueKey, queue_offset: int) -> None:
-        if len(self._due) >= self._max_due:
-            self._drop_finished()
-        heapq.heappush(self._due, (at_ms, next(self._numbers), key, queue_offset))
+        self._visible.set((key, queue_offset), at_ms)
         self._runner.wake(self._step, at_ms)
-
-    def _drop_finished(self) -> None:
-        """Drop the times of messages that are no longer in flight, which would stay for up to 12 hours."""
-        self._due[:] = [
-            (flight.visible_ms, next(self._numbers), key, queue_offset)
-            for key, queue in self._queues.items()
-            for queue_offset, flight in queue.flights.items()
-        ]
-        heapq.heapify(self._due)
-        self._max_due = max(_FEW_DUE, 2 * len(self._due))
 
     def _run_due(self, now_ms: int) -> int | None:
         """Deliver the messages again that were not acknowledged within their invisible time."""
         self._follow_clock(now_ms)
-        due = self._due
-        while due and due[0][0] <= now_ms:
-            _, _, key, queue_offset = heapq.heappop(due)
+        for key, queue_offset in self._visible.pop_due(now_ms):
             queue = self._current(key)
             flight = None if queue is None else queue.flights.get(queue_offset)
-            if flight is None or flight.visible_ms > now_ms:  # a change has its own entry
+            if flight is None:
                 continue
             group = self._groups.get_or_create(key[0])
             if group.is_ordered:
-                self._held.wake_topic(key[0], key[1])
+                self._held.wake_receives(key[0], key[1])
                 continue
             try:
                 self._store_again(key, flight)
             except RmqError as error:
-                heapq.heappush(due, (now_ms + _TRY_AGAIN_MS, next(self._numbers), key, queue_offset))
+                self._visible.set((key, queue_offset), now_ms + _TRY_AGAIN_MS)
                 what = f"storing a message of group {key[0]} again, which was not acknowledged"
                 self._states.failing(("again", key[0]), what, error, again_ms=_TRY_AGAIN_MS)
                 continue
             self._states.works(("again", key[0]), "storing messages again that were not acknowledged")
             self._finish_message(key, queue_offset)
-        return due[0][0] if due else None
+        return self._visible.first_ms
 
     def _follow_clock(self, now_ms: int) -> None:
         """After the clock was set back, hide no message for longer than its invisible time from now."""
