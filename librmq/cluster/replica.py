@@ -32,7 +32,7 @@ from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
-from librmq.store.engine.log_copy import whole_size
+from librmq.store.engine.copies import whole_size
 from librmq.store.format import directory
 from librmq.store.format.replica_mark import ReplicaMark, clear_mark, read_mark, write_mark
 

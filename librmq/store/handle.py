@@ -18,11 +18,10 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.lazy_numpy import import_numpy
 from librmq.runtime.locks import critical
 from librmq.store.engine.append import Appender
-from librmq.store.engine.copies import CopyWriter
+from librmq.store.engine.copies import CopiedRecords, CopyWriter, LogCopier
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.durability import Durability
 from librmq.store.engine.housekeeping import Housekeeping, HousekeepingThread
-from librmq.store.engine.log_copy import CopiedRecords, LogCopier
 from librmq.store.engine.open_store import Parts
 from librmq.store.engine.queue_table import QueueTable
 from librmq.store.engine.read import Transfer

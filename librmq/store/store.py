@@ -21,9 +21,8 @@ from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.runtime.core import CORE_STATE
 from librmq.store.engine.append import Appender
-from librmq.store.engine.copies import CopyWriter
+from librmq.store.engine.copies import CopiedRecords, CopyWriter
 from librmq.store.engine.group_commit import Acknowledgement
-from librmq.store.engine.log_copy import CopiedRecords
 from librmq.store.engine.prepared import AppendFields, AppendResult, BatchFields
 from librmq.store.engine.query import find_by_id, find_by_key
 from librmq.store.engine.queue_table import QueueTable
