@@ -15,8 +15,7 @@ from librmq.message import record as record_format
 from librmq.message.message import Message, StoredMessage
 from librmq.runtime.locks import critical
 from librmq.store.engine.append import Appender
-from librmq.store.engine.derivation import Derivation
-from librmq.store.engine.dispatch import Dispatcher, Lane
+from librmq.store.engine.dispatch import Derivation, Dispatcher, Lane
 from librmq.store.engine.open_store import Parts
 from librmq.store.engine.prepared import (
     AppendResult,

@@ -19,8 +19,7 @@ from librmq.java.lang import java_decode, string_hash
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.message.record import PROPERTY_KEYS, split_keys
-from librmq.store.engine.derivation import Derivation
-from librmq.store.engine.dispatch import Pending, RawPending, is_indexed, key_block, key_hashes
+from librmq.store.engine.dispatch import Derivation, Pending, RawPending, is_indexed, key_block, key_hashes
 from librmq.store.format.index_flaw import find_flaw
 from librmq.store.format.index_layout import IndexHeader, entry_seconds
 from librmq.store.format.indexfile import IndexFile

@@ -14,8 +14,7 @@ from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.files.seam import Damage
 from librmq.message import record as record_format
 from librmq.message.delay_levels import DelayLevels
-from librmq.store.engine.derivation import Derivation
-from librmq.store.engine.dispatch import BitmapOf
+from librmq.store.engine.dispatch import BitmapOf, Derivation
 from librmq.store.engine.queue_table import OpenQueue, QueueName
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.entry_check import ExpectedEntry, misaddressed
