@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Final
 
-from librmq.clock import Clock, moves_by_itself
+from librmq.clock import Clock, SystemClock, moves_by_itself
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.errors import FlushFailedError, ReadOnlyError, ReplicaError, StoreClosedError, StoreIOError
+from librmq.errors import (
+    FlushFailedError,
+    ReadOnlyError,
+    ReplicaError,
+    StoreClosedError,
+    StoreIOError,
+    StoreLockedError,
+)
 from librmq.files.disk import TemporaryFolder
 from librmq.files.seam import Damage, FileLock, Files, make_folders
 from librmq.message.delay_levels import DelayLevels
@@ -25,7 +35,6 @@ from librmq.store.engine.housekeeping import Housekeeping, HousekeepingThread
 from librmq.store.engine.open_store import Parts
 from librmq.store.engine.queue_table import QueueTable
 from librmq.store.engine.read import Transfer
-from librmq.store.engine.store_lock import drop_locks, lock_store, unlock_store
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
 from librmq.store.format.kept_config import write_kept_config
@@ -38,6 +47,76 @@ from librmq.store.recovery.plan import RecoveryMode
 from librmq.store.recovery.verify import Verdict, verify_parts
 from librmq.store.upkeep.retention import DISK_CHECK_MS, Retention
 from librmq.store.upkeep.unread import Readers
+
+# ---- the lock of a store that is open for writing: one process, and one handle in it, holds the lock
+
+_LOOK_AGAIN_S: Final = 0.05
+"""Interval at which a lock of another writer is tried."""
+
+_held: dict[FileLock, weakref.ref[object]] = {}
+"""The locks of this process, with their handles."""
+
+
+def lock_store(handle: object, path: str, files: Files, wait_s: float) -> FileLock:
+    """Lock the store in ``path`` for ``handle``; wait ``wait_s`` for another writer, in real time.
+
+    Raises:
+        StoreLockedError: Another writer has the store.
+    """
+    clock, never = SystemClock(), threading.Event()
+    deadline = clock.monotonic() + wait_s
+    while True:
+        try:
+            with critical:
+                return _lock(handle, path, files)
+        except StoreLockedError as error:
+            remaining_s = deadline - clock.monotonic()
+            if remaining_s <= 0:
+                raise StoreLockedError(
+                    f"{error}; only one process can write to a store (docs/processes.md): close it there first; in "
+                    f"Python, wait=seconds waits for that, and read_only=True opens the store to read"
+                ) from None
+        clock.wait(never, min(remaining_s, _LOOK_AGAIN_S))
+
+
+def _lock(handle: object, path: str, files: Files) -> FileLock:
+    """Take the lock; first release the lock of a handle that Ctrl-C lost."""
+    place = directory.lock_path(path)
+    try:
+        lock = _lock_with_folder(place, files)
+    except StoreLockedError:
+        gc.collect()
+        lost_locks = [lock for lock, holder in list(_held.items()) if holder() is None]
+        if not lost_locks:
+            raise
+        for lost_lock in lost_locks:
+            unlock_store(lost_lock)
+        lock = _lock_with_folder(place, files)
+    _held[lock] = weakref.ref(handle)
+    return lock
+
+
+def _lock_with_folder(place: str, files: Files) -> FileLock:
+    lock = files.lock(place)
+    try:
+        lock.hold_folder()
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def unlock_store(lock: FileLock) -> None:
+    """Release a lock; a second call does nothing."""
+    with critical:
+        if _held.pop(lock, None) is not None:
+            lock.release()
+
+
+def drop_locks() -> None:
+    """Leave the locks to the parent, in a forked child."""
+    _held.clear()
+
 
 _log = EventLog("librmq.store")
 
