@@ -14,9 +14,8 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.files.seam import Files
 from librmq.store.engine.group_commit import flush_all
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, set_abort
-from librmq.store.format.index_flaw import find_flaw
 from librmq.store.format.index_layout import FRESH
-from librmq.store.format.indexfile import IndexFile
+from librmq.store.format.indexfile import IndexFile, find_flaw
 from librmq.store.format.keyindex import KeyIndex
 from librmq.testing import CrashImages, FailingFiles, RecordingFiles
 from tests.crash.runs import assert_settled

@@ -119,9 +119,8 @@ def queue(data: bytes) -> None:
 def index(data: bytes) -> None:
     """Open bytes as a file of the key index."""
     from librmq.errors import StoreError
-    from librmq.store.format.index_flaw import find_flaw
     from librmq.store.format.index_layout import file_length
-    from librmq.store.format.indexfile import IndexFile
+    from librmq.store.format.indexfile import IndexFile, find_flaw
     from librmq.store.format.keyindex import KeyIndex
 
     length = file_length(8, 32)

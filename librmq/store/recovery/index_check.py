@@ -20,9 +20,8 @@ from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.message.record import PROPERTY_KEYS, split_keys
 from librmq.store.engine.dispatch import Derivation, Pending, RawPending, is_indexed, key_block, key_hashes
-from librmq.store.format.index_flaw import find_flaw
 from librmq.store.format.index_layout import IndexHeader, entry_seconds
-from librmq.store.format.indexfile import IndexFile
+from librmq.store.format.indexfile import IndexFile, find_flaw
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.entry_check import is_illegible
 
