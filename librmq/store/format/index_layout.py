@@ -25,13 +25,20 @@ A file's begin and end start as the end of the file before it, until its first e
 
 from __future__ import annotations
 
+import mmap
 import struct
+from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from librmq.errors import ConfigError
-from librmq.files.seam import File
+from librmq.files.seam import Buffer, File
 from librmq.runtime import lazy_numpy as np
+from librmq.runtime.core import CORE
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 
 HEADER_SIZE: Final = 40
 SLOT_SIZE: Final = 4
@@ -150,3 +157,199 @@ def entry_seconds(timestamp_ms: int, begin_timestamp_ms: int) -> int:
     if difference < -1 << 63:
         difference += 1 << 64
     return min(max(difference, 0) // 1000, MAX_SECONDS)
+
+
+# ---- what a writer of an index file knows of it, and how it writes entries
+
+_pack_header = HEADER.pack
+_pack_entry = struct.Struct(">iqi4s").pack
+_pack_entries = struct.Struct(">iqi4siqi4s").pack
+_INT: Final = struct.Struct(">i")
+_pack_int = _INT.pack
+_NO_ENTRY: Final = bytes(SLOT_SIZE)
+
+
+class IndexWriter:
+    """The end of one index file. After an error of a method, make another from the file's header. Not thread-safe."""
+
+    __slots__ = ("begin_physical", "begin_timestamp", "count", "end_physical", "max_slots", "slot_count")
+
+    def __init__(self, header: IndexHeader, max_slots: int) -> None:
+        self.max_slots = max_slots
+        self.begin_timestamp, self.begin_physical = header.begin_timestamp_ms, header.begin_physical_offset
+        self.end_physical = header.end_physical_offset
+        self.slot_count, self.count = header.slot_count, header.index_count
+
+    def put_many(self, buffer: Buffer, records: Iterable[tuple[int, int, Sequence[int]]]) -> None:  # noqa: C901 (the hot path of appending keys)
+        """Add all keys of records, for which there is room; skip records before that of the last entry."""
+        # Hot path of every append: literal sizes, locals, and no avoidable call.
+        number = start = self.count
+        begin_timestamp, begin_physical = self.begin_timestamp, self.begin_physical
+        end_physical = self.end_physical
+        slot_count, max_slots = self.slot_count, self.max_slots
+        position = 40 + 4 * max_slots + 20 * number
+        end_timestamp, seconds = None, 0
+        for physical, timestamp, hashes in records:
+            if physical < end_physical or not hashes:
+                continue
+            if timestamp != end_timestamp:
+                end_timestamp = timestamp
+                seconds = (timestamp - begin_timestamp) // 1000 if begin_timestamp > 0 else 0
+                if not 0 <= seconds <= MAX_SECONDS:
+                    seconds = entry_seconds(timestamp, begin_timestamp)
+            if len(hashes) == 2 and number > 1:
+                # Fast path for a unique id and one key: both entries in one write.
+                first, second = hashes
+                first_slot, second_slot = first % max_slots * 4 + 40, second % max_slots * 4 + 40
+                first_number, second_number = _pack_int(number), _pack_int(number + 1)
+                first_previous = buffer[first_slot : first_slot + 4]
+                second_previous = buffer[second_slot : second_slot + 4]
+                # Packed numbers compare like numbers, with negative ones after all others.
+                if not _NO_ENTRY < first_previous <= first_number:
+                    first_previous = _NO_ENTRY
+                    slot_count += 1
+                if first_slot == second_slot:
+                    second_previous = first_number
+                elif not _NO_ENTRY < second_previous <= second_number:
+                    second_previous = _NO_ENTRY
+                    slot_count += 1
+                buffer[position : position + 40] = _pack_entries(
+                    first, physical, seconds, first_previous, second, physical, seconds, second_previous
+                )
+                buffer[first_slot : first_slot + 4] = first_number
+                buffer[second_slot : second_slot + 4] = second_number
+                number += 2
+                position += 40
+            else:
+                for key_hash in hashes:
+                    slot = key_hash % max_slots * 4 + 40
+                    packed = _pack_int(number)
+                    previous = buffer[slot : slot + 4]
+                    if not _NO_ENTRY < previous <= packed:
+                        previous = _NO_ENTRY
+                        slot_count += 1
+                    buffer[position : position + 20] = _pack_entry(key_hash, physical, seconds, previous)
+                    buffer[slot : slot + 4] = packed
+                    if number <= 1:
+                        begin_timestamp, begin_physical, seconds = timestamp, physical, 0
+                    number += 1
+                    position += 20
+            end_physical = physical
+        if end_timestamp is not None:
+            buffer[0:40] = _pack_header(
+                begin_timestamp, end_timestamp, begin_physical, end_physical, slot_count, number
+            )
+            if start <= 1:
+                self.begin_timestamp, self.begin_physical = begin_timestamp, begin_physical
+            self.end_physical = end_physical
+            self.slot_count, self.count = slot_count, number
+
+    def put_block(
+        self, buffer: Buffer, physical: NDArray[np.int64], timestamps: NDArray[np.int64], hashes: NDArray[np.int64]
+    ) -> None:
+        """Add an entry for each place of the arrays, none before the last entry's; there is room for all."""
+        keys, number = len(hashes), self.count
+        begin_timestamp, begin_physical = self.begin_timestamp, self.begin_physical
+        first_seconds = entry_seconds(int(timestamps[0]), begin_timestamp)
+        if number <= 1:
+            begin_timestamp, begin_physical = int(timestamps[0]), int(physical[0])
+        end_timestamp, end_physical = int(timestamps[-1]), int(physical[-1])
+        put = self._put_entries if CORE is None or type(buffer) is not mmap.mmap else CORE.put_entries
+        fresh = put(buffer, self.max_slots, number, physical, timestamps, hashes, begin_timestamp, first_seconds)
+        slot_count = self.slot_count + fresh
+        buffer[:HEADER_SIZE] = _pack_header(
+            begin_timestamp, end_timestamp, begin_physical, end_physical, slot_count, number + keys
+        )
+        self.begin_timestamp, self.begin_physical = begin_timestamp, begin_physical
+        self.end_physical = end_physical
+        self.slot_count, self.count = slot_count, number + keys
+
+    def _put_entries(
+        self,
+        buffer: Buffer,
+        max_slots: int,
+        number: int,
+        physical: NDArray[np.int64],
+        timestamps: NDArray[np.int64],
+        hashes: NDArray[np.int64],
+        begin_timestamp: int,
+        first_seconds: int,
+    ) -> int:
+        """Write entries from ``number`` on, and the slots that lead to them; return how many led to none before."""
+        keys = len(hashes)
+        slots = hashes % max_slots
+        numbers = np.arange(number, number + keys)
+        before = np.frombuffer(buffer, ">i4", max_slots, HEADER_SIZE)[slots].astype(np.int64)
+        previous = np.where((before > 0) & (before <= numbers), before, 0)
+        # Sort keys by slot, stably. Sorting pairs as single numbers is fastest.
+        shift = keys.bit_length()
+        pairs = np.sort(slots << shift | np.arange(keys))
+        ordered = pairs >> shift
+        again = ordered[1:] == ordered[:-1]
+        touched, newest = slots, numbers
+        if again.any():
+            order = pairs & (1 << shift) - 1
+            previous[order[1:][again]] = numbers[order[:-1][again]]
+            last = order[np.append(~again, True)]
+            touched, newest = slots[last], numbers[last]
+        entries = np.empty(keys, stored_entry_dtype())
+        entries["hash"] = hashes
+        entries["physical"] = physical
+        if begin_timestamp > 0:
+            entries["time_diff"] = np.minimum(np.maximum((timestamps - begin_timestamp) // 1000, 0), MAX_SECONDS)
+        else:
+            entries["time_diff"] = 0
+        entries["time_diff"][0] = first_seconds
+        entries["previous"] = previous
+        position = self._position(number)
+        buffer[position : position + ENTRY_SIZE * keys] = entries.tobytes()
+        self._write_slots(buffer, int(ordered[0]), int(ordered[-1]), touched, newest)
+        return keys - int(np.count_nonzero(previous))
+
+    def _write_slots(
+        self, buffer: Buffer, first: int, last: int, slots: NDArray[np.int64], numbers: NDArray[np.int64]
+    ) -> None:
+        """Set slots from ``first`` to ``last``, in one piece if they are close together."""
+        if last - first < 16 * len(slots):
+            begin, end = HEADER_SIZE + SLOT_SIZE * first, HEADER_SIZE + SLOT_SIZE * (last + 1)
+            table = np.frombuffer(buffer[begin:end], ">i4").copy()
+            table[slots - first] = numbers
+            buffer[begin:end] = table.tobytes()
+            return
+        if type(buffer) is mmap.mmap:
+            np.frombuffer(buffer, ">i4", self.max_slots, HEADER_SIZE)[slots] = numbers
+            return
+        # A file that records its writes, or copies at the first, must see each write.
+        packed: list[bytes] = numbers.astype(">i4").view("V4").tolist()
+        for position, number in zip((HEADER_SIZE + SLOT_SIZE * slots).tolist(), packed, strict=True):
+            buffer[position : position + 4] = number
+
+    def take_back(self, buffer: Buffer, max_entries: int) -> bool:
+        """Undo entries that no header counts, and return whether there were any.
+
+        A slot that leads to one gets the entry's previous number.
+        """
+        start = self.count
+        position, restore = self._position(start), []
+        for number in range(start, max_entries):
+            entry_hash, physical, seconds, previous = unpack_entry(buffer, position)
+            if entry_hash < 0 or physical < self.end_physical or seconds < 0 or not 0 <= previous <= number:
+                break  # no remains of a write
+            slot = HEADER_SIZE + SLOT_SIZE * (entry_hash % self.max_slots)
+            if not (entry_hash or physical or seconds or previous):
+                # Nothing, or the entry of hash 0 at the start of the log; its slot decides.
+                (newest,) = _INT.unpack(buffer[slot : slot + SLOT_SIZE])
+                if newest < number:
+                    break
+            restore.append((number, slot, previous))
+            position += ENTRY_SIZE
+        for number, slot, previous in reversed(restore):
+            if buffer[slot : slot + SLOT_SIZE] == _pack_int(number):
+                buffer[slot : slot + SLOT_SIZE] = _pack_int(previous)
+        if restore:
+            begin = self._position(start)
+            buffer[begin:position] = bytes(position - begin)
+        return bool(restore)
+
+    def _position(self, number: int) -> int:
+        return HEADER_SIZE + SLOT_SIZE * self.max_slots + ENTRY_SIZE * number

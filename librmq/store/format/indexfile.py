@@ -21,6 +21,7 @@ from librmq.store.format.index_layout import (
     HEADER_SIZE,
     SLOT_SIZE,
     IndexHeader,
+    IndexWriter,
     check_geometry,
     entry_dtype,
     file_length,
@@ -29,7 +30,6 @@ from librmq.store.format.index_layout import (
     stored_entry_dtype,
     unpack_entry,
 )
-from librmq.store.format.index_writer import IndexWriter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
