@@ -40,18 +40,55 @@ from librmq.files.disk import DiskFiles
 from librmq.files.rolling import file_name
 from librmq.files.seam import Damage, FileLock, Files, FolderEntry, copy_file, link_file, make_folders
 from librmq.message import record
+from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_queue
 from librmq.runtime.locks import critical
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.format import directory, job_notes
+from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.timerfiles import TimerCheckpoint
 from librmq.store.recovery import salvage
 from librmq.store.recovery.clean_shutdown import read_closed_state
 from librmq.store.recovery.open import settle
 from librmq.store.recovery.salvage import Gap
-from librmq.store.upkeep.progress import revise_progress
+
+# ---- progress in the ``config`` folder of a copied store
+
+PROGRESS_TABLES: Final = ("consumerOffset.json", "delayOffset.json")
+"""Files of ``config`` with the progress of consumers and delay levels."""
+
+NewOffset = Callable[[str, int, int], int]
+"""Function of topic, queue id and queue offset to the queue offset in the copy."""
+
+
+def revise_progress(path: str, files: Files, new_offset: NewOffset, now_ms: int) -> None:
+    """Replace every stored queue offset by its ``new_offset``.
+
+    Backups are deleted, since they hold the progress of the source.
+
+    Raises:
+        CorruptionError: A table and its backup are unreadable.
+    """
+    folder = os.path.join(path, directory.CONFIG)
+    tables = BrokerTables.open(folder, files=files)
+    for name, offsets in list(tables.offsets.rows.items()):
+        topic = name.rpartition("@")[0]
+        tables.offsets.set(name, {queue_id: new_offset(topic, queue_id, at) for queue_id, at in offsets.items()})
+    for level, at in list(tables.delays.rows.items()):
+        tables.delays.set(level, new_offset(SCHEDULE_TOPIC, queue_id_of_level(level), at))
+    for table, file in zip((tables.offsets, tables.delays), PROGRESS_TABLES, strict=True):
+        _write(table, os.path.join(folder, file), files, now_ms)
+
+
+def _write(table: ConfigTable, path: str, files: Files, now_ms: int) -> None:
+    if not files.size(path) and not files.size(f"{path}.bak"):
+        return  # the source has no such table
+    table.persist(now_ms)
+    if files.size(f"{path}.bak") is not None:
+        files.delete(f"{path}.bak")
+
 
 _PART: Final = ".part"
 _STILL_WRITTEN: Final = 2  # files of the log that a writer or its recovery can still change
