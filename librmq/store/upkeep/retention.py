@@ -29,8 +29,9 @@ file, so a forced round deletes no more than necessary.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, tzinfo
 from typing import Any, Final
@@ -41,8 +42,12 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, DiskFullError, StoreError, StoreFullError
 from librmq.files.seam import Files, fills_by_itself
 from librmq.message import record
+from librmq.message.topics import is_system_topic
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, critical
+from librmq.store.engine.append import Appender
+from librmq.store.engine.queue_table import QueueName
+from librmq.store.format import directory
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.upkeep.unread import (
     FindQueue,
@@ -518,3 +523,39 @@ def last_timestamp_ms(log: CommitLog, start: int) -> int:
 
 def _count(messages: int) -> str:
     return "1 message" if messages == 1 else f"{messages} messages"
+
+
+# ---- deletion of the queues of deleted topics. Mirrors 4.9.4's ``DefaultMessageStore.cleanUnusedTopic``
+
+
+def clean_unused_topics(path: str, files: Files, appender: Appender, topics: Container[str]) -> list[QueueName]:
+    """See `MessageStore.clean_unused_topics`."""
+    queues = appender.open_parts().queues
+    unused = sorted(name for name in queues if name[0] not in topics and not is_system_topic(name[0]))
+    return [name for name in unused if _clean(path, files, appender, name)]
+
+
+def _clean(path: str, files: Files, appender: Appender, name: QueueName) -> bool:
+    """Delete the files of a queue unless the log has a message of it; return whether there were any."""
+    appender.lock.check_reentry()
+    with critical, appender.lock.flushing, appender.lock.mutex:
+        queues = appender.open_parts().queues
+        appender.catch_up()
+        queue = queues.find(name)
+        if queue is None or queue.max_physic_offset > appender.log.begin:
+            return False
+        folders = [directory.queue_folder(path, *name, ext=ext) for ext in (False, True)]
+        if not any(map(files.is_folder, folders)):
+            return False
+        lane = appender.lanes.get(name)
+        queue.clear()
+        if lane is not None:  # another thread can be about to append through it
+            lane.next_queue_offset = 0
+        queue.flush()
+        for folder in folders:
+            files.delete(folder)
+            if not files.list(os.path.dirname(folder)):
+                files.delete(os.path.dirname(folder))
+        if lane is None:
+            del queues[name]
+        return True
