@@ -21,7 +21,7 @@ from librmq.runtime.headway import advance
 if TYPE_CHECKING:  # a search of the log alone needs none of these
     from librmq.consumequeue import ConsumeQueue
     from librmq.store import MessageStore
-    from librmq.store.engine.queue_table import QueueName
+    from librmq.store.engine.open_store import QueueName
     from librmq.store.engine.read import MessageFilter
 
 _LARGEST: Final = (1 << 63) - 1

@@ -14,7 +14,7 @@ from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
-from librmq.store.engine.queue_table import QueueTable
+from librmq.store.engine.open_store import QueueTable
 from librmq.store.format import directory
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.clean_shutdown import write_closed_state

@@ -25,7 +25,7 @@ from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.rolling import file_name
 from librmq.message.topics import RETRY_PREFIX
-from librmq.store.engine.queue_table import QueueName
+from librmq.store.engine.open_store import QueueName
 from librmq.store.format import directory
 
 _AT_ONCE: Final = 64  # entries

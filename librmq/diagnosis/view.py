@@ -23,7 +23,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 from librmq.store import MessageStore
-from librmq.store.engine.queue_table import QueueName, QueueState
+from librmq.store.engine.open_store import QueueName, QueueState
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 

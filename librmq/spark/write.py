@@ -24,7 +24,7 @@ from librmq.spark.encode import Encoder, check_columns
 from librmq.spark.names import written_batch, written_schema
 from librmq.spark.options import WriteOptions, local_path
 from librmq.spark.staged_records import Staged, discard, job_folder
-from librmq.store.engine.queue_table import QueueName
+from librmq.store.engine.open_store import QueueName
 from librmq.store.format import directory
 from librmq.store.format.job_notes import note_path
 

@@ -23,8 +23,8 @@ from librmq.runtime.core import CORE_STATE
 from librmq.store.engine.append import Appender
 from librmq.store.engine.copies import CopiedRecords, CopyWriter
 from librmq.store.engine.group_commit import Acknowledgement
+from librmq.store.engine.open_store import QueueTable
 from librmq.store.engine.prepared import AppendFields, AppendResult, BatchFields
-from librmq.store.engine.queue_table import QueueTable
 from librmq.store.engine.read import MessageFilter, ReadResult, find_by_id, find_by_key, read_queue, wrong_argument
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ from librmq.diagnosis.survey.model import LogFileUse
 from librmq.diagnosis.view import StoreView
 from librmq.errors import CorruptionError
 from librmq.message.record import FIXED_SIZE
-from librmq.store.engine.queue_table import QueueName
+from librmq.store.engine.open_store import QueueName
 
 _NEVER: Final = (1 << 63) - 1
 

@@ -2,17 +2,132 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from librmq.commitlog import CommitLog
+from librmq.config import wrong_kind
 from librmq.consumequeue import ENTRY, ConsumeQueue
+from librmq.errors import CorruptionError
 from librmq.files.seam import Damage
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import Dispatcher, Lane, derived_tags_code, has_queue_entry, is_indexed
-from librmq.store.engine.queue_table import OpenQueue, QueueTable
 from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.format.keyindex import KeyIndex
+
+# ---- the queues of a store, each opened at its first use
+
+QueueName = tuple[str, int]
+
+OpenQueue = Callable[[str, int], ConsumeQueue]
+"""Opens a queue by topic and queue id; a new queue is empty."""
+
+
+class QueueState(NamedTuple):
+    """The state of a queue at its close."""
+
+    min_offset: int
+    max_offset: int
+    max_physic_offset: int
+
+
+class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
+    """The queues of a store, each opened at its first use. Thread-safe like a dict.
+
+    Iterating and counting open no queue; `opened` returns the open ones.
+    """
+
+    def __init__(self, open_queue: OpenQueue, closed_states: Mapping[QueueName, QueueState | None]) -> None:
+        """``closed_states`` are the queues at the close of the store, with their states or None."""
+        self._open_queue = open_queue
+        self._closed_states = dict(closed_states)
+        self._open: dict[QueueName, ConsumeQueue] = {}
+        self.differs: Callable[[QueueName], bool] = lambda _: False
+        """Whether a recovery in memory changed a queue, so that its files are different."""
+
+    def __repr__(self) -> str:
+        return f"<QueueTable of {len(self)} queues>"
+
+    def __getitem__(self, name: QueueName) -> ConsumeQueue:
+        queue = self._open.get(name)
+        if queue is not None:
+            return queue
+        state = self._closed_states[name]
+        queue = self._open_queue(*name)
+        opened = self._open.get(name)
+        if opened is not None:  # another thread has opened it, and can have written to it
+            return opened
+        if state is None:
+            return self._open.setdefault(name, queue)
+        if (queue.max_offset, queue.max_physic_offset) != state[1:]:
+            path, position = queue.place_of(min(queue.max_offset, state.max_offset))
+            mismatch = f"expected the end at queue offset {state.max_offset}, as closed, found {queue.max_offset}"
+            raise CorruptionError(path, position, "entry", f"{mismatch}: run librmq recover")
+        queue.min_offset = max(queue.min_offset, state.min_offset)
+        return self._open.setdefault(name, queue)
+
+    def find(self, name: QueueName) -> ConsumeQueue | None:
+        """Return the queue, or None; faster than `get`.
+
+        Raises:
+            TypeError: No queue can have this name.
+        """
+        try:
+            queue = self._open.get(name)
+        except TypeError:  # it can't be hashed
+            _check(name)
+            raise
+        if queue is None:
+            if name in self._closed_states:
+                return self[name]
+            _check(name)
+        return queue
+
+    def __setitem__(self, name: QueueName, queue: ConsumeQueue) -> None:
+        self._open[name] = queue
+
+    def __delitem__(self, name: QueueName) -> None:
+        del self._open[name]
+        self._closed_states.pop(name, None)
+
+    def __iter__(self) -> Iterator[QueueName]:
+        return iter([*self._open, *(name for name in self._closed_states if name not in self._open)])
+
+    def __len__(self) -> int:
+        return len(self._open.keys() | self._closed_states.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._open or name in self._closed_states
+
+    def expect(self, name: QueueName, state: QueueState) -> None:
+        """Note how a queue was found that need not be opened yet."""
+        self._closed_states[name] = state
+
+    def is_open(self, name: QueueName) -> bool:
+        """Return whether the queue is open; opening another one takes a quarter of a millisecond."""
+        return name in self._open
+
+    def opened(self) -> list[ConsumeQueue]:
+        """Return the queues that are open."""
+        return list(self._open.values())
+
+    def states(self) -> dict[QueueName, QueueState]:
+        """Return the state of every queue; an unopened queue has its state at the close."""
+        opened = {
+            name: QueueState(queue.min_offset, queue.max_offset, queue.max_physic_offset)
+            for name, queue in self._open.items()
+        }
+        return {**{name: state for name, state in self._closed_states.items() if state is not None}, **opened}
+
+
+def _check(name: QueueName) -> None:
+    topic, queue_id = name
+    if not isinstance(topic, str):
+        raise wrong_kind("topic", topic, "text")
+    if not hasattr(queue_id, "__index__"):
+        raise wrong_kind("queue_id", queue_id, "a whole number")
 
 
 @dataclass(slots=True)

@@ -29,8 +29,7 @@ from librmq.files.seam import Damage, Files
 from librmq.message.delay_levels import DelayLevels
 from librmq.runtime.locks import Lock
 from librmq.store.engine.dispatch import BitmapOf
-from librmq.store.engine.open_store import Parts
-from librmq.store.engine.queue_table import QueueName
+from librmq.store.engine.open_store import Parts, QueueName
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort

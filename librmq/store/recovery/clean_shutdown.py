@@ -23,7 +23,7 @@ from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.seam import Files
 from librmq.message.record import crc32
 from librmq.runtime.event_log import EventLog
-from librmq.store.engine.queue_table import QueueName, QueueState, QueueTable
+from librmq.store.engine.open_store import QueueName, QueueState, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.keyindex import KeyIndex
 

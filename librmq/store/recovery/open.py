@@ -23,8 +23,7 @@ from librmq.files.seam import Damage, Files, make_folders
 from librmq.message import record
 from librmq.message.delay_levels import DelayLevels
 from librmq.store.engine.dispatch import BitmapOf, Dispatcher
-from librmq.store.engine.open_store import Parts
-from librmq.store.engine.queue_table import QueueName, QueueState, QueueTable
+from librmq.store.engine.open_store import Parts, QueueName, QueueState, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
 from librmq.store.format.keyindex import KeyIndex

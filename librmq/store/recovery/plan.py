@@ -18,8 +18,7 @@ from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.java.lang import java_decode
 from librmq.message import record
 from librmq.message.topics import validate_queue
-from librmq.store.engine.open_store import Parts
-from librmq.store.engine.queue_table import QueueName
+from librmq.store.engine.open_store import Parts, QueueName
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
 

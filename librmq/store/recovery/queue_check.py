@@ -17,7 +17,7 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.dispatch import BitmapOf
-from librmq.store.engine.queue_table import QueueName, QueueState
+from librmq.store.engine.open_store import QueueName, QueueState
 from librmq.store.recovery.entry_check import EntryCheck, ExpectedEntry, hole, misaddressed, record_at
 from librmq.store.recovery.queue_search import first_at, first_not_older
 from librmq.store.recovery.strays import Stray, Strays

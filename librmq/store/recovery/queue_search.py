@@ -11,7 +11,7 @@ from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entr
 from librmq.errors import CorruptionError
 from librmq.message.message import StoredMessage
 from librmq.runtime import lazy_numpy as np
-from librmq.store.engine.queue_table import QueueName
+from librmq.store.engine.open_store import QueueName
 
 _BLOCK: Final = 4096
 _FILLER_SIZE: Final = HOLE_SIZE.to_bytes(4)

@@ -15,7 +15,7 @@ from librmq.files.seam import Damage
 from librmq.message import record as record_format
 from librmq.message.delay_levels import DelayLevels
 from librmq.store.engine.dispatch import BitmapOf, Derivation
-from librmq.store.engine.queue_table import OpenQueue, QueueName
+from librmq.store.engine.open_store import OpenQueue, QueueName
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.entry_check import ExpectedEntry, misaddressed
 from librmq.store.recovery.index_check import SETTLED, IndexCheck, rebuild_index

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from librmq.store.engine.queue_table import QueueName
+from librmq.store.engine.open_store import QueueName
 from librmq.store.recovery.entry_check import ExpectedEntry
 
 

@@ -13,7 +13,7 @@ from typing import Final
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
 from librmq.files.seam import Files, FolderEntry
-from librmq.store.engine.queue_table import QueueName, QueueState
+from librmq.store.engine.open_store import QueueName, QueueState
 from librmq.store.format import directory
 from librmq.store.recovery.queue_check import COMPARED
 from librmq.store.recovery.queue_search import first_at

@@ -23,7 +23,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappingPool
 from librmq.files.seam import Damage, Files
 from librmq.message.delay_levels import DelayLevels
-from librmq.store.engine.queue_table import QueueName
+from librmq.store.engine.open_store import QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.checkpoint import Checkpoint, has_abort
