@@ -17,7 +17,7 @@ from librmq.files.disk import DiskFiles
 from librmq.store.engine.open_store import QueueTable
 from librmq.store.format import directory
 from librmq.store.format.keyindex import KeyIndex
-from librmq.store.recovery.clean_shutdown import write_closed_state
+from librmq.store.recovery.open import write_closed_state
 
 _AFTER_END: Final = 4096
 _Fetch = Callable[[Sequence[tuple[str, int, int]]], None]

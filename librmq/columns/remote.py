@@ -249,7 +249,7 @@ class RemoteStore:
     def _fetch_end(self, path: str, logs: list[str]) -> bool:
         """Fetch the last record, and return whether the log ends where librmq says that it closed it."""
         from librmq.commitlog import CommitLog  # a process that only reads parts does not load the store
-        from librmq.store.recovery.clean_shutdown import read_closed_state
+        from librmq.store.recovery.open import read_closed_state
 
         files = DiskFiles()
         closed = read_closed_state(path, files)

@@ -12,7 +12,7 @@ from librmq.diagnosis.view import StoreView
 from librmq.files.rolling import file_name
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
-from librmq.store.recovery.clean_shutdown import read_closed_state
+from librmq.store.recovery.open import read_closed_state
 
 AT_ONCE: Final = 30_000
 """The most messages that `diagnose` verifies without being asked."""

@@ -160,7 +160,7 @@ def checkpoint(data: bytes) -> None:
     """Open bytes as a checkpoint, and as the state that librmq saves when it closes a store."""
     from librmq.errors import StoreError
     from librmq.store.format.checkpoint import CHECKPOINT_SIZE, Checkpoint
-    from librmq.store.recovery.clean_shutdown import _path, read_closed_state
+    from librmq.store.recovery.open import _path, read_closed_state
 
     files = _files("/store", b"", 1)
     short = data if data[:1] == b"\xff" else (data + bytes(CHECKPOINT_SIZE))[:CHECKPOINT_SIZE]

@@ -50,8 +50,7 @@ from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.timerfiles import TimerCheckpoint
 from librmq.store.recovery import salvage
-from librmq.store.recovery.clean_shutdown import read_closed_state
-from librmq.store.recovery.open import settle
+from librmq.store.recovery.open import read_closed_state, settle
 from librmq.store.recovery.salvage import Gap
 
 # ---- progress in the ``config`` folder of a copied store
