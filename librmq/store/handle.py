@@ -41,7 +41,7 @@ from librmq.store.format.keyindex import KeyIndex
 from librmq.store.format.replica_mark import ReplicaMark, read_mark, write_mark
 from librmq.store.live.reader import ReadOnlyView
 from librmq.store.recovery.open import describe_recovery, load, write_closed_state
-from librmq.store.recovery.plan import RecoveryMode
+from librmq.store.recovery.repair import RecoveryMode
 from librmq.store.recovery.verify import Verdict, verify_parts
 from librmq.store.upkeep.retention import DISK_CHECK_MS, Retention
 from librmq.store.upkeep.unread import Readers

@@ -35,7 +35,7 @@ from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.live.live_tail import ATTEMPTS, GLANCE, LiveParts
 from librmq.store.recovery.open import load
-from librmq.store.recovery.plan import RecoveryMode
+from librmq.store.recovery.repair import RecoveryMode
 from librmq.store.recovery.salvage import find_record
 
 _NOTHING_MORE: Final = (GetStatus.NO_MATCHED_MESSAGE, GetStatus.OFFSET_TOO_SMALL)
