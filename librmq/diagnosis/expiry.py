@@ -16,7 +16,7 @@ from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis.backlog import lag
 from librmq.diagnosis.view import Source, viewed
 from librmq.errors import ConfigError
-from librmq.store.recovery.queue_search import first_at
+from librmq.store.recovery.queue_check import first_at
 from librmq.store.upkeep.retention import first_behind, last_timestamp_ms
 
 

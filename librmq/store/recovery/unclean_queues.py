@@ -15,8 +15,7 @@ from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_s
 from librmq.files.seam import Files, FolderEntry
 from librmq.store.engine.open_store import QueueName, QueueState
 from librmq.store.format import directory
-from librmq.store.recovery.queue_check import COMPARED
-from librmq.store.recovery.queue_search import first_at
+from librmq.store.recovery.queue_check import COMPARED, first_at
 
 _LARGEST: Final = 1 << 16  # bytes of a file that are read at once; more are mapped
 _LARGEST_KEPT: Final = 1 << 10  # bytes of each file that are kept from its listing

@@ -18,7 +18,7 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.recovery.queue_search import first_at
+from librmq.store.recovery.queue_check import first_at
 
 FindQueue = Callable[[str, int], ConsumeQueue | None]
 
