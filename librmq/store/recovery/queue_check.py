@@ -21,8 +21,7 @@ from librmq.message.message import StoredMessage
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.open_store import QueueName, QueueState
-from librmq.store.recovery.entry_check import EntryCheck, ExpectedEntry, hole, misaddressed, record_at
-from librmq.store.recovery.strays import Stray, Strays
+from librmq.store.recovery.entry_check import EntryCheck, ExpectedEntry, Stray, Strays, hole, misaddressed, record_at
 
 # ---- search for the entries of certain records in a queue, by bisection
 

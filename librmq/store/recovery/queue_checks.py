@@ -12,8 +12,8 @@ from librmq.java.lang import java_decode, string_hash
 from librmq.message.topics import validate_queue
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.open_store import OpenQueue, QueueName
+from librmq.store.recovery.entry_check import Strays
 from librmq.store.recovery.queue_check import QueueCheck
-from librmq.store.recovery.strays import Strays
 from librmq.store.recovery.unclean_queues import UncleanQueues
 
 
