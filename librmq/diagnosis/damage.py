@@ -168,7 +168,7 @@ def unverified_damage(view: StoreView) -> list[Finding]:
 
 def missing_key_findings(view: StoreView) -> list[Finding]:
     """Return a finding if a part of the log has keys that the index lacks, as a broker's own recovery can leave it."""
-    from librmq.store.recovery.index_check import missing_keys
+    from librmq.store.recovery.check import missing_keys
 
     store = view.store
     gap = missing_keys(store.index, store.log, store.levels)

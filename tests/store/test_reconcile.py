@@ -16,8 +16,8 @@ from librmq.files.seam import Damage
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.record import PHYSICAL_OFFSET_AT, QUEUE_OFFSET_AT, Record, encode_record
 from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.check import reconcile
 from librmq.store.recovery.queue_check import GapError
-from librmq.store.recovery.reconcile import reconcile
 from tests.stores import START_MS
 
 LEVELS = DelayLevels.parse("1s 5s")

@@ -32,8 +32,8 @@ from librmq.store.engine.open_store import Parts, QueueName, QueueState, QueueTa
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
 from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.check import UncleanQueues
 from librmq.store.recovery.repair import Planner, Recovery, RecoveryMode, WalkFindings
-from librmq.store.recovery.unclean_queues import UncleanQueues
 
 # ---- the state that a clean close leaves beside the broker's files, so that opening need not check the whole stor
 

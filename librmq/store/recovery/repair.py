@@ -24,10 +24,8 @@ from librmq.message.topics import validate_queue
 from librmq.store.engine.open_store import Parts, QueueName
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
+from librmq.store.recovery.check import Scope, UncleanQueues, reconcile
 from librmq.store.recovery.queue_check import GapError, recreated_queues
-from librmq.store.recovery.queue_checks import Scope
-from librmq.store.recovery.reconcile import reconcile
-from librmq.store.recovery.unclean_queues import UncleanQueues
 
 # ---- the plan of a recovery, made before anything is changed
 

@@ -28,10 +28,9 @@ from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.check import Scope, reconcile
 from librmq.store.recovery.open import read_closed_state
 from librmq.store.recovery.queue_check import recreated_queues
-from librmq.store.recovery.queue_checks import Scope
-from librmq.store.recovery.reconcile import reconcile
 
 _T = TypeVar("_T")
 

@@ -1,0 +1,577 @@
+"""Comparison of queues and key index with the log, and their repair.
+
+The log is the truth: each record defines the entry at its queue offset and its keys in the index. `reconcile` walks
+over the log once, compares entries and keys with the records, and, for recovery, rewrites differences.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Final, NamedTuple
+
+from librmq.commitlog import CommitLog
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue
+from librmq.errors import CorruptionError, MessageIllegalError
+from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
+from librmq.files.seam import Damage, Files, FolderEntry
+from librmq.java.lang import java_decode, string_hash
+from librmq.message import record as record_format
+from librmq.message.delay_levels import DelayLevels
+from librmq.message.message import StoredMessage
+from librmq.message.record import PROPERTY_KEYS, split_keys
+from librmq.message.topics import validate_queue
+from librmq.store.engine.dispatch import BitmapOf, Derivation, Pending, RawPending, is_indexed, key_block, key_hashes
+from librmq.store.engine.open_store import OpenQueue, QueueName, QueueState
+from librmq.store.format import directory
+from librmq.store.format.index_layout import IndexHeader, entry_seconds
+from librmq.store.format.indexfile import IndexFile, find_flaw
+from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.entry_check import ExpectedEntry, Strays, is_illegible, misaddressed
+from librmq.store.recovery.queue_check import COMPARED, QueueCheck, first_at
+
+# ---- the queues of a store after an unclean exit: read, opened where that is not enough, and written again
+
+_LARGEST: Final = 1 << 16  # bytes of a file that are read at once; more are mapped
+_LARGEST_KEPT: Final = 1 << 10  # bytes of each file that are kept from its listing
+
+
+class UncleanQueues:
+    """The queues of the store in folder ``path``."""
+
+    def __init__(self, path: str, files: Files, file_size: int, pool: MappingPool) -> None:
+        self._path = path
+        self._files = files
+        self._file_size = file_size
+        self._pool = pool
+        self._path_read = ""
+        # The folder, and start and content of the only file, if it is one and was read.
+        self._listed: dict[QueueName, tuple[str, int | None, bytes | None]] = {}
+        self._left: set[str] = set()
+        self._written: set[str] = set()
+        self._overwritten: list[str] = []
+        self.states: dict[QueueName, QueueState] = {}
+        """Queues that agree with the log, and need not be opened."""
+        self.uncovered_from: int | None = None
+        """Place of the log from which on entries are written again; None: none are."""
+
+    def list(self, name: QueueName) -> None:
+        """List the files of a queue.
+
+        Raises:
+            CorruptionError: A file has a wrong name or length.
+        """
+        folder = directory.queue_folder(self._path, *name)
+        only = self._files.read_sole_file(folder, self._file_size, _LARGEST)
+        listed = self._files.list(folder) if only is None else [FolderEntry(only[0], self._file_size, False, True)]
+        starts = list_starts(folder, self._file_size, listed)
+        content = None if only is None or len(only[1]) > _LARGEST_KEPT else only[1]
+        self._listed[name] = folder, starts[0] if len(starts) == 1 else None, content
+
+    def pop_files(self, name: QueueName) -> MappedFileQueue | None:
+        """Return the files of a queue that is opened now; None if it was left as it is, or is not listed."""
+        if name not in self._listed:
+            return None
+        folder, *_ = self._listed.pop(name)
+        return MappedFileQueue(folder, self._file_size, self._files, self._pool)
+
+    def read_stored(self, name: QueueName) -> tuple[bytes, int] | None:
+        """Return the used bytes of a queue's only file and its first queue offset; None if it must be opened."""
+        folder, start, stored = self._listed.get(name, ("", None, None))
+        if start is None:
+            return None
+        self._path_read = f"{folder}{os.sep}{file_name(start)}"
+        if stored is None:
+            stored = self._files.read_used(self._path_read, _LARGEST)
+        return None if stored is None else (stored, start // ENTRY_SIZE)
+
+    def keep_unopened(self, name: QueueName, state: QueueState, first: int, entries: Sequence[bytes]) -> None:
+        """Leave the queue unopened that was read last, and write its last entries again if need be.
+
+        They begin at queue offset ``first``: the writer can have died before a flush, or after one that failed.
+        """
+        folder, start, _ = self._listed.pop(name)
+        assert start is not None
+        if entries and self.uncovered_from is not None and state.max_physic_offset > self.uncovered_from:
+            path = self._path_read
+            self._files.overwrite(path, first * ENTRY_SIZE - start, b"".join(entries))
+            self._overwritten.append(path)
+            self._written.add(folder)
+        self._left.add(folder)
+        self.states[name] = state
+
+    def rewrite_entries(self, queue: ConsumeQueue, first: int) -> None:
+        """Write entries of an opened queue again, as `keep_unopened` does; ``first`` is the first checked one."""
+        begin = self.uncovered_from
+        if begin is not None and queue.max_physic_offset > begin:
+            queue.write_again(first if queue.max_offset - first < COMPARED else first_at(queue, begin))
+            self._written |= {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
+        queue.keep_descriptors(False)
+
+    def flush(self) -> None:
+        """Flush the files of unopened queues that were written again."""
+        for path in self._overwritten:
+            self._files.flush(self._files.open(path, writable=True))
+
+    def folders(self, opened: Iterable[ConsumeQueue]) -> set[str]:
+        """Return the folders that can have unflushed names, those of ``opened`` queues among them."""
+        folders = set(self._left)
+        for queue in opened:
+            folders |= {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
+        folders = set(filter(self._files.is_folder, folders))  # files can have been deleted from it
+        for topic in map(os.path.dirname, self._written):
+            folders |= {topic, os.path.dirname(topic)}
+        return folders
+
+
+# ---- the checks of all queues against the log, and the order in which queues are opened for them
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Selection of the records to compare with their queues: those from physical offset ``begin`` on."""
+
+    begin: int
+    all_of: frozenset[QueueName] = frozenset()
+    """Queues whose records are all selected."""
+    since: Mapping[QueueName, int] = field(default_factory=dict)
+    """Begin of queues whose earlier records belong to a deleted topic, as physical offsets."""
+    absent_before: int = 0
+    """Physical offset below which records of queues without a folder are excluded, because the queue was deleted."""
+    known_topics: frozenset[str] = frozenset()
+    """The broker's topics: records of other topics are excluded if the queue has no folder. Empty: no such rule."""
+
+
+class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
+    """The checks of all queues, by queue id and topic in a record's form."""
+
+    def __init__(
+        self,
+        log: CommitLog,
+        queues: MutableMapping[tuple[str, int], ConsumeQueue],
+        open_queue: OpenQueue,
+        scope: Scope,
+        repair: bool,
+        bitmap_of: BitmapOf | None,
+        *,
+        has_ext: bool = True,
+        unclean: UncleanQueues | None = None,
+    ) -> None:
+        """Check ``queues``; `open_queue` makes missing ones.
+
+        Without ``has_ext`` a queue is checked after its last record, so that each is opened once. ``unclean`` reads
+        queues that were not opened, and hears of each check's end.
+        """
+        super().__init__()
+        self.puts_off = not has_ext
+        """Whether checks collect entries before they open their queue."""
+        self._unclean = unclean
+        self._prefix_hashes: dict[str, int] = {}
+        self._bitmap_of = bitmap_of
+        self._log = log
+        self._queues = queues
+        self._open_queue = open_queue
+        self._scope = scope
+        self._repair = repair
+        self._new_queues: set[QueueName] = set()
+        self._by_name: dict[tuple[str, int], QueueCheck] = {}
+        self.strays = Strays()
+        """Records that may be those of another queue."""
+
+    def make(self, topic_raw: bytes, queue_id: int, physical_offset: int) -> QueueCheck:
+        """Return the check of a queue at its first record.
+
+        Raises:
+            CorruptionError: There can be no such queue.
+        """
+        topic = java_decode(topic_raw)
+        check = self._by_name.get((topic, queue_id))  # different malformed topics can be decoded alike
+        if check is None:
+            try:
+                validate_queue(topic, queue_id)
+            except MessageIllegalError as error:
+                path = self._log.sequence.path_at(physical_offset)
+                raise CorruptionError(path, physical_offset, "record", f"its queue is impossible: {error}") from None
+            check = self._check((topic, queue_id))
+        self[topic_raw, queue_id] = check
+        return check
+
+    def queue(self, name: QueueName) -> ConsumeQueue:
+        """Return the queue of that name, made if there is none."""
+        queue = self._queues.get(name)
+        if queue is None:
+            queue = self._open_queue(*name)
+            if self._repair:
+                self._queues[name] = queue
+                self._new_queues.add(name)
+        return queue
+
+    def _check(self, name: QueueName) -> QueueCheck:
+        scope, absent = self._scope, name not in self._queues
+        begin = since = self._log.begin if name in scope.all_of else scope.begin
+        if name not in scope.all_of:
+            since = scope.since.get(name, scope.absent_before if absent else begin)
+            if absent and scope.known_topics and name[0] not in scope.known_topics:
+                since = self._log.end
+        is_complete = begin <= self._log.begin
+        prefix_hash = self._prefix_hashes.get(name[0])
+        if prefix_hash is None:
+            prefix_hash = self._prefix_hashes[name[0]] = string_hash(name[0] + "#")
+        check = QueueCheck(
+            self, self._log, name, max(begin, since), is_complete, self._repair, self._bitmap_of, prefix_hash
+        )
+        self._by_name[name] = check
+        if not self.puts_off:
+            check.open()
+        return check
+
+    def open_all(self) -> None:
+        """Check every queue now, because a record outside of one count can belong to any other."""
+        self.puts_off = False
+        for check in sorted(self._by_name.values(), key=lambda check: len(check.entries)):
+            check.open()  # a single record first, because it can belong to another queue
+
+    def finish(self) -> Iterator[QueueCheck]:
+        """Finish the checks of all queues after the last record, also of queues without records."""
+        for name in list(self._queues):
+            if name not in self._by_name:
+                self._check(name)
+        remaining = []
+        for check in self._by_name.values():
+            if self._agrees_unopened(check):
+                yield check
+            elif check.is_plain():
+                self._finish(check)
+                yield check
+            else:
+                remaining.append(check)
+        if remaining:
+            self.open_all()
+        # Checks that wait for another record come last, because their record can belong to another queue.
+        for check in sorted(remaining, key=lambda check: check.waits):
+            self._finish(check)
+            yield check
+
+    def _agrees_unopened(self, check: QueueCheck) -> bool:
+        """Return whether a queue need not be opened, because its bytes are what the records say."""
+        if self._unclean is None or check.is_open:
+            return False
+        stored = self._unclean.read_stored(check.name)
+        state = None if stored is None else check.state_of(*stored)
+        if state is not None:
+            self._unclean.keep_unopened(check.name, state, check.first, check.entries)
+        return state is not None
+
+    def _finish(self, check: QueueCheck) -> None:
+        check.finish()
+        if self._unclean is not None:
+            self._unclean.rewrite_entries(check.queue, check.first)
+
+    def remove_empty(self) -> None:
+        """Remove queues without a record of their own."""
+        for name in self._new_queues:
+            if self._queues[name].max_offset == 0:
+                del self._queues[name]
+
+
+# ---- comparison of the key index with the keys of the records, in the order of the log, and its repair
+
+_BLOCK: Final = 65_536
+_MOST_BETWEEN: Final = 10_000  # records without keys between two files
+SETTLED: Final = 4096  # records whose keys are added together, as many as caches hold
+
+
+class _Run(NamedTuple):
+    """The adjacent entries of the index for one record."""
+
+    physical_offset: int
+    hashes: list[int]
+    seconds: list[int]
+    file: IndexFile
+    number: int
+    before: IndexHeader | None
+    """The header of the file before."""
+
+
+def _runs(index: KeyIndex, begin: int) -> Iterator[_Run]:
+    """Yield the entries of records from ``begin`` on, record by record; those of one record can be in two files."""
+    run: _Run | None = None
+    for before, file in itertools.pairwise((None, *index.files)):
+        assert file is not None
+        header = None if before is None else before.header
+        if file.header.end_physical_offset < begin:
+            continue
+        for first in range(1, file.header.index_count, _BLOCK):
+            block = file.entries(first, first + _BLOCK)
+            rows = zip(block["hash"].tolist(), block["physical"].tolist(), block["time_diff"].tolist(), strict=True)
+            for number, (value, physical_offset, seconds) in enumerate(rows, first):
+                if physical_offset < begin:
+                    continue
+                if run is None or run.physical_offset != physical_offset or run.file is not file:
+                    if run is not None:
+                        yield run
+                    run = _Run(physical_offset, [], [], file, number, header)
+                run.hashes.append(value)
+                run.seconds.append(seconds)
+    if run is not None:
+        yield run
+
+
+def missing_keys(index: KeyIndex, log: CommitLog, levels: DelayLevels) -> tuple[int, int] | None:
+    """Return begin and end of the first part of the log between index files that has keys, None if there is none.
+
+    The recovery of RocketMQ 4.9 can leave one: it deletes index files that the checkpoint does not cover, and indexes
+    the log from a later place on. The call reads few records. A gap inside of a file it does not find.
+    """
+    derive = Derivation(levels).derive
+    begin, indexed = log.begin, -1
+    for file in index.files:
+        header = file.header
+        if header.index_count <= 1:
+            continue
+        records = log.scan(begin, min(header.begin_physical_offset, log.end), check_body=False)
+        with suppress(CorruptionError):  # `verify` reports it
+            for place, size, raw in itertools.islice(records, _MOST_BETWEEN):
+                if raw is not None and place != indexed and any(derive(place, size, raw)[-2:]):
+                    return place, header.begin_physical_offset
+        indexed = header.end_physical_offset
+        begin = max(begin, indexed)
+    return None
+
+
+class IndexCheck:
+    """Comparison of the key index with the keys of the records, in the order of the log."""
+
+    def __init__(self, index: KeyIndex, begin: int, log: CommitLog, is_complete: bool, repair: bool) -> None:
+        self._log = log
+        self.damages: list[Damage] = []
+        self._index = index
+        self._repair = repair
+        self._runs = _runs(index, begin)
+        self._run = next(self._runs, None)
+        self.lacking: list[RawPending] = []
+        """Records whose keys are missing in the index; call `settle` when there are `SETTLED`."""
+        self._lacking = 0
+        self.at_end = False
+        """Whether the index ends before the next record."""
+        self._end = index.end_physical_offset
+        self._none = all(file.header.index_count <= 1 for file in index.files)
+        self.sound = not (self._none and self._end > begin)  # files show whether others existed before them
+        """Whether the index can be completed; otherwise it must be rebuilt."""
+        self._checked = index.files if is_complete else []  # rebuilt parts need no check
+        for file in self._checked[:-1]:
+            if not file.full:
+                self.sound = False
+                what = f"header: {file.header.index_count} of {file.max_entries}, and another file follows"
+                self.damages.append(Damage(file.path, 36, "index", what))
+
+        for before, file in itertools.pairwise(index.files):
+            if file.header.index_count <= 1 and file.header != before.header.follower:
+                self.sound = False  # it was torn when the first entry was added
+                self.damages.append(Damage(file.path, 0, "index", "header: expected that of an empty file"))
+
+    def offer(self, record: RawPending) -> None:
+        """Add the keys of the next record, unless `at_end`."""
+        physical_offset, store_timestamp_ms, prefix_hash, raw_unique_key, raw_keys = record
+        run = self._run
+        if run is None:  # the index ends before the log
+            if physical_offset > self._end or self._none:
+                self.at_end = True
+                self.lacking.append(record)
+            return
+        unique_key = None if raw_unique_key is None else java_decode(raw_unique_key)
+        keys = None if raw_keys is None else java_decode(raw_keys)
+        while run is not None and run.physical_offset < physical_offset:
+            self._damaged(run, f"points to {run.physical_offset}, where there is no record with keys")
+            run = self._run = next(self._runs, None)
+        expected = key_hashes(prefix_hash, unique_key, keys)
+        stored_hashes: list[int] = []
+        last = run
+        while run is not None and run.physical_offset == physical_offset:
+            stored_hashes += run.hashes
+            self._check_times(run, store_timestamp_ms)
+            last = run
+            run = self._run = next(self._runs, None)
+        if stored_hashes == expected or last is None:
+            return
+        if set(stored_hashes) == set(expected) and not Counter(expected) - Counter(stored_hashes):
+            return  # 4.9 indexes a record again after an unclean exit
+        if stored_hashes and self._is_illegible(physical_offset):
+            return
+        if run is not None or not stored_hashes or stored_hashes != expected[: len(stored_hashes)]:
+            self._damaged(last, f"keys of {physical_offset}: expected hashes {expected}, found {stored_hashes}")
+        else:  # a crash came between the keys of the last indexed record
+            texts = [*([unique_key] if unique_key else []), *split_keys(keys)][len(stored_hashes) :]
+            self.lacking.append((physical_offset, store_timestamp_ms, prefix_hash, None, " ".join(texts).encode()))
+
+    def _is_illegible(self, physical_offset: int) -> bool:
+        raw = self._log.read(physical_offset)
+        return raw is not None and is_illegible(StoredMessage(raw))
+
+    def _check_times(self, run: _Run, store_timestamp_ms: int) -> None:
+        header, place = run.file.header, run.physical_offset
+        seconds = entry_seconds(store_timestamp_ms, header.begin_timestamp_ms)
+        times = [seconds] * len(run.seconds)
+        if run.number == 1:  # it counts from the end of the file before it, which can be deleted
+            before = run.before
+            times[0] = run.seconds[0] if before is None else entry_seconds(store_timestamp_ms, before.end_timestamp_ms)
+        if run.seconds != times:
+            self._damaged(run, f"times of {place}: expected {seconds} s, found {run.seconds}")
+        first, last = run.number == 1, run.number + len(run.hashes) == header.index_count
+        if (first and header.begin_timestamp_ms != store_timestamp_ms) or (
+            last and header.end_timestamp_ms != store_timestamp_ms
+        ):
+            span = f"{header.begin_timestamp_ms} to {header.end_timestamp_ms}"
+            self._damaged(run, f"header: times {span}, the record at {place} was stored at {store_timestamp_ms}")
+
+    def settle(self) -> None:
+        """Count missing keys, and write them if that completes the index."""
+        self._lacking += sum(1 for record in self.lacking if record[3] or record[4])
+        if self._repair and self.sound and self.lacking:
+            self._index.append_block(*key_block(self.lacking))
+        self.lacking.clear()
+
+    def _damaged(self, run: _Run, what: str) -> None:
+        self.sound = False
+        if not self.damages or self.damages[-1].file != run.file.path:  # one for each file is enough
+            position = run.file.entry_position(run.number)
+            kind = "ahead" if run.physical_offset >= self._log.end else "entry"
+            self.damages.append(Damage(run.file.path, position, kind, what, 20 * len(run.hashes)))
+
+    def finish(self) -> None:
+        """Finish after the last record."""
+        while self._run is not None:
+            self._damaged(self._run, f"points to {self._run.physical_offset}, where there is no record")
+            self._run = next(self._runs, None)
+        for file in self._checked:
+            flaw = find_flaw(file)
+            if flaw is not None:
+                self.sound = False
+                position, what = flaw
+                self.damages.append(Damage(file.path, position, "index", what))
+        files = self._index.files
+        self.settle()
+        if self._lacking:
+            place = files[-1].path if files else self._index.folder
+            self.damages.append(Damage(place, 0, "missing", f"lacks keys of the log's last {self._lacking} records"))
+
+
+def rebuild_index(log: CommitLog, index: KeyIndex) -> None:
+    """Rebuild the whole key index."""
+    for file in index.files:
+        index.delete(file.name)
+    prefixes: dict[str, int] = {}
+    records: list[Pending] = []
+    for physical_offset, _, raw in log.scan(check_body=False):
+        if raw is None:
+            continue
+        message = StoredMessage(raw)
+        topic = message.topic
+        prefix_hash = prefixes.get(topic)
+        if prefix_hash is None:
+            prefix_hash = prefixes[topic] = string_hash(topic + "#")
+        unique_key = keys = None
+        if is_indexed(message.sys_flag):
+            unique_key, keys = message.unique_key, message.properties.get(PROPERTY_KEYS)
+        records.append((physical_offset, message.store_timestamp_ms, prefix_hash, unique_key, keys))
+        if len(records) >= _BLOCK:
+            index.append_block(*key_block(records))
+            records = []
+    if records:
+        index.append_block(*key_block(records))
+
+
+_pack_entry = ENTRY.pack
+
+
+def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
+    log: CommitLog,
+    queues: MutableMapping[tuple[str, int], ConsumeQueue],
+    open_queue: OpenQueue,
+    index: KeyIndex | None,
+    levels: DelayLevels,
+    begin: int,
+    *,
+    repair: bool,
+    scope: Scope | None = None,
+    left_out: dict[QueueName, int] | None = None,
+    bitmap_of: BitmapOf | None = None,
+    before_rebuild: Callable[[], None] | None = None,
+    has_ext: bool = True,
+    unclean: UncleanQueues | None = None,
+    bodies_from: int | None = None,
+) -> Iterator[Damage]:
+    """Compare queues and index with the records from ``begin`` on, and yield the differences.
+
+    With ``repair`` differences are rewritten; without it nothing is changed. ``scope`` excludes records for the queues,
+    and ``left_out`` counts them by queue. From ``bodies_from`` on, bodies are compared with their checksums.
+    ``open_queue`` makes missing queues, ``bitmap_of`` computes the bitmaps of rebuilt extension units, and
+    ``before_rebuild()`` is called before the index is rebuilt.
+
+    Raises:
+        GapError: A queue lacks entries from before ``begin``, and cannot be repaired from there.
+        CorruptionError: A record is unreadable or has an impossible queue.
+    """
+    begin = max(begin, log.begin)
+    checks = QueueChecks(
+        log, queues, open_queue, scope or Scope(begin), repair, bitmap_of, has_ext=has_ext, unclean=unclean
+    )
+    keys = None if index is None else IndexCheck(index, begin, log, begin <= log.begin, repair)
+    derive = Derivation(levels).derive
+    unchecked_end = log.end if bodies_from is None else max(begin, bodies_from)
+    items = chain(log.scan(begin, unchecked_end, check_body=False), log.scan(unchecked_end))
+    for place, item_size, raw in items:
+        if raw is None:
+            continue
+        (
+            physical_offset,
+            size,
+            address,
+            topic,
+            queue_id,
+            queue_offset,
+            code,
+            stored,
+            properties,
+            unique,
+            key,
+        ) = derive(place, item_size, raw)
+        check = checks.get((topic, queue_id)) or checks.make(topic, queue_id, physical_offset)
+        if address != physical_offset:
+            yield misaddressed(log, physical_offset, record_format.PHYSICAL_OFFSET_AT, address, physical_offset, repair)
+        if code is not None:
+            entry = _pack_entry(physical_offset, size, code)
+            if queue_offset == check.expected:  # as nearly always
+                check.expected = queue_offset + 1
+                entries = check.entries
+                entries.append(entry)
+                if len(entries) >= COMPARED:
+                    check.settle()
+            else:
+                check.offer(queue_offset, ExpectedEntry(entry, stored, properties))
+        if keys is not None:
+            record = (physical_offset, stored, check.prefix_hash, unique, key)
+            if keys.at_end:
+                lacking = keys.lacking
+                lacking.append(record)
+                if len(lacking) >= SETTLED:
+                    keys.settle()
+            else:
+                keys.offer(record)
+    for check in checks.finish():
+        if left_out is not None and check.left_out:
+            left_out[check.name] = check.left_out
+        yield from check.damages
+    checks.remove_empty()
+    if index is not None and keys is not None:
+        keys.finish()
+        yield from keys.damages
+        if repair and not keys.sound:
+            if before_rebuild is not None:
+                before_rebuild()
+            rebuild_index(log, index)
