@@ -412,12 +412,9 @@ def link_file(files: Files, path: str, target: str) -> bool:
     return True
 
 
-# ---- damage to the files of a store, as a value: `verify` finds it, recovery repairs it
-
-
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A defect of a file."""
+    """A defect of a store's file: `verify` finds it, recovery repairs it."""
 
     file: str
     """Path of the file."""

@@ -33,11 +33,9 @@ from librmq.message.topics import retry_topic as retry_topic
 from librmq.message.topics import validate_client_topic as validate_client_topic
 from librmq.message.topics import validate_topic as validate_topic
 
-# ---- a queue of a topic, as clients and brokers name it. Mirrors ``MessageQueue``
-
 
 class MessageQueue(NamedTuple):
-    """One queue of a topic on one broker. Sorts as in RocketMQ: strings by UTF-16 units."""
+    """One queue of a topic on one broker. Sorts as RocketMQ's ``MessageQueue``: strings by UTF-16 units."""
 
     topic: str
     """The topic."""
@@ -371,7 +369,7 @@ def _checked_delays(
     return None, (deliver_at - _EPOCH) // timedelta(milliseconds=1)
 
 
-# ---- errors of messages that clients, brokers and stores refuse alike
+# ---- refusals of clients, brokers and stores alike
 
 
 def reserved_topic(topic: str) -> MessageIllegalError:

@@ -83,16 +83,16 @@ from librmq.message.properties import join_properties as join_properties
 from librmq.message.properties import split_keys as split_keys
 from librmq.message.properties import tags_code as tags_code
 
-# ---- the checksum of bodies: CRC-32 by ISA-L if the package ``isal`` is installed (extra ``fast``), else by zlib
-
-try:
+try:  # the same checksums, by ISA-L (extra `fast`) or by zlib
     from isal.isal_zlib import crc32 as crc32
 except ImportError:
     from zlib import crc32 as crc32
 
 
-# ---- compressed bodies: zlib to write; zlib, lz4 and zstd to read, up to a limit
+# ---- compressed bodies
 
+# The values of `CompressionType`. A body is a zlib stream, one LZ4 frame, or one Zstandard frame. No bit means zlib:
+# older clients had no choice.
 COMPRESSED: Final = 1
 COMPRESSION_MASK: Final = 0x700
 COMPRESSION_LZ4: Final = 0x100

@@ -46,7 +46,7 @@ from librmq.store.recovery.verify import Verdict, verify_parts
 from librmq.store.upkeep.retention import DISK_CHECK_MS, Retention
 from librmq.store.upkeep.unread import Readers
 
-# ---- the lock of a store that is open for writing: one process, and one handle in it, holds the lock
+# ---- the lock of a store: one process, and one handle in it, holds it
 
 _LOOK_AGAIN_S: Final = 0.05
 """Interval at which a lock of another writer is tried."""

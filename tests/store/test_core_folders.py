@@ -58,7 +58,7 @@ def code(compiled: bool) -> Iterator[None]:
         if not compiled:
             patch.setattr(Appender, "append_usual", Appender.append)
             patch.setattr(Appender, "append_batch_usual", Appender.append_batch)
-            for module in ("engine.dispatch", "engine.read", "format.keyindex", "format.index_writer"):
+            for module in ("engine.dispatch", "engine.read", "format.keyindex", "format.index_layout"):
                 patch.setattr(f"librmq.store.{module}.CORE", None)
             patch.setattr("librmq.message.frames.CORE", None)
         yield

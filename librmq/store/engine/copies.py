@@ -1,4 +1,8 @@
-"""Several records under one lock: messages that were prepared without it, new ones and copies of stored ones."""
+"""Copies: several prepared records under one lock, and the bytes of another store's log.
+
+`LogCopier` dispatches the records of a copied log to queues and index. It mirrors 4.9.4's
+``DefaultMessageStore.appendToCommitLog``, which appends a master's log to a slave's.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +128,7 @@ class CopyWriter:
         results += placed.results
 
 
-# ---- copying: appends bytes of another store's log to this one, and dispatches their records to queues and index
+# ---- copies of a log
 
 _unpack_size = record_format.header_struct("size", "magic", unsigned=("size",)).unpack_from
 _pack_entry = ENTRY.pack

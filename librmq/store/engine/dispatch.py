@@ -290,7 +290,7 @@ def _has_blank(keys: Sequence[str] | Sequence[bytes]) -> bool:
     return " " in "".join(keys)  # type: ignore[arg-type]
 
 
-# ---- derivation of queue entries and keys from the records of a log
+# ---- derivation of entries and keys
 
 Derived = tuple[int, int, int, bytes, int, int, int | None, int, bytes, bytes | None, bytes | None]
 """Physical offset and size of a record, the physical offset that it names, its topic, queue id and queue offset, the
@@ -309,7 +309,10 @@ _TAGS_KEPT: Final = 10_000
 
 
 class Derivation:
-    """Reads records of one store and caches the codes of their tags. Not thread-safe."""
+    """Reads records of one store and caches the codes of their tags. Not thread-safe.
+
+    Recovery compares queues and index with the result, and a replica writes them from it.
+    """
 
     def __init__(self, levels: DelayLevels) -> None:
         self._levels = levels

@@ -17,7 +17,7 @@ from librmq.store.engine.dispatch import Dispatcher, Lane, derived_tags_code, ha
 from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.format.keyindex import KeyIndex
 
-# ---- the queues of a store, each opened at its first use
+# ---- queues
 
 QueueName = tuple[str, int]
 

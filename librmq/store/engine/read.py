@@ -1,6 +1,8 @@
-"""Reads of a queue: its entries, their messages, and the limits of a read.
+"""Reads of a queue: its entries, their messages, and the limits of a read; searches by key and by id.
 
-Mirrors 4.9.4's ``DefaultMessageStore.getMessage``, whose order of checks decides where a read ends.
+Mirrors 4.9.4's ``DefaultMessageStore.getMessage``, whose order of checks decides where a read ends. Searches take
+places from the index, check them against the log, and mirror ``DefaultMessageStore.queryMessage`` and
+``MQAdminImpl.queryMessage``.
 """
 
 from __future__ import annotations
@@ -317,7 +319,7 @@ def _candidates(queue: ConsumeQueue, entries: Entries, matching: MessageFilter) 
     return np.flatnonzero(matches).tolist()
 
 
-# ---- searches by key and by id: places from the index, checked against the log
+# ---- searches by key and by id
 
 _EVER: Final = (1 << 63) - 1
 

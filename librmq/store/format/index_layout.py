@@ -1,4 +1,4 @@
-"""The layout of an index file: a hash table from message keys to places in the log.
+"""The layout of an index file and the writing of its bytes: a hash table from message keys to places in the log.
 
 ::
 
@@ -159,7 +159,9 @@ def entry_seconds(timestamp_ms: int, begin_timestamp_ms: int) -> int:
     return min(max(difference, 0) // 1000, MAX_SECONDS)
 
 
-# ---- what a writer of an index file knows of it, and how it writes entries
+# ---- writing
+
+# Entries are written before the slots that lead to them, and the header last. A batch counts when its header is there.
 
 _pack_header = HEADER.pack
 _pack_entry = struct.Struct(">iqi4s").pack

@@ -373,7 +373,7 @@ class IndexFile:
         self.close()
 
 
-# ---- check of an index file for contradictions within it
+# ---- contradictions within a file
 
 
 def find_flaw(file: IndexFile) -> tuple[int, str] | None:

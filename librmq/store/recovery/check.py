@@ -35,7 +35,10 @@ from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.entry_check import ExpectedEntry, Strays, is_illegible, misaddressed
 from librmq.store.recovery.queue_check import COMPARED, QueueCheck, first_at
 
-# ---- the queues of a store after an unclean exit: read, opened where that is not enough, and written again
+# ---- queues after an unclean exit
+
+# A small queue that is as the log says is read without a mapping, and left unopened. Mapping takes most of the time
+# that an opened queue costs, and a store can have many thousands.
 
 _LARGEST: Final = 1 << 16  # bytes of a file that are read at once; more are mapped
 _LARGEST_KEPT: Final = 1 << 10  # bytes of each file that are kept from its listing
@@ -129,7 +132,7 @@ class UncleanQueues:
         return folders
 
 
-# ---- the checks of all queues against the log, and the order in which queues are opened for them
+# ---- queues
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +282,10 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
                 del self._queues[name]
 
 
-# ---- comparison of the key index with the keys of the records, in the order of the log, and its repair
+# ---- key index
+
+# An index cannot be repaired in its middle, because its chains go through the whole file. Missing keys at the end are
+# added; for any other difference the index is rebuilt.
 
 _BLOCK: Final = 65_536
 _MOST_BETWEEN: Final = 10_000  # records without keys between two files

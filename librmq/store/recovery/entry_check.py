@@ -208,7 +208,7 @@ def _is_hole(entry: bytes, following: bytes, file_size: int) -> bool:
     return entry[:12] == following[:12]
 
 
-# ---- records that a changed byte of their topic or queue id has moved to another queue
+# ---- records in a wrong queue, by a changed byte of their topic or queue id
 
 
 class _Check(Protocol):

@@ -3,6 +3,16 @@
 After a clean exit the walk covers the last three files of the log, or only the last record if librmq closed the store
 and nothing has changed since. After an unclean exit, which the abort marker shows, it begins at the newest file whose
 first record the checkpoint covers. Mirrors 4.9.4's ``DefaultMessageStore.load``.
+
+So that opening need not check the whole store, a clean close leaves its state beside the broker's files:
+
+::
+
+    librmq/closed.json    {"version": 1, "log_begin", "log_end", "last_record", "last_record_crc32",
+                           "index_files", "index_end", "queues": [[topic, queue id, min, max, max physic], …]}
+
+A broker ignores it, and without it a store opens as a broker would open it. It counts only if it agrees with the log:
+the same oldest file, the same last record, nothing after it.
 """
 
 from __future__ import annotations
@@ -35,7 +45,7 @@ from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.check import UncleanQueues
 from librmq.store.recovery.repair import Planner, Recovery, RecoveryMode, WalkFindings
 
-# ---- the state that a clean close leaves beside the broker's files, so that opening need not check the whole stor
+# ---- the state at a clean close
 
 _log = EventLog("librmq.store")
 

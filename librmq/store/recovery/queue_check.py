@@ -23,7 +23,7 @@ from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.open_store import QueueName, QueueState
 from librmq.store.recovery.entry_check import EntryCheck, ExpectedEntry, Stray, Strays, hole, misaddressed, record_at
 
-# ---- search for the entries of certain records in a queue, by bisection
+# ---- searches by bisection
 
 _BLOCK: Final = 4096
 _FILLER_SIZE: Final = HOLE_SIZE.to_bytes(4)

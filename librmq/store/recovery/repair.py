@@ -1,4 +1,8 @@
-"""Recovery: carries out the plan for the log, and makes queues and index agree with it.
+"""Recovery: plans what to do with the log, carries it out, and makes queues and index agree with the log.
+
+The plan is made before anything is changed. The walk that finds the log's end checks each record once. After an unclean
+exit the first record that did not reach the device completely ends the log. Mirrors 4.9.4's ``recoverNormally`` and
+``recoverAbnormally``, but cuts sound records only on demand if no crash explains the damage.
 
 After an unclean exit the records of the opening's walk (`librmq.store.recovery.open`) are dispatched again. Bytes
 after the log's end are copied (`librmq.store.recovery.salvage`) and cut. Unlike 4.9.4, a recovery never loses keys
@@ -27,7 +31,7 @@ from librmq.store.recovery import salvage
 from librmq.store.recovery.check import Scope, UncleanQueues, reconcile
 from librmq.store.recovery.queue_check import GapError, recreated_queues
 
-# ---- the plan of a recovery, made before anything is changed
+# ---- plan
 
 _SECTOR: Final = 512
 _WORD: Final = 8

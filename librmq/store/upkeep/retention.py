@@ -525,11 +525,11 @@ def _count(messages: int) -> str:
     return "1 message" if messages == 1 else f"{messages} messages"
 
 
-# ---- deletion of the queues of deleted topics. Mirrors 4.9.4's ``DefaultMessageStore.cleanUnusedTopic``
+# ---- queues of deleted topics
 
 
 def clean_unused_topics(path: str, files: Files, appender: Appender, topics: Container[str]) -> list[QueueName]:
-    """See `MessageStore.clean_unused_topics`."""
+    """See `MessageStore.clean_unused_topics`; mirrors 4.9.4's ``DefaultMessageStore.cleanUnusedTopic``."""
     queues = appender.open_parts().queues
     unused = sorted(name for name in queues if name[0] not in topics and not is_system_topic(name[0]))
     return [name for name in unused if _clean(path, files, appender, name)]

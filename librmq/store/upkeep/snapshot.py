@@ -53,7 +53,7 @@ from librmq.store.recovery import salvage
 from librmq.store.recovery.open import read_closed_state, settle
 from librmq.store.recovery.salvage import Gap
 
-# ---- progress in the ``config`` folder of a copied store
+# ---- progress of groups and delay levels
 
 PROGRESS_TABLES: Final = ("consumerOffset.json", "delayOffset.json")
 """Files of ``config`` with the progress of consumers and delay levels."""
@@ -65,7 +65,8 @@ NewOffset = Callable[[str, int, int], int]
 def revise_progress(path: str, files: Files, new_offset: NewOffset, now_ms: int) -> None:
     """Replace every stored queue offset by its ``new_offset``.
 
-    Backups are deleted, since they hold the progress of the source.
+    A rescued store numbers its messages differently, and progress beyond a queue would make a group skip later
+    messages. Backups are deleted, since they hold the progress of the source.
 
     Raises:
         CorruptionError: A table and its backup are unreadable.
