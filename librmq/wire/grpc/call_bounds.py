@@ -31,8 +31,10 @@ class CallBounds:
         with self._lock:
             for name, bound in zip(names, self._bounds, strict=True):
                 if self._held[name] >= bound:
-                    of = "in all" if not name else f"of {name.rstrip(':')}"
-                    raise Refusal(Code.TOO_MANY_REQUESTS, f"{bound} {self._what} {of} are open already; end some first")
+                    scope = "in all" if not name else f"of {name.rstrip(':')}"
+                    raise Refusal(
+                        Code.TOO_MANY_REQUESTS, f"{bound} {self._what} {scope} are open already; end some first"
+                    )
             self._held.update(names)
         try:
             yield

@@ -44,11 +44,11 @@ class Context(Protocol):
 
 def answers(name: str) -> Callable[[Any], Any]:
     """Make a method report its errors as a status, in the response type with that name."""
-    made = message_class(name)
+    response_type = message_class(name)
 
     def decorate(method: Any) -> Any:  # noqa: ANN401
         def call(self: Any, request: Any, context: Context) -> Any:  # noqa: ANN401
-            response = made()
+            response = response_type()
             response.status.code = Code.OK
             response.status.message = "OK"
             try:

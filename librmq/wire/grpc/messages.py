@@ -213,14 +213,14 @@ def _unpacked(body: bytes) -> bytes:
     try:
         if body[:2] == b"\x1f\x8b":
             with gzip.GzipFile(fileobj=io.BytesIO(body)) as unpacked:
-                found = unpacked.read(MAX_BODY + 1)
+                plain = unpacked.read(MAX_BODY + 1)
         else:
-            found = zlib.decompressobj().decompress(body, MAX_BODY + 1)
+            plain = zlib.decompressobj().decompress(body, MAX_BODY + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise Refusal(Code.MESSAGE_CORRUPTED, f"body: encoded as GZIP, and can't be unpacked: {error}") from error
-    if len(found) > MAX_BODY:
+    if len(plain) > MAX_BODY:
         raise Refusal(Code.MESSAGE_BODY_TOO_LARGE, f"body: unpacks to more than {MAX_BODY} bytes")
-    return found
+    return plain
 
 
 def _check_texts(properties: Mapping[str, str], tag: str | None, keys: Sequence[str]) -> None:

@@ -74,13 +74,13 @@ class Receives:
 
     def receive_message(self, request: Any, context: Context) -> Iterator[Any]:  # noqa: ANN401
         """Receive messages, or wait for some: yield first the status, then the messages, last the time."""
-        made = message_class("ReceiveMessageResponse")
-        found: list[tuple[Received, Any]] = []
-        status = made()
+        response_type = message_class("ReceiveMessageResponse")
+        handed_out: list[tuple[Received, Any]] = []
+        status = response_type()
         status.status.code, status.status.message = Code.OK, "OK"
         try:
-            found = self._receive(request, context)
-            if not found:
+            handed_out = self._receive(request, context)
+            if not handed_out:
                 status.status.code, status.status.message = Code.MESSAGE_NOT_FOUND, "no new message"
         except RmqError as error:
             refuse(status.status, error)
@@ -94,23 +94,23 @@ class Receives:
         sent = 0
         try:
             yield status
-            for _, message in found:
-                yield made(message=message)
+            for _, message in handed_out:
+                yield response_type(message=message)
                 sent += 1
         except GeneratorExit:  # the client is gone
-            self._give_back(request, [received for received, _ in found[sent:]])
+            self._give_back(request, [received for received, _ in handed_out[sent:]])
             raise
-        last = made()
+        last = response_type()
         last.delivery_timestamp.FromMilliseconds(self._runner.now_ms())
         yield last
 
     def _give_back(self, request: Any, messages: list[Received]) -> None:  # noqa: ANN401
         """Make messages that did not reach their client visible again in a second, as 5.3.3 does."""
         group, topic = request.group.name, request.message_queue.topic.name
-        self._end_renewals(group, topic, tuple(one.receipt for one in messages))
-        for one in messages:
+        self._end_renewals(group, topic, tuple(message.receipt for message in messages))
+        for message in messages:
             try:
-                self._broker.call(ChangeInvisible(group, topic, one.receipt, _GIVEN_BACK_MS))
+                self._broker.call(ChangeInvisible(group, topic, message.receipt, _GIVEN_BACK_MS))
             except RmqError as error:  # its deadline is over, or the broker was closed
                 _log.debug(
                     "group %(group)s: a message of topic %(topic)s was not given back: %(error)s",
@@ -139,7 +139,7 @@ class Receives:
         is_push = self._sessions.is_known(client_id)
         poll = self.polls.begin(client_id, (topic, queue_id), arrived, is_push=is_push)
         notify = arrived.set
-        asked = Receive(
+        receive = Receive(
             client_id,
             group,
             topic,
@@ -156,7 +156,7 @@ class Receives:
                 arrived.clear()
                 if not context.is_active():  # after `clear`, which could otherwise erase the signal of the end
                     break
-                messages = self._endpoints(client_id).call(asked).messages
+                messages = self._endpoints(client_id).call(receive).messages
                 if messages:
                     return self._handed_out(request, context, client_id, messages, invisible_ms)
                 poll.hold()
@@ -182,10 +182,10 @@ class Receives:
         if not context.is_active():
             self._give_back(request, list(messages))
             return []
-        made = []
-        for one in messages:
+        pairs = []
+        for message in messages:
             try:
-                made.append((one, to_received(one, invisible_ms)))
+                pairs.append((message, to_received(message, invisible_ms)))
             except (RmqError, ValueError) as error:  # it becomes a dead letter eventually; the others are read
                 _log.warning(
                     "group %(group)s: a message of topic %(topic)s can't be sent to its client: %(error)s",
@@ -196,16 +196,16 @@ class Receives:
         if request.auto_renew:
             with self._runner.lock:
                 if self._sessions.is_known(client_id):  # otherwise nothing would end the renewals
-                    for one, _ in made:
-                        self.renewals.add(client_id, group, topic, one.receipt, one.visible_timestamp_ms)
-        return made
+                    for message, _ in pairs:
+                        self.renewals.add(client_id, group, topic, message.receipt, message.visible_timestamp_ms)
+        return pairs
 
     @staticmethod
     def _poll_time(request: Any, context: Context) -> float:  # noqa: ANN401
         """Return how many seconds a receive waits; the client's deadline includes time for the answer."""
-        asked = milliseconds(request.long_polling_timeout, "long_polling_timeout", Code.ILLEGAL_POLLING_TIME) / 1000
+        polling_s = milliseconds(request.long_polling_timeout, "long_polling_timeout", Code.ILLEGAL_POLLING_TIME) / 1000
         remaining = context.time_remaining()
-        seconds = min(asked or LONG_POLL_S, LONG_POLL_S)
+        seconds = min(polling_s or LONG_POLL_S, LONG_POLL_S)
         return seconds if remaining is None else max(0.0, min(seconds, remaining - _ANSWER_S))
 
     @answers("AckMessageResponse")

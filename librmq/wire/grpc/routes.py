@@ -51,9 +51,9 @@ class Routes:
 
     def ensure(self, topic: str) -> QueueData:
         """Return a topic's queues, creating the topic if necessary: official clients ask for it before they send."""
-        found = self._broker.topic_route(topic)
-        if found:
-            return found[0]
+        route = self._broker.topic_route(topic)
+        if route:
+            return route[0]
         if not self._auto_create:
             raise Refusal(
                 Code.TOPIC_NOT_FOUND, f"topic {topic!r} does not exist: create it first, because auto_create is off"

@@ -285,7 +285,7 @@ def _add_field(message: descriptor_pb2.DescriptorProto, number: int, name: str, 
         field.type_name = f".google.protobuf.{kind}" if kind in ("Duration", "Timestamp") else f".{PACKAGE}.{kind}"
     field.proto3_optional = is_optional
     if choice:
-        names = [one.name for one in message.oneof_decl]
+        names = [group.name for group in message.oneof_decl]
         if choice not in names:
             message.oneof_decl.add(name=choice)
             names.append(choice)
@@ -294,8 +294,8 @@ def _add_field(message: descriptor_pb2.DescriptorProto, number: int, name: str, 
 
 def _pool() -> descriptor_pool.DescriptorPool:
     pool = descriptor_pool.DescriptorPool()
-    for known in (Timestamp, Duration):
-        pool.AddSerializedFile(known.DESCRIPTOR.file.serialized_pb)
+    for kind in (Timestamp, Duration):
+        pool.AddSerializedFile(kind.DESCRIPTOR.file.serialized_pb)
     pool.AddSerializedFile(_file().SerializeToString())
     return pool
 

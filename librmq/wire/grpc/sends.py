@@ -48,15 +48,15 @@ class Sends:
         if not request.messages:
             raise Refusal(Code.MESSAGE_CORRUPTED, "expected at least one message")
         now_ms = self._runner.now_ms()
-        made = [(sent, self._checked(sent, now_ms)) for sent in request.messages]
+        checked = [(sent, self._checked(sent, now_ms)) for sent in request.messages]
         codes = []
-        for sent, message in made:
+        for sent, message in checked:
             entry = response.entries.add()
             entry.status.code, entry.status.message = Code.OK, "OK"
             try:
                 self._send(sent, message, client_id, entry)
             except RmqError as error:
-                if len(made) == 1:
+                if len(checked) == 1:
                     raise
                 entry.Clear()  # earlier messages are stored: each entry says what happened to its message
                 refuse(entry.status, error)

@@ -146,8 +146,10 @@ class Sessions:
     def push_consumers(self) -> list[str]:
         """Return the ids of the push consumers, including those of the server before."""
         with self._lock:
-            found = {one.client_id for one in self._by_id.values() if one.settings.client_type == PUSH_CONSUMER}
-            return list(found.union(name for name, client in self._former.items() if client.is_push))
+            client_ids = {
+                session.client_id for session in self._by_id.values() if session.settings.client_type == PUSH_CONSUMER
+            }
+            return list(client_ids.union(name for name, client in self._former.items() if client.is_push))
 
     def is_known(self, client_id: str) -> bool:
         """Return whether a client has told its settings, to this server or the one before."""
@@ -167,8 +169,10 @@ class Sessions:
         """Return the clients, as the next server takes them over."""
         with self._lock:
             return self._former | {
-                one.client_id: FormerClient(one.group, one.settings.client_type == PUSH_CONSUMER, bool(one.half_topics))
-                for one in self._by_id.values()
+                session.client_id: FormerClient(
+                    session.group, session.settings.client_type == PUSH_CONSUMER, bool(session.half_topics)
+                )
+                for session in self._by_id.values()
             }
 
     def take_settings(self, client_id: str, settings: Any, version: str, stream: Commands) -> None:  # noqa: ANN401
@@ -268,15 +272,15 @@ class Sessions:
         if not transaction_id:
             raise Refusal(Code.INVALID_TRANSACTION_ID, "transaction_id is empty")
         with self._lock:
-            found = self._halves.pop(transaction_id, None)
+            half = self._halves.pop(transaction_id, None)
             self._asked.pop(transaction_id, None)
-        if found is None:
+        if half is None:
             raise Refusal(
                 Code.INTERNAL_SERVER_ERROR,
                 f"transaction {transaction_id!r:.80} is not known: it has ended, or is older than this server. The "
                 "check of transactions asks about it",
             )
-        return found
+        return half
 
     def ask(self, session: Session, request: CheckTransaction) -> None:
         """Ask a producer about a half message."""

@@ -43,21 +43,21 @@ class BrokerGroup:
 
     def move(self, addresses: Mapping[int, str]) -> bool:
         """Note the addresses by broker id, 0 for the master; return whether they have changed."""
-        if {number: one.address for number, one in self._members.items()} == addresses:
+        if {number: broker.address for number, broker in self._members.items()} == addresses:
             return False
         before, members = self._members, dict(self._members)
-        gone = [members.pop(number) for number in set(members) - set(addresses)]
+        removed = [members.pop(number) for number in set(members) - set(addresses)]
         for number, address in addresses.items():
-            known = members.get(number)
-            if known is None:
-                members[number] = made = self._make(address)
-                for one in before.values():
-                    made.adopt(one)
-            elif known.address != address:
-                known.move(address)
+            member = members.get(number)
+            if member is None:
+                members[number] = member = self._make(address)
+                for broker in before.values():
+                    member.adopt(broker)
+            elif member.address != address:
+                member.move(address)
         self._members = dict(sorted(members.items()))
-        for one in gone:
-            one.close()
+        for broker in removed:
+            broker.close()
         return True
 
     @property
@@ -72,18 +72,20 @@ class BrokerGroup:
 
     def member_of(self, address: str, client_id: str) -> RemoteBroker | None:
         """Return the member at an address, if it has a heartbeat of the client."""
-        found = (one for one in self._members.values() if one.address == address and one.has_client(client_id))
-        return next(found, None)
+        matching = (
+            broker for broker in self._members.values() if broker.address == address and broker.has_client(client_id)
+        )
+        return next(matching, None)
 
     def beat(self) -> bool:
         """Repeat all heartbeats; return whether all arrived. Waits: never under the runner's lock."""
-        arrived = [one.beat() for one in self._members.values()]
+        arrived = [broker.beat() for broker in self._members.values()]
         return all(arrived)
 
     def close(self) -> None:
         """Forget all clients, and end their connections."""
-        for one in self._members.values():
-            one.close()
+        for broker in self._members.values():
+            broker.close()
 
     # ---- requests
 
@@ -110,9 +112,9 @@ class BrokerGroup:
 
     def _first_answer(self, request: Request[R]) -> R:
         failure: BrokerUnreachableError | None = None
-        for one in self._members.values():
+        for broker in self._members.values():
             try:
-                return one.call(request)
+                return broker.call(request)
             except BrokerUnreachableError as error:
                 failure = failure or error
         raise failure or BrokerUnreachableError(f"broker {self.name} is gone")
@@ -121,11 +123,11 @@ class BrokerGroup:
         """Pass what a client says of itself to all; slaves serve consumers only."""
         failure: BrokerUnreachableError | None = None
         is_done, answer = False, cast("R", None)
-        for number, one in self._members.items():
+        for number, broker in self._members.items():
             if number != MASTER and isinstance(request, Heartbeat) and not request.consumers:
                 continue
             try:
-                answer = one.call(request)
+                answer = broker.call(request)
                 is_done = True
             except BrokerUnreachableError as error:
                 failure = failure or error
@@ -139,9 +141,9 @@ class BrokerGroup:
         place = request.topic, request.queue_id
         failure: BrokerError | BrokerUnreachableError | None = None
         for number in self._order(self._suggested.get(place, MASTER)):
-            one = self._members[number]
+            broker = self._members[number]
             try:
-                response = one.call(request if number == MASTER else self._without_commit(request))
+                response = broker.call(request if number == MASTER else self._without_commit(request))
             except BrokerUnreachableError as error:
                 failure = failure or error
                 continue
@@ -150,21 +152,21 @@ class BrokerGroup:
                     raise
                 failure = failure or error  # a slave may not have copied a topic or a group yet
                 continue
-            suggested = one.take_suggested(*place)
+            suggested = broker.take_suggested(*place)
             if suggested is not None:
                 self._suggested[place] = suggested
             if number == MASTER or not _is_useless(request, response):
                 return response
             failure = failure or BrokerUnreachableError(
-                f"{one.name} at {one.address}: the slave has no message at {request.queue_offset} yet"
+                f"{broker.name} at {broker.address}: the slave has no message at {request.queue_offset} yet"
             )
         raise failure or BrokerUnreachableError(f"broker {self.name} is gone")
 
     def _order(self, suggested: int) -> list[int]:
         """Return the ids to ask, the suggested one first."""
-        known = list(self._members)
-        first = next((number for number in (suggested, suggested + 1) if number in known), MASTER)
-        return sorted(known, key=lambda number: (number != first, number))
+        numbers = list(self._members)
+        first = next((number for number in (suggested, suggested + 1) if number in numbers), MASTER)
+        return sorted(numbers, key=lambda number: (number != first, number))
 
     def _without_commit(self, request: PullMessage) -> PullMessage:
         """Store the progress at the master, because a slave keeps none, and return the rest of the pull."""

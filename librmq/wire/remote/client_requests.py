@@ -157,12 +157,12 @@ class ClientRequests:
 
     def _describe(self, beat: Heartbeat, header: ClientOfGroupHeader, frame: Frame, send: _Send) -> None:
         state = beat.client.call(DescribeInstance(header.consumer_group))
-        found = {data.group: data.subscriptions for data in beat.consumers}.get(state.group, {})
+        subscriptions = {data.group: data.subscriptions for data in beat.consumers}.get(state.group, {})
         body = {
             "mqTable": {queue_key(held.queue): _queue_info(held) for held in sorted(state.queues, key=_queue)},
             "properties": self._properties(state),
             "statusTable": {},  # rates are not measured
-            "subscriptionSet": [subscription_row(found[topic]) for topic in sorted(found)],
+            "subscriptionSet": [subscription_row(subscriptions[topic]) for topic in sorted(subscriptions)],
         }
         if header.jstack_enable:
             body["jstack"] = _stacks()
@@ -220,10 +220,10 @@ def _nothing(frame: Frame) -> None:
 
 
 def _message_of(frame: Frame, what: str) -> StoredMessage:
-    found = messages_of(frame.body)
-    if len(found) != 1:
-        raise MalformedError(f"{what}: expected one message, found {len(found)}")
-    return found[0]
+    messages = messages_of(frame.body)
+    if len(messages) != 1:
+        raise MalformedError(f"{what}: expected one message, found {len(messages)}")
+    return messages[0]
 
 
 def _queue(held: HeldQueue) -> MessageQueue:
@@ -262,6 +262,6 @@ def _stacks() -> str:
     for ident, top in sys._current_frames().items():
         calls = reversed(traceback.extract_stack(top))
         text.append(f"{names.get(ident, 'thread')} TID: {ident}\n")
-        text += [f"    {one.name} ({one.filename}:{one.lineno})\n" for one in calls]
+        text += [f"    {call.name} ({call.filename}:{call.lineno})\n" for call in calls]
         text.append("\n")
     return "".join(text)

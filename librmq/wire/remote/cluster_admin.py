@@ -81,10 +81,10 @@ class ClusterAdmin:
         for name in self.route.broker_names():
             yield self.route.broker(name)
 
-    def _read(self, broker: RemoteBroker, frame: Frame, what: str, of: Callable[[dict[str, Any]], T]) -> T:
+    def _read(self, broker: RemoteBroker, frame: Frame, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
         answer = check(broker.ask(frame))
         try:
-            return of(read_body(answer.body, what))
+            return parse(read_body(answer.body, what))
         except MalformedError as error:
             raise BrokerUnreachableError(f"{broker.name}: {what} can't be read: {error}") from error
 
@@ -92,13 +92,13 @@ class ClusterAdmin:
 
     def topics(self) -> dict[str, tuple[QueueData, ...]]:
         """Return the topics of all brokers with their queues, sorted, including the brokers' own."""
-        found: dict[str, list[QueueData]] = {}
+        queues: dict[str, list[QueueData]] = {}
         for broker in self._brokers():
             frame = frame_of(RequestCode.GET_ALL_TOPIC_CONFIG)
             for topic, row in self._read(broker, frame, "the topics", lambda body: _table(body, "topicConfigTable")):
                 read, write, permission = (_whole(row, name) for name in ("readQueueNums", "writeQueueNums", "perm"))
-                found.setdefault(topic, []).append(QueueData(broker.name, read, write, permission))
-        return {topic: tuple(found[topic]) for topic in sorted(found)}
+                queues.setdefault(topic, []).append(QueueData(broker.name, read, write, permission))
+        return {topic: tuple(queues[topic]) for topic in sorted(queues)}
 
     def create_topic(self, topic: str, queues: int = 8, *, broker_name: str | None = None) -> None:
         """Create a topic, or change its number of queues, at one broker or at all."""
@@ -122,7 +122,7 @@ class ClusterAdmin:
         self, frame: Frame, what: str, kind: Callable[[int, int, int], T], names: tuple[str, str, str], absent: int
     ) -> dict[MessageQueue, T]:
         """Return a table with a row for each queue; a broker that answers ``absent`` has none."""
-        found: dict[MessageQueue, T] = {}
+        table: dict[MessageQueue, T] = {}
         for broker in self._brokers():
             try:
                 rows = self._read(broker, frame, what, _queue_rows)
@@ -130,18 +130,18 @@ class ClusterAdmin:
                 if error.code != absent:
                     raise
                 continue
-            found.update((queue, kind(*(_whole(row, name) for name in names))) for queue, row in rows)
-        return dict(sorted(found.items()))
+            table.update((queue, kind(*(_whole(row, name) for name in names))) for queue, row in rows)
+        return dict(sorted(table.items()))
 
     # ---- groups
 
     def groups(self) -> dict[str, int]:
         """Return the consumer groups that the brokers know, sorted, each with its number of redeliveries."""
-        found: dict[str, int] = {}
+        redeliveries: dict[str, int] = {}
         for broker in self._brokers():
             for group, row in self._group_rows(broker):
-                found.setdefault(group, _whole(row, "retryMaxTimes"))
-        return dict(sorted(found.items()))
+                redeliveries.setdefault(group, _whole(row, "retryMaxTimes"))
+        return dict(sorted(redeliveries.items()))
 
     def _group_rows(self, broker: RemoteBroker) -> list[tuple[str, Mapping[str, Any]]]:
         frame = frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)
@@ -167,10 +167,10 @@ class ClusterAdmin:
         data: ConsumerData | None = None
         ids: dict[str, None] = {}
         for broker in self._brokers():
-            found = broker.clients_of(group)
-            if found is not None:
-                data = data or found[0]
-                ids |= dict.fromkeys(found[1])
+            members = broker.clients_of(group)
+            if members is not None:
+                data = data or members[0]
+                ids |= dict.fromkeys(members[1])
         return None if data is None else (data, tuple(ids))
 
     def progress(self, group: str, topic: str | None = None) -> dict[MessageQueue, GroupProgress]:
@@ -181,10 +181,10 @@ class ClusterAdmin:
 
     def groups_of(self, topic: str) -> tuple[str, ...]:
         """Return the groups that consume a topic or have progress in it, sorted."""
-        found: set[str] = set()
+        groups: set[str] = set()
         for broker in self._brokers():
-            found.update(broker.groups_of(topic))
-        return tuple(sorted(found))
+            groups.update(broker.groups_of(topic))
+        return tuple(sorted(groups))
 
     def reset(self, group: str, topic: str, timestamp_ms: int, *, force: bool = True) -> dict[MessageQueue, int]:
         """Move a group's progress on a topic to a time (ms; -1 is the end), and return the new offsets by queue.
@@ -219,11 +219,11 @@ class ClusterAdmin:
                     clock.wait(never, _LOOK_S)
                     continue
                 what_next = "try again when they have" if is_online else "start a consumer of the group first"
-                who = "its clients have" if is_online else "the group has"
+                subject = "its clients have" if is_online else "the group has"
                 raise BrokerError(
                     error.code,
-                    f"{broker.name}: group {request.group!r} can't be reset in {request.topic!r}, because {who} not "
-                    f"saved progress of each queue: {what_next}",
+                    f"{broker.name}: group {request.group!r} can't be reset in {request.topic!r}, because {subject} "
+                    f"not saved progress of each queue: {what_next}",
                 ) from error
 
     def _reset_offline(
@@ -254,25 +254,25 @@ class ClusterAdmin:
         for broker in self._brokers():
             if broker.address == address:
                 return broker.call(ViewMessage(physical_offset))
-        found = [] if topic is None else self.find_by_key(topic, message_id, is_unique=True)
-        return next(iter(found), None)
+        messages = [] if topic is None else self.find_by_key(topic, message_id, is_unique=True)
+        return next(iter(messages), None)
 
     def find_by_key(
         self, topic: str, key: str, *, max_messages: int = _MOST_FOUND, is_unique: bool = False
     ) -> list[StoredMessage]:
         """Return messages of a topic with a key, or with a producer's unique id, oldest first."""
         request = QueryMessages(topic, key, max_messages)
-        found: list[StoredMessage] = []
+        messages: list[StoredMessage] = []
         for broker in self._brokers():
             frame = FORMS[QueryMessages].write(request)
             if is_unique:
                 frame.fields["_UNIQUE_KEY_QUERY"] = "true"
             answer = broker.ask(frame)
             try:
-                found += FORMS[QueryMessages].read(request, answer)
+                messages += FORMS[QueryMessages].read(request, answer)
             except MalformedError as error:
                 raise BrokerUnreachableError(f"{broker.name}: the messages can't be read: {error}") from error
-        return sorted(found, key=lambda message: message.store_timestamp_ms)[:max_messages]
+        return sorted(messages, key=lambda message: message.store_timestamp_ms)[:max_messages]
 
 
 def _table(body: Mapping[str, Any], name: str) -> list[tuple[str, Mapping[str, Any]]]:
@@ -286,17 +286,17 @@ def _queue_rows(body: Mapping[str, Any]) -> list[tuple[MessageQueue, Mapping[str
     rows = body.get("offsetTable") or {}
     if not isinstance(rows, dict):
         raise MalformedError(f"offsetTable: expected an object, found {rows!r:.80}")
-    found: list[tuple[MessageQueue, Mapping[str, Any]]] = []
+    pairs: list[tuple[MessageQueue, Mapping[str, Any]]] = []
     for key, row in rows.items():
         (queue,) = queues_of([dict(key) if isinstance(key, tuple) else key])
         if not isinstance(row, dict):
             raise MalformedError(f"offsetTable: {queue}: expected an object, found {row!r:.80}")
-        found.append((queue, row))
-    return found
+        pairs.append((queue, row))
+    return pairs
 
 
 def _whole(row: Mapping[str, Any], name: str) -> int:
-    found = row.get(name)
-    if type(found) is not int:
-        raise MalformedError(f"{name}: expected a whole number, found {found!r:.80}")
-    return found
+    number = row.get(name)
+    if type(number) is not int:
+        raise MalformedError(f"{name}: expected a whole number, found {number!r:.80}")
+    return number

@@ -215,9 +215,9 @@ def dial_by_tcp(
 
     def connected_to(host: str, port: int) -> socket.socket:
         *others, last = find(host)
-        for one in others:
+        for other in others:
             with suppress(OSError):
-                return socket.create_connection((one, port), timeout=timeout_s)
+                return socket.create_connection((other, port), timeout=timeout_s)
         return socket.create_connection((last, port), timeout=timeout_s)
 
     def dial(address: str, requested: Requested, lost: Callable[[Transport], None]) -> Transport:

@@ -63,7 +63,7 @@ class Connections:
         back_off_s: tuple[float, float] = (FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S),
         is_hurried: Callable[[], bool] = lambda: False,
         patience_s: float = _PATIENCE_S,
-        late: Callable[[str, str], None] = lambda *_: None,
+        opened_late: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
         """Open connections by ``dial``.
 
@@ -75,7 +75,7 @@ class Connections:
             back_off_s: Seconds to wait after the first failure, and at most. No connection is tried meanwhile.
             is_hurried: Whether others wait for the caller of `get`, because it holds the runner's lock.
             patience_s: How long such a caller waits for a connection, which is opened in a thread of its own.
-            late: Gets address and client id of a connection that opens after its caller has stopped waiting.
+            opened_late: Gets address and client id of a connection that opens after its caller has stopped waiting.
         """
         self._dial = dial
         self._monotonic = monotonic
@@ -84,7 +84,7 @@ class Connections:
         self._back_off_s = back_off_s
         self._is_hurried = is_hurried
         self._patience_s = patience_s
-        self._late = late
+        self._late = opened_late
         self._lock = Lock()
         self._lines: dict[_Key, _Line] = {}
         self._rests: dict[str, _Rest] = {}  # of addresses that could not be reached
@@ -99,8 +99,8 @@ class Connections:
         """
         key = address, client_id
         line = self._lines.get(key)
-        if line is not None and (found := line.transport) is not None and found.is_open:
-            return found
+        if line is not None and (transport := line.transport) is not None and transport.is_open:
+            return transport
         with self._lock:
             if self._is_closed:
                 raise BrokerUnreachableError(f"{address}: the route was closed; make a new one with librmq.connect")
@@ -147,9 +147,9 @@ class Connections:
             opening.set_exception(error)
 
     def _check_rested(self, line: _Line, address: str) -> None:
-        for rest in (line.rest, self._rests.get(address)):
-            if rest is not None and self._monotonic() < rest.until:
-                raise BrokerUnreachableError(str(rest.why))
+        for pause in (line.rest, self._rests.get(address)):
+            if pause is not None and self._monotonic() < pause.until:
+                raise BrokerUnreachableError(str(pause.why))
 
     def _open(self, key: _Key, line: _Line) -> Transport:
         address, client_id = key

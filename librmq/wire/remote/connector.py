@@ -59,12 +59,12 @@ def connect(
         keys = AccessKeys(access_key or "", secret_key or "", security_token)
     if runner is not None and not moves_by_itself(runner.clock):
         raise ConfigError("runner: expected one whose time passes by itself, such as a ThreadRunner")
-    with ExitStack() as rest:
+    with ExitStack() as stack:
         if runner is None:
-            runner = own = ThreadRunner()
-            rest.callback(own.shutdown)
+            runner = own_runner = ThreadRunner()
+            stack.callback(own_runner.shutdown)
         notices = Notices(runner)
-        rest.callback(notices.close)
+        stack.callback(notices.close)
         names = HostNames(timeout_s, runner.clock)
         dial = dial_by_tcp(tls, keys, timeout_s, names.find)
         opened = ExitStack()
@@ -78,7 +78,7 @@ def connect(
             at_close=opened,
         )
         route.own_host = _own_host(addresses, names)
-        opened.push(rest.pop_all())
+        opened.push(stack.pop_all())
     return route
 
 

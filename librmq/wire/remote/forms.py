@@ -124,7 +124,7 @@ def messages_of(body: bytes) -> tuple[StoredMessage, ...]:
     Raises:
         MalformedError: The body is something else.
     """
-    found, at, end = [], 0, len(body)
+    messages, at, end = [], 0, len(body)
     while at < end:
         try:
             size = record.check_record(body, at, end, check_body=False)
@@ -132,29 +132,29 @@ def messages_of(body: bytes) -> tuple[StoredMessage, ...]:
             raise MalformedError(f"a body of messages: at byte {at}: {error}") from None
         if not size:
             raise MalformedError(f"a body of messages: at byte {at}: expected a record, found the end of a file")
-        found.append(StoredMessage(body[at : at + size]))
+        messages.append(StoredMessage(body[at : at + size]))
         at += size
-    return tuple(found)
+    return tuple(messages)
 
 
-def offsets_of(found: object) -> dict[MessageQueue, int]:
+def offsets_of(table: object) -> dict[MessageQueue, int]:
     """Return a table of queue offsets, with objects or arrays of pairs as in Java's answers.
 
     Raises:
         MalformedError: It is something else.
     """
-    if isinstance(found, Mapping):
-        rows = [(dict(key) if isinstance(key, tuple) else key, offset) for key, offset in found.items()]
-    elif isinstance(found, list):
-        rows = [(row, row.get("offset") if isinstance(row, dict) else None) for row in found]
+    if isinstance(table, Mapping):
+        rows = [(dict(key) if isinstance(key, tuple) else key, offset) for key, offset in table.items()]
+    elif isinstance(table, list):
+        rows = [(row, row.get("offset") if isinstance(row, dict) else None) for row in table]
     else:
-        raise MalformedError(f"expected a table of queue offsets, found {found!r:.80}")
-    table = {}
+        raise MalformedError(f"expected a table of queue offsets, found {table!r:.80}")
+    offsets: dict[MessageQueue, int] = {}
     for row, offset in rows:
         if type(offset) is not int:
             raise MalformedError(f"expected a queue offset, found {offset!r:.80}")
-        table.update(dict.fromkeys(queues_of([row]), offset))
-    return table
+        offsets.update(dict.fromkeys(queues_of([row]), offset))
+    return offsets
 
 
 class Form(NamedTuple):
@@ -184,7 +184,9 @@ def _write_reply(request: SendReply) -> Frame:
 
 
 def _write_batch(request: SendBatch) -> Frame:
-    items = [BatchItem(one.body, one.flag, encode_properties(one.properties)) for one in request.messages]
+    items = [
+        BatchItem(message.body, message.flag, encode_properties(message.properties)) for message in request.messages
+    ]
     wait = {name: value for name, value in request.messages[0].properties.items() if name == PROPERTY_WAIT}
     fields = _send_fields(request, request.messages[0], encode_properties(wait).decode(), 0, 0)
     fields["m"] = "true"
@@ -249,10 +251,10 @@ def _write_ids(request: ConsumerIds) -> Frame:
 def _read_ids(request: ConsumerIds, answer: Frame) -> tuple[str, ...]:
     if answer.code == ResponseCode.SYSTEM_ERROR:  # no consumer for this group
         return ()
-    found = read_body(check(answer).body, "consumer ids").get("consumerIdList")
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise MalformedError(f"consumerIdList: expected a list of texts, found {found!r:.80}")
-    return tuple(found)
+    ids = read_body(check(answer).body, "consumer ids").get("consumerIdList")
+    if not isinstance(ids, list) or not all(isinstance(client_id, str) for client_id in ids):
+        raise MalformedError(f"consumerIdList: expected a list of texts, found {ids!r:.80}")
+    return tuple(ids)
 
 
 def _read_progress(request: QueryOffset, answer: Frame) -> int | None:
@@ -329,8 +331,8 @@ def _read_found(request: QueryMessages, answer: Frame) -> tuple[StoredMessage, .
 def _read_viewed(request: ViewMessage, answer: Frame) -> StoredMessage | None:
     if answer.code == ResponseCode.SYSTEM_ERROR:  # as a broker answers for an offset without a message
         return None
-    found = messages_of(check(answer).body)
-    return found[0] if found else None
+    messages = messages_of(check(answer).body)
+    return messages[0] if messages else None
 
 
 def _write_reset(request: ResetGroup) -> Frame:
@@ -346,50 +348,59 @@ _C = RequestCode
 FORMS: Final[Mapping[type[Any], Form]] = {
     SendMessage: Form(_write_send, _read_sent),
     SendBatch: Form(_write_batch, _read_sent),
-    SendReply: Form(_write_reply, lambda of, answer: _read_sent(of.send, answer)),
+    SendReply: Form(_write_reply, lambda request, answer: _read_sent(request.send, answer)),
     EndTransaction: Form(_write_end, _read_none),
-    Heartbeat: Form(lambda of: frame_of(_C.HEART_BEAT, body=heartbeat_body(of)), _read_none),
+    Heartbeat: Form(lambda request: frame_of(_C.HEART_BEAT, body=heartbeat_body(request)), _read_none),
     Unregister: Form(
-        lambda of: frame_of(
-            _C.UNREGISTER_CLIENT, LeavingClientHeader(of.client_id, of.producer_group, of.consumer_group)
+        lambda request: frame_of(
+            _C.UNREGISTER_CLIENT, LeavingClientHeader(request.client_id, request.producer_group, request.consumer_group)
         ),
         _read_none,
     ),
     ConsumerIds: Form(_write_ids, _read_ids),
     QueryOffset: Form(
-        lambda of: frame_of(_C.QUERY_CONSUMER_OFFSET, GroupQueueHeader(of.group, of.topic, of.queue_id)), _read_progress
+        lambda request: frame_of(
+            _C.QUERY_CONSUMER_OFFSET, GroupQueueHeader(request.group, request.topic, request.queue_id)
+        ),
+        _read_progress,
     ),
     UpdateOffset: Form(
-        lambda of: frame_of(
-            _C.UPDATE_CONSUMER_OFFSET, GroupProgressHeader(of.group, of.topic, of.queue_id, of.queue_offset)
+        lambda request: frame_of(
+            _C.UPDATE_CONSUMER_OFFSET,
+            GroupProgressHeader(request.group, request.topic, request.queue_id, request.queue_offset),
         ),
         _read_none,
     ),
     MaxOffset: Form(
-        lambda of: frame_of(_C.GET_MAX_OFFSET, QueueOfTopicHeader(of.topic, of.queue_id)),
+        lambda request: frame_of(_C.GET_MAX_OFFSET, QueueOfTopicHeader(request.topic, request.queue_id)),
         lambda _, answer: _read_offset(_C.GET_MAX_OFFSET, answer),
     ),
     MinOffset: Form(
-        lambda of: frame_of(_C.GET_MIN_OFFSET, QueueOfTopicHeader(of.topic, of.queue_id)),
+        lambda request: frame_of(_C.GET_MIN_OFFSET, QueueOfTopicHeader(request.topic, request.queue_id)),
         lambda _, answer: _read_offset(_C.GET_MIN_OFFSET, answer),
     ),
     QueueOffsetAt: Form(
-        lambda of: frame_of(_C.SEARCH_OFFSET_BY_TIMESTAMP, QueueAtTimeHeader(of.topic, of.queue_id, of.timestamp_ms)),
+        lambda request: frame_of(
+            _C.SEARCH_OFFSET_BY_TIMESTAMP, QueueAtTimeHeader(request.topic, request.queue_id, request.timestamp_ms)
+        ),
         lambda _, answer: _read_offset(_C.SEARCH_OFFSET_BY_TIMESTAMP, answer),
     ),
-    LockQueues: Form(lambda of: _write_locks(_C.LOCK_BATCH_MQ, of), _read_locked),
-    UnlockQueues: Form(lambda of: _write_locks(_C.UNLOCK_BATCH_MQ, of), _read_none),
+    LockQueues: Form(lambda request: _write_locks(_C.LOCK_BATCH_MQ, request), _read_locked),
+    UnlockQueues: Form(lambda request: _write_locks(_C.UNLOCK_BATCH_MQ, request), _read_none),
     SendBack: Form(_write_send_back, _read_none),
     CheckSubscription: Form(_write_check, _read_none),
     CreateTopic: Form(_write_topic, _read_none),
-    DeleteTopic: Form(lambda of: frame_of(_C.DELETE_TOPIC_IN_BROKER, TopicNameHeader(of.topic)), _read_none),
-    CleanUnusedTopics: Form(lambda of: frame_of(_C.CLEAN_UNUSED_TOPIC), lambda _, answer: (check(answer), ())[1]),
+    DeleteTopic: Form(lambda request: frame_of(_C.DELETE_TOPIC_IN_BROKER, TopicNameHeader(request.topic)), _read_none),
+    CleanUnusedTopics: Form(lambda request: frame_of(_C.CLEAN_UNUSED_TOPIC), lambda _, answer: (check(answer), ())[1]),
     SetGroup: Form(_write_group, _read_none),
     DeleteGroup: Form(
-        lambda of: frame_of(_C.DELETE_SUBSCRIPTIONGROUP, GroupToDeleteHeader(of.group, of.removes_progress)), _read_none
+        lambda request: frame_of(
+            _C.DELETE_SUBSCRIPTIONGROUP, GroupToDeleteHeader(request.group, request.removes_progress)
+        ),
+        _read_none,
     ),
     ViewMessage: Form(
-        lambda of: frame_of(_C.VIEW_MESSAGE_BY_ID, PhysicalOffsetHeader(of.physical_offset)), _read_viewed
+        lambda request: frame_of(_C.VIEW_MESSAGE_BY_ID, PhysicalOffsetHeader(request.physical_offset)), _read_viewed
     ),
     QueryMessages: Form(_write_query, _read_found),
     ResetGroup: Form(_write_reset, _read_reset),

@@ -53,16 +53,16 @@ class HostNames:
         hosts = list(filter(self._is_old, dict.fromkeys(split_address(address)[0] for address in addresses)))
         for begin in range(0, len(hosts), _MOST_AT_ONCE):
             begun = [self._begin(host) for host in hosts[begin : begin + _MOST_AT_ONCE]]
-            for known, ended in begun:
+            for lookup, ended in begun:
                 if ended is not None:
-                    known.is_late = not self._clock.wait(ended, rest_s)
+                    lookup.is_late = not self._clock.wait(ended, rest_s)
                     rest_s = max(0.0, deadline - self._clock.monotonic())
             if not rest_s:
                 return
 
     def _is_old(self, host: str) -> bool:
-        known = self._known.get(host)
-        is_fresh = known is not None and 0 <= self._clock.monotonic() - known.begin_s < _FRESH_S
+        lookup = self._known.get(host)
+        is_fresh = lookup is not None and 0 <= self._clock.monotonic() - lookup.begin_s < _FRESH_S
         return not is_fresh and not _is_number(host)
 
     def find(self, host: str) -> tuple[str, ...]:
@@ -73,42 +73,44 @@ class HostNames:
         """
         if _is_number(host):
             return (host,)
-        known = self._known.get(host)
-        if known is None or not known.found:
-            known = self._look_up(host)
-        if known.found:
-            return known.found
-        why = f"its look-up takes more than {self._timeout_s:.3g} s" if known.error is None else str(known.error)
+        lookup = self._known.get(host)
+        if lookup is None or not lookup.found:
+            lookup = self._look_up(host)
+        if lookup.found:
+            return lookup.found
+        why = f"its look-up takes more than {self._timeout_s:.3g} s" if lookup.error is None else str(lookup.error)
         raise BrokerUnreachableError(f"the host {host} can't be found: {why}")
 
     def _look_up(self, host: str) -> _Known:
-        known, ended = self._begin(host)
+        lookup, ended = self._begin(host)
         if ended is not None:
-            known.is_late = not self._clock.wait(ended, self._timeout_s)
-        return known
+            lookup.is_late = not self._clock.wait(ended, self._timeout_s)
+        return lookup
 
     def _begin(self, host: str) -> tuple[_Known, threading.Event | None]:
         """Begin to look a name up, or join the look-up under way, and return its end; None after a wait in vain."""
         with self._lock:
-            known = self._known.setdefault(host, _Known())
-            if known.ended is None:
-                ended = known.ended = threading.Event()
-                known.is_late, known.begin_s = False, self._clock.monotonic()
-                thread = threading.Thread(target=self._run, args=(host, known, ended), daemon=True, name=f"find {host}")
+            lookup = self._known.setdefault(host, _Known())
+            if lookup.ended is None:
+                ended = lookup.ended = threading.Event()
+                lookup.is_late, lookup.begin_s = False, self._clock.monotonic()
+                thread = threading.Thread(
+                    target=self._run, args=(host, lookup, ended), daemon=True, name=f"find {host}"
+                )
                 thread.start()
-            elif known.is_late:
-                return known, None
-            return known, known.ended
+            elif lookup.is_late:
+                return lookup, None
+            return lookup, lookup.ended
 
-    def _run(self, host: str, known: _Known, ended: threading.Event) -> None:
+    def _run(self, host: str, lookup: _Known, ended: threading.Event) -> None:
         try:
             rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
-            known.error = error if isinstance(error, OSError) else OSError(str(error))
+            lookup.error = error if isinstance(error, OSError) else OSError(str(error))
         else:
-            known.found, known.error = tuple(dict.fromkeys(str(row[4][0]) for row in rows)), None
+            lookup.found, lookup.error = tuple(dict.fromkeys(str(row[4][0]) for row in rows)), None
         with self._lock:
-            known.ended = None
+            lookup.ended = None
         ended.set()
 
 

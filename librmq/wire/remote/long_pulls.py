@@ -105,22 +105,22 @@ class LongPulls:
         key = request.client_id, request.group, request.topic, request.queue_id
         answer: Frame | RmqError | None = None
         with self._lock:
-            known = self._pulls.get(key)
-            if known is None or known.asked != _asked(request) or not self._is_fresh(known):
-                known = None
+            pull = self._pulls.get(key)
+            if pull is None or pull.asked != _asked(request) or not self._is_fresh(pull):
+                pull = None
             else:
-                known.notify = request.notify
-                answer = known.answer
+                pull.notify = request.notify
+                answer = pull.answer
                 if answer is not None:
                     del self._pulls[key]
-        if known is None:
+        if pull is None:
             return self._send(key, request)
         if answer is not None and self._is_empty(request, answer):
-            is_quick = 0 <= self._now_ms() - known.sent_ms < _QUICK_MS
-            return self._send(key, request, known.quick + 1 if is_quick else 0)
-        if request.commit_offset not in (None, known.committed):
+            is_quick = 0 <= self._now_ms() - pull.sent_ms < _QUICK_MS
+            return self._send(key, request, pull.quick + 1 if is_quick else 0)
+        if request.commit_offset not in (None, pull.committed):
             self._connect(request.client_id).tell(_commit(request))
-            known.committed = request.commit_offset
+            pull.committed = request.commit_offset
         return self._held(request) if answer is None else self._response(request, answer)
 
     def _is_fresh(self, pull: _Pull) -> bool:

@@ -38,14 +38,16 @@ def addresses_of(text: str) -> tuple[str, ...]:
     Raises:
         ConfigError: One is something else.
     """
-    found = tuple(one.strip() for one in text.replace(",", ";").split(";") if one.strip()) if text else ()
-    for one in found:
-        host, _, port = one.rpartition(":")
+    addresses = (
+        tuple(address.strip() for address in text.replace(",", ";").split(";") if address.strip()) if text else ()
+    )
+    for address in addresses:
+        host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16 or "/" in host:
-            raise ConfigError(f"address: expected host:port, or several with a ; between them, found {one!r:.80}")
-    if not found:
+            raise ConfigError(f"address: expected host:port, or several with a ; between them, found {address!r:.80}")
+    if not addresses:
         raise ConfigError("address: expected host:port of a name server, found none")
-    return found
+    return addresses
 
 
 class NameServers:
@@ -85,19 +87,19 @@ class NameServers:
             BrokerError: The server at the address is no name server.
         """
         answer = self._ask(frame_of(RequestCode.GET_BROKER_CLUSTER_INFO))
-        return self._read(answer, "the brokers", lambda found: LearntRoute(_addresses(found.get("brokerAddrTable"))))
+        return self._read(answer, "the brokers", lambda body: LearntRoute(_addresses(body.get("brokerAddrTable"))))
 
-    def _read(self, answer: Frame, what: str, of: Any) -> LearntRoute:  # noqa: ANN401 a function of a parsed body
+    def _read(self, answer: Frame, what: str, parse: Any) -> LearntRoute:  # noqa: ANN401 a function of a parsed body
         if answer.code:
             raise refusal(answer)
         try:
             if len(answer.body) > _MOST_BYTES:  # reading it would take much longer than the time for an answer
                 raise MalformedError(f"expected at most {_MOST_BYTES:,} bytes, found {len(answer.body):,}")
-            found: LearntRoute = of(read_body(answer.body, what))
+            route: LearntRoute = parse(read_body(answer.body, what))
         except MalformedError as error:
             raise BrokerUnreachableError(f"{self.addresses[self._at]}: {what} can't be read: {error}") from error
-        self._prepare([address for addresses in found.brokers.values() for address in addresses.values()])
-        return found
+        self._prepare([address for addresses in route.brokers.values() for address in addresses.values()])
+        return route
 
     def tell(self, frame: Frame) -> None:
         """Send a request to every name server; log those that can't be reached."""
@@ -124,23 +126,25 @@ class NameServers:
         raise BrokerUnreachableError(f"no name server answers: {'; '.join(why)}")
 
 
-def _route_of(found: Mapping[str, Any]) -> LearntRoute:
-    rows = found.get("brokerDatas") or []
+def _route_of(body: Mapping[str, Any]) -> LearntRoute:
+    rows = body.get("brokerDatas") or []
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise MalformedError(f"brokerDatas: expected a list of objects, found {rows!r:.80}")
     brokers = _addresses({str(row.get("brokerName")): row for row in rows})
-    queues = found.get("queueDatas") or []
+    queues = body.get("queueDatas") or []
     if not isinstance(queues, list):
         raise MalformedError(f"queueDatas: expected a list, found {queues!r:.80}")
     data = [_queue_data(row) for row in queues]
-    if sum(max(one.read_queues, one.write_queues) for one in data) > _MOST_QUEUES:
+    if sum(max(queue_data.read_queues, queue_data.write_queues) for queue_data in data) > _MOST_QUEUES:
         raise MalformedError(f"queueDatas: expected at most {_MOST_QUEUES:,} queues")
-    known = [
-        one if _MASTER in brokers[one.broker_name] else replace(one, permission=one.permission & ~PERM_WRITE)
-        for one in data
-        if one.broker_name in brokers
+    usable = [
+        queue_data
+        if _MASTER in brokers[queue_data.broker_name]
+        else replace(queue_data, permission=queue_data.permission & ~PERM_WRITE)
+        for queue_data in data
+        if queue_data.broker_name in brokers
     ]
-    return LearntRoute(brokers, tuple(sorted(known, key=lambda one: one.broker_name)))
+    return LearntRoute(brokers, tuple(sorted(usable, key=lambda queue_data: queue_data.broker_name)))
 
 
 def _queue_data(row: object) -> QueueData:
@@ -152,15 +156,15 @@ def _queue_data(row: object) -> QueueData:
     raise MalformedError(f"queueDatas: expected a broker with its numbers of queues, found {row!r:.200}")
 
 
-def _number(found: object) -> int | None:
-    return found if type(found) is int and 0 <= found <= _MOST_QUEUES else None
+def _number(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value <= _MOST_QUEUES else None
 
 
 def _addresses(table: object) -> dict[str, dict[int, str]]:
     """Return the addresses of brokers by their names and ids."""
     if not isinstance(table, dict):
         raise MalformedError(f"expected a table of brokers, found {table!r:.80}")
-    found: dict[str, dict[int, str]] = {}
+    by_name: dict[str, dict[int, str]] = {}
     for name, row in table.items():
         addresses = row.get("brokerAddrs") if isinstance(row, dict) else None
         if not isinstance(addresses, dict):
@@ -170,5 +174,5 @@ def _addresses(table: object) -> dict[str, dict[int, str]]:
                 raise MalformedError(f"broker {name!r:.80}: expected a broker id, found {key!r:.80}")
             if not isinstance(address, str) or not address.rpartition(":")[2].isdecimal():
                 raise MalformedError(f"broker {name!r:.80}: expected host:port, found {address!r:.80}")
-            found.setdefault(str(name), {})[int(key)] = address
-    return found
+            by_name.setdefault(str(name), {})[int(key)] = address
+    return by_name

@@ -181,8 +181,8 @@ class RemoteBroker:
         Raises:
             MessageIllegalError: It does not say.
         """
-        known = self._delays
-        if known is None or known[0] is not transport:
+        learnt = self._delays
+        if learnt is None or learnt[0] is not transport:
             try:
                 delays = BrokerDelays.of(transport.ask(frame_of(RequestCode.GET_BROKER_CONFIG), timeout_s))
             except BrokerError as error:
@@ -190,30 +190,30 @@ class RemoteBroker:
                     f"broker {self.name} does not say what it can delay, so that delay= and deliver_at= can't be sent: "
                     f"{error}: give delay_level="
                 ) from error
-            known = self._delays = transport, delays
-        return known[1]
+            learnt = self._delays = transport, delays
+        return learnt[1]
 
     # ---- messages that were sent back
 
     def _sent_back(self, request: SendBack) -> SentBack | None:
         """Derive what has become of a message, which the broker's answer does not say; None if that is unknown."""
-        most = request.max_reconsume_times
+        max_times = request.max_reconsume_times
         if request.delay_level < 0:
-            return SentBack(True, most or 0)
-        if most is None and (most := self._retries_of(request.group)) is None:
+            return SentBack(True, max_times or 0)
+        if max_times is None and (max_times := self._retries_of(request.group)) is None:
             return None
-        return SentBack(request.reconsume_times >= most, most)
+        return SentBack(request.reconsume_times >= max_times, max_times)
 
     def _retries_of(self, group: str) -> int | None:
         """Return the redeliveries that the settings of a group allow; they are asked for once a connection."""
         try:
             transport = self._connections.get(self.address)
-            known = self._retries.get(group)
-            if known is None or known[0] is not transport:
+            learnt = self._retries.get(group)
+            if learnt is None or learnt[0] is not transport:
                 answer = check(self._ask(frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG), transport))
                 row = (read_body(answer.body, "the groups").get("subscriptionGroupTable") or {}).get(group) or {}
-                most = row.get("retryMaxTimes")
-                known = self._retries[group] = transport, most if type(most) is int else None
+                max_times = row.get("retryMaxTimes")
+                learnt = self._retries[group] = transport, max_times if type(max_times) is int else None
         except (ClientError, MalformedError, AttributeError) as error:
             _log.debug(
                 "%(broker)s: the settings of %(group)s are unknown: %(error)s",
@@ -222,7 +222,7 @@ class RemoteBroker:
                 error=error,
             )
             return None
-        return known[1]
+        return learnt[1]
 
     # ---- clients
 
@@ -302,19 +302,19 @@ class RemoteBroker:
         client_id = request.client_id
         with self._lock:
             beat = self._beats.get(client_id)
-            rest = None if beat is None else _without(beat, request)
-            if rest is None:
+            remaining = None if beat is None else _without(beat, request)
+            if remaining is None:
                 self._beats.pop(client_id, None)
             else:
-                self._beats[client_id] = rest
-            transport = self._knows.get(client_id) if rest is not None else self._knows.pop(client_id, None)
+                self._beats[client_id] = remaining
+            transport = self._knows.get(client_id) if remaining is not None else self._knows.pop(client_id, None)
         if request.consumer_group is not None:
             self._pulls.forget(client_id, request.consumer_group)
         try:
             if transport is not None and transport.is_open:
                 check(self._ask(frame, transport))
         finally:
-            if rest is None:
+            if remaining is None:
                 self._connections.drop(client_id, self.address)
 
     def _call_otherwise(self, request: object) -> object:
@@ -351,11 +351,11 @@ class RemoteBroker:
             raise BrokerUnreachableError(f"{self.name}: the clients of {group} can't be read: {error}") from error
 
     def _groups_of(self, topic: str) -> dict[str, ConsumerData | None]:
-        found: dict[str, ConsumerData | None] = {}
+        consumers: dict[str, ConsumerData | None] = {}
         for name in self.groups_of(topic):
-            known = self.clients_of(name)
-            found[name] = None if known is None or topic not in known[0].subscriptions else known[0]
-        return found
+            members = self.clients_of(name)
+            consumers[name] = None if members is None or topic not in members[0].subscriptions else members[0]
+        return consumers
 
     def groups_of(self, topic: str) -> list[str]:
         """Return the groups that consume a topic or have progress in it."""

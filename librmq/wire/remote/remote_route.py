@@ -123,7 +123,7 @@ class RemoteRoute:
             self._lost,
             back_off_s or (FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S),
             is_hurried=lambda: is_held_here(runner.lock),
-            late=self._late,
+            opened_late=self._late,
         )
         self.name_servers = NameServers(addresses, self._connections, timeout_s, prepare)
         self._watchers = Watchers()
@@ -161,9 +161,9 @@ class RemoteRoute:
         Raises:
             BrokerUnreachableError: No name server answers, and nothing is known of the topic.
         """
-        found = self._topics.get(topic)
-        if found is not None:
-            return found
+        queues = self._topics.get(topic)
+        if queues is not None:
+            return queues
         self._check_open()
         learnt = self.name_servers.topic(topic)
         with self.runner.lock:
@@ -181,12 +181,12 @@ class RemoteRoute:
 
         An unknown topic is asked for soon; watchers hear of it if it exists.
         """
-        found = self._topics.get(topic)
-        if found is None and not self._is_closed:
+        queues = self._topics.get(topic)
+        if queues is None and not self._is_closed:
             if self._note_asked(topic):
                 self._later(self._watchers.notify)
             self._later(lambda: self._ask_soon(topic))
-        return found or ()
+        return queues or ()
 
     def _note_asked(self, topic: str) -> bool:
         """Note that a topic is in use, and forget others if there are too many; return whether one of them exists."""
@@ -215,8 +215,8 @@ class RemoteRoute:
         """
         link = self._links.get(broker_name)
         if link is None:
-            known = ", ".join(self.broker_names()) or "none"
-            raise NoRouteError(f"unknown broker {broker_name!r}; the name servers know {known}")
+            names = ", ".join(self.broker_names()) or "none"
+            raise NoRouteError(f"unknown broker {broker_name!r}; the name servers know {names}")
         return link
 
     def broker(self, broker_name: str) -> RemoteBroker:
@@ -333,12 +333,12 @@ class RemoteRoute:
         if self._is_closed:
             return None
 
-        def ended(found: tuple[LearntRoute, dict[str, LearntRoute]], error: Exception | None) -> None:
+        def ended(answers: tuple[LearntRoute, dict[str, LearntRoute]], error: Exception | None) -> None:
             if error is not None:
                 self._states.failing(("poll",), "asking the name servers", error)
             else:
                 self._states.works(("poll",), "asking the name servers")
-                self._take(*found)
+                self._take(*answers)
             if not self._is_closed:
                 self.runner.wake(self._polling, self.runner.now_ms() + POLL_MS)
 
@@ -358,8 +358,8 @@ class RemoteRoute:
         if self._is_closed:
             return None
         lost = set(self._lost_ones)
-        chosen = lost if step is self._reviving else set(self._groups)
-        groups = [group for name, group in sorted(self._groups.items()) if name in chosen]
+        names = lost if step is self._reviving else set(self._groups)
+        groups = [group for name, group in sorted(self._groups.items()) if name in names]
 
         def beat() -> set[str]:
             return {group.name for group in groups if group.beat()}

@@ -130,21 +130,21 @@ class AdminRequests:
 
     def _query(self, call: RemotingCall) -> bytes:
         header: QueryByKeyHeader = call.header
-        found = self._broker.call(
+        messages = self._broker.call(
             QueryMessages(header.topic, header.key, header.max_num, header.begin_timestamp, header.end_timestamp)
         )
-        if not found:
+        if not messages:
             remark = "can not find message, maybe time range not correct"
             return call.answer(FoundByKeyHeader(0, 0), code=ResponseCode.QUERY_NOT_FOUND, remark=remark)
-        last = FoundByKeyHeader(max(message.store_timestamp_ms for message in found), found[-1].physical_offset)
-        return call.answer(last, body=records_body(found))
+        last = FoundByKeyHeader(max(message.store_timestamp_ms for message in messages), messages[-1].physical_offset)
+        return call.answer(last, body=records_body(messages))
 
     def _view(self, call: RemotingCall) -> bytes:
         header: PhysicalOffsetHeader = call.header
-        found = self._broker.call(ViewMessage(header.offset))
-        if found is None:
+        message = self._broker.call(ViewMessage(header.offset))
+        if message is None:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message at the physical offset {header.offset}")
-        return call.answer(body=found.raw)
+        return call.answer(body=message.raw)
 
     def _entries(self, call: RemotingCall) -> bytes:
         header: QueueEntriesHeader = call.header
@@ -219,10 +219,10 @@ class AdminRequests:
         Raises:
             BrokerError: There is no such topic.
         """
-        found = self._broker.topic_route(topic)
-        if not found:
+        route = self._broker.topic_route(topic)
+        if not route:
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic[{topic}] not exist")
-        count = max(found[0].read_queues, found[0].write_queues)
+        count = max(route[0].read_queues, route[0].write_queues)
         return [MessageQueue(topic, self._broker.name, number) for number in range(count)]
 
     def _system_topics(self, call: RemotingCall) -> bytes:
@@ -240,11 +240,11 @@ class AdminRequests:
 
     def _set_group(self, call: RemotingCall) -> bytes:
         """Put a row in the place of a group's: a setting that the request leaves out gets its default."""
-        asked = read_request(call.frame.body, "UPDATE_AND_CREATE_SUBSCRIPTIONGROUP")
-        name = asked.get("groupName")
+        settings = read_request(call.frame.body, "UPDATE_AND_CREATE_SUBSCRIPTIONGROUP")
+        name = settings.get("groupName")
         if not isinstance(name, str):
             raise MalformedError(f"a group: expected groupName, text, found {name!r:.80}")
-        self._broker.call(SetGroup(name, {**group_row(name), **asked}))
+        self._broker.call(SetGroup(name, {**group_row(name), **settings}))
         return call.answer()
 
     def _delete_group(self, call: RemotingCall) -> bytes:
@@ -280,7 +280,7 @@ class AdminRequests:
             tables = {topic: self._progress(group, topic) for topic in self._topics_of(group)}
             rows = [row for table in tables.values() for row in table.values()]
             behind += sum(row["brokerOffset"] - row["consumerOffset"] for row in rows)
-            stats = [{"consumeTps": self._per_second(group, each), "offsetTable": tables[each]} for each in tables]
+            stats = [{"consumeTps": self._per_second(group, topic), "offsetTable": tables[topic]} for topic in tables]
             groups.append({group: stats})
         address = self._names.address(call.channel)
         body = {"brokerAddr": address, "consumeStatsList": groups, "totalDiff": behind}
@@ -303,8 +303,8 @@ class AdminRequests:
             consumed = self._broker.consumer_offset(group, topic, queue.queue_id)
             last_ms = 0
             if consumed:
-                found = self._broker.store.read(topic, queue.queue_id, consumed - 1, 1).messages
-                last_ms = found[0].store_timestamp_ms if found else 0
+                messages = self._broker.store.read(topic, queue.queue_id, consumed - 1, 1).messages
+                last_ms = messages[0].store_timestamp_ms if messages else 0
             row = {"brokerOffset": end, "consumerOffset": max(consumed or 0, 0), "lastTimestamp": last_ms}
             table[queue_key(queue)] = row
         return table
@@ -334,8 +334,8 @@ class AdminRequests:
 
     def _stored_ms_at(self, topic: str, queue_id: int, queue_offset: int) -> int:
         """Return the store time in ms of a message; -1 if there is none."""
-        found = self._broker.store.read(topic, queue_id, queue_offset, 1).messages
-        return found[0].store_timestamp_ms if found else -1
+        messages = self._broker.store.read(topic, queue_id, queue_offset, 1).messages
+        return messages[0].store_timestamp_ms if messages else -1
 
     def _all_offsets(self, call: RemotingCall) -> bytes:
         """Answer with the progress of all groups, or with that of the delay levels."""
@@ -366,15 +366,17 @@ class AdminRequests:
     def _consumers(self, call: RemotingCall) -> bytes:
         header: ConsumerGroupHeader = call.header
         group = header.consumer_group
-        found = self._broker.connections(group)
-        if found is None:
+        members = self._broker.connections(group)
+        if members is None:
             raise BrokerError(ResponseCode.CONSUMER_NOT_ONLINE, f"the consumer group[{group}] not online")
         body = {
-            "connectionSet": [self._connection(client_id) for client_id in found.client_ids],
-            "consumeFromWhere": found.consume_from.value,
-            "consumeType": "CONSUME_PASSIVELY" if found.kind == "push" else "CONSUME_ACTIVELY",
-            "messageModel": found.model.value,
-            "subscriptionTable": {topic: subscription_row(each) for topic, each in found.subscriptions.items()},
+            "connectionSet": [self._connection(client_id) for client_id in members.client_ids],
+            "consumeFromWhere": members.consume_from.value,
+            "consumeType": "CONSUME_PASSIVELY" if members.kind == "push" else "CONSUME_ACTIVELY",
+            "messageModel": members.model.value,
+            "subscriptionTable": {
+                topic: subscription_row(subscription) for topic, subscription in members.subscriptions.items()
+            },
         }
         return call.answer(body=write_body(body))
 
@@ -406,8 +408,8 @@ class AdminRequests:
     def _all_producers(self, call: RemotingCall) -> bytes:
         data = {}
         for group, ids in self._producer_groups().items():
-            known = [session for client_id in ids if (session := self._sessions.get(client_id)) is not None]
-            data[group] = [_producer_row(session) for session in known]
+            clients = [session for client_id in ids if (session := self._sessions.get(client_id)) is not None]
+            data[group] = [_producer_row(session) for session in clients]
         return call.answer(body=write_body({"data": data}))
 
     def _relay(self, call: RemotingCall) -> None:
@@ -421,11 +423,11 @@ class AdminRequests:
             )
         if session.channel is call.channel:
             raise ConfigError(f"client {header.client_id} asks for itself")
-        asked = Frame(call.frame.code, to_fields(header), call.frame.body)
+        request = Frame(call.frame.code, to_fields(header), call.frame.body)
 
         def relay() -> None:
             try:
-                answer = session.channel.ask(asked, _RELAY_S)
+                answer = session.channel.ask(request, _RELAY_S)
                 raw = call.answer(body=answer.body, code=answer.code, remark=answer.remark)
             except RmqError as error:  # no answer, or one that fits into no frame
                 raw = refused(call.frame, error)
@@ -436,20 +438,24 @@ class AdminRequests:
     def _client_progress(self, call: RemotingCall) -> None:
         """Ask the clients of a group for their progress in memory, and answer later."""
         header: ClientStatusHeader = call.header
-        found = self._broker.connections(header.group)
-        if found is None:
+        members = self._broker.connections(header.group)
+        if members is None:
             remark = f"No Any Consumer online in the consumer group: [{header.group}]"
             raise BrokerError(ResponseCode.SYSTEM_ERROR, remark)
-        wanted = {header.client_addr} if header.client_addr else set(found.client_ids)
-        sessions = [one for each in found.client_ids if each in wanted and (one := self._sessions.get(each))]
+        client_ids = {header.client_addr} if header.client_addr else set(members.client_ids)
+        sessions = [
+            client
+            for client_id in members.client_ids
+            if client_id in client_ids and (client := self._sessions.get(client_id))
+        ]
 
         def ask() -> None:
             table = {}
             fields = {"topic": header.topic, "group": header.group}
             for session in sessions:
                 try:
-                    asked = Frame(RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, dict(fields))
-                    answer = session.channel.ask(asked, _RELAY_S)
+                    request = Frame(RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, dict(fields))
+                    answer = session.channel.ask(request, _RELAY_S)
                     if answer.code == 0:
                         its = read_body(answer.body, "a client's progress").get("messageQueueTable")
                         table[session.client_id] = its or {}
@@ -465,10 +471,10 @@ class AdminRequests:
 
     def _consume_directly(self, call: RemotingCall) -> None:
         header: DirectConsumeHeader = call.header
-        found = self._broker.find_by_id(header.msg_id)
-        if found is None:
+        message = self._broker.find_by_id(header.msg_id)
+        if message is None:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message has the id {header.msg_id}")
-        call.frame.body = found.raw
+        call.frame.body = message.raw
         self._relay(call)
 
 

@@ -61,12 +61,12 @@ class FrameAnswers:
         size = 0
         for is_send, run in itertools.groupby(frames, _is_send):
             together = list(run)
-            found = (
+            answered = (
                 self._producing.send_all(channel, together)
                 if is_send
                 else map(partial(self._answer, channel), together)
             )
-            for frame, answer in found:
+            for frame, answer in answered:
                 if answer is not None and not frame.is_one_way:
                     answers.append(answer)
                     size += len(answer)

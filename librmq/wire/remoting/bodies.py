@@ -32,7 +32,7 @@ def write_body(value: object) -> bytes:
 
 def _text(value: object) -> str:
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{_key(key)}:{_text(each)}" for key, each in value.items()) + "}"
+        return "{" + ",".join(f"{_key(key)}:{_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(_text, value)) + "]"
     return json.dumps(value, ensure_ascii=False)
@@ -69,12 +69,12 @@ def read_body(body: bytes, what: str) -> dict[str, Any]:
         MalformedError: There is no object; the error names ``what``.
     """
     try:
-        found = java_json.loads(body)
+        parsed = java_json.loads(body)
     except (MalformedError, RecursionError) as error:
         raise MalformedError(f"the body of {what}: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise MalformedError(f"the body of {what}: expected an object")
-    return found
+    return parsed
 
 
 # ---- queues
@@ -118,17 +118,17 @@ def heartbeat_of(body: bytes) -> tuple[str, frozenset[str], tuple[ConsumerData, 
     Raises:
         MalformedError: This is not a heartbeat.
     """
-    found = read_request(body, "a heartbeat")
-    client_id = found.get("clientID") or ""
-    producers = frozenset(_name(row) for row in _rows(found, "producerDataSet"))
-    consumers = tuple(_consumer_of(row) for row in _rows(found, "consumerDataSet"))
+    heartbeat = read_request(body, "a heartbeat")
+    client_id = heartbeat.get("clientID") or ""
+    producers = frozenset(_name(row) for row in _rows(heartbeat, "producerDataSet"))
+    consumers = tuple(_consumer_of(row) for row in _rows(heartbeat, "consumerDataSet"))
     if not isinstance(client_id, str) or (not client_id and (producers or consumers)):
         raise MalformedError(f"a heartbeat: expected clientID, text, found {client_id!r:.80}")
     return client_id, producers, consumers
 
 
-def _rows(found: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    rows = found.get(name) or []
+def _rows(table: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    rows = table.get(name) or []
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise MalformedError(f"{name}: expected a list of objects, found {rows!r:.80}")
     return rows
@@ -143,13 +143,13 @@ def _name(row: Mapping[str, Any]) -> str:
 
 def _consumer_of(row: Mapping[str, Any]) -> ConsumerData:
     begin = row.get("consumeFromWhere")
-    subscriptions = [subscription_of(each) for each in _rows(row, "subscriptionDataSet")]
+    subscriptions = [subscription_of(subscription) for subscription in _rows(row, "subscriptionDataSet")]
     return ConsumerData(
         _name(row),
         "pull" if row.get("consumeType") in _PULLS else "push",
         MessageModel.BROADCASTING if row.get("messageModel") in _BROADCASTS else MessageModel.CLUSTERING,
         ConsumeFrom.FIRST if begin in _FIRST else ConsumeFrom.TIMESTAMP if begin in _TIMESTAMP else ConsumeFrom.LAST,
-        {each.topic: each for each in subscriptions},
+        {subscription.topic: subscription for subscription in subscriptions},
     )
 
 
@@ -161,7 +161,7 @@ def heartbeat_body(heartbeat: Heartbeat) -> bytes:
             "consumeType": _PULLS[0] if data.kind == "pull" else "CONSUME_PASSIVELY",
             "groupName": data.group,
             "messageModel": data.model.value,
-            "subscriptionDataSet": [subscription_row(each) for each in data.subscriptions.values()],
+            "subscriptionDataSet": [subscription_row(subscription) for subscription in data.subscriptions.values()],
             "unitMode": False,
         }
         for data in heartbeat.consumers

@@ -29,11 +29,11 @@ _MOST_ASKED: Final = 1_000
 class Channel:
     """One connection. Thread-safe."""
 
-    def __init__(self, connected: socket.socket, peer: Host, own: Host, endpoint: Endpoint) -> None:
+    def __init__(self, connected: socket.socket, peer: Host, own_host: Host, endpoint: Endpoint) -> None:
         """``own`` is the address that the client has connected to; ``endpoint`` answers what clients ask the broker."""
         self._stream = FrameSocket(connected)
         self.peer = peer
-        self.own = own
+        self.own = own_host
         self.endpoint = endpoint
         self.client_ids: set[str] = set()
         """The client ids in its heartbeats, usually one."""
@@ -111,8 +111,8 @@ class Channel:
             self.write(encode(frame))
             return waiting.result(timeout_s)
         except TimeoutError:
-            who = self.client_id or self.peer[0]
-            raise BrokerUnreachableError(f"client {who} did not answer within {timeout_s:g} s") from None
+            client = self.client_id or self.peer[0]
+            raise BrokerUnreachableError(f"client {client} did not answer within {timeout_s:g} s") from None
         finally:
             with self._lock:
                 self._asked.pop(frame.opaque, None)
@@ -130,8 +130,8 @@ class Channel:
             if not self.is_open:
                 return
             self.is_open = False
-            asked, self._asked = list(self._asked.values()), {}
-        for waiting in asked:
+            waiters, self._asked = list(self._asked.values()), {}
+        for waiting in waiters:
             waiting.set_exception(BrokerUnreachableError(f"client {self.peer[0]} has gone"))
         self._tasks.put(None)
         self._stream.shut()

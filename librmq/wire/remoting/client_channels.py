@@ -145,8 +145,8 @@ class ClientChannels:
 
     def get(self, client_id: str) -> ClientChannel | None:
         """Return a client that has sent a heartbeat and not left."""
-        found = self._by_id.get(client_id)
-        return None if found is None else found[0]
+        entry = self._by_id.get(client_id)
+        return None if entry is None else entry[0]
 
     def heartbeat(self, channel: Channel, frame: Frame) -> None:
         """Register a client with its groups."""
@@ -156,25 +156,25 @@ class ClientChannels:
         with self._lock:  # also during the broker's call, so that a connection ends either before or after it
             if client_id not in channel.client_ids and len(channel.client_ids) >= _MOST_IDS:
                 raise MalformedError(f"a connection with more than {_MOST_IDS} client ids")
-            known = self._by_id.get(client_id)
+            entry = self._by_id.get(client_id)
             client = (
-                known[1]
-                if known is not None and known[0].channel is channel
+                entry[1]
+                if entry is not None and entry[0].channel is channel
                 else _Client(channel, self._broker.store.config.store_host)
             )
             channel.endpoint.call(Heartbeat(client_id, client, producers, consumers))
             session = ClientChannel(client_id, channel, frame.language, frame.version, self._broker.runner.now_ms())
             self._by_id[client_id] = session, client
             channel.client_ids.add(client_id)
-        if known is None:
+        if entry is None:
             groups = [data.group for data in consumers]
             for group in groups or [""]:
                 self._changed(client_id, group, True)
 
     def leave(self, channel: Channel, client_id: str, producer_group: str | None, consumer_group: str | None) -> None:
         """Remove a client from a group, unless it has another connection by now."""
-        known = self._by_id.get(client_id)
-        if known is not None and known[0].channel is not channel:
+        entry = self._by_id.get(client_id)
+        if entry is not None and entry[0].channel is not channel:
             return
         channel.endpoint.call(Unregister(client_id, producer_group or None, consumer_group or None))
 
@@ -182,8 +182,8 @@ class ClientChannels:
         """Remove the clients of a connection that has ended, unless they have another one by now."""
         for client_id in list(channel.client_ids):
             with self._lock:
-                known = self._by_id.get(client_id)
-                if known is None or known[0].channel is not channel:
+                entry = self._by_id.get(client_id)
+                if entry is None or entry[0].channel is not channel:
                     continue
                 del self._by_id[client_id]
                 try:

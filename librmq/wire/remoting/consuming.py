@@ -85,23 +85,23 @@ class Consuming:
         return call.answer(body=write_body({"consumerIdList": ids}))
 
     def _check_subscription(self, call: RemotingCall) -> bytes:
-        asked = read_request(call.frame.body, "CHECK_CLIENT_CONFIG")
-        if asked.get("subscriptionData") is not None:
-            subscription = subscription_of(asked["subscriptionData"])
-            self._broker.call(CheckSubscription(_text(asked, "clientId"), _text(asked, "group"), subscription))
+        fields = read_request(call.frame.body, "CHECK_CLIENT_CONFIG")
+        if fields.get("subscriptionData") is not None:
+            subscription = subscription_of(fields["subscriptionData"])
+            self._broker.call(CheckSubscription(_text(fields, "clientId"), _text(fields, "group"), subscription))
         return call.answer()
 
     # ---- progress
 
     def _query_offset(self, call: RemotingCall) -> bytes:
         header: GroupQueueHeader = call.header
-        found = self._broker.call(QueryOffset(header.consumer_group, header.topic, header.queue_id))
-        if found is None:
+        offset = self._broker.call(QueryOffset(header.consumer_group, header.topic, header.queue_id))
+        if offset is None:
             raise BrokerError(
                 ResponseCode.QUERY_NOT_FOUND,
                 f"group {header.consumer_group} has no progress in queue {header.queue_id} of {header.topic}",
             )
-        return call.answer(QueueOffsetHeader(found))
+        return call.answer(QueueOffsetHeader(offset))
 
     def _update_offset(self, call: RemotingCall) -> bytes:
         header: GroupProgressHeader = call.header
@@ -127,15 +127,15 @@ class Consuming:
     # ---- locks
 
     def _lock(self, call: RemotingCall) -> bytes:
-        asked = read_request(call.frame.body, "LOCK_BATCH_MQ")
-        queues = queues_of(asked.get("mqSet"))
-        held = self._broker.call(LockQueues(_text(asked, "consumerGroup"), _text(asked, "clientId"), queues))
+        fields = read_request(call.frame.body, "LOCK_BATCH_MQ")
+        queues = queues_of(fields.get("mqSet"))
+        held = self._broker.call(LockQueues(_text(fields, "consumerGroup"), _text(fields, "clientId"), queues))
         return call.answer(body=write_body({"lockOKMQSet": [queue_row(queue) for queue in sorted(held)]}))
 
     def _unlock(self, call: RemotingCall) -> bytes:
-        asked = read_request(call.frame.body, "UNLOCK_BATCH_MQ")
-        queues = queues_of(asked.get("mqSet"))
-        self._broker.call(UnlockQueues(_text(asked, "consumerGroup"), _text(asked, "clientId"), queues))
+        fields = read_request(call.frame.body, "UNLOCK_BATCH_MQ")
+        queues = queues_of(fields.get("mqSet"))
+        self._broker.call(UnlockQueues(_text(fields, "consumerGroup"), _text(fields, "clientId"), queues))
         return call.answer()
 
     # ---- queues
@@ -163,12 +163,12 @@ def stored_ms(broker: Broker, topic: str, queue_id: int, *, first: bool = False)
     """Return the store time in ms of a queue's first or last message; -1 if the queue has none."""
     store = broker.store
     begin, end = store.queue_range(topic, queue_id)
-    found = store.read(topic, queue_id, begin if first else end - 1, 1).messages if end > begin else ()
-    return found[0].store_timestamp_ms if found else -1
+    messages = store.read(topic, queue_id, begin if first else end - 1, 1).messages if end > begin else ()
+    return messages[0].store_timestamp_ms if messages else -1
 
 
-def _text(found: dict[str, object], name: str) -> str:
-    value = found.get(name)
+def _text(fields: dict[str, object], name: str) -> str:
+    value = fields.get(name)
     if not isinstance(value, str):
         raise MalformedError(f"{name}: expected text, found {value!r:.80}")
     return value

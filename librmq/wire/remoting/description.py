@@ -49,7 +49,7 @@ class Description:
         first = next(iter(store), None)
         puts, gets = rates.days("put", now_ms), rates.days("get", now_ms)
         _, put, size = rates.total("put")
-        found = rates.per_second("get", None, now_ms, of_calls=True)
+        found_per_second = rates.per_second("get", None, now_ms, of_calls=True)
         missed = rates.per_second("miss", None, now_ms, of_calls=True)
         table = {
             **{f"{name}ThreadPoolQueueSize": 0 for name in ("send", "pull", "query")},
@@ -67,10 +67,10 @@ class Description:
             "dispatchBehindBytes": 0,
             "dispatchMaxBuffer": 0,
             "earliestMessageTimeStamp": -1 if first is None else first.store_timestamp_ms,
-            "getFoundTps": found,
+            "getFoundTps": found_per_second,
             "getMessageEntireTimeMax": rates.longest_ms("get"),
             "getMissTps": missed,
-            "getTotalTps": found + missed,
+            "getTotalTps": found_per_second + missed,
             "getTransferedTps": rates.per_second("get", None, now_ms),
             "msgGetTotalTodayMorning": gets.today_morning,
             "msgGetTotalTodayNow": gets.now,
@@ -158,7 +158,7 @@ class Description:
             "transactionTimeOut": round(1000 * config.transactions.timeout_s),
             "useTLS": channel.is_tls,
         }
-        return {name: str(each).lower() if isinstance(each, bool) else str(each) for name, each in settings.items()}
+        return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in settings.items()}
 
     def _config(self, call: RemotingCall) -> bytes:
         lines = [f"{name}={value}" for name, value in self._settings(call.channel).items()]
@@ -175,10 +175,10 @@ class Description:
             text = call.frame.body.decode()
         except UnicodeDecodeError:
             raise MalformedError("the body of UPDATE_BROKER_CONFIG: expected text") from None
-        known = self._settings(call.channel)
+        settings = self._settings(call.channel)
         for line in filter(None, map(str.strip, text.splitlines())):
             name, _, value = (part.strip() for part in line.partition("="))
-            if not line.startswith("#") and known.get(name) != value:
+            if not line.startswith("#") and settings.get(name) != value:
                 raise ConfigError(
                     f"{name[:80]} can't be changed while the broker is open: its settings are those of the program "
                     "that opened it; name them there, as Broker.open(config=, store_config=)"

@@ -33,36 +33,36 @@ def _form_of(header: type[Any], by_letters: bool) -> _Form:
     names: Mapping[str, str] = getattr(header, "NAMES", {})
     hints = get_type_hints(header)
     readers, plain, optional, texts, optional_texts = [], [], [], [], []
-    known: dict[str, Any] = {"_Header": header, "_whole": _whole, "_truth": _truth, "_quoted": encode_basestring}
-    known["_small"] = SMALL_NUMBERS
-    for number, one in enumerate(fields(header)):
-        first, *others = one.name.split("_")
-        title = names.get(one.name) or first + "".join(map(str.capitalize, others))
+    namespace: dict[str, Any] = {"_Header": header, "_whole": _whole, "_truth": _truth, "_quoted": encode_basestring}
+    namespace["_small"] = SMALL_NUMBERS
+    for number, attribute in enumerate(fields(header)):
+        first, *others = attribute.name.split("_")
+        title = names.get(attribute.name) or first + "".join(map(str.capitalize, others))
         name = repr("abcdefghijklm"[number] if by_letters else title)
-        hint = hints[one.name]
+        hint = hints[attribute.name]
         kind = next((kind for kind in get_args(hint) if kind is not type(None)), hint)
-        read, text = _READERS[kind], f"get({name})" if one.default is not MISSING else f"found[{name}]"
-        known[f"_{number}"] = one.default
+        read, text = _READERS[kind], f"get({name})" if attribute.default is not MISSING else f"found[{name}]"
+        namespace[f"_{number}"] = attribute.default
         value = _value(read, "text", name)
-        if one.default is not MISSING:
+        if attribute.default is not MISSING:
             readers.append(f"_{number} if (text := {text}) is None else {value}")
         else:
             readers.append(_value(read, text, name))
-        shown = _WRITTEN[kind].format(f"header.{one.name}")
-        member = f",{json.dumps(name[1:-1])}:{_MEMBERS[kind].format(f'header.{one.name}')}"
+        string = _WRITTEN[kind].format(f"header.{attribute.name}")
+        member = f",{json.dumps(name[1:-1])}:{_MEMBERS[kind].format(f'header.{attribute.name}')}"
         if hint is kind:
-            plain.append(f"{name}: {shown}")
+            plain.append(f"{name}: {string}")
             texts.append(member)
         else:
-            optional.append(f"    if header.{one.name} is not None:\n        written[{name}] = {shown}\n")
-            optional_texts.append(f"    if header.{one.name} is not None:\n        text += f'''{member}'''\n")
+            optional.append(f"    if header.{attribute.name} is not None:\n        written[{name}] = {string}\n")
+            optional_texts.append(f"    if header.{attribute.name} is not None:\n        text += f'''{member}'''\n")
     source = (
         f"def read(found):\n    get = found.get\n    return _Header({', '.join(readers)})\n"
         f"def write(header):\n    written = {{{', '.join(plain)}}}\n{''.join(optional)}    return written\n"
         f"def text(header):\n    text = f'''{''.join(texts)}'''\n{''.join(optional_texts)}    return text\n"
     )
-    exec(compile(source, f"<fields of {header.__name__}>", "exec"), known)
-    form = _forms[header, by_letters] = _Form(known["read"], known["write"], known["text"])
+    exec(compile(source, f"<fields of {header.__name__}>", "exec"), namespace)
+    form = _forms[header, by_letters] = _Form(namespace["read"], namespace["write"], namespace["text"])
     return form
 
 
@@ -86,7 +86,7 @@ def to_text(header: object) -> str:
     return (_forms.get((kind, False)) or _form_of(kind, False)).text(header)
 
 
-def from_fields(header: type[H], found: Mapping[str, str], *, by_letters: bool = False) -> H:
+def from_fields(header: type[H], texts: Mapping[str, str], *, by_letters: bool = False) -> H:
     """Return the header that fields describe; unknown fields are ignored.
 
     Raises:
@@ -94,10 +94,10 @@ def from_fields(header: type[H], found: Mapping[str, str], *, by_letters: bool =
     """
     form = _forms.get((header, by_letters)) or _form_of(header, by_letters)
     try:
-        made: H = form.read(found)
+        converted: H = form.read(texts)
     except KeyError as error:
         raise MalformedError(f"the field {error.args[0]} is missing") from None
-    return made
+    return converted
 
 
 def _whole(text: str, name: str) -> int:

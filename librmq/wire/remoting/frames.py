@@ -115,11 +115,11 @@ class FrameReader:
     """Splits the bytes of a connection into frames. Not thread-safe."""
 
     def __init__(
-        self, max_frame: int = MAX_FRAME, *, known: Callable[[bytes, bytes], Frame | None] | None = None
+        self, max_frame: int = MAX_FRAME, *, read_known: Callable[[bytes, bytes], Frame | None] | None = None
     ) -> None:
         """``known(header, body)`` returns the frame of a JSON header that it can read faster, None of any other."""
         self._max_frame = max_frame
-        self._known = known
+        self._known = read_known
         self._held = bytearray()
         self._wanted = 4
         """Bytes without which no frame is complete."""
@@ -141,7 +141,7 @@ class FrameReader:
                 return
             received = bytes(self._held)
             self._held.clear()
-        known = self._known
+        read_known = self._known
         begin, end = 0, len(received)
         self._wanted = 4
         try:
@@ -161,11 +161,11 @@ class FrameReader:
                         f"expected at most {MAX_HEADER:,}"
                     )
                 begin = following
-                head, rest = received[header:body], received[body:following]
+                head, payload = received[header:body], received[body:following]
                 if kind >> 24:
-                    yield _from_binary(head, rest)
+                    yield _from_binary(head, payload)
                 else:
-                    yield (None if known is None else known(head, rest)) or read_json(head, rest)
+                    yield (None if read_known is None else read_known(head, payload)) or read_json(head, payload)
         finally:
             self._held += received[begin:] if begin else received
 
@@ -178,9 +178,9 @@ def _json_header(
 ) -> bytes:
     # Written by hand, because a small answer spends most of its time here.
     members = f'"extFields":{{{fields[1:]}}},' if fields else ""
-    said = "" if remark is None else f'"remark":{_quoted(remark)},'
+    remark_member = "" if remark is None else f'"remark":{_quoted(remark)},'
     return (
-        f'{{"code":{code:d},{members}"flag":{flag:d},"language":{_quoted(language)},"opaque":{opaque:d},{said}'
+        f'{{"code":{code:d},{members}"flag":{flag:d},"language":{_quoted(language)},"opaque":{opaque:d},{remark_member}'
         f'"serializeTypeCurrentRPC":"JSON","version":{version:d}}}'
     ).encode("utf-8", "replace")
 

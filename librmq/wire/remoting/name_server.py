@@ -73,11 +73,11 @@ class NameServer:
 
     def _route(self, call: RemotingCall) -> bytes:
         header: RouteOfTopicHeader = call.header
-        found = self._broker.topic_route(header.topic)
-        if not found and self._creates_retry_topics and header.topic.startswith(RETRY_PREFIX):
+        queues = self._broker.topic_route(header.topic)
+        if not queues and self._creates_retry_topics and header.topic.startswith(RETRY_PREFIX):
             self._broker.call(CreateTopic(header.topic, 1, 1, unless_exists=True))
-            found = self._broker.topic_route(header.topic)
-        if not found:
+            queues = self._broker.topic_route(header.topic)
+        if not queues:
             remark = f"No topic route info in name server for the topic: {header.topic}"
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, remark)
         data = {
@@ -85,13 +85,13 @@ class NameServer:
             "filterServerTable": {},
             "queueDatas": [
                 {
-                    "brokerName": each.broker_name,
-                    "perm": each.permission,
-                    "readQueueNums": each.read_queues,
+                    "brokerName": queue_data.broker_name,
+                    "perm": queue_data.permission,
+                    "readQueueNums": queue_data.read_queues,
                     "topicSysFlag": 0,
-                    "writeQueueNums": each.write_queues,
+                    "writeQueueNums": queue_data.write_queues,
                 }
-                for each in found
+                for queue_data in queues
             ],
         }
         return call.answer(body=write_body(data))
@@ -114,8 +114,8 @@ class NameServer:
 
     def _topics_of_cluster(self, call: RemotingCall) -> bytes:
         header: ClusterNameHeader = call.header
-        found = list(self._broker.topics()) if header.cluster == self._broker.cluster_name else []
-        return call.answer(body=write_body({"topicList": found}))
+        topics = list(self._broker.topics()) if header.cluster == self._broker.cluster_name else []
+        return call.answer(body=write_body({"topicList": topics}))
 
     def system_topics(self) -> list[str]:
         """Return the broker's own topics."""
@@ -165,12 +165,12 @@ class NameServer:
 
     def _get(self, call: RemotingCall) -> bytes:
         header: KvKeyHeader = call.header
-        found = self._values.get((header.namespace, header.key))
-        if found is None:
+        value = self._values.get((header.namespace, header.key))
+        if value is None:
             raise BrokerError(
                 ResponseCode.QUERY_NOT_FOUND, f"No config item, Namespace: {header.namespace} Key: {header.key}"
             )
-        return call.answer(KvValueHeader(found))
+        return call.answer(KvValueHeader(value))
 
     def _delete(self, call: RemotingCall) -> bytes:
         header: KvKeyHeader = call.header
@@ -181,7 +181,7 @@ class NameServer:
     def _list(self, call: RemotingCall) -> bytes:
         header: KvNamespaceHeader = call.header
         with self._lock:
-            found = {key: value for (namespace, key), value in self._values.items() if namespace == header.namespace}
-        if not found:
+            values = {key: value for (namespace, key), value in self._values.items() if namespace == header.namespace}
+        if not values:
             raise BrokerError(ResponseCode.QUERY_NOT_FOUND, f"No config item, Namespace: {header.namespace}")
-        return call.answer(body=write_body({"table": found}))
+        return call.answer(body=write_body({"table": values}))

@@ -108,14 +108,14 @@ class KnownSends:
             text[end_properties:begin_opaque],
             text[end_opaque:],
         )
-        rest = "".join(parts)
+        template = "".join(parts)
         try:
-            known = self._known[rest]
+            shared = self._known[template]
         except KeyError:
-            known = self._learn(rest, parts)
+            shared = self._learn(template, parts)
         queue_id, born, opaque = text[begin_queue:end_queue], text[begin_born:end_born], text[begin_opaque:end_opaque]
         if (
-            known is None
+            shared is None
             or queue_id not in SMALL_NUMBERS
             or not born.isdecimal()
             or not opaque.isdecimal()
@@ -125,7 +125,7 @@ class KnownSends:
             or len(born) > _LONGEST_TIME
         ):
             return None
-        like, flag, remark, language, version = known
+        like, flag, remark, language, version = shared
         message = like.message
         request = SendMessage(
             like.group,
@@ -139,30 +139,30 @@ class KnownSends:
         )
         return SendFrame(_BY_LETTERS, {}, body, int(opaque), remark, flag, language, version, False, request)
 
-    def _learn(self, rest: str, parts: tuple[str, ...]) -> _Known | None:
+    def _learn(self, template: str, parts: tuple[str, ...]) -> _Known | None:
         """Return what the headers with these parts have in common, None if the cut values are not those of the fields.
 
         Two headers are read that have other values in these places. The values of the fields must change with them.
         """
-        if len(self._known) >= _MOST_RESTS or len(rest) > _LONGEST_REST:  # they are kept as long as the connection
+        if len(self._known) >= _MOST_RESTS or len(template) > _LONGEST_REST:  # they are kept as long as the connection
             return None
-        found = None
+        shared = None
         for values in (("13", "14", "15", "16"), ("23", "24", "25", "26")):
             queue_id, born, properties, opaque = values
             header = "".join(map("".join, zip(parts, (queue_id, born, properties + '"', opaque, ""), strict=True)))
             try:
                 frame = read_json(header.encode(), b"")
             except MalformedError:
-                found = None
+                shared = None
                 break
             request = plain_request(frame, self._born_host, None)
             fields = *map(frame.fields.get, "egi"), str(frame.opaque)
             if request is None or frame.is_answer or fields != values:
-                found = None
+                shared = None
                 break
-            found = request, frame.flag, frame.remark, frame.language, frame.version
-        self._known[rest] = found
-        return found
+            shared = request, frame.flag, frame.remark, frame.language, frame.version
+        self._known[template] = shared
+        return shared
 
 
 def _form() -> str:

@@ -79,12 +79,12 @@ class Producing:
         """
         read = self._read
         with self._batch_lock if any(map(_is_large_batch, frames)) else nullcontext():
-            asked = [tried(read, channel, frame) for frame in frames]
+            requests = [tried(read, channel, frame) for frame in frames]
             begin_ms = self._now_ms()
-            stored = self._store(channel, asked)
+            stored = self._store(channel, requests)
         answers: list[tuple[Frame, bytes]] = []
         counts: dict[str, tuple[int, int, int]] = {}
-        for frame, request, response in zip(frames, asked, stored, strict=True):
+        for frame, request, response in zip(frames, requests, stored, strict=True):
             if isinstance(request, Exception):
                 has_no_topic = frame.code != RequestCode.SEND_MESSAGE and not frame.fields.get("b")
                 is_refused_send = has_no_topic or isinstance(request, MessageIllegalError)
@@ -118,22 +118,22 @@ class Producing:
         return self.request(RemotingCall(channel, frame, header))
 
     def _store(
-        self, channel: Channel, asked: Sequence[SendMessage | SendBatch | Exception]
+        self, channel: Channel, requests: Sequence[SendMessage | SendBatch | Exception]
     ) -> list[SendResponse | Exception]:
         """Store messages in their order, and plain ones next to each other together; errors stay as they are."""
         store = channel.endpoint.call
         is_own = channel.endpoint is self._broker  # another endpoint watches each message
         stored: list[SendResponse | Exception] = []
-        while len(stored) < len(asked):
-            one = asked[len(stored)]
-            if is_own and isinstance(one, SendMessage):
-                together = tried(store, SendPlain(_messages(asked[len(stored) :])))
+        while len(stored) < len(requests):
+            request = requests[len(stored)]
+            if is_own and isinstance(request, SendMessage):
+                together = tried(store, SendPlain(_messages(requests[len(stored) :])))
                 if not isinstance(together, Exception):  # sent alone, the first one is refused by the same error
                     stored += together
-                if len(stored) == len(asked):
+                if len(stored) == len(requests):
                     break
-                one = asked[len(stored)]
-            stored.append(one if isinstance(one, Exception) else tried(store, one))
+                request = requests[len(stored)]
+            stored.append(request if isinstance(request, Exception) else tried(store, request))
         return stored
 
     def request(self, call: RemotingCall) -> SendMessage | SendBatch:
@@ -207,12 +207,12 @@ def _is_large_batch(frame: Frame) -> bool:
 
 def _messages(requests: Iterable[object]) -> list[SendMessage]:
     """Return the requests up to the first that is no single message."""
-    found = []
-    for one in requests:
-        if not isinstance(one, SendMessage):
+    messages = []
+    for request in requests:
+        if not isinstance(request, SendMessage):
             break
-        found.append(one)
-    return found
+        messages.append(request)
+    return messages
 
 
 def _refused(frame: Frame, error: Exception, topic: str) -> bytes:

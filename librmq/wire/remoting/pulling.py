@@ -132,7 +132,7 @@ class Pulling:
         """Forget the pulls of a connection that has ended, or of a group that its client has left."""
         with self._runner.lock:
             held = self._held.get(channel, set())
-            for waiting in [one for one in held if group in (None, one.call.header.consumer_group)]:
+            for waiting in [pull for pull in held if group in (None, pull.call.header.consumer_group)]:
                 self._end(waiting)
 
     def _end(self, waiting: _Waiting) -> None:
@@ -149,7 +149,7 @@ class Pulling:
     def release(self, queue: tuple[str, str, int] | None = None) -> None:
         """Answer the held pulls now, or those of one queue: of a group, a topic and a queue id."""
         with self._runner.lock:
-            for waiting in [one for held in self._held.values() for one in held]:
+            for waiting in [pull for held in self._held.values() for pull in held]:
                 header: PullHeader = waiting.call.header
                 place = header.consumer_group, header.topic, header.queue_id
                 if queue in (None, place) and not waiting.is_asking:

@@ -94,9 +94,9 @@ class Replies:
             self._broker.store.config.store_host,
             now_ms,
         )
-        asked = Frame(RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT, to_fields(pushed), call.frame.body)
+        frame = Frame(RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT, to_fields(pushed), call.frame.body)
         try:
-            answer = session.channel.ask(asked, _PUSH_S)
+            answer = session.channel.ask(frame, _PUSH_S)
         except BrokerUnreachableError as error:
             return f"push reply message to {client_id} fail: {error}"
         return None if answer.code == 0 else f"push reply message to {client_id} fail: {answer.remark}"

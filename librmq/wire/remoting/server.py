@@ -142,7 +142,7 @@ class RemotingServer:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - clock.monotonic()))
-        has_ended = not any(one.is_alive() for one in threads if one is not threading.current_thread())
+        has_ended = not any(thread.is_alive() for thread in threads if thread is not threading.current_thread())
         if not has_ended:
             _log.warning("requests by remoting on %(address)s did not end, and are abandoned", address=self.address)
         return has_ended
@@ -178,8 +178,8 @@ class RemotingServer:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         limit_time(connected, socket.SO_RCVTIMEO, _IDLE_S)
         limit_time(connected, socket.SO_SNDTIMEO, _SEND_S)
-        own = connected.getsockname()
-        channel = Channel(connected, peer, _host(own), self._endpoints(format_host(peer)))
+        own_address = connected.getsockname()
+        channel = Channel(connected, peer, _host(own_address), self._endpoints(format_host(peer)))
         with self._lock:
             if not self._is_open:
                 connected.close()
@@ -206,7 +206,7 @@ class RemotingServer:
 
     def _serve(self, channel: Channel) -> None:
         """Answer the requests of one connection until it ends."""
-        reader = FrameReader(known=self._answers.known(channel.peer).read)
+        reader = FrameReader(read_known=self._answers.known(channel.peer).read)
         clock = SystemClock()
         deadline: float | None = None
         has_asked = False

@@ -64,10 +64,10 @@ class FrameSocket:
                 connected.sendall(data)
 
     def _write_tls(self, connected: ssl.SSLSocket, data: bytes | bytearray) -> None:
-        rest = memoryview(data)
-        while rest:
+        unsent = memoryview(data)
+        while unsent:
             try:
-                rest = rest[connected.send(rest) :]
+                unsent = unsent[connected.send(unsent) :]
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as want:
                 _wait(connected, want, self._send_s)
 
@@ -86,9 +86,9 @@ class FrameSocket:
 
 def limit_time(connected: socket.socket, option: int, seconds: float) -> None:
     """Let blocking calls on a socket fail after some time; ``option`` is ``SO_RCVTIMEO`` or ``SO_SNDTIMEO``."""
-    whole = int(seconds)
+    whole_s = int(seconds)
     with suppress(OSError, struct.error):  # systems other than Linux and macOS expect another form
-        connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", whole, int(1e6 * (seconds - whole))))
+        connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", whole_s, int(1e6 * (seconds - whole_s))))
 
 
 def _wait(connected: ssl.SSLSocket, want: ssl.SSLError, timeout_s: float) -> None:

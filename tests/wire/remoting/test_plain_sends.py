@@ -92,7 +92,7 @@ def test_sends_together_are_as_each_alone(frames: list[Frame]) -> None:
     """Records and answers have equal bytes, whatever the requests are."""
     raw = b"".join(map(encode, frames * 2))
     with served() as (broker, producing, channel):
-        read = FrameReader(known=producing.known(channel.peer).read).feed(raw)
+        read = FrameReader(read_known=producing.known(channel.peer).read).feed(raw)
         together = [answer for _, answer in producing.send_all(channel, list(read))]
         stored = records(broker)
     with served() as (broker, producing, channel):
@@ -151,7 +151,7 @@ def test_a_known_header_is_read_as_a_new_one(old: str, new: str) -> None:
     asked = []
     for is_known in (True, False):
         with served() as (broker, producing, channel):
-            reader = FrameReader(known=producing.known(channel.peer).read if is_known else None)
+            reader = FrameReader(read_known=producing.known(channel.peer).read if is_known else None)
             found = [tried(frames_of, reader, header) for header in headers]
             frames = [frame for each in found if isinstance(each, list) for frame in each if not frame.is_answer]
             answers = producing.send_all(channel, frames)
@@ -163,7 +163,7 @@ def test_a_known_header_is_read_as_a_new_one(old: str, new: str) -> None:
 def test_long_headers_are_not_kept() -> None:
     """A client sends large ones that all differ; its connection stays open."""
     with served() as (_, producing, channel):
-        reader = FrameReader(known=producing.known(channel.peer).read)
+        reader = FrameReader(read_known=producing.known(channel.peer).read)
         tracemalloc.start()
         try:
             for number in range(40):
