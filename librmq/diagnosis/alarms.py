@@ -93,15 +93,15 @@ class Watch:
             return
         now_ms = self._broker.runner.now_ms()
         with StoreView.of(self._broker) as view:
-            found = lag(view)
+            group_lag = lag(view)
             findings = [
                 *diagnose(view, self._limits),
-                *self._stopped(view, found, now_ms),
+                *self._stopped(view, group_lag, now_ms),
                 *self._gone_instances(view),
                 *self._many_retries(view),
             ]
-            self._lag = found
-        by_name = {(one.kind, _subject(one)): one for one in worst_first(findings)[::-1]}
+            self._lag = group_lag
+        by_name = {(finding.kind, _subject(finding)): finding for finding in worst_first(findings)[::-1]}
         before, self._raised = self._raised, by_name
         for name, finding in before.items():
             if name not in by_name:
@@ -118,24 +118,26 @@ class Watch:
                 "%(watch)s: the callback failed on %(kind)s", watch=self._step.label, kind=alarm.finding.kind
             )
 
-    def _stopped(self, view: StoreView, found: Lag, now_ms: int) -> list[Finding]:
+    def _stopped(self, view: StoreView, group_lag: Lag, now_ms: int) -> list[Finding]:
         """Return the running groups that have messages to consume, and consume none."""
         findings = []
-        rates = {} if self._lag is None else {(one.group, one.topic): one for one in found.rates_since(self._lag)}
-        for one in found.by_topic():
-            name = one.group, one.topic
+        rates = (
+            {} if self._lag is None else {(rate.group, rate.topic): rate for rate in group_lag.rates_since(self._lag)}
+        )
+        for topic_lag in group_lag.by_topic():
+            name = topic_lag.group, topic_lag.topic
             rate = rates.get(name)
-            if rate is None or not one.lag or rate.consumed_per_s or name not in self._moved_ms:
+            if rate is None or not topic_lag.lag or rate.consumed_per_s or name not in self._moved_ms:
                 self._moved_ms[name] = now_ms
             stands_s = (now_ms - self._moved_ms[name]) / 1000
-            if stands_s <= self._limits.stuck_s or (is_own_group(one.group) and not self._limits.own):
+            if stands_s <= self._limits.stuck_s or (is_own_group(topic_lag.group) and not self._limits.own):
                 continue
-            if self._broker.connections(one.group) is not None:
+            if self._broker.connections(topic_lag.group) is not None:
                 findings.append(
                     Finding(
-                        "progress-stopped", "error", f"group {one.group}, topic {one.topic}",
-                        f"{one.lag:,} messages wait, and the group has consumed none for {duration(stands_s)}.",
-                        {"lag": one.lag, "stands_s": stands_s},
+                        "progress-stopped", "error", f"group {topic_lag.group}, topic {topic_lag.topic}",
+                        f"{topic_lag.lag:,} messages wait, and the group has consumed none for {duration(stands_s)}.",
+                        {"lag": topic_lag.lag, "stands_s": stands_s},
                         "See held_progress for the message that holds the queue, and the place of its listener.",
                     )
                 )  # fmt: skip
@@ -151,12 +153,12 @@ class Watch:
         return [
             Finding(
                 "instance-gone", "info", f"group {group}",
-                f"{', '.join(sorted(gone))} left; {len(now.get(group, ()))} instances are there.",
-                {"client_ids": sorted(gone), "instances": len(now.get(group, ()))},
+                f"{', '.join(sorted(lost_ids))} left; {len(now.get(group, ()))} instances are there.",
+                {"client_ids": sorted(lost_ids), "instances": len(now.get(group, ()))},
                 "None, if it was stopped on purpose; the others take its queues.",
             )
             for group, clients in before.items()
-            if (gone := clients - now.get(group, set()))
+            if (lost_ids := clients - now.get(group, set()))
         ]  # fmt: skip
 
     def _many_retries(self, view: StoreView) -> list[Finding]:
@@ -171,7 +173,7 @@ class Watch:
                 begin = self._retries.get((topic, queue_id), end if self._lag is None else first)
                 self._retries[topic, queue_id] = end
                 new = view.store.messages(topic, queue_id, begin, end)
-                often += (one for one in new if _attempts(one) >= self._limits.retries)
+                often += (message for message in new if _attempts(message) >= self._limits.retries)
             if often:
                 worst = max(often, key=_attempts)
                 findings.append(
@@ -189,9 +191,9 @@ def _attempts(message: StoredMessage) -> int:
     return message.reconsume_times
 
 
-def _subject(one: Finding) -> str:
-    cause: Any = one.evidence.get("cause")
-    return one.subject if cause is None else f"{one.subject}: {cause}"
+def _subject(finding: Finding) -> str:
+    cause: Any = finding.evidence.get("cause")
+    return finding.subject if cause is None else f"{finding.subject}: {cause}"
 
 
 def _is_news(before: Finding | None, now: Finding) -> bool:

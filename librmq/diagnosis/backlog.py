@@ -183,39 +183,46 @@ class Lag:
     def of(cls, rows: Iterable[QueueLag]) -> Self:
         """Return the lag in these rows, which are measured elsewhere."""
         by_topic = groupby(sorted(rows, key=lambda row: row[:3]), lambda row: row[:2])
-        return cls([TopicProgress(*name, *list(zip(*found, strict=True))[2:]) for name, found in by_topic], None)
+        return cls([TopicProgress(*name, *list(zip(*columns, strict=True))[2:]) for name, columns in by_topic], None)
 
     def __len__(self) -> int:
-        return sum(len(each.queue_ids) for each in self.topics)
+        return sum(len(columns.queue_ids) for columns in self.topics)
 
     def __iter__(self) -> Iterator[QueueLag]:
-        return chain.from_iterable(each.rows() for each in self.topics)
+        return chain.from_iterable(columns.rows() for columns in self.topics)
 
     @property
     def total(self) -> int:
         """The sum of all lags."""
-        return sum(sum(each.lags) for each in self.topics)
+        return sum(sum(columns.lags) for columns in self.topics)
 
     def by_topic(self) -> list[TopicLag]:
         """Return the lag of each group in each topic, sorted by group and topic."""
-        return [each.sums() for each in self.topics]
+        return [columns.sums() for columns in self.topics]
 
     def by_group(self) -> list[GroupLag]:
         """Return the lag of each group, sorted."""
-        found: dict[str, list[TopicLag]] = {}
-        for each in self.by_topic():
-            found.setdefault(each.group, []).append(each)
+        topics_by_group: dict[str, list[TopicLag]] = {}
+        for topic_lag in self.by_topic():
+            topics_by_group.setdefault(topic_lag.group, []).append(topic_lag)
         return [
             GroupLag(
                 group,
                 len(topics),
-                sum(one.queues for one in topics),
-                sum(one.lag for one in topics),
-                sum(one.lag for one in topics if not one.is_again),
-                sum(one.lag for one in topics if one.is_again),
-                min((one.oldest_timestamp_ms for one in topics if one.oldest_timestamp_ms is not None), default=None),
+                sum(topic_lag.queues for topic_lag in topics),
+                sum(topic_lag.lag for topic_lag in topics),
+                sum(topic_lag.lag for topic_lag in topics if not topic_lag.is_again),
+                sum(topic_lag.lag for topic_lag in topics if topic_lag.is_again),
+                min(
+                    (
+                        topic_lag.oldest_timestamp_ms
+                        for topic_lag in topics
+                        if topic_lag.oldest_timestamp_ms is not None
+                    ),
+                    default=None,
+                ),
             )
-            for group, topics in found.items()
+            for group, topics in topics_by_group.items()
         ]
 
     def rates_since(self, earlier: Lag) -> list[GroupRate]:
@@ -226,11 +233,11 @@ class Lag:
         if self.now_ms is None or earlier.now_ms is None or self.now_ms <= earlier.now_ms:
             return []
         seconds = (self.now_ms - earlier.now_ms) / 1000
-        before = {each[:2]: each for each in earlier.topics}
+        before = {columns[:2]: columns for columns in earlier.topics}
         rates = []
-        for each in self.topics:
-            old_topic = before.get(each[:2])
-            pairs = [] if old_topic is None else list(_pairs(old_topic, each))
+        for columns in self.topics:
+            old_topic = before.get(columns[:2])
+            pairs = [] if old_topic is None else list(_pairs(old_topic, columns))
             if not pairs:
                 continue
             stored = sum(max(0, row.max_offset - old.max_offset) for old, row in pairs) / seconds
@@ -243,7 +250,7 @@ class Lag:
             waiting = sum(row.lag for _, row in pairs)
             gain = 0.0 if consumed is None else consumed - stored
             drain = 0.0 if not waiting else waiting / gain if gain > 0 else None
-            rates.append(GroupRate(each.group, each.topic, seconds, stored, consumed, waiting, drain))
+            rates.append(GroupRate(columns.group, columns.topic, seconds, stored, consumed, waiting, drain))
         return rates
 
 
@@ -275,12 +282,16 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
     """
     with viewed(source) as view:
         queues = _queues_by_topic(view)
-        wanted: dict[str, list[str]] = {}
-        for of, name in sorted(view.progress):
-            if group in (None, of) and topic in (None, name):
-                wanted.setdefault(name, []).append(of)
-        found = [each for name in wanted for each in _of_queues(view, name, wanted[name], queues.get(name), times)]
-        return Lag(sorted(found, key=lambda each: each[:2]), view.now_ms)
+        groups_by_topic: dict[str, list[str]] = {}
+        for group_name, name in sorted(view.progress):
+            if group in (None, group_name) and topic in (None, name):
+                groups_by_topic.setdefault(name, []).append(group_name)
+        topics = [
+            columns
+            for name in groups_by_topic
+            for columns in _of_queues(view, name, groups_by_topic[name], queues.get(name), times)
+        ]
+        return Lag(sorted(topics, key=lambda columns: columns[:2]), view.now_ms)
 
 
 def no_progress(group: str, topic: str) -> ConfigError:
@@ -289,10 +300,10 @@ def no_progress(group: str, topic: str) -> ConfigError:
 
 
 def _queues_by_topic(view: StoreView) -> dict[str, _Queues]:
-    found: dict[str, list[tuple[int, int, int]]] = {}
+    rows_by_topic: dict[str, list[tuple[int, int, int]]] = {}
     for (topic, queue_id), state in view.ranges.items():
-        found.setdefault(topic, []).append((queue_id, state.min_offset, state.max_offset))
-    return {topic: _Queues(*zip(*rows, strict=True)) for topic, rows in found.items()}
+        rows_by_topic.setdefault(topic, []).append((queue_id, state.min_offset, state.max_offset))
+    return {topic: _Queues(*zip(*rows, strict=True)) for topic, rows in rows_by_topic.items()}
 
 
 def _of_queues(
@@ -313,29 +324,32 @@ def _of_queues(
         oldest = zip(
             *(_oldest(view, (topic, queue_id), starts, end) for queue_id, end, starts in by_queue), strict=True
         )
-    for (group, offsets, starts), found in zip(columns, oldest, strict=False):
+    for (group, offsets, starts), oldest_ms in zip(columns, oldest, strict=False):
         lags = [end - start if end > start else 0 for start, end in zip(starts, ends, strict=True)]
-        own = TopicProgress(group, topic, ids, begins, ends, offsets, lags, found)
+        columns_of_group = TopicProgress(group, topic, ids, begins, ends, offsets, lags, oldest_ms)
         progress = view.progress[group, topic]
-        gone = [queue_id for queue_id in progress.keys() - ids if progress[queue_id] > 0]
-        if gone:
-            rows = [*own.rows(), *(QueueLag(group, topic, one, 0, 0, progress[one], 0, None) for one in gone)]
-            (own,) = Lag.of(rows).topics
-        if own.queue_ids:
-            yield own
+        deleted = [queue_id for queue_id in progress.keys() - ids if progress[queue_id] > 0]
+        if deleted:
+            rows = [
+                *columns_of_group.rows(),
+                *(QueueLag(group, topic, queue_id, 0, 0, progress[queue_id], 0, None) for queue_id in deleted),
+            ]
+            (columns_of_group,) = Lag.of(rows).topics
+        if columns_of_group.queue_ids:
+            yield columns_of_group
 
 
 def _oldest(view: StoreView, name: QueueName, starts: Sequence[int], end: int) -> list[int | None]:
     """Return the store time of the oldest unconsumed message of each group in a queue; None without one."""
-    late = sorted({start for start in starts if start < end})
-    if not late:
+    offsets = sorted({start for start in starts if start < end})
+    if not offsets:
         return [None] * len(starts)
-    places = None if view.store.queues.is_open(name) else _places_in_unopened(view, name, late)
+    places = None if view.store.queues.is_open(name) else _places_in_unopened(view, name, offsets)
     if places is None:
         queue = view.store.queues[name]
-        places = [first_place(queue, start) for start in late]
-    found = dict(zip(late, store_times_at(view.store.log, places), strict=True))
-    return list(map(found.get, starts))
+        places = [first_place(queue, start) for start in offsets]
+    times = dict(zip(offsets, store_times_at(view.store.log, places), strict=True))
+    return list(map(times.get, starts))
 
 
 def _places_in_unopened(view: StoreView, name: QueueName, starts: list[int]) -> list[int] | None:
@@ -372,31 +386,32 @@ def first_place(queue: ConsumeQueue, queue_offset: int) -> int:
 # ---------------------------------------------------------------------------------------------------------- findings
 
 
-def lag_findings(source: Source, thresholds: Thresholds | None = None, *, found: Lag | None = None) -> list[Finding]:
+def lag_findings(
+    source: Source, thresholds: Thresholds | None = None, *, group_lag: Lag | None = None
+) -> list[Finding]:
     """Return findings about lag: backlogs, progress beyond the end, messages deleted unread.
 
-    ``found`` is the lag, if already known.
+    ``group_lag`` is the lag, if already known.
     """
     limits = thresholds or Thresholds()
     with viewed(source) as view:
-        known = lag(view) if found is None else found
+        group_lag = lag(view) if group_lag is None else group_lag
         findings: list[Finding] = []
-        is_cut_short = (
-            view.store.cut_short is not None
-        )  # its damage is the finding, and a reset would lose the progress
-        for columns in known.topics:
-            each = columns.sums()
-            if each.beyond_end and not is_cut_short:
+        # If the log is cut short, its damage is the finding, and a reset would lose the progress.
+        is_cut_short = view.store.cut_short is not None
+        for columns in group_lag.topics:
+            topic_lag = columns.sums()
+            if topic_lag.beyond_end and not is_cut_short:
                 findings.append(_beyond([row for row in columns.rows() if (row.consumer_offset or 0) > row.max_offset]))
-            if limits.own or not is_own_group(each.group):
-                findings += _of_topic(view, each, limits)
+            if limits.own or not is_own_group(topic_lag.group):
+                findings += _of_topic(view, topic_lag, limits)
         return findings
 
 
-def is_uneven(view: StoreView, topic: str, most: int, total: int, limits: Thresholds) -> bool:
+def is_uneven(view: StoreView, topic: str, largest: int, total: int, limits: Thresholds) -> bool:
     """Return whether one queue of a topic, with ``most`` messages to consume, has many more than the others."""
     queues = view.queue_count(topic)
-    return queues > 1 and total > limits.normal_lag and most * queues > limits.uneven * total
+    return queues > 1 and total > limits.normal_lag and largest * queues > limits.uneven * total
 
 
 def _beyond(rows: Sequence[QueueLag]) -> Finding:
@@ -430,51 +445,53 @@ def _beyond(rows: Sequence[QueueLag]) -> Finding:
     )
 
 
-def _of_topic(view: StoreView, each: TopicLag, limits: Thresholds) -> Iterator[Finding]:
-    subject = f"group {each.group}, topic {each.topic}"
-    age_s = view.age_s(each.oldest_timestamp_ms)
+def _of_topic(view: StoreView, topic_lag: TopicLag, limits: Thresholds) -> Iterator[Finding]:
+    subject = f"group {topic_lag.group}, topic {topic_lag.topic}"
+    age_s = view.age_s(topic_lag.oldest_timestamp_ms)
     is_old = age_s is not None and age_s > limits.old_s
     evidence = {
-        "lag": each.lag,
-        "most_in_one_queue": each.most_in_one_queue,
-        "queues": each.queues,
-        "queues_without_progress": each.without_progress,
+        "lag": topic_lag.lag,
+        "most_in_one_queue": topic_lag.most_in_one_queue,
+        "queues": topic_lag.queues,
+        "queues_without_progress": topic_lag.without_progress,
         "oldest_age_s": age_s,
     }
-    if each.lag > limits.normal_lag:
-        severity: Severity = "warning" if each.lag > limits.large_lag or is_old else "info"
-        if severity == "warning" and each.topic in limits.topics:
+    if topic_lag.lag > limits.normal_lag:
+        severity: Severity = "warning" if topic_lag.lag > limits.large_lag or is_old else "info"
+        if severity == "warning" and topic_lag.topic in limits.topics:
             severity = "error"
         yield Finding(
             "backlog",
             severity,
             subject,
-            f"{each.lag:,} messages wait"
+            f"{topic_lag.lag:,} messages wait"
             + ("." if age_s is None else f"; the oldest for {duration(age_s)}.")
             + (
-                f" They count from the beginning of {counted(each.without_progress, 'queue')} without progress."
-                * (each.without_progress > 0)
+                f" They count from the beginning of {counted(topic_lag.without_progress, 'queue')} without progress."
+                * (topic_lag.without_progress > 0)
             ),
             evidence,
             "Check that the group runs. What helps, and how long the rest takes: librmq whatif STORE --group "
-            f"{each.group} --topic {each.topic} --handler TIME.",
+            f"{topic_lag.group} --topic {topic_lag.topic} --handler TIME.",
         )
-    elif each.lag and is_old:
+    elif topic_lag.lag and is_old:
         yield Finding(
             "old-messages",
             "warning",
             subject,
-            f"Only {counted(each.lag, 'message')} left to consume, but the oldest has waited for {duration(age_s)}.",
+            f"Only {counted(topic_lag.lag, 'message')} left to consume, but the oldest has waited for "
+            f"{duration(age_s)}.",
             evidence,
             "Check whether the group runs, and which message holds its progress.",
         )
-    if each.expired:
+    if topic_lag.expired:
         yield Finding(
             "expired-unread",
             "error",
             subject,
-            f"{counted(each.expired, 'message')} of the group's queues were deleted before the group consumed them.",
-            {"expired": each.expired},
+            f"{counted(topic_lag.expired, 'message')} of the group's queues were deleted before the group consumed "
+            "them.",
+            {"expired": topic_lag.expired},
             "Unless the finding missing-log-files says that files are missing, retention deleted them: keep messages "
             "longer (file_reserved_hours, max_total_size), or let the group consume faster.",
         )

@@ -6,6 +6,7 @@ from librmq.diagnosis.backlog import lag, lag_findings
 from librmq.diagnosis.consistency import consistency_findings
 from librmq.diagnosis.damage import damage_findings, missing_log_findings, unlisted_topic_findings
 from librmq.diagnosis.findings import Finding, Thresholds, worst_first
+from librmq.diagnosis.halves import half_findings
 from librmq.diagnosis.letters import dead_letter_findings
 from librmq.diagnosis.samples import sample_findings
 from librmq.diagnosis.stuck import stuck_findings
@@ -26,19 +27,17 @@ def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: boo
         NotAStoreError: The folder holds no store.
         CorruptionError: A file is damaged in a way that no crash explains; ``librmq verify`` says more.
     """
-    from librmq.diagnosis.halves import half_findings  # it loads the broker
-
     limits = thresholds or Thresholds()
     with viewed(source) as view:
-        found = lag(view)
+        group_lag = lag(view)
         return worst_first(
             [
                 *damage_findings(view, check),
                 *missing_log_findings(view),
                 *unlisted_topic_findings(view),
-                *lag_findings(view, limits, found=found),
-                *consistency_findings(view, limits, found=found),
-                *stuck_findings(view, limits, found=found),
+                *lag_findings(view, limits, group_lag=group_lag),
+                *consistency_findings(view, limits, group_lag=group_lag),
+                *stuck_findings(view, limits, group_lag=group_lag),
                 *dead_letter_findings(view, limits),
                 *half_findings(view, limits),
                 *sample_findings(view, limits),

@@ -20,11 +20,11 @@ States = Mapping[str, InstanceState | None]
 
 
 def consistency_findings(
-    source: Source, thresholds: Thresholds | None = None, *, found: Lag | None = None
+    source: Source, thresholds: Thresholds | None = None, *, group_lag: Lag | None = None
 ) -> list[Finding]:
     """Return disagreements between the instances of a group, and queues without an owner or with two.
 
-    During a rebalance, queues can be without an owner for a moment. ``found`` is the lag, if already known.
+    During a rebalance, queues can be without an owner for a moment. ``group_lag`` is the lag, if already known.
     """
     limits = thresholds or Thresholds()
     findings: list[Finding] = []
@@ -32,8 +32,8 @@ def consistency_findings(
         broker = view.broker
         if broker is None:
             return []
-        known = lag(view) if found is None else found
-        waiting = {(row.group, row.topic, row.queue_id): row.lag for row in known if row.lag}
+        group_lag = lag(view) if group_lag is None else group_lag
+        waiting = {(row.group, row.topic, row.queue_id): row.lag for row in group_lag if row.lag}
         for client_id in sorted(broker.shared_client_ids()):
             findings.append(_shared_id(client_id))
         for group in view.groups:
@@ -47,7 +47,7 @@ def consistency_findings(
             differences = group_differences(
                 {client_id: comparable(topics) for client_id, topics in connections.subscriptions_by_client.items()}
             )
-            findings += [_difference(group, one, states, waiting) for one in differences]
+            findings += [_difference(group, difference, states, waiting) for difference in differences]
             findings += _modes(group, states)
             if connections.model is MessageModel.CLUSTERING and not differences and all(states.values()):
                 findings += _owners(view, connections, states, waiting)
@@ -63,36 +63,37 @@ def _shared_id(client_id: str) -> Finding:
 
 
 def _not_running(group: str, waiting: Mapping[tuple[str, str, int], int]) -> Iterator[Finding]:
-    late = {(topic, queue_id): count for (of, topic, queue_id), count in waiting.items() if of == group}
-    if late:
+    counts = {(topic, queue_id): count for (owner, topic, queue_id), count in waiting.items() if owner == group}
+    if counts:
         yield Finding(
             "group-not-running", "warning", f"group {group}",
-            f"{sum(late.values()):,} messages wait in {len(late)} queues, and the group has no running instance.",
-            {"lag": sum(late.values()), "queues": len(late), "instances": 0},
+            f"{sum(counts.values()):,} messages wait in {len(counts)} queues, and the group has no running instance.",
+            {"lag": sum(counts.values()), "queues": len(counts), "instances": 0},
             "Start an instance; or reset an unused group to the end of the topic.",
         )  # fmt: skip
 
 
 def _difference(
-    group: str, one: TopicDifference, states: States, waiting: Mapping[tuple[str, str, int], int]
+    group: str, difference: TopicDifference, states: States, waiting: Mapping[tuple[str, str, int], int]
 ) -> Finding:
     held = [
-        f"{who}: {', '.join(str(queue.queue.queue_id) for queue in state.queues if queue.queue.topic == one.topic)}"
-        for who, state in states.items()
-        if state is not None and any(queue.queue.topic == one.topic for queue in state.queues)
+        f"{client_id}: {', '.join(queue_ids)}"
+        for client_id, state in states.items()
+        if state is not None
+        and (queue_ids := [str(held.queue.queue_id) for held in state.queues if held.queue.topic == difference.topic])
     ]
-    unread = sum(count for (of, topic, _), count in waiting.items() if (of, topic) == (group, one.topic))
+    unread = sum(count for (owner, topic, _), count in waiting.items() if (owner, topic) == (group, difference.topic))
     what = (
         "queues that are allocated to an instance without it stay unread"
-        if one.without
+        if difference.without
         else "a message that does not match the filter of its queue's owner is skipped for good"
     )
     return Finding(
-        "subscriptions-differ", "error", f"group {group}, topic {one.topic}",
-        f"The instances subscribe to different things: {one}. So {what}.",
+        "subscriptions-differ", "error", f"group {group}, topic {difference.topic}",
+        f"The instances subscribe to different things: {difference}. So {what}.",
         {
-            "without": list(one.without),
-            "subscriptions": {str(kind): list(who) for kind, who in one.subscriptions},
+            "without": list(difference.without),
+            "subscriptions": {str(kind): list(client_ids) for kind, client_ids in difference.subscriptions},
             "queues_held": held,
             "lag": unread,
         },
@@ -101,7 +102,7 @@ def _difference(
 
 
 def _modes(group: str, states: States) -> Iterator[Finding]:
-    for name, of in (
+    for name, mode_of in (
         ("model", lambda state: state.model.name.lower()),
         ("order", lambda state: "orderly" if state.is_orderly else "concurrent"),
         ("strategy", lambda state: state.strategy),
@@ -109,11 +110,11 @@ def _modes(group: str, states: States) -> Iterator[Finding]:
         modes: dict[str, list[str]] = {}
         for client_id, state in states.items():
             if state is not None:
-                modes.setdefault(of(state), []).append(client_id)
+                modes.setdefault(mode_of(state), []).append(client_id)
         if len(modes) > 1:
-            told = "; ".join(f"{', '.join(who)}: {mode}" for mode, who in modes.items())
+            text = "; ".join(f"{', '.join(client_ids)}: {mode}" for mode, client_ids in modes.items())
             yield Finding(
-                f"{name}-differs", "error", f"group {group}", f"The instances differ in {name}: {told}.",
+                f"{name}-differs", "error", f"group {group}", f"The instances differ in {name}: {text}.",
                 {"instances": modes}, "Start every instance of a group with the same settings.",
             )  # fmt: skip
 
@@ -152,11 +153,11 @@ def _owners(
 
 
 def _shares(group: str, topic: str, shares: Mapping[str, int]) -> Iterator[Finding]:
-    most, least = max(shares.values(), default=0), min(shares.values(), default=0)
-    if most > least + 1:
+    largest, smallest = max(shares.values(), default=0), min(shares.values(), default=0)
+    if largest > smallest + 1:
         yield Finding(
             "uneven-shares", "warning", f"group {group}, topic {topic}",
-            f"One instance has {most} queues, another {least}.", {"queues_by_client_id": dict(shares)},
+            f"One instance has {largest} queues, another {smallest}.", {"queues_by_client_id": dict(shares)},
             "Check the allocation strategy: the shares of allocate_averagely differ by at most one.",
         )  # fmt: skip
 
@@ -164,8 +165,10 @@ def _shares(group: str, topic: str, shares: Mapping[str, int]) -> Iterator[Findi
 def _owned(
     group: str, topic: str, owners: Mapping[int, list[str]], waiting: Mapping[tuple[str, str, int], int]
 ) -> Iterator[Finding]:
-    unowned = [queue_id for queue_id, who in owners.items() if not who]
-    doubled: dict[str, Any] = {str(queue_id): who for queue_id, who in owners.items() if len(who) > 1}
+    unowned = [queue_id for queue_id, client_ids in owners.items() if not client_ids]
+    doubled: dict[str, Any] = {
+        str(queue_id): client_ids for queue_id, client_ids in owners.items() if len(client_ids) > 1
+    }
     if unowned:
         unread = sum(waiting.get((group, topic, queue_id), 0) for queue_id in unowned)
         yield Finding(

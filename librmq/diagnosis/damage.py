@@ -67,8 +67,8 @@ def damage_findings(view: StoreView, check: bool | None) -> list[Finding]:
         return [*unverified_damage(view), not_verified(f"store {path}", AT_ONCE)]
     from librmq.store.recovery.verify import MISSING_LOG, verify
 
-    found = [one for one in verify(path, files=view.store.files).damage if one.kind != MISSING_LOG]
-    return [damage_finding(f"store {path}", found, path)] if found else []
+    places = [place for place in verify(path, files=view.store.files).damage if place.kind != MISSING_LOG]
+    return [damage_finding(f"store {path}", places, path)] if places else []
 
 
 def not_verified(subject: str, limit: int) -> Finding:
@@ -133,7 +133,7 @@ def unlisted_topic_findings(view: StoreView) -> list[Finding]:
         return state.min_offset, state.max_offset
 
     counts = {
-        topic: (queues, sum(high - low for low, high in (range_of(topic, one) for one in view.topics[topic])))
+        topic: (queues, sum(high - low for low, high in (range_of(topic, queue_id) for queue_id in view.topics[topic])))
         for topic, queues in unlisted_topics(ranges, range_of, tables.topics.rows).items()
     }
     return [
@@ -151,19 +151,19 @@ def unlisted_topic_findings(view: StoreView) -> list[Finding]:
 def unverified_damage(view: StoreView) -> list[Finding]:
     """Return the findings about damage that shows without a comparison of queues and index with each record."""
     cut = view.store.cut_short or view.store.check_covered()
-    found = [*missing_queue_findings(view), *missing_key_findings(view)]
+    findings = [*missing_queue_findings(view), *missing_key_findings(view)]
     if cut is not None:
         path = view.store.path
         where = f"{os.path.relpath(cut.file, path)} at {cut.offset}: {cut.what}"
         cuts = f", and cut the {cut.bytes} bytes from there on" if cut.bytes else ""
-        found.append(
+        findings.append(
             Finding(
                 "damage", "error", f"store {path}",
                 f"A recovery would end the log at {cut.offset}{cuts}: {where}.",
                 {"places": 1, "kinds": [cut.kind], "log_end": cut.offset, "bytes": cut.bytes, "error": where}, _NEXT,
             )
         )  # fmt: skip
-    return found
+    return findings
 
 
 def missing_key_findings(view: StoreView) -> list[Finding]:
@@ -231,5 +231,5 @@ def damage_finding(subject: str, damage: Sequence[DamageLike], path: str = "", e
         error = error or f"{file} at {damage[0].offset}: {damage[0].what}"
     return Finding(
         "damage", "error", subject, f"{what}; the first: {error}." if damage else f"{what}: {error}.",
-        {"places": len(damage), "kinds": sorted({one.kind for one in damage}), "error": error}, _NEXT,
+        {"places": len(damage), "kinds": sorted({place.kind for place in damage}), "error": error}, _NEXT,
     )  # fmt: skip

@@ -47,8 +47,8 @@ def topic_volumes(source: Source) -> list[TopicVolume]:
         CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
-        found = [_volume(view, topic) for topic in view.topics if is_user_topic(topic)]
-        return sorted(found, key=lambda one: (-one.bytes, one.topic))
+        volumes = [_volume(view, topic) for topic in view.topics if is_user_topic(topic)]
+        return sorted(volumes, key=lambda volume: (-volume.bytes, volume.topic))
 
 
 def _volume(view: StoreView, topic: str) -> TopicVolume:
@@ -75,40 +75,41 @@ def design_check(source: Source, thresholds: Thresholds | None = None) -> list[F
     """
     limits = thresholds or Thresholds()
     with viewed(source) as view:
-        volumes = {one.topic: one for one in topic_volumes(view)}
+        volumes = {volume.topic: volume for volume in topic_volumes(view)}
         findings: list[Finding] = []
-        for one in volumes.values():
-            findings += _of_volume(one, limits)
-            findings += _of_messages(one, list(newest(view, one.topic, limits.sampled)), limits)
+        for volume in volumes.values():
+            findings += _of_volume(volume, limits)
+            findings += _of_messages(volume, list(newest(view, volume.topic, limits.sampled)), limits)
         findings += _of_groups(view, volumes)
         return worst_first(findings)
 
 
-def _of_volume(one: TopicVolume, limits: Thresholds) -> Iterator[Finding]:
-    if one.queues < limits.few_queues and one.messages > limits.busy_messages:
+def _of_volume(volume: TopicVolume, limits: Thresholds) -> Iterator[Finding]:
+    if volume.queues < limits.few_queues and volume.messages > limits.busy_messages:
         yield Finding(
-            "few-queues", "warning", f"topic {one.topic}",
-            f"{one.messages:,} messages share {one.queues} queue, so only one consumer of a group is busy.",
-            {"queues": one.queues, "messages": one.messages},
+            "few-queues", "warning", f"topic {volume.topic}",
+            f"{volume.messages:,} messages share {volume.queues} queue, so only one consumer of a group is busy.",
+            {"queues": volume.queues, "messages": volume.messages},
             "Add queues, unless all messages must stay in one order; stored messages do not move.",
         )  # fmt: skip
-    if one.largest > limits.large_body + FIXED_SIZE:
+    if volume.largest > limits.large_body + FIXED_SIZE:
         yield Finding(
-            "large-bodies", "warning", f"topic {one.topic}",
-            f"The largest record has {one.largest:,} bytes; bodies over {limits.large_body:,} bytes slow every reader.",
-            {"largest": one.largest, "limit": limits.large_body},
+            "large-bodies", "warning", f"topic {volume.topic}",
+            f"The largest record has {volume.largest:,} bytes; bodies over {limits.large_body:,} bytes slow every "
+            "reader.",
+            {"largest": volume.largest, "limit": limits.large_body},
             "Send a reference to a body that is stored elsewhere: see docs/largebody.md.",
         )  # fmt: skip
 
 
-def _of_messages(one: TopicVolume, messages: list[StoredMessage], limits: Thresholds) -> Iterator[Finding]:
+def _of_messages(volume: TopicVolume, messages: list[StoredMessage], limits: Thresholds) -> Iterator[Finding]:
     kinds: Counter[str] = Counter(map(kind_of, messages))
     if len(kinds) > 1:
         yield Finding(
-            "mixed-kinds", "warning", f"topic {one.topic}",
+            "mixed-kinds", "warning", f"topic {volume.topic}",
             f"The topic mixes kinds of messages: {', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}"
-            + (f", of the newest {len(messages):,}." if len(messages) < one.messages else "."),
-            {"kinds": dict(kinds), **sample(len(messages), one.messages)},
+            + (f", of the newest {len(messages):,}." if len(messages) < volume.messages else "."),
+            {"kinds": dict(kinds), **sample(len(messages), volume.messages)},
             "Give each kind its own topic: RocketMQ 5 refuses mixtures, and their rates differ.",
         )  # fmt: skip
     keys: Counter[str] = Counter(key for message in messages for key in set(message.keys))
@@ -116,9 +117,9 @@ def _of_messages(one: TopicVolume, messages: list[StoredMessage], limits: Thresh
         key, count = keys.most_common(1)[0]
         if count > limits.key_share * len(messages):
             yield Finding(
-                "skewed-key", "warning", f"topic {one.topic}",
+                "skewed-key", "warning", f"topic {volume.topic}",
                 f"{count / len(messages):.0%} of the newest {counted(len(messages), 'message')} have the key {key}.",
-                {"key": key, "messages": count, **sample(len(messages), one.messages)},
+                {"key": key, "messages": count, **sample(len(messages), volume.messages)},
                 "If keys select the queue, that queue limits the topic: split the key, or give it its own topic.",
             )  # fmt: skip
 
@@ -132,8 +133,8 @@ def _of_groups(view: StoreView, volumes: dict[str, TopicVolume]) -> Iterator[Fin
         if len(its) < 2:
             continue
         counts = {topic: volumes[topic].messages if topic in volumes else 0 for topic in its}
-        most, least = max(counts.values()), min(counts.values())
-        is_far = most >= _FAR_APART * max(least, 1)
+        largest, smallest = max(counts.values()), min(counts.values())
+        is_far = largest >= _FAR_APART * max(smallest, 1)
         yield Finding(
             "group-over-topics", "warning" if is_far else "info", f"group {group}",
             f"The group consumes {len(its)} topics"

@@ -69,9 +69,9 @@ class Consumption:
         Raises:
             ConfigError: A value is out of range; the message names it.
         """
-        for name, least in (("clients", 1), ("threads", 1), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}: expected at least {least}, found {getattr(self, name)!r}")
+        for name, minimum in (("clients", 1), ("threads", 1), ("batch_size", 1)):
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"{name}: expected at least {minimum}, found {getattr(self, name)!r}")
         if not self.handler_s > 0:
             raise ConfigError(f"handler_s: expected seconds above 0, found {self.handler_s!r}")
         if not self.lags or min(self.lags) < 0:
@@ -133,7 +133,7 @@ def estimate(consumption: Consumption) -> Estimate:
     rate, bound = sum(rates), "clients"
     limit = consumption.downstream_per_s
     if limit is not None and rate > limit:
-        rates = [each * limit / rate for each in rates]
+        rates = [client_rate * limit / rate for client_rate in rates]
         rate, bound = limit, "downstream"
     facts = (
         sum(not share for share in shares),
@@ -159,9 +159,11 @@ def estimate(consumption: Consumption) -> Estimate:
     high = alone[0] * (1 + off) + _DEVIATIONS * math.sqrt(max(variance, alone[1]))
     if consumption.batch_size > 1 and inflow:
         high += consumption.handler_s  # for a call that is not full
-    known: Literal["clients", "one queue", "downstream"]
-    known = "one queue" if what == "one queue" else "downstream" if what == "downstream" else "clients"
-    return Estimate(mean, max(0.0, low), high if math.isfinite(high) else None, rate, utilisation, wait, known, *facts)
+    bound_by: Literal["clients", "one queue", "downstream"]
+    bound_by = "one queue" if what == "one queue" else "downstream" if what == "downstream" else "clients"
+    return Estimate(
+        mean, max(0.0, low), high if math.isfinite(high) else None, rate, utilisation, wait, bound_by, *facts
+    )
 
 
 def _whole(
@@ -169,16 +171,16 @@ def _whole(
 ) -> tuple[float, float, str]:
     """Return mean and variance of the time in which the group drains all queues, and its bound."""
     times = [
-        _drain(consumption, [consumption.lags[queue] for queue in share], each, inflow, bound)
-        for share, each in zip(shares, rates, strict=True)
+        _drain(consumption, [consumption.lags[queue] for queue in share], rate, inflow, bound)
+        for share, rate in zip(shares, rates, strict=True)
         if share and any(consumption.lags[queue] or inflow for queue in share)
     ]
     limit = consumption.downstream_per_s
     if limit is not None and bound == "downstream":  # a finished client leaves its share of it to the others
         spare = limit - consumption.stored_per_s
         together = sum(consumption.lags) / spare if spare > 0 else math.inf
-        times = [(max(together, _alone(consumption, shares, inflow)), max(one[1] for one in times), bound)]
-    return *_latest([one[:2] for one in times]), max(times)[2]
+        times = [(max(together, _alone(consumption, shares, inflow)), max(time[1] for time in times), bound)]
+    return *_latest([time[:2] for time in times]), max(times)[2]
 
 
 def _shares(consumption: Consumption) -> tuple[list[list[int]], list[int]]:
@@ -209,15 +211,17 @@ def _drain(
     consumption: Consumption, lags: list[int], rate: float, inflow: float, bound: str
 ) -> tuple[float, float, str]:
     """Return mean and variance of the time in which one client drains its queues, and its bound."""
-    found = _stretch(consumption, sum(lags), rate, inflow * len(lags), _parallel(consumption, lags))
+    time = _stretch(consumption, sum(lags), rate, inflow * len(lags), _parallel(consumption, lags))
     if consumption.is_orderly and inflow and consumption.threads < len(lags):
-        turn = min(_TURN_S, found[0]) / 2  # a thread stays with a queue that gets new messages, while others wait
-        found = found[0] + turn * (consumption.threads > 1), found[1] + (0.75 * turn) ** 2
-    times = [(*found, bound)]
+        turn = min(_TURN_S, time[0]) / 2  # a thread stays with a queue that gets new messages, while others wait
+        time = time[0] + turn * (consumption.threads > 1), time[1] + (0.75 * turn) ** 2
+    times = [(*time, bound)]
     if consumption.is_orderly:  # one listener a queue
-        one = min(rate, consumption.batch_size / consumption.handler_s)
-        each = [_stretch(consumption, waiting, one, inflow, 1) for waiting in lags]
-        times.append((*(_latest(each) if consumption.threads >= len(lags) else max(each)), "one queue"))
+        queue_rate = min(rate, consumption.batch_size / consumption.handler_s)
+        times_of_queues = [_stretch(consumption, waiting, queue_rate, inflow, 1) for waiting in lags]
+        times.append(
+            (*(_latest(times_of_queues) if consumption.threads >= len(lags) else max(times_of_queues)), "one queue")
+        )
     return max(times)
 
 
@@ -248,16 +252,16 @@ def _stretch(consumption: Consumption, messages: int, rate: float, inflow: float
         return math.inf, 0.0
     calls = max(1.0, messages / consumption.batch_size)
     at_last = min(parallel, math.ceil(calls))
-    gone = rate / (rate - inflow) if inflow else 1.0
-    in_flow = max(0.0, messages - at_last * consumption.batch_size) / rate * gone
+    stretch = rate / (rate - inflow) if inflow else 1.0
+    in_flow = max(0.0, messages - at_last * consumption.batch_size) / rate * stretch
     longest = consumption.handler_s * (1 + consumption.handler_spread * (_harmonic(at_last) - 1))
     deviation = consumption.handler_spread * consumption.handler_s
-    variance = calls * gone * (deviation / parallel) ** 2 * gone**2 + deviation**2
+    variance = calls * stretch * (deviation / parallel) ** 2 * stretch**2 + deviation**2
     return in_flow + (longest if messages else 0.0), variance
 
 
 def _harmonic(number: int) -> float:
-    return sum(1 / each for each in range(1, number + 1)) if number < 100 else math.log(number) + 0.5772
+    return sum(1 / call for call in range(1, number + 1)) if number < 100 else math.log(number) + 0.5772
 
 
 def _wait(consumption: Consumption, rate: float, utilisation: float) -> float | None:
@@ -316,7 +320,7 @@ def what_if(consumption: Consumption) -> list[Scenario]:
         then = estimate(changed)
         gain = now.drain_s / then.drain_s if now.drain_s and then.drain_s else None
         scenarios.append(Scenario(name, changed, then, gain, advice))
-    return [same, *sorted(scenarios, key=lambda one: -(one.speed_up or 0))]
+    return [same, *sorted(scenarios, key=lambda scenario: -(scenario.speed_up or 0))]
 
 
 def consumption_of(

@@ -55,7 +55,7 @@ def expiring(source: Source, *, reserved_s: float, within_s: float) -> list[Expi
         log, latest_ms = view.store.log, (view.now_ms or 0) + round(1000 * (within_s - reserved_s))
         last_ms = cache(lambda start: last_timestamp_ms(log, start))
         end = _end_of_expired(log, latest_ms, last_ms)
-        found: dict[tuple[str, str], ExpiringMessages] = {}
+        rows: dict[tuple[str, str], ExpiringMessages] = {}
         for row in lag(view, times=False):
             if not row.lag:
                 continue  # its queue can be gone
@@ -66,13 +66,13 @@ def expiring(source: Source, *, reserved_s: float, within_s: float) -> list[Expi
             if len(entries):
                 start = int(entries["physical_offset"][0]) // log.file_size * log.file_size
                 at_ms, size = last_ms(start) + round(1000 * reserved_s), int(entries["size"].sum(dtype="i8"))
-                known = found.get((row.group, row.topic), ExpiringMessages(row.group, row.topic, 0, 0, at_ms))
-                found[row.group, row.topic] = known._replace(
-                    messages=known.messages + len(entries),
-                    bytes=known.bytes + size,
-                    first_at_ms=min(known.first_at_ms, at_ms),
+                sums = rows.get((row.group, row.topic), ExpiringMessages(row.group, row.topic, 0, 0, at_ms))
+                rows[row.group, row.topic] = sums._replace(
+                    messages=sums.messages + len(entries),
+                    bytes=sums.bytes + size,
+                    first_at_ms=min(sums.first_at_ms, at_ms),
                 )
-        return sorted(found.values(), key=lambda row: (row.first_at_ms, -row.messages, row.group, row.topic))
+        return sorted(rows.values(), key=lambda row: (row.first_at_ms, -row.messages, row.group, row.topic))
 
 
 def _end_of_expired(log: CommitLog, latest_ms: int, last_ms: Callable[[int], int]) -> int:

@@ -86,13 +86,13 @@ NAMED: Final = 20
 def named(ids: Iterable[int]) -> str:
     """Return queue ids for people and for ``--queue``, such as ``0,3,5-9``; of many ranges the first."""
     ranges: list[list[int]] = []
-    for one in sorted(ids):
-        if ranges and ranges[-1][1] == one - 1:
-            ranges[-1][1] = one
+    for queue_id in sorted(ids):
+        if ranges and ranges[-1][1] == queue_id - 1:
+            ranges[-1][1] = queue_id
         else:
-            ranges.append([one, one])
-    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges[:NAMED]]
-    return ",".join([*shown, *(["…"] if len(ranges) > NAMED else [])])
+            ranges.append([queue_id, queue_id])
+    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges[:NAMED]]
+    return ",".join([*texts, *(["…"] if len(ranges) > NAMED else [])])
 
 
 _SIZES: Final = ("lag", "messages", "halves", "expired")
@@ -100,7 +100,9 @@ _SIZES: Final = ("lag", "messages", "halves", "expired")
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """Sort findings by severity, damage first, then by the number of messages concerned, kind and subject."""
-    return sorted(findings, key=lambda one: place_of(one.kind, one.severity, one.subject, one.evidence))
+    return sorted(
+        findings, key=lambda finding: place_of(finding.kind, finding.severity, finding.subject, finding.evidence)
+    )
 
 
 def place_of(kind: str, severity: str, subject: str, evidence: Mapping[str, Any]) -> tuple[object, ...]:

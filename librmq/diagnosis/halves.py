@@ -7,9 +7,8 @@ decision delivers or drops the message, and writes an op message for its end.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from librmq.broker import Broker
 from librmq.diagnosis.findings import Finding, Thresholds, counted
 from librmq.diagnosis.pending import family_of_half, given_up_halves, open_halves
 from librmq.diagnosis.people import duration
@@ -19,8 +18,10 @@ from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import OP_TOPIC
-from librmq.protocol import EndTransaction, TransactionState
 from librmq.scheduling.half_messages import OP_TAG, QUEUE
+
+if TYPE_CHECKING:
+    from librmq.broker import Broker
 
 _SYSTEM_ERROR = 1
 
@@ -82,8 +83,12 @@ def decide_half(broker: Broker, physical_offset: int, *, commit: bool) -> None:
             longer has it.
         BrokerUnreachableError: The broker is closed.
     """
+    from librmq.protocol import EndTransaction, TransactionState  # loads asyncio, which a list does not need
+
     store = broker.store
-    half = next((one for one in given_up_halves(store) if one.physical_offset == physical_offset), None)
+    half = next(
+        (candidate for candidate in given_up_halves(store) if candidate.physical_offset == physical_offset), None
+    )
     if half is None:
         raise TransactionRefusedError(
             _SYSTEM_ERROR,
@@ -106,14 +111,14 @@ def decide_half(broker: Broker, physical_offset: int, *, commit: bool) -> None:
 def half_findings(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
     """Return the findings about halves of each producer group and topic: given up, or never checked."""
     limits = thresholds or Thresholds()
-    found: dict[tuple[str, str], list[GivenUpHalf]] = {}
+    halves_by_topic: dict[tuple[str, str], list[GivenUpHalf]] = {}
     with viewed(source) as view:
         unchecked = list(_unchecked(view, limits))
-        for one in given_up(view):
-            found.setdefault((one.group, one.topic), []).append(one)
+        for half in given_up(view):
+            halves_by_topic.setdefault((half.group, half.topic), []).append(half)
     return [
         *unchecked,
-        *(_given_up(group, topic, halves, limits) for (group, topic), halves in found.items()),
+        *(_given_up(group, topic, halves, limits) for (group, topic), halves in halves_by_topic.items()),
     ]
 
 
@@ -125,9 +130,9 @@ def _given_up(group: str, topic: str, halves: list[GivenUpHalf], limits: Thresho
         f"Checks have given up {counted(len(halves), 'half message')}, without commit or rollback.",
         {
             "halves": len(halves),
-            "checks": max(one.checks for one in halves),
-            "first_timestamp_ms": min(one.given_up_timestamp_ms for one in halves),
-            "last_timestamp_ms": max(one.given_up_timestamp_ms for one in halves),
+            "checks": max(half.checks for half in halves),
+            "first_timestamp_ms": min(half.given_up_timestamp_ms for half in halves),
+            "last_timestamp_ms": max(half.given_up_timestamp_ms for half in halves),
             "physical_offset": halves[-1].physical_offset,
         },
         "Look up the transactions in the producer's database, then commit or roll back each: librmq decide STORE "
@@ -137,15 +142,17 @@ def _given_up(group: str, topic: str, halves: list[GivenUpHalf], limits: Thresho
 
 def _unchecked(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield the halves that no check has asked about, though it was due long ago."""
-    found: dict[tuple[str, str], list[tuple[int, StoredMessage]]] = {}
+    halves_by_topic: dict[tuple[str, str], list[tuple[int, StoredMessage]]] = {}
     for check_ms, half in open_halves(view.store, view.tables):
         due_ms = max(check_ms, half.store_timestamp_ms)  # the producer's clock can be wrong
         checks = java_int(half.properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0"))
         if not checks and (view.age_s(due_ms) or 0) > limits.unchecked_s:
             group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
-            found.setdefault((group, half.properties.get(record.PROPERTY_REAL_TOPIC, "")), []).append((due_ms, half))
-    for (group, topic), halves in found.items():
-        due_ms, oldest = min(halves, key=lambda one: one[0])
+            halves_by_topic.setdefault((group, half.properties.get(record.PROPERTY_REAL_TOPIC, "")), []).append(
+                (due_ms, half)
+            )
+    for (group, topic), halves in halves_by_topic.items():
+        due_ms, oldest = min(halves, key=lambda pair: pair[0])
         yield Finding(
             "unchecked-halves",
             "error" if topic in limits.topics else "warning",

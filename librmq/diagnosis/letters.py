@@ -77,7 +77,7 @@ def dead_letters(source: Source, *, group: str | None = None) -> list[GivenUpMes
     """
     with viewed(source) as view:
         times = resent_times(view.store.path, view.store.files)
-        letters = ((given_up(of, message), message) for of, message in _messages(view, group))
+        letters = ((given_up(group_name, message), message) for group_name, message in _messages(view, group))
         return [letter._replace(resent_at_ms=times.get(letter_identity(message))) for letter, message in letters]
 
 
@@ -89,35 +89,35 @@ def dead_letter_causes(source: Source, *, group: str | None = None) -> list[Dead
         CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
-        return sum_up_causes(given_up(of, message) for of, message in _messages(view, group))
+        return sum_up_causes(given_up(group_name, message) for group_name, message in _messages(view, group))
 
 
 def sum_up_causes(letters: Iterable[GivenUpMessage]) -> list[DeadLetterCause]:
     """Return dead letters by group, topic and cause, the most frequent first."""
-    found: dict[tuple[str, str, str], DeadLetterCause] = {}
-    for one in letters:
-        name = one.group, one.original_topic, _VARIES.sub("#", one.cause)
-        known = found.get(name)
-        at = one.store_timestamp_ms
-        found[name] = DeadLetterCause(
+    sums: dict[tuple[str, str, str], DeadLetterCause] = {}
+    for letter in letters:
+        name = letter.group, letter.original_topic, _VARIES.sub("#", letter.cause)
+        before = sums.get(name)
+        at = letter.store_timestamp_ms
+        sums[name] = DeadLetterCause(
             *name,
-            1 if known is None else known.messages + 1,
-            at if known is None else min(known.first_timestamp_ms, at),
-            at if known is None else max(known.last_timestamp_ms, at),
-            one.reconsume_times if known is None else max(known.most_times, one.reconsume_times),
-            one.physical_offset,
+            1 if before is None else before.messages + 1,
+            at if before is None else min(before.first_timestamp_ms, at),
+            at if before is None else max(before.last_timestamp_ms, at),
+            letter.reconsume_times if before is None else max(before.most_times, letter.reconsume_times),
+            letter.physical_offset,
         )
-    return sorted(found.values(), key=lambda one: (-one.messages, one[:3]))
+    return sorted(sums.values(), key=lambda sums_of_cause: (-sums_of_cause.messages, sums_of_cause[:3]))
 
 
 def _messages(view: StoreView, group: str | None) -> Iterator[tuple[str, StoredMessage]]:
     for topic, queue_ids in view.topics.items():
         if topic.startswith(DEAD_LETTER_PREFIX):
-            of = topic.removeprefix(DEAD_LETTER_PREFIX)
-            if group in (None, of):
+            group_name = topic.removeprefix(DEAD_LETTER_PREFIX)
+            if group in (None, group_name):
                 for queue_id in queue_ids:
                     for message in view.store.messages(topic, queue_id):
-                        yield of, message
+                        yield group_name, message
 
 
 def given_up(group: str, message: StoredMessage) -> GivenUpMessage:
@@ -135,9 +135,9 @@ def given_up(group: str, message: StoredMessage) -> GivenUpMessage:
 
 
 def _cause(message: StoredMessage) -> str:
-    told = message.properties.get(record.PROPERTY_DEAD_LETTER_CAUSE)
-    if told:
-        return told
+    recorded = message.properties.get(record.PROPERTY_DEAD_LETTER_CAUSE)
+    if recorded:
+        return recorded
     if java_int(message.properties.get(record.PROPERTY_RECONSUME_TIME, "")) is not None:
         return IN_ORDER  # an orderly consumer sends the message itself, with its count as a property
     return AT_ONCE if message.reconsume_times <= 1 else USED_UP
@@ -147,33 +147,33 @@ def dead_letter_findings(source: Source, thresholds: Thresholds | None = None) -
     """Return a finding for each frequent cause of dead letters of a group and topic, and one for the rest."""
     limits = thresholds or Thresholds()
     by_topic: dict[tuple[str, str], list[DeadLetterCause]] = {}
-    for one in dead_letter_causes(source):
-        by_topic.setdefault((one.group, one.original_topic), []).append(one)
+    for cause in dead_letter_causes(source):
+        by_topic.setdefault((cause.group, cause.original_topic), []).append(cause)
     findings = []
     for causes in by_topic.values():
-        findings += [_of_causes([one], limits) for one in causes[:_CAUSES]]
+        findings += [_of_causes([cause], limits) for cause in causes[:_CAUSES]]
         if len(causes) > _CAUSES:
             findings.append(_of_causes(causes[_CAUSES:], limits))
     return findings
 
 
 def _of_causes(causes: Sequence[DeadLetterCause], limits: Thresholds) -> Finding:
-    one, messages = causes[0], sum(each.messages for each in causes)
-    what = one.cause if len(causes) == 1 else f"{counted(len(causes), 'rarer cause')}, such as {one.cause}"
+    largest, messages = causes[0], sum(cause.messages for cause in causes)
+    what = largest.cause if len(causes) == 1 else f"{counted(len(causes), 'rarer cause')}, such as {largest.cause}"
     return Finding(
         "dead-letters",
-        "error" if one.original_topic in limits.topics else "warning",
-        f"group {one.group}, topic {one.original_topic}",
+        "error" if largest.original_topic in limits.topics else "warning",
+        f"group {largest.group}, topic {largest.original_topic}",
         f"{counted(messages, 'dead letter')}: {what}.",
         {
-            "cause": one.cause,
+            "cause": largest.cause,
             "causes": len(causes),
             **cut_if(len(causes) > 1),
             "messages": messages,
-            "first_timestamp_ms": min(each.first_timestamp_ms for each in causes),
-            "last_timestamp_ms": max(each.last_timestamp_ms for each in causes),
-            "physical_offset": one.example,
+            "first_timestamp_ms": min(cause.first_timestamp_ms for cause in causes),
+            "last_timestamp_ms": max(cause.last_timestamp_ms for cause in causes),
+            "physical_offset": largest.example,
         },
-        f"Fix the cause, then send them again: librmq dead-letters STORE --resend --group {one.group}, or "
+        f"Fix the cause, then send them again: librmq dead-letters STORE --resend --group {largest.group}, or "
         "broker.resend_dead_letters.",
     )

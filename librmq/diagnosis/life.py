@@ -103,90 +103,94 @@ def story(source: Source, name: str, *, topic: str | None = None) -> list[StoryE
 def _records(view: StoreView, name: str, topic: str | None) -> list[StoredMessage]:
     """Return every record of the messages that ``name`` identifies, in log order."""
     store = view.store
-    found = {one.physical_offset: one for one in store.find_by_id(name)}
-    if not found:
-        for each in [topic] if topic is not None else list(view.topics):
-            found |= {one.physical_offset: one for one in store.find_by_key(each, name, max_messages=_MOST)}
-    for one in list(found.values()):
-        key = one.unique_key
-        origin = one.properties.get(record.PROPERTY_ORIGIN_MESSAGE_ID)
+    records = {message.physical_offset: message for message in store.find_by_id(name)}
+    if not records:
+        for topic_name in [topic] if topic is not None else list(view.topics):
+            records |= {
+                message.physical_offset: message for message in store.find_by_key(topic_name, name, max_messages=_MOST)
+            }
+    for message in list(records.values()):
+        key = message.unique_key
+        origin = message.properties.get(record.PROPERTY_ORIGIN_MESSAGE_ID)
         if key is not None:
             if key != name:
-                found |= {other.physical_offset: other for other in store.find_by_id(key)}
+                records |= {other.physical_offset: other for other in store.find_by_id(key)}
         else:  # only the first record's id connects the records
-            first = origin or one.offset_id
-            found |= {
+            first = origin or message.offset_id
+            records |= {
                 other.physical_offset: other
                 for other in store.log.search(first.encode())
                 if other.properties.get(record.PROPERTY_ORIGIN_MESSAGE_ID) == first
             }
-            found |= {other.physical_offset: other for other in store.find_by_id(first)}
-    return [found[place] for place in sorted(found)]
+            records |= {other.physical_offset: other for other in store.find_by_id(first)}
+    return [records[place] for place in sorted(records)]
 
 
 def _log_events(store: MessageStore, records: Sequence[StoredMessage]) -> list[StoryEvent]:
     events: list[StoryEvent] = []
     waiting: dict[str | None, list[str]] = {}  # by unique id: the targets of undelivered delays
     seen: set[tuple[str, str]] = set()
-    for one in records:
-        topic, key = one.topic, one.unique_key
+    for message in records:
+        topic, key = message.topic, message.unique_key
         if topic in _WAITING:
-            real = one.properties.get(record.PROPERTY_REAL_TOPIC, "")
-            if _is_commit(one):
-                events.append(_event(one, "committed", None, f"for topic {real}, with a delay"))
+            real = message.properties.get(record.PROPERTY_REAL_TOPIC, "")
+            if _is_commit(message):
+                events.append(_event(message, "committed", None, f"for topic {real}, with a delay"))
             waiting.setdefault(key, []).append(real)
-            events.append(_event(one, "delayed", *_delayed(one, real)))
+            events.append(_event(message, "delayed", *_delayed(message, real)))
             continue
-        known = _of_brokers_topic(one)
-        if known is None:
+        description = _of_brokers_topic(message)
+        if description is None:
             is_delivery = topic in waiting.get(key, ())
             again = key is not None and (key, topic) in seen
             note = "a duplicate: this id was stored in this topic before" if again else ""
-            event: EventKind = "delivered" if is_delivery else "committed" if _is_commit(one) else "stored"
-            known = event, None, note
+            event: EventKind = "delivered" if is_delivery else "committed" if _is_commit(message) else "stored"
+            description = event, None, note
             seen.add((key or "", topic))
         if topic in waiting.get(key, ()):
             waiting[key].remove(topic)
-        events.append(_event(one, *known))
+        events.append(_event(message, *description))
     events += _rollbacks(store, records)
     return sorted(events, key=lambda event: event.physical_offset)
 
 
-def _of_brokers_topic(one: StoredMessage) -> tuple[EventKind, str | None, str] | None:
+def _of_brokers_topic(message: StoredMessage) -> tuple[EventKind, str | None, str] | None:
     """Return event, group and note of a record in a topic that the broker writes; None for one of producers."""
-    properties, topic = one.properties, one.topic
+    properties, topic = message.properties, message.topic
     if topic == HALF_TOPIC:
         group, real = properties.get(record.PROPERTY_PRODUCER_GROUP), properties.get(record.PROPERTY_REAL_TOPIC)
-        if record.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET in properties or _times_checked(one):
-            return "checked", group, f"check {_times_checked(one)} put it back"
+        if record.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET in properties or _times_checked(message):
+            return "checked", group, f"check {_times_checked(message)} put it back"
         return "half", group, f"for topic {real}"
     if topic == CHECK_MAX_TIME_TOPIC:
         return (
             "given_up",
             properties.get(record.PROPERTY_PRODUCER_GROUP),
-            f"after {counted(_times_checked(one), 'check')}",
+            f"after {counted(_times_checked(message), 'check')}",
         )
     if topic.startswith(DEAD_LETTER_PREFIX):
-        cause = properties.get(record.PROPERTY_DEAD_LETTER_CAUSE) or f"after {counted(one.reconsume_times, 'attempt')}"
+        cause = (
+            properties.get(record.PROPERTY_DEAD_LETTER_CAUSE) or f"after {counted(message.reconsume_times, 'attempt')}"
+        )
         return "dead", topic.removeprefix(DEAD_LETTER_PREFIX), cause
     if topic.startswith(RETRY_PREFIX):
-        return "retried", topic.removeprefix(RETRY_PREFIX), f"attempt {one.reconsume_times + 1}"
+        return "retried", topic.removeprefix(RETRY_PREFIX), f"attempt {message.reconsume_times + 1}"
     return None
 
 
-def _delayed(one: StoredMessage, real: str) -> tuple[str | None, str]:
+def _delayed(message: StoredMessage, real: str) -> tuple[str | None, str]:
     """Return group and note of a record that waits for its time."""
     group = next(
-        (real.removeprefix(each) for each in (RETRY_PREFIX, DEAD_LETTER_PREFIX) if real.startswith(each)), None
+        (real.removeprefix(prefix) for prefix in (RETRY_PREFIX, DEAD_LETTER_PREFIX) if real.startswith(prefix)), None
     )
-    if DELETE_KEY in one.properties:
+    if DELETE_KEY in message.properties:
         return group, "cancels a timer"
-    level = f", level {level_of_queue_id(one.queue_id)}" if one.topic == SCHEDULE_TOPIC else ""
+    level = f", level {level_of_queue_id(message.queue_id)}" if message.topic == SCHEDULE_TOPIC else ""
     return group, f"for topic {real}{level}"
 
 
-def _times_checked(one: StoredMessage) -> int:
-    return java_int(one.properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0
+def _times_checked(message: StoredMessage) -> int:
+    return java_int(message.properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0
 
 
 def _identity(message: StoredMessage) -> str:
@@ -195,34 +199,34 @@ def _identity(message: StoredMessage) -> str:
     return message.unique_key or origin or message.offset_id
 
 
-def _is_commit(one: StoredMessage) -> bool:
-    return one.sys_flag & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT
+def _is_commit(message: StoredMessage) -> bool:
+    return message.sys_flag & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT
 
 
 def _rollbacks(store: MessageStore, records: Sequence[StoredMessage]) -> list[StoryEvent]:
     """Return the op messages of halves without a final message, the first for each transaction."""
-    committed = {one.unique_key for one in records if _is_commit(one)}
-    committed_halves = {one.prepared_transaction_offset for one in records if _is_commit(one)}
+    committed = {message.unique_key for message in records if _is_commit(message)}
+    committed_halves = {message.prepared_transaction_offset for message in records if _is_commit(message)}
     halves = {
-        one.queue_offset: one
-        for one in records
-        if one.topic == HALF_TOPIC
-        and one.physical_offset not in committed_halves
-        and (one.unique_key is None or one.unique_key not in committed)
+        message.queue_offset: message
+        for message in records
+        if message.topic == HALF_TOPIC
+        and message.physical_offset not in committed_halves
+        and (message.unique_key is None or message.unique_key not in committed)
     }
     if not halves:
         return []
-    found: dict[str | None, StoryEvent] = {}
-    first_ms = min(one.store_timestamp_ms for one in halves.values())
+    events: dict[str | None, StoryEvent] = {}
+    first_ms = min(message.store_timestamp_ms for message in halves.values())
     begin = store.queue_offset_at(OP_TOPIC, QUEUE, first_ms - 1)
     for op in store.messages(OP_TOPIC, QUEUE, begin):
         queue_offset = half_of(op) if op.body else None
         half = None if queue_offset is None else halves.get(queue_offset)
-        if half is not None and half.unique_key not in found and op.physical_offset > half.physical_offset:
+        if half is not None and half.unique_key not in events and op.physical_offset > half.physical_offset:
             group = half.properties.get(record.PROPERTY_PRODUCER_GROUP)
             note = f"the half at queue offset {half.queue_offset}"
-            found[half.unique_key] = _event(op, "rolled_back", group, note)._replace(unique_key=half.unique_key)
-    return list(found.values())
+            events[half.unique_key] = _event(op, "rolled_back", group, note)._replace(unique_key=half.unique_key)
+    return list(events.values())
 
 
 def _group_events(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[StoryEvent]:
@@ -299,16 +303,16 @@ class _Ends:
         if subscription is not None and is_tag_type(subscription.expression_type):
             tags = TagFilter(subscription.expression)
             return "" if tags.matches(message.tags) else f"the group's tags are {subscription.expression}"
-        own = None if self._registrations is None else self._registrations.get(message.topic, group)
-        if own is None or own.matches(message.properties):
+        registration = None if self._registrations is None else self._registrations.get(message.topic, group)
+        if registration is None or registration.matches(message.properties):
             return ""
-        if own.dead and own.dead_timestamp_ms < message.store_timestamp_ms:
+        if registration.dead and registration.dead_timestamp_ms < message.store_timestamp_ms:
             return ""  # the group had ended this subscription, and may have had another one
-        return f"the group's registered filter is {own.expression}"
+        return f"the group's registered filter is {registration.expression}"
 
 
-def _event(one: StoredMessage, event: EventKind, group: str | None, note: str) -> StoryEvent:
+def _event(message: StoredMessage, event: EventKind, group: str | None, note: str) -> StoryEvent:
     return StoryEvent(
-        one.store_timestamp_ms, event, one.topic, one.queue_id, one.queue_offset, one.physical_offset, group, note,
-        one.unique_key,
+        message.store_timestamp_ms, event, message.topic, message.queue_id, message.queue_offset,
+        message.physical_offset, group, note, message.unique_key,
     )  # fmt: skip

@@ -54,20 +54,20 @@ def waiting_origins(
         for row in lag(view, group=group, topic=topic, times=False):
             if row.lag:
                 rows.setdefault((row.group, row.topic), []).append(row)
-        return [_of_topic(view, *name, late, sampled) for name, late in rows.items()]
+        return [_of_topic(view, *name, rows_of_topic, sampled) for name, rows_of_topic in rows.items()]
 
 
-def _of_topic(view: StoreView, group: str, topic: str, late: list[QueueLag], sampled: int) -> WaitingOrigins:
-    total = sum(row.lag for row in late)
+def _of_topic(view: StoreView, group: str, topic: str, rows: list[QueueLag], sampled: int) -> WaitingOrigins:
+    total = sum(row.lag for row in rows)
     if topic.startswith(RETRY_PREFIX):
         return WaitingOrigins(group, topic, total, total, 0, 0, total)
-    found: Counter[str] = Counter()
-    for row in late:
+    kinds: Counter[str] = Counter()
+    for row in rows:
         begin = max(row.min_offset, row.consumer_offset or 0)
-        most = row.lag if total <= sampled else max(1, row.lag * sampled // total)
+        count = row.lag if total <= sampled else max(1, row.lag * sampled // total)
         with suppress(CorruptionError):
-            found.update(map(kind_of, view.store.messages(topic, row.queue_id, begin, begin + most)))
-    delayed = found["delayed"]
+            kinds.update(map(kind_of, view.store.messages(topic, row.queue_id, begin, begin + count)))
+    delayed = kinds["delayed"]
     return WaitingOrigins(
-        group, topic, total, found.total(), found.total() - delayed, delayed, 0, found.total() < total
+        group, topic, total, kinds.total(), kinds.total() - delayed, delayed, 0, kinds.total() < total
     )

@@ -77,12 +77,12 @@ def pending_messages(
         ("delay", lambda: _delays(store, tables)),
         ("timer", lambda: _timers(store)),
     )
-    for one, find in finders:
-        if kind in (None, one) or (kind == "retry" and one == "delay"):
+    for finder_kind, find in finders:
+        if kind in (None, finder_kind) or (kind == "retry" and finder_kind == "delay"):
             for due_ms, message in find():
-                found = _pending(one, due_ms, message)
-                if kind in (None, found.kind) and topic in (None, found.topic, found.target_topic):
-                    yield found
+                pending = _pending(finder_kind, due_ms, message)
+                if kind in (None, pending.kind) and topic in (None, pending.topic, pending.target_topic):
+                    yield pending
 
 
 def _pending(kind: Kind, due_ms: int | None, message: StoredMessage) -> PendingMessage:
@@ -106,8 +106,10 @@ def given_up_halves(store: MessageStore) -> Iterator[StoredMessage]:
     ended: set[int] | None = None
     for half in _messages(store, CHECK_MAX_TIME_TOPIC, 0, 0):
         if ended is None:
-            ended = {each for op in _messages(store, OP_TOPIC, 0, 0) if (each := half_of(op)) is not None}
-        has_op = any(one.queue_offset in ended for one in family_of_half(store, half))
+            ended = {
+                queue_offset for op in _messages(store, OP_TOPIC, 0, 0) if (queue_offset := half_of(op)) is not None
+            }
+        has_op = any(copy.queue_offset in ended for copy in family_of_half(store, half))
         if not has_op and not _has_final(store, half):
             yield half
 
@@ -116,9 +118,9 @@ def _has_final(store: MessageStore, half: StoredMessage) -> bool:
     """Return whether the transaction of a half was committed; a delayed message waits in the schedule topic first."""
     key, topic = half.unique_key, half.properties.get(record.PROPERTY_REAL_TOPIC, "")
     return key is not None and any(
-        one.sys_flag & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT
-        for each in (topic, SCHEDULE_TOPIC)
-        for one in store.find_by_key(each, key, max_messages=_SAME_KEY)
+        message.sys_flag & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT
+        for topic_name in (topic, SCHEDULE_TOPIC)
+        for message in store.find_by_key(topic_name, key, max_messages=_SAME_KEY)
     )
 
 
@@ -132,11 +134,11 @@ def _messages(store: MessageStore, topic: str, queue_id: int, begin: int) -> Ite
     """Yield the messages of a queue from ``begin`` on, without deleted ones."""
     at = begin
     while True:
-        found = store.read(topic, queue_id, at, _READ)
-        yield from found.messages
-        if found.status is GetStatus.NO_MESSAGE_IN_QUEUE or found.next_offset <= at or at >= found.max_offset:
+        result = store.read(topic, queue_id, at, _READ)
+        yield from result.messages
+        if result.status is GetStatus.NO_MESSAGE_IN_QUEUE or result.next_offset <= at or at >= result.max_offset:
             return
-        at = found.next_offset
+        at = result.next_offset
 
 
 def open_halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int, StoredMessage]]:
@@ -149,8 +151,11 @@ def open_halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int
     for half in _messages(store, HALF_TOPIC, 0, progress(store, tables, HALF_TOPIC)):
         if half.queue_offset in ended:
             continue
-        own = java_long(half.properties.get(record.PROPERTY_CHECK_IMMUNITY_TIME, "-1"))
-        yield half.born_timestamp_ms + (_TIMEOUT_MS if own is None or own == -1 else 1000 * own), half
+        immunity_s = java_long(half.properties.get(record.PROPERTY_CHECK_IMMUNITY_TIME, "-1"))
+        yield (
+            half.born_timestamp_ms + (_TIMEOUT_MS if immunity_s is None or immunity_s == -1 else 1000 * immunity_s),
+            half,
+        )
 
 
 def _delays(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int, StoredMessage]]:
@@ -191,14 +196,14 @@ def _timers_in_the_wheel(
     store: MessageStore, checkpoint: TimerCheckpoint, log: TimerLog
 ) -> Iterator[tuple[int, StoredMessage]]:
     """Yield the messages of slots that are still to come, slot by slot."""
-    found: list[np.ndarray[tuple[int, int], np.dtype[np.int64]]] = []
+    blocks: list[np.ndarray[tuple[int, int], np.dtype[np.int64]]] = []
     for position, block in log.blocks(checkpoint.log_position):
         times = block["write_time_ms"].astype(np.int64) + block["delay_ms"]
         waiting = np.flatnonzero(times >= checkpoint.read_time_ms)
         places = position + waiting * UNIT_SIZE
-        found.append(np.stack((times[waiting], places, block["magic"][waiting].astype(np.int64)), axis=1))
-    units = np.concatenate(found) if found else np.empty((0, 3), np.int64)
-    del found
+        blocks.append(np.stack((times[waiting], places, block["magic"][waiting].astype(np.int64)), axis=1))
+    units = np.concatenate(blocks) if blocks else np.empty((0, 3), np.int64)
+    del blocks
     if not len(units):
         return
     units = units[np.lexsort((units[:, 1], units[:, 0]))]

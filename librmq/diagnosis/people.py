@@ -24,11 +24,11 @@ def duration(seconds: float | None) -> str:
         return UNKNOWN
     sign, seconds = "−" * (seconds < 0), abs(seconds)
     if seconds >= 60:
-        whole = round(seconds)
+        rounded = round(seconds)
         for unit, name, below, below_name in _DURATIONS:
-            if whole >= unit:
-                rest = whole % unit // below
-                return f"{sign}{whole // unit:,} {name}" + f" {rest} {below_name}" * (rest > 0)
+            if rounded >= unit:
+                remainder = rounded % unit // below
+                return f"{sign}{rounded // unit:,} {name}" + f" {remainder} {below_name}" * (remainder > 0)
     if seconds >= 1 or not seconds:
         return f"{sign}{seconds:.3g} s"
     return f"{sign}{seconds * 1000:.3g} ms" if seconds >= 0.001 else f"{sign}under 1 ms"
@@ -85,4 +85,6 @@ def short(text: str, longest: int = 64) -> str:
 
 def visible(text: str) -> str:
     """Return ``text`` with escape codes for characters that could hide or reorder text."""
-    return "".join(one if unicodedata.category(one)[0] != "C" else f"\\u{ord(one):04x}" for one in text)
+    return "".join(
+        character if unicodedata.category(character)[0] != "C" else f"\\u{ord(character):04x}" for character in text
+    )

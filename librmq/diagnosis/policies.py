@@ -61,7 +61,7 @@ class Skip(NamedTuple):
     @property
     def messages(self) -> int:
         """The number of skipped messages."""
-        return sum(one.end - one.begin for one in self.queues)
+        return sum(queue.end - queue.begin for queue in self.queues)
 
 
 class Replay(NamedTuple):
@@ -129,9 +129,9 @@ def _target(view: StoreView, row: QueueLag, older_than: float | None, lag_above:
     if now_ms is None:
         return row.min_offset
     from_ms = now_ms - round(1000 * older_than)
-    found = view.store.queue_offset_at(row.topic, row.queue_id, from_ms)
-    message = _message(view, row, found)
-    return found + 1 if message is not None and message.store_timestamp_ms < from_ms else found
+    queue_offset = view.store.queue_offset_at(row.topic, row.queue_id, from_ms)
+    message = _message(view, row, queue_offset)
+    return queue_offset + 1 if message is not None and message.store_timestamp_ms < from_ms else queue_offset
 
 
 def _message(view: StoreView, row: QueueLag, queue_offset: int) -> StoredMessage | None:
@@ -157,8 +157,8 @@ def skip(broker: Broker, plan: Skip) -> Skip:
     _check_still_right(broker, plan)
     done = plan._replace(at_ms=broker.runner.now_ms())
     _note(broker, done)  # first: a record without its skip does no harm
-    for one in plan.queues:
-        broker.reset_group(plan.group, plan.topic, one.end, queue_id=one.queue_id)
+    for queue in plan.queues:
+        broker.reset_group(plan.group, plan.topic, queue.end, queue_id=queue.queue_id)
     return done
 
 
@@ -203,9 +203,9 @@ def move_to(broker: Broker, plan: Skip, topic: str, *, queues: int | None = None
         BrokerUnreachableError: The broker is closed.
     """
     other = _other_topic(broker, plan, topic, queues)
-    known = broker.consumer_offsets(plan.group, topic)
+    offsets = broker.consumer_offsets(plan.group, topic)
     for queue_id in range(other.read_queues):
-        if queue_id not in known:
+        if queue_id not in offsets:
             broker.reset_group(plan.group, topic, "end", queue_id=queue_id)
     return set_aside(broker, plan, topic)
 
@@ -229,17 +229,17 @@ def _own_properties(message: StoredMessage) -> dict[str, str]:
 
 
 def _passed_over(broker: Broker, plan: Skip) -> Iterator[StoredMessage]:
-    for one in plan.queues:
-        yield from broker.store.messages(plan.topic, one.queue_id, one.begin, one.end)
+    for queue in plan.queues:
+        yield from broker.store.messages(plan.topic, queue.queue_id, queue.begin, queue.end)
 
 
 def _check_still_right(broker: Broker, plan: Skip) -> None:
     now = broker.consumer_offsets(plan.group, plan.topic)
-    for one in plan.queues:
-        if now.get(one.queue_id, 0) > one.end:
+    for queue in plan.queues:
+        if now.get(queue.queue_id, 0) > queue.end:
             raise ConfigError(
-                f"group {plan.group!r}, {plan.topic!r}/{one.queue_id}: the plan ends at {one.end}, and the group is "
-                f"already at {now[one.queue_id]}: make a new plan"
+                f"group {plan.group!r}, {plan.topic!r}/{queue.queue_id}: the plan ends at {queue.end}, and the group "
+                f"is already at {now[queue.queue_id]}: make a new plan"
             )
 
 
@@ -284,9 +284,9 @@ def plan_replay(source: Source, note: Skip, group: str) -> Replay:
     if group == note.group:
         raise ConfigError(f"group {group!r}: expected a second group; the first would repeat what it consumed since")
     with viewed(source) as view:
-        begins = {one.queue_id: view.store.queue_range(note.topic, one.queue_id)[0] for one in note.queues}
-    starts = {one.queue_id: max(one.begin, begins[one.queue_id]) for one in note.queues}
-    return Replay(group, note.topic, starts, sum(max(0, one.end - starts[one.queue_id]) for one in note.queues))
+        begins = {queue.queue_id: view.store.queue_range(note.topic, queue.queue_id)[0] for queue in note.queues}
+    starts = {queue.queue_id: max(queue.begin, begins[queue.queue_id]) for queue in note.queues}
+    return Replay(group, note.topic, starts, sum(max(0, queue.end - starts[queue.queue_id]) for queue in note.queues))
 
 
 def replay(broker: Broker, note: Skip, group: str) -> int:
@@ -322,7 +322,7 @@ def skipped(source: Source) -> list[Skip]:
         for number, line in enumerate(view.store.files.read(path).decode().splitlines(), 1):
             try:
                 fields = json.loads(line)
-                queues = tuple(SkippedQueue(**one) for one in fields.pop("queues"))
+                queues = tuple(SkippedQueue(**queue) for queue in fields.pop("queues"))
                 notes.append(Skip(**fields, queues=queues))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise MalformedError(f"{path}, line {number}: expected the note of a skip: {error}") from None
@@ -334,5 +334,5 @@ def _note(broker: Broker, done: Skip) -> None:
     path = os.path.join(folder, _FILE)
     make_folders(files, folder)
     before = files.read(path) if files.size(path) else b""
-    fields = {**done._asdict(), "queues": [one._asdict() for one in done.queues]}
+    fields = {**done._asdict(), "queues": [queue._asdict() for queue in done.queues]}
     files.write(path, before + json.dumps(fields, ensure_ascii=False).encode() + b"\n")

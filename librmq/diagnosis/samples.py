@@ -25,13 +25,13 @@ _FEWEST: Final = 10
 """Fewest messages that say something about a filter."""
 
 
-def newest(view: StoreView, topic: str, most: int) -> Iterator[StoredMessage]:
+def newest(view: StoreView, topic: str, limit: int) -> Iterator[StoredMessage]:
     """Yield about ``most`` of the newest messages of a topic, as many from each queue."""
     ids = view.topics.get(topic, ())
     for queue_id in ids:
         state = view.ranges[topic, queue_id]
         with suppress(CorruptionError):
-            begin = max(state.min_offset, state.max_offset - max(1, most // len(ids)))
+            begin = max(state.min_offset, state.max_offset - max(1, limit // len(ids)))
             yield from view.store.messages(topic, queue_id, begin)
 
 
@@ -41,9 +41,9 @@ def registered_filters(view: StoreView) -> Iterator[tuple[str, str, str]]:
         registrations: Iterable[Registration] = view.broker.store.filters or ()
     else:
         registrations = view.tables.registrations(0) if view.tables.filters else ()
-    for one in registrations:
-        if one.filter is not None:
-            yield one.group, one.topic, one.expression
+    for registration in registrations:
+        if registration.filter is not None:
+            yield registration.group, registration.topic, registration.expression
 
 
 def sample_findings(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
@@ -73,8 +73,10 @@ def _filters(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
         if len(messages) < _FEWEST or any(selector.matches(message.properties) for message in messages):
             continue
         names = {name for message in messages for name in message.properties}
-        wanted = dict.fromkeys(node.name for node in postorder(selector.selector.root) if isinstance(node, Property))
-        near = {name: nearest(name, names) for name in wanted if name not in names}
+        property_names = dict.fromkeys(
+            node.name for node in postorder(selector.selector.root) if isinstance(node, Property)
+        )
+        near = {name: nearest(name, names) for name in property_names if name not in names}
         missing = [f"{name}" + f" (did you mean {other}?)" * (other is not None) for name, other in near.items()]
         yield Finding(
             "filter-matches-nothing",

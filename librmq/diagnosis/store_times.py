@@ -34,7 +34,7 @@ def store_times_at(log: CommitLog, physical_offsets: Iterable[int]) -> list[int 
         CorruptionError: A file of the log has a wrong length.
     """
     begin, last, size = log.begin, log.end - FIXED_SIZE, log.file_size
-    found: list[int | None] = []
+    times: list[int | None] = []
     start, buffer = -1, None
     for place in physical_offsets:
         at = place % size
@@ -43,13 +43,13 @@ def store_times_at(log: CommitLog, physical_offsets: Iterable[int]) -> list[int 
             file = log.sequence.file_at(place) if begin <= place <= last else None
             buffer = None if file is None else file.buffer
         if buffer is None or not begin <= place <= last or at + FIXED_SIZE + HOST_V6_EXTRA > size:
-            found.append(None)
+            times.append(None)
             continue
         stated, sys_flag, time_ms = _PLACE_AND_TIME(buffer, at + PHYSICAL_OFFSET_AT)
         if sys_flag & BORN_HOST_V6:
             time_ms = store_timestamp_ms(buffer, at)
-        found.append(time_ms if stated == place and time_ms >= 0 else None)
-    return found
+        times.append(time_ms if stated == place and time_ms >= 0 else None)
+    return times
 
 
 def store_times(log: CommitLog, physical_offsets: Ints) -> Ints:
@@ -58,7 +58,7 @@ def store_times(log: CommitLog, physical_offsets: Ints) -> Ints:
     Raises:
         CorruptionError: A file of the log has a wrong length.
     """
-    found = np.full(len(physical_offsets), UNKNOWN, np.int64)
+    times = np.full(len(physical_offsets), UNKNOWN, np.int64)
     files, size = log.sequence, log.sequence.file_size
     inside = (physical_offsets >= log.begin) & (physical_offsets + FIXED_SIZE <= log.end)
     starts = physical_offsets - physical_offsets % size
@@ -68,8 +68,8 @@ def store_times(log: CommitLog, physical_offsets: Ints) -> Ints:
             inside & (starts == start) & (physical_offsets - start + FIXED_SIZE + HOST_V6_EXTRA <= size)
         )
         if file is not None and len(rows):
-            found[rows] = _of_file(np.frombuffer(file.buffer, np.uint8), start, physical_offsets[rows])
-    return found
+            times[rows] = _of_file(np.frombuffer(file.buffer, np.uint8), start, physical_offsets[rows])
+    return times
 
 
 def _of_file(raw: npt.NDArray[np.uint8], start: int, physical_offsets: Ints) -> Ints:

@@ -56,26 +56,32 @@ class HeldProgress(NamedTuple):
     """Later messages that the instance holds; None if unknown."""
 
 
-def held_progress(source: Source, *, group: str | None = None, found: Lag | None = None) -> list[HeldProgress]:
+def held_progress(source: Source, *, group: str | None = None, group_lag: Lag | None = None) -> list[HeldProgress]:
     """Return every queue with messages to consume, and what holds back its progress, the longest held first.
 
     Args:
         source: A running broker, the folder of a store, or a view of either.
         group: Only this group.
-        found: The lag, if already known.
+        group_lag: The lag, if already known.
 
     Raises:
         NotAStoreError: The folder holds no store.
         CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
-        known = lag(view, group=group) if found is None else found
+        group_lag = lag(view, group=group) if group_lag is None else group_lag
         rows: dict[str, list[QueueLag]] = {}
-        for row in known:
+        for row in group_lag:
             if row.lag and group in (None, row.group):
                 rows.setdefault(row.group, []).append(row)
-        held = [one for of, late in rows.items() for one in _of_group(view, instances(view, of), late)]
-        return sorted(held, key=lambda one: (-(one.held_s or 0), -one.lag, one.group, one.topic, one.queue_id))
+        held = [
+            queue
+            for group_name, rows_of_group in rows.items()
+            for queue in _of_group(view, instances(view, group_name), rows_of_group)
+        ]
+        return sorted(
+            held, key=lambda queue: (-(queue.held_s or 0), -queue.lag, queue.group, queue.topic, queue.queue_id)
+        )
 
 
 def instances(view: StoreView, group: str) -> dict[str, InstanceState | None]:
@@ -134,66 +140,68 @@ def _message(view: StoreView, topic: str, queue_id: int, queue_offset: int) -> S
 # ---------------------------------------------------------------------------------------------------------- findings
 
 
-def stuck_findings(source: Source, thresholds: Thresholds | None = None, *, found: Lag | None = None) -> list[Finding]:
+def stuck_findings(
+    source: Source, thresholds: Thresholds | None = None, *, group_lag: Lag | None = None
+) -> list[Finding]:
     """Return the messages that hold progress, and common places of the threads of a group's listeners.
 
     A folder shows only the keys of its messages: of one queue that lags, whether most have one key.
-    ``found`` is the lag, if already known.
+    ``group_lag`` is the lag, if already known.
     """
     limits = thresholds or Thresholds()
     findings: list[Finding] = []
     with viewed(source) as view:
-        known = lag(view) if found is None else found
+        group_lag = lag(view) if group_lag is None else group_lag
         if not view.is_live:
-            return list(_hot_keys(view, known, limits))
+            return list(_hot_keys(view, group_lag, limits))
         by_group: dict[str, list[HeldProgress]] = {}
-        for one in held_progress(view, found=known):
-            if limits.own or not is_own_group(one.group):
-                by_group.setdefault(one.group, []).append(one)
+        for queue in held_progress(view, group_lag=group_lag):
+            if limits.own or not is_own_group(queue.group):
+                by_group.setdefault(queue.group, []).append(queue)
         for group, held in by_group.items():
             states = [state for state in instances(view, group).values() if state is not None]
-            stuck = [one for one in held if _is_stuck(one, limits)]
+            stuck = [queue for queue in held if _is_stuck(queue, limits)]
             by_topic: dict[str, list[HeldProgress]] = {}
-            for one in stuck:
-                by_topic.setdefault(one.topic, []).append(one)
+            for queue in stuck:
+                by_topic.setdefault(queue.topic, []).append(queue)
             findings += map(_stuck, by_topic.values())
             findings += _threads(group, states, held, limits)
-            findings += _hot_queue(view, states, [one for one in held if one.topic not in by_topic], limits)
+            findings += _hot_queue(view, states, [queue for queue in held if queue.topic not in by_topic], limits)
     return findings
 
 
-def _is_stuck(one: HeldProgress, limits: Thresholds) -> bool:
-    return one.held_s is not None and (one.held_s > limits.stuck_s or (one.failures or 0) >= limits.retries)
+def _is_stuck(queue: HeldProgress, limits: Thresholds) -> bool:
+    return queue.held_s is not None and (queue.held_s > limits.stuck_s or (queue.failures or 0) >= limits.retries)
 
 
 def _stuck(held: list[HeldProgress]) -> Finding:
     """Return the finding about the queues of a group and topic that messages hold, the longest held first."""
-    one, queue_ids = held[0], [each.queue_id for each in held]
-    where = f" in thread {one.thread}, at {one.stack[-1]}" if one.stack else ""
-    failed = f", after {one.failures} failures" if one.failures else ""
+    longest, queue_ids = held[0], [queue.queue_id for queue in held]
+    where = f" in thread {longest.thread}, at {longest.stack[-1]}" if longest.stack else ""
+    failed = f", after {longest.failures} failures" if longest.failures else ""
     return Finding(
         "stuck-message",
         "error",
-        f"group {one.group}, topic {one.topic}",
-        f"In queue {one.queue_id} a listener has had message {one.message_id} for {duration(one.held_s or 0)}{where}"
-        f"{failed}; {one.behind} held messages wait for it."
+        f"group {longest.group}, topic {longest.topic}",
+        f"In queue {longest.queue_id} a listener has had message {longest.message_id} for "
+        f"{duration(longest.held_s or 0)}{where}{failed}; {longest.behind} held messages wait for it."
         + f" In {counted(len(held) - 1, 'more queue')} it is alike."
         * (len(held) > 1),
         {
-            "queue_id": one.queue_id,
+            "queue_id": longest.queue_id,
             "queues": len(held),
             "queue_ids": named(queue_ids),
             **cut_if(named(queue_ids).endswith("…")),
-            "queue_offset": one.consumed_offset,
-            "stored_offset": one.stored_offset,
-            "message_id": one.message_id,
-            "held_s": one.held_s,
-            "failures": one.failures,
-            "client_id": one.client_id,
-            "thread": one.thread,
-            "stack": list(one.stack),
-            "held_behind": one.behind,
-            "lag": one.lag,
+            "queue_offset": longest.consumed_offset,
+            "stored_offset": longest.stored_offset,
+            "message_id": longest.message_id,
+            "held_s": longest.held_s,
+            "failures": longest.failures,
+            "client_id": longest.client_id,
+            "thread": longest.thread,
+            "stack": list(longest.stack),
+            "held_behind": longest.behind,
+            "lag": longest.lag,
         },
         "Check that place of the listener: give its wait a timeout, or lower consume_timeout.",
     )
@@ -203,7 +211,7 @@ def _threads(
     group: str, states: list[InstanceState], held: list[HeldProgress], limits: Thresholds
 ) -> Iterator[Finding]:
     """Yield the common places of the listeners of a group with backlog."""
-    waiting = sum(one.lag for one in held)
+    waiting = sum(queue.lag for queue in held)
     push = [state for state in states if state.kind == "push"]
     if waiting <= limits.normal_lag or not push:
         return
@@ -231,7 +239,7 @@ def _threads(
                 "to its load.",
             )
             return
-    if not running and not paused and not any(one.behind or one.held_s is not None for one in held):
+    if not running and not paused and not any(queue.behind or queue.held_s is not None for queue in held):
         yield Finding(
             "idle-with-backlog", "warning", f"group {group}",
             f"All listeners are idle though {waiting:,} messages wait.", evidence,
@@ -250,66 +258,68 @@ def _hot_queue(
 ) -> Iterator[Finding]:
     """Yield the topics of which one queue lags, with the cause if it is known."""
     by_topic: dict[str, list[HeldProgress]] = {}
-    for one in held:
-        by_topic.setdefault(one.topic, []).append(one)
-    for topic, late in by_topic.items():
-        most, total = max(late, key=lambda one: one.lag), sum(one.lag for one in late)
-        if is_uneven(view, topic, most.lag, total, limits):
-            state = next((state for state in states if state.client_id == most.client_id), None)
-            yield _uneven_lag(view, most, total, state, limits)
+    for queue in held:
+        by_topic.setdefault(queue.topic, []).append(queue)
+    for topic, queues in by_topic.items():
+        largest, total = max(queues, key=lambda queue: queue.lag), sum(queue.lag for queue in queues)
+        if is_uneven(view, topic, largest.lag, total, limits):
+            state = next((state for state in states if state.client_id == largest.client_id), None)
+            yield _uneven_lag(view, largest, total, state, limits)
 
 
-def _hot_keys(view: StoreView, found: Lag, limits: Thresholds) -> Iterator[Finding]:
+def _hot_keys(view: StoreView, group_lag: Lag, limits: Thresholds) -> Iterator[Finding]:
     """Yield the topics of a folder of which one queue lags, with the key that most of its messages have."""
-    for columns in found.topics:
-        each = columns.sums()
-        is_wanted = limits.own or not is_own_group(each.group)
-        most = each.most_in_one_queue
-        if is_wanted and is_uneven(view, each.topic, most, each.lag, limits):
-            row = next(one for one in columns.rows() if one.lag == most)
-            yield _uneven_lag(view, _unknown(view, row), each.lag, None, limits)
+    for columns in group_lag.topics:
+        topic_lag = columns.sums()
+        is_wanted = limits.own or not is_own_group(topic_lag.group)
+        largest = topic_lag.most_in_one_queue
+        if is_wanted and is_uneven(view, topic_lag.topic, largest, topic_lag.lag, limits):
+            row = next(queue for queue in columns.rows() if queue.lag == largest)
+            yield _uneven_lag(view, _unknown(view, row), topic_lag.lag, None, limits)
 
 
 def _uneven_lag(
-    view: StoreView, most: HeldProgress, total: int, state: InstanceState | None, limits: Thresholds
+    view: StoreView, queue: HeldProgress, total: int, state: InstanceState | None, limits: Thresholds
 ) -> Finding:
     """Return the finding about a queue that lags more than the others of its topic, by its cause.
 
     ``state`` is the instance that has the queue, if known. Without a known cause, the finding is ``uneven-lag``.
     """
-    key, share, looked_at = _most_frequent_key(view, most)
+    key, share, looked_at = _most_frequent_key(view, queue)
     if key is not None and share >= limits.key_share:
         kind = "hot-key"
         what = f"{share:.0%} of the next {counted(looked_at, 'message')} have the key {key}"
         step = "Spread that key over several queues, or give it its own topic."
     elif state is None or state.is_paused:  # the queue has no owner, or its owner pauses: other findings
-        kind, what = "uneven-lag", f"it is one of {view.queue_count(most.topic)} queues"
+        kind, what = "uneven-lag", f"it is one of {view.queue_count(queue.topic)} queues"
         step = "Check that queue for a stuck or slow consumer."
-    elif most.behind:
-        kind, what = "slow-listener", f"instance {most.client_id} holds {most.behind + 1} messages of it and is slow"
+    elif queue.behind:
+        kind, what = "slow-listener", f"instance {queue.client_id} holds {queue.behind + 1} messages of it and is slow"
         step = "Compare that instance with the others: its machine, its listener, its threads."
     else:
-        kind, what = "far-consumer", f"instance {most.client_id} holds none of its messages: they arrive slowly"
+        kind, what = "far-consumer", f"instance {queue.client_id} holds none of its messages: they arrive slowly"
         step = "Compare that instance's network and its pull settings with the others'."
     return Finding(
-        kind, "warning", f"group {most.group}, topic {most.topic}, queue {most.queue_id}",
-        f"This queue holds {most.lag:,} of the {total:,} messages that wait: {what}.",
+        kind, "warning", f"group {queue.group}, topic {queue.topic}, queue {queue.queue_id}",
+        f"This queue holds {queue.lag:,} of the {total:,} messages that wait: {what}.",
         {
-            "lag": most.lag, "lag_of_topic": total, "client_id": most.client_id, "key": key, "share": share,
-            **sample(looked_at, most.lag),
+            "lag": queue.lag, "lag_of_topic": total, "client_id": queue.client_id, "key": key, "share": share,
+            **sample(looked_at, queue.lag),
         },
         step,
     )  # fmt: skip
 
 
-def _most_frequent_key(view: StoreView, one: HeldProgress) -> tuple[str | None, float, int]:
+def _most_frequent_key(view: StoreView, queue: HeldProgress) -> tuple[str | None, float, int]:
     """Return the most frequent key of the next messages of a queue, its share, and the number of these messages."""
-    begin = one.consumed_offset if one.consumed_offset is not None else one.stored_offset or 0
-    begin = max(begin, view.ranges[one.topic, one.queue_id].min_offset)  # retention can have deleted unread messages
+    begin = queue.consumed_offset if queue.consumed_offset is not None else queue.stored_offset or 0
+    begin = max(
+        begin, view.ranges[queue.topic, queue.queue_id].min_offset
+    )  # retention can have deleted unread messages
     counts: Counter[str] = Counter()
     looked_at = 0
     with suppress(CorruptionError):
-        for message in view.store.messages(one.topic, one.queue_id, begin, begin + _SAMPLED):
+        for message in view.store.messages(queue.topic, queue.queue_id, begin, begin + _SAMPLED):
             looked_at += 1
             counts.update(set(message.keys))
     if not counts or looked_at < 2:

@@ -46,36 +46,40 @@ def report(
         ConfigError: There is no source, or one occurs twice.
         FilterSyntaxError: ``tags`` does not compile.
     """
-    each: list[Source] = list(sources) if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]
-    if not each:
+    every_source: list[Source] = (
+        list(sources) if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]
+    )
+    if not every_source:
         raise ConfigError("report: expected a store, found none")
-    wanted = ReportScope.of(only or {})
+    scope = ReportScope.of(only or {})
     limits = thresholds or Thresholds()
-    names = short_names([_path(one) for one in each])
+    names = short_names([_path(source) for source in every_source])
     with ExitStack() as stack:
-        views = {_path(one): stack.enter_context(_open(one)) for one in each}
+        views = {_path(source): stack.enter_context(_open(source)) for source in every_source}
         advance(0, sum(passes_over(view, check) for view in views.values() if isinstance(view, StoreView)))
-        ranges = [found for view in views.values() if isinstance(view, StoreView)
-                  if (found := find_time_range(view, wanted))]  # fmt: skip
-        axis = TimeAxis.over(min(one[0] for one in ranges), max(one[1] for one in ranges)) if ranges else None
+        ranges = [time_range for view in views.values() if isinstance(view, StoreView)
+                  if (time_range := find_time_range(view, scope))]  # fmt: skip
+        axis = (
+            TimeAxis.over(min(source[0] for source in ranges), max(source[1] for source in ranges)) if ranges else None
+        )
 
         def part(path: str, view: StoreView | CorruptionError) -> ReportPart:
             if isinstance(view, CorruptionError):
                 return broken_store(path, names[path], view)
             try:
                 return survey_store(
-                    view, names[path], wanted, axis or TimeAxis(0, 1000, 1), limits=limits, window_s=window_s,
+                    view, names[path], scope, axis or TimeAxis(0, 1000, 1), limits=limits, window_s=window_s,
                     check=check,
                 )  # fmt: skip
             except CorruptionError as error:
                 return broken_store(path, names[path], error)
 
         parts = [part(path, view) for path, view in views.items()]
-    return join_parts(parts, axis, wanted, title=title, window_s=window_s)
+    return join_parts(parts, axis, scope, title=title, window_s=window_s)
 
 
 def join_parts(
-    parts: Sequence[ReportPart], axis: TimeAxis | None, wanted: ReportScope, *, title: str | None, window_s: float
+    parts: Sequence[ReportPart], axis: TimeAxis | None, scope: ReportScope, *, title: str | None, window_s: float
 ) -> Report:
     """Combine the reports about several stores in one."""
     names = ", ".join(part.summary.store for part in parts)
@@ -83,12 +87,15 @@ def join_parts(
         name: tuple(row for part in parts for row in getattr(part, name)) for name in ROW_NAMES if name != "findings"
     }
     findings = sorted(
-        (one for part in parts for one in part.findings),
-        key=lambda one: (*place_of(one.kind, one.severity, one.subject, one.evidence), one.store),
+        (finding for part in parts for finding in part.findings),
+        key=lambda finding: (
+            *place_of(finding.kind, finding.severity, finding.subject, finding.evidence),
+            finding.store,
+        ),
     )
     return Report(
         title=title or (f"The store {names}" if len(parts) == 1 else f"{len(parts)} stores"),
-        only=dict(wanted.names),
+        only=dict(scope.names),
         window_s=window_s,
         begin_ms=None if axis is None else axis.begin_ms,
         interval_ms=1000 if axis is None else axis.interval_ms,
@@ -125,9 +132,9 @@ def _path(source: Source) -> str:
 def _open(source: Source) -> Iterator[StoreView | CorruptionError]:
     """Open a view of a source. If a store is too damaged to open, return the error."""
     with ExitStack() as stack:
-        found: StoreView | CorruptionError
+        view: StoreView | CorruptionError
         try:
-            found = stack.enter_context(viewed(source))
+            view = stack.enter_context(viewed(source))
         except CorruptionError as error:
-            found = error
-        yield found
+            view = error
+        yield view

@@ -132,45 +132,45 @@ class StoreView:
         from librmq.protocol import MessageModel  # asyncio comes with it, which a folder does not need
 
         with broker.runner.lock:
-            found = _by_group_and_topic(self.tables.offsets.rows)
+            progress = _by_group_and_topic(self.tables.offsets.rows)
             for group in sorted({group for client in broker.clients() for group in client.consumer_groups}):
                 connections = broker.connections(group)
                 if connections is not None and connections.model is MessageModel.CLUSTERING:
                     for topic in connections.subscriptions:
-                        found.setdefault((group, topic), {})
-            return found
+                        progress.setdefault((group, topic), {})
+            return progress
 
     @cached_property
     def groups(self) -> tuple[str, ...]:
         """The consumer groups in the tables, and of the topics of retries and dead letters, sorted."""
-        found = {group for group, _ in self.progress} | set(self.tables.groups.rows)
+        groups = {group for group, _ in self.progress} | set(self.tables.groups.rows)
         for topic in self.topics:
             for prefix in (RETRY_PREFIX, DEAD_LETTER_PREFIX):
                 if topic.startswith(prefix):
-                    found.add(topic.removeprefix(prefix))
-        return tuple(sorted(found))
+                    groups.add(topic.removeprefix(prefix))
+        return tuple(sorted(groups))
 
     @cached_property
     def ranges(self) -> dict[QueueName, QueueState]:
         """The begin and end of each queue, sorted by topic and queue id."""
         queues = self.store.queues
-        known = queues.states()
-        found = {}
+        states = queues.states()
+        ranges = {}
         for name in sorted(queues):
-            state = known.get(name)
+            state = states.get(name)
             if state is None:
                 queue = queues[name]
                 state = QueueState(queue.min_offset, queue.max_offset, queue.max_physic_offset)
-            found[name] = state
-        return found
+            ranges[name] = state
+        return ranges
 
     @cached_property
     def topics(self) -> dict[str, list[int]]:
         """The ids of the queues of each topic that has any."""
-        found: dict[str, list[int]] = {}
+        queue_ids: dict[str, list[int]] = {}
         for topic, queue_id in self.ranges:
-            found.setdefault(topic, []).append(queue_id)
-        return found
+            queue_ids.setdefault(topic, []).append(queue_id)
+        return queue_ids
 
     def message_count(self, topic: str) -> int:
         """Return the number of messages of a topic."""
@@ -200,9 +200,11 @@ class StoreView:
             with suppress(CorruptionError):
                 queue = self.store.queues[name]
                 entry = queue.entry(queue.max_offset - 1)
-                found = None if entry is None else self.store.log.store_timestamp_ms(entry.physical_offset, entry.size)
-                if found is not None:
-                    return found
+                time_ms = (
+                    None if entry is None else self.store.log.store_timestamp_ms(entry.physical_offset, entry.size)
+                )
+                if time_ms is not None:
+                    return time_ms
         return None
 
     def close(self) -> None:
@@ -226,11 +228,11 @@ Source: TypeAlias = "StoreView | Broker | str | os.PathLike[str]"
 
 
 def _by_group_and_topic(rows: Mapping[str, Mapping[int, int]]) -> dict[tuple[str, str], dict[int, int]]:
-    found = {}
+    progress = {}
     for name, offsets in rows.items():
         topic, _, group = name.rpartition("@")
-        found[group, topic] = dict(offsets)
-    return found
+        progress[group, topic] = dict(offsets)
+    return progress
 
 
 @contextmanager

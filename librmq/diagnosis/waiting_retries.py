@@ -24,9 +24,9 @@ def waiting_retries(store: MessageStore, tables: BrokerTables, group: str) -> It
     for row in lag(StoreView.over(store, tables), group=group, topic=topic, times=False):
         begin = max(row.min_offset, row.consumer_offset or 0)
         yield from store.messages(topic, row.queue_id, begin, row.max_offset)
-    for one in pending_messages(store, tables, kind="retry", topic=topic):
-        message = store.message_at(one.physical_offset)
-        if one.target_topic == topic and message is not None:
+    for pending in pending_messages(store, tables, kind="retry", topic=topic):
+        message = store.message_at(pending.physical_offset)
+        if pending.target_topic == topic and message is not None:
             yield message
 
 

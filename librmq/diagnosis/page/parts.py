@@ -79,16 +79,18 @@ class Section:
 
 
 def table(
-    columns: Sequence[Column], rows: Iterable[Sequence[Any]], *, stores: bool, legend: bool = False, most: int = MOST
+    columns: Sequence[Column], rows: Iterable[Sequence[Any]], *, stores: bool, legend: bool = False, limit: int = MOST
 ) -> Sequence[PageTable]:
     """Return a table whose rows begin with their store; empty columns are omitted, and so is a single store."""
     every = list(rows)
     if not every:
         return ()
     names = [Column("store", "store"), *columns]
-    said = [at for at in range(len(names)) if (stores or at) and any(row[at] != "" for row in every[:most])]
-    shown = [[row[at] for at in said] for row in every[:most]]
-    names = [names[at] for at in said]
-    rest = len(every) - len(shown)
-    left_out = f"{rest:,} more {'rows are' if rest > 1 else 'row is'} in the JSON beside this page." if rest else ""
-    return (PageTable(names, shown, left_out, legend),)
+    positions = [at for at in range(len(names)) if (stores or at) and any(row[at] != "" for row in every[:limit])]
+    visible_rows = [[row[at] for at in positions] for row in every[:limit]]
+    names = [names[at] for at in positions]
+    hidden = len(every) - len(visible_rows)
+    left_out = (
+        f"{hidden:,} more {'rows are' if hidden > 1 else 'row is'} in the JSON beside this page." if hidden else ""
+    )
+    return (PageTable(names, visible_rows, left_out, legend),)

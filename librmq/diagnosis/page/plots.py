@@ -22,7 +22,7 @@ _DWARFED: Final = 50
 class Scale(NamedTuple):
     """The common scale of bars that are compared."""
 
-    most: float
+    maximum: float
     is_log: bool
 
     @classmethod
@@ -37,19 +37,19 @@ class Scale(NamedTuple):
         """Return the length of a bar, from 0 to 1."""
         if value <= 0:
             return 0.0
-        found = math.log10(1 + value) / math.log10(1 + self.most) if self.is_log else value / self.most
-        return min(1.0, max(0.004, found))
+        share = math.log10(1 + value) / math.log10(1 + self.maximum) if self.is_log else value / self.maximum
+        return min(1.0, max(0.004, share))
 
     def ticks(self) -> list[float]:
         """Return the positions of the grid, from 0 to 1: powers of ten, or quarters."""
         if not self.is_log:
             return [0.25, 0.5, 0.75]
-        powers = range(1, int(math.log10(1 + self.most)) + 1)
-        return [found for power in powers if (found := self.share(10**power)) < 0.995]
+        powers = range(1, int(math.log10(1 + self.maximum)) + 1)
+        return [tick for power in powers if (tick := self.share(10**power)) < 0.995]
 
 
-def _svg(kind: str, width: float, height: float, what: str, inside: str, most: int = 0) -> Markup:
-    style = f' style="max-width:{most}px"' if most else ""
+def _svg(kind: str, width: float, height: float, what: str, inside: str, max_width: int = 0) -> Markup:
+    style = f' style="max-width:{max_width}px"' if max_width else ""
     return Markup(
         f'<svg class="{kind}"{style} viewBox="0 0 {width:g} {height:g}" preserveAspectRatio="none" role="img">'
         f"<title>{escape(what)}</title>{inside}</svg>"
@@ -59,10 +59,10 @@ def _svg(kind: str, width: float, height: float, what: str, inside: str, most: i
 def bar(value: float, scale: Scale, what: str, part: float = 0) -> Markup:
     """Draw a horizontal bar on its grid; the part of the value given by ``part`` is lighter."""
     grid = "".join(f'<path class="grid" d="M{at * 1000:.1f} 0V10"/>' for at in scale.ticks())
-    whole = scale.share(value) * 1000
-    inside = f'<rect class="fill" y="1" width="{whole:.1f}" height="8"/>'
+    width = scale.share(value) * 1000
+    inside = f'<rect class="fill" y="1" width="{width:.1f}" height="8"/>'
     if part > 0:
-        inside += f'<rect class="soft" y="1" x="{whole - scale.share(part) * 1000:.1f}" ' \
+        inside += f'<rect class="soft" y="1" x="{width - scale.share(part) * 1000:.1f}" ' \
                   f'width="{scale.share(part) * 1000:.1f}" height="8"/>'  # fmt: skip
     return _svg("bar", 1000, 10, what, grid + inside)
 
@@ -91,11 +91,11 @@ def cells(values: Sequence[int], what: str) -> Markup:
 
 def columns(values: Sequence[int], what: str, warn: frozenset[int] = frozenset()) -> Markup:
     """Draw a column per value from a common base line; those in ``warn`` have the colour for problems."""
-    most = max(values, default=0) or 1
+    largest = max(values, default=0) or 1
     inside = [f'<path class="grid" d="M0 39.5H{len(values) * 10}"/>']
     for at, value in enumerate(values):
         if value > 0:
-            height = max(2.0, 38 * value / most)
+            height = max(2.0, 38 * value / largest)
             kind = "bad" if at in warn else "fill"
             inside.append(
                 f'<rect class="{kind}" x="{at * 10 + 1}" y="{39 - height:.1f}" width="8" height="{height:.1f}"/>'
@@ -106,11 +106,11 @@ def columns(values: Sequence[int], what: str, warn: frozenset[int] = frozenset()
 
 def area(values: Sequence[int], what: str) -> Markup:
     """Draw values over equal time intervals as an area under a stepped line."""
-    most = max(values, default=0) or 1
+    largest = max(values, default=0) or 1
     path, is_open = "", False
     for at, value in enumerate(values):
         if value:
-            path += f"{'' if is_open else f'M{at * 10} 40'}V{39 - 37 * value / most:.1f}H{(at + 1) * 10}"
+            path += f"{'' if is_open else f'M{at * 10} 40'}V{39 - 37 * value / largest:.1f}H{(at + 1) * 10}"
         elif is_open:
             path += "V40"
         is_open = value > 0

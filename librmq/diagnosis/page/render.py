@@ -54,83 +54,84 @@ def render_page(report: Report, earlier: Report | None = None) -> str:
         verdict=_verdict(report, comparison),
         notices=_notices(report, comparison),
         facts=_facts(report),
-        sections=[one for one in every if one.tables],
-        empty=[one for one in every if not one.tables],
+        sections=[section for section in every if section.tables],
+        empty=[section for section in every if not section.tables],
     )
     return "\n".join(visible(line) for line in html.split("\n"))
 
 
 def _about(report: Report) -> str:
-    names = ", ".join(one.store for one in report.stores[:8]) + ", …" * (len(report.stores) > 8)
-    latest = max((one.now_ms for one in report.stores if one.now_ms is not None), default=None)
+    names = ", ".join(store.store for store in report.stores[:8]) + ", …" * (len(report.stores) > 8)
+    latest = max((store.now_ms for store in report.stores if store.now_ms is not None), default=None)
     only = f" Only {', '.join(f'{name} {value}' for name, value in report.only.items())}." if report.only else ""
     return f"{names}, as of {moment(latest)} UTC.{only}"
 
 
 def _mood(report: Report) -> str:
-    severities = {one.severity for one in report.findings}
+    severities = {finding.severity for finding in report.findings}
     return "bad" if "error" in severities else "warn" if "warning" in severities else "good"
 
 
 def _verdict(report: Report, comparison: Comparison | None) -> str:
-    counts = Counter(one.severity for one in report.findings)
-    unknown = any(one.is_sound is None for one in report.stores)
+    counts = Counter(row.severity for row in report.findings)
+    unknown = any(row.is_sound is None for row in report.stores)
     if not counts["error"] and not counts["warning"]:
-        said = "Nothing needs attention."
+        verdict = "Nothing needs attention."
         if unknown:
-            said += " Whether the files are sound is unknown."
+            verdict += " Whether the files are sound is unknown."
     else:
-        told = [counted(counts[name], name) for name in ("error", "warning") if counts[name]]
+        counts_text = [counted(counts[name], name) for name in ("error", "warning") if counts[name]]
         worst = report.findings[0]
-        said = f"{' and '.join(told)}. Look first at {worst.subject}: {worst.what.partition(';')[0].rstrip('.')}."
+        what = worst.what.partition(";")[0].rstrip(".")
+        verdict = f"{' and '.join(counts_text)}. Look first at {worst.subject}: {what}."
     if comparison is not None and (comparison.added or comparison.removed):
-        said += f" Since the earlier report: {len(comparison.added)} new, {len(comparison.removed)} gone."
-    return said
+        verdict += f" Since the earlier report: {len(comparison.added)} new, {len(comparison.removed)} gone."
+    return verdict
 
 
 def _notices(report: Report, comparison: Comparison | None) -> list[Notice]:
     """Return the findings by kind, worst first."""
     kinds: dict[tuple[str, str], list[ReportedFinding]] = {}
-    for one in report.findings:
-        kinds.setdefault((one.severity, one.kind), []).append(one)
-    found = []
+    for finding in report.findings:
+        kinds.setdefault((finding.severity, finding.kind), []).append(finding)
+    notices = []
     for (severity, kind), findings in kinds.items():
-        shown = findings[:_OF_A_KIND]
-        steps = {one.next_step for one in shown}
-        items = [_item(report, one, comparison, own_step=len(steps) > 1) for one in shown]
+        first = findings[:_OF_A_KIND]
+        steps = {finding.next_step for finding in first}
+        items = [_item(report, finding, comparison, own_step=len(steps) > 1) for finding in first]
         title = kind.replace("-", " ").capitalize()
-        more = len(findings) - len(shown)
-        found.append(Notice(severity, title, items, "" if len(steps) > 1 else shown[0].next_step, more))
-    return found
+        more = len(findings) - len(first)
+        notices.append(Notice(severity, title, items, "" if len(steps) > 1 else first[0].next_step, more))
+    return notices
 
 
-def _item(report: Report, one: ReportedFinding, comparison: Comparison | None, *, own_step: bool) -> NoticeItem:
-    what = one.what
+def _item(report: Report, finding: ReportedFinding, comparison: Comparison | None, *, own_step: bool) -> NoticeItem:
+    what = finding.what
     if comparison is not None:
-        before = next((old for old, now in comparison.changed if now is one), None)
+        before = next((old for old, now in comparison.changed if now is finding), None)
         if before is not None:
             what = f"{what} (Before: {before.what})"
-        elif any(now is one for now in comparison.added):
+        elif any(now is finding for now in comparison.added):
             what = f"New: {what}"
-    is_named = len(report.stores) > 1 and one.subject != f"store {one.store}"
-    subject = f"{one.subject}, store {one.store}" if is_named else one.subject
-    return NoticeItem(subject, what, _evidence(one), one.next_step if own_step else "")
+    is_named = len(report.stores) > 1 and finding.subject != f"store {finding.store}"
+    subject = f"{finding.subject}, store {finding.store}" if is_named else finding.subject
+    return NoticeItem(subject, what, _evidence(finding), finding.next_step if own_step else "")
 
 
-def _evidence(one: ReportedFinding) -> list[tuple[str, str]]:
-    found = []
-    for name, value in one.evidence.items():
+def _evidence(finding: ReportedFinding) -> list[tuple[str, str]]:
+    pairs = []
+    for name, value in finding.evidence.items():
         if name.endswith("_timestamp_ms") and isinstance(value, int):
-            shown = moment(value)
+            text = moment(value)
         elif name.endswith("_s") and isinstance(value, int | float):
-            shown = duration(value)
+            text = duration(value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            shown = number(value)
+            text = number(value)
         else:
-            shown = "unknown" if value is None else _shortened(str(value))
+            text = "unknown" if value is None else _shortened(str(value))
         label = name.removesuffix("_timestamp_ms").removesuffix("_s").replace("_", " ")
-        found.append((label, shown))
-    return found
+        pairs.append((label, text))
+    return pairs
 
 
 def _shortened(text: str) -> str:
@@ -140,23 +141,23 @@ def _shortened(text: str) -> str:
 
 
 def _facts(report: Report) -> list[Fact]:
-    lag = sum(one.lag for one in report.lags)
-    oldest = max((one.oldest_age_s for one in report.lags if one.oldest_age_s is not None), default=None)
-    dead = sum(one.messages for one in report.dead_letters)
-    waiting = sum(one.messages for one in report.waiting)
-    topics = f"in {counted(len({one.topic for one in report.topics}), 'topic')}"
-    first = min((one.first_ms for one in report.stores if one.first_ms is not None), default=None)
-    last = max((one.last_ms for one in report.stores if one.last_ms is not None), default=None)
+    lag = sum(row.lag for row in report.lags)
+    oldest = max((row.oldest_age_s for row in report.lags if row.oldest_age_s is not None), default=None)
+    dead = sum(row.messages for row in report.dead_letters)
+    waiting = sum(row.messages for row in report.waiting)
+    topics = f"in {counted(len({row.topic for row in report.topics}), 'topic')}"
+    first = min((row.first_ms for row in report.stores if row.first_ms is not None), default=None)
+    last = max((row.last_ms for row in report.stores if row.last_ms is not None), default=None)
     span = "" if first is None or last is None else f"over {duration((last - first) / 1000)}"
-    unsound = [one for one in report.stores if one.is_sound is False]
-    unknown = [one for one in report.stores if one.is_sound is None]
+    unsound = [row for row in report.stores if row.is_sound is False]
+    unknown = [row for row in report.stores if row.is_sound is None]
     verdict = "damaged" if unsound else "not checked" if unknown else "sound"
     places = counted(len(report.damage), "place") if unsound else ""
     return [
-        Fact("messages", number(sum(one.messages for one in report.stores)), span),
+        Fact("messages", number(sum(row.messages for row in report.stores)), span),
         Fact(
             "stored",
-            size(sum(one.bytes for one in report.stores)),
+            size(sum(row.bytes for row in report.stores)),
             topics,
         ),
         Fact("wait for a group", number(lag), f"the oldest for {duration(oldest)}" if lag else ""),

@@ -63,33 +63,33 @@ def sections(report: Report, comparison: Comparison | None) -> Iterator[Section]
 
 def _lag(report: Report, comparison: Comparison | None, several: bool) -> Section:
     rows = sorted(report.lags, key=lambda row: (-row.lag, row[:3]))
-    late = [row for row in rows if row.lag]
-    if not late:
-        known = "No group has any progress here." if not rows else "No message waits for a group."
-        return Section("lag", "Lag", known)
-    scale = Scale.over([row.lag for row in late])
-    drains = {one[:3]: one for one in comparison.lags} if comparison is not None else {}
+    waiting = [row for row in rows if row.lag]
+    if not waiting:
+        text = "No group has any progress here." if not rows else "No message waits for a group."
+        return Section("lag", "Lag", text)
+    scale = Scale.over([row.lag for row in waiting])
+    drains = {change[:3]: change for change in comparison.lags} if comparison is not None else {}
     about = (
-        f"{number(sum(row.lag for row in late))} messages wait in {number(sum(map(_late_queues, late)))} of "
+        f"{number(sum(row.lag for row in waiting))} messages wait in {number(sum(map(_late_queues, waiting)))} of "
         f"{number(sum(len(row.queue_ids) for row in rows))} queues. "
         "Squares are queues, in the order of their numbers. One dark square is a stuck or slow queue; when all are "
         f"dark, consumers are too few or too slow.{_scale(scale)}"
         + ("" if comparison else " How fast a group consumes is unknown: --compare with an earlier report tells.")
     )
-    shown = (
+    table_rows = (
         (
             row.store, f"{row.group} ← {row.topic}", _lag_plot(row, scale), number(row.lag),
             duration(row.oldest_age_s), _drain(drains.get(row[:3])), _notes(row),
         )
-        for row in late
+        for row in waiting
     )  # fmt: skip
     columns_ = (
         Column("group ← topic"), Column("queues", "plot"), Column("waiting", _N), Column("oldest waits", _N),
         Column("drains in", _N), Column(""),
     )  # fmt: skip
-    found = [*table(columns_, shown, stores=several, legend=True)]
-    found += _by_decade(late)
-    return Section("lag", "Lag", about, found)
+    tables = [*table(columns_, table_rows, stores=several, legend=True)]
+    tables += _by_decade(waiting)
+    return Section("lag", "Lag", about, tables)
 
 
 def _late_queues(row: GroupTopicLag) -> int:
@@ -127,14 +127,14 @@ def _drain(change: GroupLagChange | None) -> str:
     return duration(change.drain_s)
 
 
-def _by_decade(late: Sequence[GroupTopicLag]) -> Sequence[PageTable]:
+def _by_decade(rows: Sequence[GroupTopicLag]) -> Sequence[PageTable]:
     """Show many queues grouped by the size of their lag, which stays readable for any number of queues."""
-    lags = [each for row in late for each in row.lags]
-    if len(late) <= 20 and max(len(row.lags) for row in late) <= 60:
+    lags = [lag for row in rows for lag in row.lags]
+    if len(rows) <= 20 and max(len(row.lags) for row in rows) <= 60:
         return ()
     counts: dict[int, int] = defaultdict(int)
-    for each in lags:
-        counts[len(str(each)) if each else 0] += 1
+    for lag in lags:
+        counts[len(str(lag)) if lag else 0] += 1
     names = ["none", *(f"{10**power:,}+" for power in range(max(counts)))]
     values = [counts[power] for power in range(len(names))]
     what = "Queues by waiting messages: " + ", ".join(
@@ -146,30 +146,30 @@ def _by_decade(late: Sequence[GroupTopicLag]) -> Sequence[PageTable]:
 
 
 def _changes(comparison: Comparison, several: bool) -> Section:
-    rows = [one for one in comparison.lags if one.before != one.lag]
-    found = table(
+    rows = [row for row in comparison.lags if row.before != row.lag]
+    lag_table = table(
         (Column("group ← topic"), Column("before", _N), Column("now", _N), Column("change", _N), Column("stored", _N),
          Column("consumed", _N), Column("drains in", _N)),
         (
-            (one.store, f"{one.group} ← {one.topic}", number(one.before), number(one.lag),
-             "new" if one.before is None else "gone" if one.lag is None else f"{one.lag - one.before:+,}",
-             rate(one.stored_per_s), rate(one.consumed_per_s), "–" if one.lag is None else _drain(one))
-            for one in rows
+            (row.store, f"{row.group} ← {row.topic}", number(row.before), number(row.lag),
+             "new" if row.before is None else "gone" if row.lag is None else f"{row.lag - row.before:+,}",
+             rate(row.stored_per_s), rate(row.consumed_per_s), "–" if row.lag is None else _drain(row))
+            for row in rows
         ),
         stores=several,
     )  # fmt: skip
-    gone = table(
+    removed = table(
         (Column("no longer found"), Column("about")),
-        ((one.store, one.what, one.subject) for one in comparison.removed),
+        ((row.store, row.what, row.subject) for row in comparison.removed),
         stores=several,
     )
-    since = min((one.now_ms for one in comparison.earlier.stores if one.now_ms is not None), default=None)
+    since = min((row.now_ms for row in comparison.earlier.stores if row.now_ms is not None), default=None)
     new = counted(len(comparison.added), "new finding")
     about = (
         f"Since the report of {moment(since)}: {new}, {len(comparison.removed)} gone, {len(comparison.changed)} "
         "changed. Rates are between the two reports."
     )
-    return Section("changes", "Changes", about, (*found, *gone))
+    return Section("changes", "Changes", about, (*lag_table, *removed))
 
 
 # ----------------------------------------------------------------------------------------------------------- traffic
@@ -182,7 +182,7 @@ def _topics(report: Report, several: bool) -> Section:
     intervals = max(len(row.stored) for row in rows)
     axis = [moment((report.begin_ms or 0) + report.interval_ms * intervals * part // 4) for part in range(5)]
     axis = _time_axis(axis)
-    shown = (
+    table_rows = (
         (
             row.store, row.topic, area(row.stored, _rate_text(row, report)),
             rate(max(row.stored) / report.interval_ms * 1000), number(row.messages), size(row.bytes),
@@ -199,7 +199,7 @@ def _topics(report: Report, several: bool) -> Section:
         Column("topic"), Column("stored over time", "plot", axis, ends=True), Column("peak", _N),
         Column("messages", _N), Column("size", _N), Column("mean", _N), Column("last stored", _N),
     )  # fmt: skip
-    return Section("rates", "Topics and rates", about, table(names, shown, stores=several))
+    return Section("rates", "Topics and rates", about, table(names, table_rows, stores=several))
 
 
 def _time_axis(moments: Sequence[str]) -> list[str]:
@@ -224,16 +224,16 @@ def _retries(report: Report, several: bool) -> Section:
     if not rows:
         return Section("retries", "Retries", "No message was written again for a group.")
     levels = DEFAULT_LEVELS
-    most = max(at for row in rows for at, count in enumerate(row.attempts, 1) if count)
-    delays = (levels.delay_ms(min(attempt + 2, levels.max_level)) / 1000 for attempt in range(1, most + 1))
+    last_attempt = max(at for row in rows for at, count in enumerate(row.attempts, 1) if count)
+    delays = (levels.delay_ms(min(attempt + 2, levels.max_level)) / 1000 for attempt in range(1, last_attempt + 1))
     axis = [duration(delay_s).replace(" min", "m").replace(" ", "") for delay_s in delays]
 
     def text(attempts: Sequence[int]) -> str:
-        told = ", ".join(f"{number(count)} at attempt {at}" for at, count in enumerate(attempts, 1) if count)
-        return f"Retries: {told}"
+        counts_text = ", ".join(f"{number(count)} at attempt {at}" for at, count in enumerate(attempts, 1) if count)
+        return f"Retries: {counts_text}"
 
-    shown = (
-        (row.store, row.group, columns(row.attempts[:most], text(row.attempts)), number(sum(row.attempts)),
+    table_rows = (
+        (row.store, row.group, columns(row.attempts[:last_attempt], text(row.attempts)), number(sum(row.attempts)),
          number(max(at for at, count in enumerate(row.attempts, 1) if count)))
         for row in rows
     )  # fmt: skip
@@ -242,7 +242,7 @@ def _retries(report: Report, several: bool) -> Section:
         "delay before it with the usual levels. Many at the left fail once; a flat row fails always."
     )
     names = (Column("group"), Column("attempts", "plot", axis), Column("retries", _N), Column("highest attempt", _N))
-    return Section("retries", "Retries", about, table(names, shown, stores=several))
+    return Section("retries", "Retries", about, table(names, table_rows, stores=several))
 
 
 def _dead_letters(report: Report, several: bool) -> Section:
@@ -250,7 +250,7 @@ def _dead_letters(report: Report, several: bool) -> Section:
     if not rows:
         return Section("dead-letters", "Dead letters", "There are no dead letters.")
     scale = Scale.over([row.messages for row in rows])
-    shown = (
+    table_rows = (
         (row.store, f"{row.group} ← {row.topic}", row.cause,
          bar(row.messages, scale, f"{number(row.messages)} dead letters of {row.group}: {row.cause}"),
          number(row.messages), number(row.most_times), span(row.first_ms, row.last_ms))
@@ -261,7 +261,7 @@ def _dead_letters(report: Report, several: bool) -> Section:
         Column("group ← topic"), Column("cause"), Column("", "plot"), Column("messages", _N), Column("attempts", _N),
         Column("given up", _N),
     )  # fmt: skip
-    return Section("dead-letters", "Dead letters by cause", about, table(names, shown, stores=several))
+    return Section("dead-letters", "Dead letters by cause", about, table(names, table_rows, stores=several))
 
 
 def _waiting(report: Report, several: bool) -> Section:
@@ -277,7 +277,7 @@ def _waiting(report: Report, several: bool) -> Section:
         )
 
     overdue = frozenset((0,))
-    shown = (
+    table_rows = (
         (row.store, _KINDS.get(row.kind, row.kind), row.topic, row.group or "",
          columns(row.due, text(row.due), overdue) if row.due else "", number(row.messages),
          span(row.first_due_ms, row.last_due_ms) if row.due else "never",
@@ -293,7 +293,7 @@ def _waiting(report: Report, several: bool) -> Section:
         Column("kind"), Column("topic"), Column("group"), Column("due within", "plot", _DUE_AXIS),
         Column("messages", _N), Column("due", _N), Column("checks", _N),
     )  # fmt: skip
-    return Section("pending", "Pending", about, table(names, shown, stores=several))
+    return Section("pending", "Pending", about, table(names, table_rows, stores=several))
 
 
 def _delays(report: Report, several: bool) -> Section:
@@ -302,11 +302,13 @@ def _delays(report: Report, several: bool) -> Section:
         return Section("delays", "From born to stored", "No message of a producer is stored here.")
 
     def text(topic: str, counts: Sequence[int]) -> str:
-        told = ", ".join(f"{name}: {number(count)}" for name, count in zip(_DELAYS, counts, strict=True) if count)
-        return f"{topic}, messages by delay up to {told}"
+        counts_text = ", ".join(
+            f"{name}: {number(count)}" for name, count in zip(_DELAYS, counts, strict=True) if count
+        )
+        return f"{topic}, messages by delay up to {counts_text}"
 
     behind = frozenset((0,))
-    shown = (
+    table_rows = (
         (row.store, row.topic, columns(row.counts, text(row.topic, row.counts), behind), _most_within(row, 0.5),
          _most_within(row, 0.99), duration(row.most_ms / 1000))
         for row in rows
@@ -319,7 +321,7 @@ def _delays(report: Report, several: bool) -> Section:
         Column("topic"), Column("delay, up to", "plot", _DELAY_AXIS), Column("half within", _N),
         Column("99 % within", _N), Column("longest", _N),
     )  # fmt: skip
-    return Section("delays", "From born to stored", about, table(names, shown, stores=several))
+    return Section("delays", "From born to stored", about, table(names, table_rows, stores=several))
 
 
 def _most_within(row: BornToStored, share: float) -> str:
@@ -339,17 +341,17 @@ def _uneven(report: Report, several: bool) -> Section:
     rows = []
     for row in report.topics:
         mean = row.messages / max(1, len(row.queue_ids))
-        most = max(row.queue_messages)
-        if is_user_topic(row.topic) and len(row.queue_ids) > 1 and most > _UNEVEN * mean:
-            rows.append((most / mean, most, row))
+        largest = max(row.queue_messages)
+        if is_user_topic(row.topic) and len(row.queue_ids) > 1 and largest > _UNEVEN * mean:
+            rows.append((largest / mean, largest, row))
     if not rows:
         return Section("queues", "Uneven queues", "All queues of a topic hold about the same.")
-    rows.sort(key=lambda one: (-one[0], one[2][:2]))
-    shown = (
+    rows.sort(key=lambda item: (-item[0], item[2][:2]))
+    table_rows = (
         (row.store, row.topic, cells(row.queue_messages, f"{row.topic}: messages by queue"),
-         str(row.queue_ids[row.queue_messages.index(most)]), number(most), percent(most / row.messages),
+         str(row.queue_ids[row.queue_messages.index(largest)]), number(largest), percent(largest / row.messages),
          f"{ratio:.3g} ×")
-        for ratio, most, row in rows
+        for ratio, largest, row in rows
     )  # fmt: skip
     about = (
         "Topics whose largest queue holds far more than the mean. A queue has one consumer at a time, so it limits how "
@@ -359,7 +361,7 @@ def _uneven(report: Report, several: bool) -> Section:
         Column("topic"), Column("messages by queue", "plot"), Column("largest queue", _N), Column("messages", _N),
         Column("of the topic", _N), Column("of the mean", _N),
     )  # fmt: skip
-    return Section("queues", "Uneven queues", about, table(names, shown, stores=several, legend=True))
+    return Section("queues", "Uneven queues", about, table(names, table_rows, stores=several, legend=True))
 
 
 def _about(value: float, sampled: bool) -> str:
@@ -370,10 +372,10 @@ def _keys(report: Report, several: bool) -> Section:
     rows = sorted(report.keys, key=lambda row: (-row.messages, row[:3]))
     sampled = any(row.sampled for row in rows) or any(row.sampled for row in report.repeated)
     if not rows:
-        known = "Among the sampled messages, no key occurs twice; most were not looked at."
-        return Section("keys", "Frequent keys", known if sampled else "No key occurs twice.")
+        text = "Among the sampled messages, no key occurs twice; most were not looked at."
+        return Section("keys", "Frequent keys", text if sampled else "No key occurs twice.")
     scale = Scale.over([row.messages for row in rows])
-    shown = (
+    table_rows = (
         (row.store, short(row.key), row.topic,
          bar(row.messages, scale, f"{short(row.key)} in {row.topic}: {number(row.messages)} messages"),
          _about(row.messages, row.sampled), percent(row.share))
@@ -388,14 +390,14 @@ def _keys(report: Report, several: bool) -> Section:
     )
     if sampled:
         about += " The store is large, so a sample of the messages was counted, and these are estimates."
-    return Section("keys", "Frequent keys", about, table(names, shown, stores=several))
+    return Section("keys", "Frequent keys", about, table(names, table_rows, stores=several))
 
 
 def _repeated(report: Report, several: bool) -> Section:
     rows = sorted(report.repeated, key=lambda row: (-row.messages, row[:2]))
     if not rows:
         return Section("repeated", "Repeated keys", "No key came twice within the window.")
-    shown = (
+    table_rows = (
         (row.store, row.topic,
          *(_about(count, row.sampled) if row.messages else "none in the sample" if row.sampled else "0"
            for count in (row.messages, row.resent, row.keys)),
@@ -416,7 +418,7 @@ def _repeated(report: Report, several: bool) -> Section:
         Column("topic"), Column("messages", _N), Column("sent again", _N), Column("keys", _N),
         Column("shortest distance", _N),
     )  # fmt: skip
-    return Section("repeated", "Repeated keys", about, table(names, shown, stores=several))
+    return Section("repeated", "Repeated keys", about, table(names, table_rows, stores=several))
 
 
 def _scale(scale: Scale) -> str:
@@ -428,20 +430,20 @@ def _scale(scale: Scale) -> str:
 
 def _retention(report: Report, several: bool) -> Section:
     rows = []
-    for one in report.stores:
-        files = [each for each in report.log_files if each.store == one.store]
+    for store in report.stores:
+        files = [file for file in report.log_files if file.store == store.store]
         for hours in _HOURS:
-            if one.now_ms is not None:
-                limit = one.now_ms - hours * 3_600_000
-                gone = [each for each in files[:-1] if each.last_ms is not None and each.last_ms <= limit]
-                if gone or hours == _HOURS[-1]:
-                    freed = sum(each.bytes for each in gone)
+            if store.now_ms is not None:
+                limit = store.now_ms - hours * 3_600_000
+                deleted = [file for file in files[:-1] if file.last_ms is not None and file.last_ms <= limit]
+                if deleted or hours == _HOURS[-1]:
+                    freed = sum(file.bytes for file in deleted)
                     rows.append((
-                        one.store, f"{hours} h", number(len(gone)), size(freed),
-                        number(sum(each.messages for each in gone)), number(sum(each.unread for each in gone)),
+                        store.store, f"{hours} h", number(len(deleted)), size(freed),
+                        number(sum(file.messages for file in deleted)), number(sum(file.unread for file in deleted)),
                     ))  # fmt: skip
-    total = sum(each.bytes for each in report.log_files)
-    oldest = min((one.first_ms for one in report.stores if one.first_ms is not None), default=None)
+    total = sum(file.bytes for file in report.log_files)
+    oldest = min((store.first_ms for store in report.stores if store.first_ms is not None), default=None)
     about = (
         f"The log has {size(total)} in {number(len(report.log_files))} files; the oldest message is of "
         f"{moment(oldest)}. This is what a retention of so many hours would delete, in whole files, and how much of it "
@@ -453,14 +455,14 @@ def _retention(report: Report, several: bool) -> Section:
     )  # fmt: skip
     if not rows:
         return Section("retention", "Retention", "The log is empty.")
-    return Section("retention", "Retention", about, table(names, rows, stores=several, most=60))
+    return Section("retention", "Retention", about, table(names, rows, stores=several, limit=60))
 
 
 def _filters(report: Report, several: bool) -> Section:
     rows = sorted(report.filters, key=lambda row: (row.matched_bytes - row.bytes, row[:3]))
     if not rows:
         return Section("filters", "Filters", "No group filters by SQL.")
-    shown = (
+    table_rows = (
         (row.store, f"{row.group} ← {row.topic}", row.expression, number(row.messages), number(row.matched),
          size(row.bytes - row.matched_bytes))
         for row in rows
@@ -473,29 +475,31 @@ def _filters(report: Report, several: bool) -> Section:
         Column("group ← topic"), Column("expression"), Column("messages", _N), Column("matched", _N),
         Column("not sent", _N),
     )  # fmt: skip
-    return Section("filters", "Filters", about, table(names, shown, stores=several))
+    return Section("filters", "Filters", about, table(names, table_rows, stores=several))
 
 
 def _damage(report: Report, several: bool) -> Section:
     if not report.damage:
-        checked = [one for one in report.stores if one.is_sound is not None]
-        said = "verify finds no damage." if len(checked) == len(report.stores) else "verify did not run on every store."
-        return Section("damage", "Damage", said)
+        checked = [store for store in report.stores if store.is_sound is not None]
+        verdict = (
+            "verify finds no damage." if len(checked) == len(report.stores) else "verify did not run on every store."
+        )
+        return Section("damage", "Damage", verdict)
     about = (
         "What librmq verify finds wrong. Records that cannot be read are in none of the numbers. librmq recover mends "
         "what a crash leaves; librmq salvage saves what can be read of the rest."
     )
     names = (Column("file"), Column("offset", _N), Column("kind"), Column("what"))
-    shown = ((row.store, row.file, number(row.offset), row.kind, row.what) for row in report.damage)
-    return Section("damage", "Damage", about, table(names, shown, stores=several))
+    table_rows = ((row.store, row.file, number(row.offset), row.kind, row.what) for row in report.damage)
+    return Section("damage", "Damage", about, table(names, table_rows, stores=several))
 
 
 def _stores(report: Report) -> Section:
-    shown = (
-        ("", one.store, one.path, one.owner or "not in use", _sound(one.is_sound),
-         number(one.messages) + " without the unreadable" * one.skipped,
-         size(one.bytes), moment(one.first_ms), moment(one.last_ms), moment(one.now_ms))
-        for one in report.stores
+    table_rows = (
+        ("", store.store, store.path, store.owner or "not in use", _sound(store.is_sound),
+         number(store.messages) + " without the unreadable" * store.skipped,
+         size(store.bytes), moment(store.first_ms), moment(store.last_ms), moment(store.now_ms))
+        for store in report.stores
     )  # fmt: skip
     names = (
         Column("store"), Column("folder"), Column("written by"), Column("verify"), Column("messages", _N),
@@ -504,7 +508,7 @@ def _stores(report: Report) -> Section:
     about = (
         "Ages count from “now”: of a store in use the time of the report, else of its last message. All times are UTC."
     )
-    return Section("stores", "Stores", about, table(names, shown, stores=False, most=200))
+    return Section("stores", "Stores", about, table(names, table_rows, stores=False, limit=200))
 
 
 def _sound(is_sound: bool | None) -> str:

@@ -34,14 +34,19 @@ def compare(earlier: Report, later: Report) -> Comparison:
     before, now = _by_subject(earlier), _by_subject(later)
     return Comparison(
         earlier,
-        tuple(one for key, one in now.items() if key not in before),
-        tuple(one for key, one in before.items() if key not in now),
+        tuple(finding for key, finding in now.items() if key not in before),
+        tuple(finding for key, finding in before.items() if key not in now),
         tuple(
-            (before[key], one)
-            for key, one in now.items()
-            if key in before and (one.severity, one.what) != (before[key].severity, before[key].what)
+            (before[key], finding)
+            for key, finding in now.items()
+            if key in before and (finding.severity, finding.what) != (before[key].severity, before[key].what)
         ),
-        tuple(sorted(_lag_changes(earlier, later), key=lambda one: ((one.before or 0) - (one.lag or 0), one[:3]))),
+        tuple(
+            sorted(
+                _lag_changes(earlier, later),
+                key=lambda finding: ((finding.before or 0) - (finding.lag or 0), finding[:3]),
+            )
+        ),
     )
 
 
@@ -69,27 +74,27 @@ def _named_as(later: Report, earlier: Report) -> Report:
 
 def _log_starts(report: Report) -> dict[str, dict[int, str]]:
     """Return for each store the first record of each log file, by its physical offset."""
-    starts: dict[str, dict[int, str]] = {one.store: {} for one in report.stores}
+    starts: dict[str, dict[int, str]] = {store.store: {} for store in report.stores}
     for file in report.log_files:
         starts.setdefault(file.store, {})[file.physical_offset] = file.first
     return starts
 
 
 def _by_subject(report: Report) -> dict[tuple[str, ...], ReportedFinding]:
-    found: dict[tuple[str, ...], ReportedFinding] = {}
-    for one in report.findings:
-        cause = str(one.evidence.get("cause", ""))  # one subject can have several causes
-        found[one.store, one.kind, one.subject, cause] = one
-    return found
+    findings: dict[tuple[str, ...], ReportedFinding] = {}
+    for finding in report.findings:
+        cause = str(finding.evidence.get("cause", ""))  # one subject can have several causes
+        findings[finding.store, finding.kind, finding.subject, cause] = finding
+    return findings
 
 
 def _lag_changes(earlier: Report, later: Report) -> Iterator[GroupLagChange]:
-    before = {one[:3]: one for one in earlier.lags}
-    times = {one.store: one.now_ms for one in earlier.stores}
+    before = {row[:3]: row for row in earlier.lags}
+    times = {row.store: row.now_ms for row in earlier.stores}
     seconds = {
-        one.store: (one.now_ms - (times[one.store] or 0)) / 1000
-        for one in later.stores
-        if one.now_ms is not None and times.get(one.store) is not None
+        row.store: (row.now_ms - (times[row.store] or 0)) / 1000
+        for row in later.stores
+        if row.now_ms is not None and times.get(row.store) is not None
     }
     for row in later.lags:
         yield _lag_change(before.pop(row[:3], None), row, seconds.get(row.store))
@@ -101,11 +106,11 @@ def _lag_change(old: GroupTopicLag | None, row: GroupTopicLag, seconds: float | 
     if old is None or seconds is None or seconds <= 0:
         return GroupLagChange(*row[:3], None if old is None else old.lag, row.lag, seconds, None, None, None)
     offsets = zip(old.queue_ids, old.min_offsets, old.max_offsets, old.consumer_offsets, strict=True)
-    known = {queue_id: rest for queue_id, *rest in offsets}
+    queues = {queue_id: offsets for queue_id, *offsets in offsets}
     stored, consumed, has_progress = 0, 0, False
     for queue_id, end, offset in zip(row.queue_ids, row.max_offsets, row.consumer_offsets, strict=True):
-        if queue_id in known:
-            begin, end_then, offset_then = known[queue_id]
+        if queue_id in queues:
+            begin, end_then, offset_then = queues[queue_id]
             stored += max(0, end - (end_then or 0))
             if offset is not None:
                 has_progress = True

@@ -27,16 +27,16 @@ def share_of(number: Any, shares: int) -> Any:  # noqa: ANN401 (a whole number, 
 
 def most_frequent(counts: Iterable[tuple[int, str, str]]) -> Iterator[tuple[int, str, str, bool]]:
     """Yield the largest of (count, topic, key), a few of each topic, with whether others of their topic are cut."""
-    ordered = sorted(counts, key=lambda one: (-one[0], *one[1:]))
+    ordered = sorted(counts, key=lambda row: (-row[0], *row[1:]))
     place: Counter[str] = Counter()
-    shown = []
-    for one in ordered:
-        place[one[1]] += 1
-        if place[one[1]] <= MOST_OF_A_TOPIC:
-            shown.append(one)
-    del shown[_MOST_FREQUENT:]
-    listed = Counter(topic for _, topic, _ in shown)
-    for count, topic, key in shown:
+    rows = []
+    for row in ordered:
+        place[row[1]] += 1
+        if place[row[1]] <= MOST_OF_A_TOPIC:
+            rows.append(row)
+    del rows[_MOST_FREQUENT:]
+    listed = Counter(topic for _, topic, _ in rows)
+    for count, topic, key in rows:
         yield count, topic, key, place[topic] > listed[topic]
 
 
@@ -65,42 +65,44 @@ class KeyCounts:
 
     def count(self, topics: Sequence[str], keys: Sequence[str]) -> None:
         """Count the keys of messages whose places are in one share."""
-        found: dict[str, list[str]] = defaultdict(list)
+        keys_by_topic: dict[str, list[str]] = defaultdict(list)
         for topic, text in zip(topics, keys, strict=True):
             if " " in text:
-                found[topic] += dict.fromkeys(split_keys(text))
+                keys_by_topic[topic] += dict.fromkeys(split_keys(text))
             else:
-                found[topic].append(text)
-        for topic, each in found.items():
-            self._keyed[topic] += len(each)
-            self._frequent[topic].update(each)
+                keys_by_topic[topic].append(text)
+        for topic, keys_of_topic in keys_by_topic.items():
+            self._keyed[topic] += len(keys_of_topic)
+            self._frequent[topic].update(keys_of_topic)
 
     def look_back(
         self, topics: Sequence[str], keys: Sequence[str], unique: Sequence[str | None], times_ms: Sequence[int]
     ) -> None:
         """Compare messages whose keys are in one share with earlier ones."""
         last, window_ms = self._last, self._window_ms
-        for topic, text, own, at_ms in zip(topics, keys, unique, times_ms, strict=True):
+        for topic, text, unique_key, at_ms in zip(topics, keys, unique, times_ms, strict=True):
             for key in dict.fromkeys(split_keys(text)) if " " in text else (text,):
                 before = last.get((topic, key))
-                last[topic, key] = at_ms, own
+                last[topic, key] = at_ms, unique_key
                 if before is not None and at_ms - before[0] <= window_ms:
-                    found = self._repeats.setdefault(topic, _Repeats())
-                    found.messages += 1
-                    found.resent += own is not None and own == before[1]
-                    found.keys.add(key)
+                    repeats = self._repeats.setdefault(topic, _Repeats())
+                    repeats.messages += 1
+                    repeats.resent += unique_key is not None and unique_key == before[1]
+                    repeats.keys.add(key)
                     after_ms = max(0, at_ms - before[0])
-                    found.shortest_ms = after_ms if found.shortest_ms is None else min(after_ms, found.shortest_ms)
+                    repeats.shortest_ms = (
+                        after_ms if repeats.shortest_ms is None else min(after_ms, repeats.shortest_ms)
+                    )
 
     def frequent(self, store: str) -> Iterator[FrequentKey]:
         """Yield the most frequent keys of all topics, if several messages have them."""
-        each = [
+        counts_of_topics = [
             (count, topic, key)
             for topic, counts in self._frequent.items()
             for key, count in counts.most_common(MOST_OF_A_TOPIC + 1)
             if count > 1
         ]
-        for count, topic, key, cut in most_frequent(each):
+        for count, topic, key, cut in most_frequent(counts_of_topics):
             share = count / self._keyed[topic]
             yield FrequentKey(store, topic, key, count * self.shares, share, self.shares > 1, cut)
 
@@ -108,8 +110,8 @@ class KeyCounts:
         """Yield the repeated keys of each topic; with a sample, also a row for each topic without any in it."""
         n = self.shares
         for topic in sorted(self._repeats.keys() | (self._keyed.keys() if n > 1 else ())):
-            found = self._repeats.get(topic) or _Repeats()
-            shortest_s = None if found.shortest_ms is None else found.shortest_ms / 1000
+            repeats = self._repeats.get(topic) or _Repeats()
+            shortest_s = None if repeats.shortest_ms is None else repeats.shortest_ms / 1000
             yield RepeatedKeys(
-                store, topic, found.messages * n, found.resent * n, len(found.keys) * n, shortest_s, n > 1
+                store, topic, repeats.messages * n, repeats.resent * n, len(repeats.keys) * n, shortest_s, n > 1
             )

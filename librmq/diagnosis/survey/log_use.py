@@ -22,13 +22,13 @@ from librmq.store.engine.open_store import QueueName
 _NEVER: Final = (1 << 63) - 1
 
 
-def log_file_uses(view: StoreView, name: str, found: Lag) -> Iterator[LogFileUse]:
-    """Yield a row per file of the log, oldest first; ``found`` is the lag of all groups."""
+def log_file_uses(view: StoreView, name: str, group_lag: Lag) -> Iterator[LogFileUse]:
+    """Yield a row per file of the log, oldest first; ``group_lag`` is the lag of all groups."""
     log, size = view.store.log, view.store.log.sequence.file_size
     first = log.begin // size
     count = max(0, -(-log.end // size) - first)
     messages, unread, last = (np.zeros(count, np.int64) for _ in range(3))
-    unread_from = _unread_from(found)
+    unread_from = _unread_from(group_lag)
     blocks = _by_columns(view, unread_from) if has_columns() else _by_queues(view, unread_from)
     for places, sizes, is_unread in blocks:
         at = places // size - first
@@ -65,7 +65,7 @@ def _by_columns(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[
         batch = batch.filter(batch.column("_corrupt_record").is_null())  # verify reports the others
         topic = batch.column("topic").dictionary_encode()
         topics = topic.dictionary.to_pylist()
-        ids, offsets, places, sizes = (batch.column(one).cast(pa.int64()).to_numpy() for one in columns)
+        ids, offsets, places, sizes = (batch.column(column).cast(pa.int64()).to_numpy() for column in columns)
         queues, rows = np.unique(topic.indices.cast(pa.int64()).to_numpy() << 32 | ids, return_inverse=True)
         starts = [unread_from.get((topics[queue >> 32], queue & 0xFFFFFFFF), _NEVER) for queue in queues.tolist()]
         yield places, sizes, offsets >= np.array(starts, np.int64)[rows]
@@ -79,10 +79,10 @@ def _by_queues(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[B
                 yield block["physical_offset"].astype(np.int64), block["size"].astype(np.int64), is_unread
 
 
-def _unread_from(found: Lag) -> dict[QueueName, int]:
+def _unread_from(group_lag: Lag) -> dict[QueueName, int]:
     """Return for each queue the first queue offset that a group has yet to consume."""
     unread: dict[QueueName, int] = {}
-    for row in found:
+    for row in group_lag:
         if row.lag:
             name = row.topic, row.queue_id
             start = row.max_offset - row.lag

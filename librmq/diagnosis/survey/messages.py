@@ -36,25 +36,25 @@ def has_columns() -> bool:
     return find_spec("pyarrow") is not None
 
 
-def read_messages(view: StoreView, name: str, wanted: ReportScope, traffic: Traffic) -> list[DamagedPlace]:
+def read_messages(view: StoreView, name: str, scope: ReportScope, traffic: Traffic) -> list[DamagedPlace]:
     """Add the messages of a store to ``traffic``; return the places that can't be read."""
     if has_columns():
-        return _by_columns(view, name, wanted, traffic)
-    return _by_messages(view, name, wanted, traffic)
+        return _by_columns(view, name, scope, traffic)
+    return _by_messages(view, name, scope, traffic)
 
 
 def count_filter(
-    view: StoreView, name: str, wanted: ReportScope, group: str, topic: str, expression: str
+    view: StoreView, name: str, scope: ReportScope, group: str, topic: str, expression: str
 ) -> FilterMatch:
     """Return what a registered SQL filter matches."""
     if has_columns():
-        every, matched = (_counted(view, wanted, topic, sql) for sql in (None, expression))
+        every, matched = (_counted(view, scope, topic, sql) for sql in (None, expression))
     else:
         from librmq.filter import SqlFilter
 
         matches = SqlFilter(expression).matches
         every = matched = (0, 0)
-        for message in _messages(view, wanted):
+        for message in _messages(view, scope):
             if message.topic == topic:
                 every = every[0] + 1, every[1] + message.size
                 if matches(message.properties):
@@ -65,32 +65,32 @@ def count_filter(
 # ---------------------------------------------------------------------------------------------------- by columns
 
 
-def _settings(view: StoreView, wanted: ReportScope) -> ReaderKeywords:
-    topics = {topic for topic in view.topics if wanted.has_topic(topic)}
-    found: ReaderKeywords = {
+def _settings(view: StoreView, scope: ReportScope) -> ReaderKeywords:
+    topics = {topic for topic in view.topics if scope.has_topic(topic)}
+    settings: ReaderKeywords = {
         "topic": topics,
-        "tags": wanted.tags,
+        "tags": scope.tags,
         "checksums": False,
         "as_recovered": True,
         "files": view.store.files,
     }
-    if wanted.has_times:
-        found["since"] = wanted.begin_ms or 0
-        found["until"] = wanted.end_ms
-    return found
+    if scope.has_times:
+        settings["since"] = scope.begin_ms or 0
+        settings["until"] = scope.end_ms
+    return settings
 
 
-def _by_columns(view: StoreView, name: str, wanted: ReportScope, traffic: Traffic) -> list[DamagedPlace]:
+def _by_columns(view: StoreView, name: str, scope: ReportScope, traffic: Traffic) -> list[DamagedPlace]:
     from librmq.columns import reader
 
-    settings = _settings(view, wanted)
+    settings = _settings(view, scope)
     settings["columns"], settings["mode"] = _COLUMNS, "PERMISSIVE"
     damage: list[DamagedPlace] = []
     for batch in reader(view.store.path, **settings) if settings["topic"] else ():
-        told = batch.column("_corrupt_record")
-        if told.null_count < len(told):
-            damage += [DamagedPlace(name, "", 0, "unreadable", one) for one in told.drop_null().to_pylist()]
-            batch = batch.filter(told.is_null())
+        reports = batch.column("_corrupt_record")
+        if reports.null_count < len(reports):
+            damage += [DamagedPlace(name, "", 0, "unreadable", text) for text in reports.drop_null().to_pylist()]
+            batch = batch.filter(reports.is_null())
         _add_batch(batch, traffic)
     return damage
 
@@ -115,14 +115,14 @@ def _add_batch(batch: Any, traffic: Traffic) -> None:  # noqa: ANN401 (a batch o
         )
     )  # fmt: skip
     keys = batch.column("keys")
-    is_user = np.array([is_user_topic(one) for one in topics], np.bool_)
+    is_user = np.array([is_user_topic(topic_name) for topic_name in topics], np.bool_)
     keyed = np.flatnonzero(is_user[codes] & ~keys.is_null().to_numpy(zero_copy_only=False)) if topics else codes
     shares = traffic.keys.shares
-    each = keyed
+    counted = keyed
     if shares > 1:
         places = (traffic.done - len(codes) + keyed).astype(np.uint64)
-        each = keyed[share_of(places, shares) == 0]
-    traffic.keys.count([topics[code] for code in codes[each].tolist()], keys.take(pa.array(each)).to_pylist())
+        counted = keyed[share_of(places, shares) == 0]
+    traffic.keys.count([topics[code] for code in codes[counted].tolist()], keys.take(pa.array(counted)).to_pylist())
     if shares > 1:
         keyed = keyed[share_of(_last_bytes(keys)[keyed], shares) == 0]
     traffic.keys.look_back(
@@ -138,18 +138,18 @@ def _last_bytes(column: Any) -> Any:  # noqa: ANN401 (arrays of Arrow and numpy)
     _, offsets, data = column.buffers()
     bounds = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1].astype(np.int64)
     raw = np.frombuffer(data if data else b"\0", np.uint8)
-    found = np.zeros(len(column), np.uint64)
+    numbers = np.zeros(len(column), np.uint64)
     for back in range(_LAST, 0, -1):
         at = bounds[1:] - back
         here = np.where(at >= bounds[:-1], raw[np.maximum(at, 0)], 0).astype(np.uint64)
-        found = found << np.uint64(8) | here
-    return found
+        numbers = numbers << np.uint64(8) | here
+    return numbers
 
 
-def _counted(view: StoreView, wanted: ReportScope, topic: str, sql: str | None) -> tuple[int, int]:
+def _counted(view: StoreView, scope: ReportScope, topic: str, sql: str | None) -> tuple[int, int]:
     from librmq.columns import reader
 
-    settings = _settings(view, wanted)
+    settings = _settings(view, scope)
     settings["topic"], settings["columns"], settings["sql"], settings["mode"] = topic, ["size"], sql, "PERMISSIVE"
     count = size = 0
     for batch in reader(view.store.path, **settings):
@@ -162,47 +162,49 @@ def _counted(view: StoreView, wanted: ReportScope, topic: str, sql: str | None) 
 # --------------------------------------------------------------------------------------------------- one by one
 
 
-def _messages(view: StoreView, wanted: ReportScope) -> Iterator[StoredMessage]:
+def _messages(view: StoreView, scope: ReportScope) -> Iterator[StoredMessage]:
     """Yield the wanted messages of all queues in log order."""
     from librmq.filter import TagFilter
 
-    tags = TagFilter(wanted.tags)
+    tags = TagFilter(scope.tags)
     for message in view.store:
         state = view.ranges.get((message.topic, message.queue_id))
         if (
             state is not None
             and has_queue_entry(message.sys_flag)
             and message.queue_offset >= state.min_offset
-            and wanted.has_topic(message.topic)
-            and wanted.has_time(message.store_timestamp_ms)
+            and scope.has_topic(message.topic)
+            and scope.has_time(message.store_timestamp_ms)
             and (tags.takes_all or tags.matches(message.tags))
         ):
             yield message
 
 
-def _by_messages(view: StoreView, name: str, wanted: ReportScope, traffic: Traffic) -> list[DamagedPlace]:
-    messages = _messages(view, wanted)
+def _by_messages(view: StoreView, name: str, scope: ReportScope, traffic: Traffic) -> list[DamagedPlace]:
+    messages = _messages(view, scope)
     shares = traffic.keys.shares
     while True:
-        found: list[StoredMessage] = []
+        batch: list[StoredMessage] = []
         try:
-            found.extend(islice(messages, _ROWS))
+            batch.extend(islice(messages, _ROWS))
         except CorruptionError as error:
-            _add_messages(found, traffic)
+            _add_messages(batch, traffic)
             return [DamagedPlace(name, error.file, error.offset, "unreadable", str(error))]
-        if not found:
+        if not batch:
             return []
         at = traffic.done
-        _add_messages(found, traffic)
-        keyed = [(place, one) for place, one in enumerate(found, at) if one.keys and is_user_topic(one.topic)]
-        each = [one for place, one in keyed if share_of(place, shares) == 0]
-        traffic.keys.count([one.topic for one in each], [" ".join(one.keys) for one in each])
-        same = [one for _, one in keyed if _in_share(one, shares)]
+        _add_messages(batch, traffic)
+        keyed = [
+            (place, message) for place, message in enumerate(batch, at) if message.keys and is_user_topic(message.topic)
+        ]
+        counted = [message for place, message in keyed if share_of(place, shares) == 0]
+        traffic.keys.count([message.topic for message in counted], [" ".join(message.keys) for message in counted])
+        same = [message for _, message in keyed if _in_share(message, shares)]
         traffic.keys.look_back(
-            [one.topic for one in same],
-            [" ".join(one.keys) for one in same],
-            [one.unique_key for one in same],
-            [one.store_timestamp_ms for one in same],
+            [message.topic for message in same],
+            [" ".join(message.keys) for message in same],
+            [message.unique_key for message in same],
+            [message.store_timestamp_ms for message in same],
         )
 
 
@@ -214,10 +216,10 @@ def _add_messages(messages: list[StoredMessage], traffic: Traffic) -> None:
     codes: dict[str, int] = {}
     rows = [
         (
-            codes.setdefault(one.topic, len(codes)), one.queue_id, one.size, one.store_timestamp_ms,
-            one.born_timestamp_ms, one.reconsume_times,
+            codes.setdefault(message.topic, len(codes)), message.queue_id, message.size, message.store_timestamp_ms,
+            message.born_timestamp_ms, message.reconsume_times,
         )
-        for one in messages
+        for message in messages
     ]  # fmt: skip
     columns = np.array(rows, np.int64).reshape(-1, 6).T
     traffic.add(Headers(list(codes), *columns))

@@ -242,7 +242,7 @@ class ReportRows:
     filters: tuple[FilterMatch, ...] = ()
 
 
-ROW_NAMES: Final = tuple(one.name for one in fields(ReportRows))
+ROW_NAMES: Final = tuple(column.name for column in fields(ReportRows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,10 +273,10 @@ class Report(ReportRows):
 
     def to_json(self) -> str:
         """Return the report as JSON, for `from_json`."""
-        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        document = {column.name: getattr(self, column.name) for column in fields(self)}
         for name in ROWS:
-            found[name] = [row._asdict() for row in found[name]]
-        return json.dumps({**found, "only": dict(self.only)}, ensure_ascii=False, separators=(",", ":"))
+            document[name] = [row._asdict() for row in document[name]]
+        return json.dumps({**document, "only": dict(self.only)}, ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -286,12 +286,14 @@ class Report(ReportRows):
             InputError: The string is not a report of this version.
         """
         try:
-            found: dict[str, Any] = json.loads(text)
-            if found["version"] != VERSION:
-                raise InputError(f"report of version {found['version']!r:.20}: expected version {VERSION}")
+            document: dict[str, Any] = json.loads(text)
+            if document["version"] != VERSION:
+                raise InputError(f"report of version {document['version']!r:.20}: expected version {VERSION}")
             for name, kind in ROWS.items():
-                found[name] = tuple(kind(**{key: _frozen(value) for key, value in row.items()}) for row in found[name])
-            return cls(**found)
+                document[name] = tuple(
+                    kind(**{key: _frozen(value) for key, value in row.items()}) for row in document[name]
+                )
+            return cls(**document)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, InputError):
                 raise

@@ -38,16 +38,16 @@ class ReportScope:
         for name in settings:
             if name not in _SETTINGS:
                 raise ConfigError(f"only: unknown setting {name!r:.80}: {suggest(name, _SETTINGS)}")
-        given = {name: value for name, value in settings.items() if value is not None}
+        texts = {name: value for name, value in settings.items() if value is not None}
 
         def names(name: str) -> frozenset[str] | None:
-            return frozenset(one.strip() for one in given[name].split(",")) if name in given else None
+            return frozenset(text.strip() for text in texts[name].split(",")) if name in texts else None
 
         def time(name: str) -> int | None:
-            return parse_time(name, given[name]) if name in given else None
+            return parse_time(name, texts[name]) if name in texts else None
 
         return cls(
-            names("topic"), names("group"), given.get("tags"), time("since"), time("until"), tuple(given.items())
+            names("topic"), names("group"), texts.get("tags"), time("since"), time("until"), tuple(texts.items())
         )
 
     def has_topic(self, topic: str) -> bool:
@@ -69,9 +69,9 @@ class ReportScope:
 
     def has_subject(self, subject: str) -> bool:
         """Return whether the subject of a finding, such as ``group g, topic t``, is part of the report."""
-        for kind, wanted in (("topic ", self.topics), ("group ", self.groups)):
+        for kind, names in (("topic ", self.topics), ("group ", self.groups)):
             named = {part.removeprefix(kind) for part in subject.split(", ") if part.startswith(kind)}
-            if wanted is not None and named and not named & wanted:
+            if names is not None and named and not named & names:
                 return False
         return True
 

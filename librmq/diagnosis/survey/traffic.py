@@ -96,14 +96,14 @@ class Traffic:
         queues: dict[str, list[tuple[int, int]]] = {}
         for (topic, queue_id), count in sorted(self._queues.items()):
             queues.setdefault(topic, []).append((queue_id, count))
-        for topic, sums in sorted(self._topics.items(), key=lambda one: (-one[1].messages, one[0])):
+        for topic, sums in sorted(self._topics.items(), key=lambda item: (-item[1].messages, item[0])):
             ids, counts = zip(*queues[topic], strict=True)
             stored = tuple(sums.stored.tolist())
             yield StoredTopic(store, topic, sums.messages, sums.bytes, sums.first_ms, sums.last_ms, stored, ids, counts)
 
     def delays(self, store: str) -> Iterator[BornToStored]:
         """Yield the delays of each topic that producers send to, the largest topic first."""
-        for topic, sums in sorted(self._topics.items(), key=lambda one: (-one[1].messages, one[0])):
+        for topic, sums in sorted(self._topics.items(), key=lambda item: (-item[1].messages, item[0])):
             if is_user_topic(topic):
                 yield BornToStored(store, topic, tuple(sums.delays.tolist()), sums.most_ms)
 
