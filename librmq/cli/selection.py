@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from librmq.cli.input import age_clock, parse_time
-from librmq.diagnosis.store_times import UNKNOWN, Ints, store_times
+from librmq.diagnosis.group_lag import UNKNOWN, Ints, store_times
 from librmq.errors import BodyCompressionError, InputError, MissingExtraError
 from librmq.message.message import StoredMessage
 from librmq.message.topics import is_system_topic

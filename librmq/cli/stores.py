@@ -148,7 +148,7 @@ def _check_reads(arguments: argparse.Namespace, url: str) -> None:
 
 def _fetch_times(store: RemoteStore, arguments: argparse.Namespace) -> None:
     """Fetch the records whose store times a command prints, all at once."""
-    from librmq.diagnosis.backlog import first_place, lag
+    from librmq.diagnosis.group_lag import first_place, lag
     from librmq.diagnosis.view import StoreView
 
     with StoreView.open(store.path) as view:

@@ -8,13 +8,6 @@ with lazy_exports(globals()):
     from librmq.diagnosis.alarms import Alarm as Alarm
     from librmq.diagnosis.alarms import Watch as Watch
     from librmq.diagnosis.alarms import watch as watch
-    from librmq.diagnosis.backlog import GroupLag as GroupLag
-    from librmq.diagnosis.backlog import GroupRate as GroupRate
-    from librmq.diagnosis.backlog import Lag as Lag
-    from librmq.diagnosis.backlog import QueueLag as QueueLag
-    from librmq.diagnosis.backlog import TopicLag as TopicLag
-    from librmq.diagnosis.backlog import TopicProgress as TopicProgress
-    from librmq.diagnosis.backlog import lag as lag
     from librmq.diagnosis.checkup import diagnose as diagnose
     from librmq.diagnosis.design import TopicVolume as TopicVolume
     from librmq.diagnosis.design import design_check as design_check
@@ -29,6 +22,13 @@ with lazy_exports(globals()):
     from librmq.diagnosis.expiry import expiring as expiring
     from librmq.diagnosis.findings import Finding as Finding
     from librmq.diagnosis.findings import Thresholds as Thresholds
+    from librmq.diagnosis.group_lag import GroupLag as GroupLag
+    from librmq.diagnosis.group_lag import GroupRate as GroupRate
+    from librmq.diagnosis.group_lag import Lag as Lag
+    from librmq.diagnosis.group_lag import QueueLag as QueueLag
+    from librmq.diagnosis.group_lag import TopicLag as TopicLag
+    from librmq.diagnosis.group_lag import TopicProgress as TopicProgress
+    from librmq.diagnosis.group_lag import lag as lag
     from librmq.diagnosis.halves import GivenUpHalf as GivenUpHalf
     from librmq.diagnosis.halves import decide_half as decide_half
     from librmq.diagnosis.halves import given_up as given_up

@@ -10,9 +10,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 from librmq.broker import Broker
 from librmq.config import to_seconds
-from librmq.diagnosis.backlog import Lag, lag
 from librmq.diagnosis.checkup import diagnose
 from librmq.diagnosis.findings import Finding, Thresholds, worst_first
+from librmq.diagnosis.group_lag import Lag, lag
 from librmq.diagnosis.people import duration
 from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.errors import ConfigError

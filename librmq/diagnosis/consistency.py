@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from librmq.broker.clients import GroupConnections, TopicDifference, comparable, group_differences
-from librmq.diagnosis.backlog import Lag, lag
 from librmq.diagnosis.findings import Finding, Thresholds
+from librmq.diagnosis.group_lag import Lag, lag
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import PERM_READ, InstanceState, MessageModel

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
 from librmq.client.allocation import AllocationStrategy, allocate_averagely
-from librmq.diagnosis.backlog import lag, no_progress
+from librmq.diagnosis.group_lag import lag, no_progress
 from librmq.diagnosis.stuck import instances
 from librmq.diagnosis.view import Source, viewed
 from librmq.errors import ConfigError

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import HOLE_SIZE
-from librmq.diagnosis.backlog import lag
+from librmq.diagnosis.group_lag import lag
 from librmq.diagnosis.view import Source, viewed
 from librmq.errors import ConfigError
 from librmq.store.recovery.queue_check import first_at

@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import NamedTuple
 
-from librmq.diagnosis.backlog import QueueLag, lag
+from librmq.diagnosis.group_lag import QueueLag, lag
 from librmq.diagnosis.kinds import kind_of
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError

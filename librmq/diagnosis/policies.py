@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple
 
 from librmq.broker import Broker
-from librmq.diagnosis.backlog import QueueLag, lag, no_progress
+from librmq.diagnosis.group_lag import QueueLag, lag, no_progress
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, MalformedError
 from librmq.files.seam import make_folders

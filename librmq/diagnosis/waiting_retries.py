@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from librmq.diagnosis.backlog import lag
+from librmq.diagnosis.group_lag import lag
 from librmq.diagnosis.pending import pending_messages
 from librmq.diagnosis.view import StoreView
 from librmq.message import record

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.consumequeue import HOLE_SIZE
-from librmq.diagnosis.backlog import Lag
+from librmq.diagnosis.group_lag import Lag
 from librmq.diagnosis.survey.messages import has_columns
 from librmq.diagnosis.survey.model import LogFileUse
 from librmq.diagnosis.view import StoreView
