@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, urlsplit
 
-from librmq.diagnosis.letters import given_up
+from librmq.diagnosis.deadletters import given_up
 from librmq.errors import ConfigError, RmqError
 from librmq.message.message import StoredMessage
 from librmq.runtime.event_log import EventLog

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from librmq.cli.input import age_clock, note_group, note_topic_of, parse_time
 from librmq.cli.output import Output, complain, whole_number
 from librmq.cli.stores import open_broker, open_store, open_view
-from librmq.diagnosis import letters
+from librmq.diagnosis import deadletters
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
@@ -121,7 +121,7 @@ def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.dry_run:
         raise InputError("--dry-run belongs to --resend: a list changes nothing")
     with open_view(arguments) as view:
-        _print(_selected(letters.dead_letters(view, group=arguments.group), arguments), arguments, output)
+        _print(_selected(deadletters.dead_letters(view, group=arguments.group), arguments), arguments, output)
         note_group(arguments.group, view.groups, output)
     return 0
 
@@ -147,15 +147,17 @@ def _print_of_cluster(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _print(selected: list[letters.GivenUpMessage], arguments: argparse.Namespace, output: Output) -> None:
-    rows: Iterable[letters.DeadLetterCause | letters.GivenUpMessage] = selected
+def _print(selected: list[deadletters.GivenUpMessage], arguments: argparse.Namespace, output: Output) -> None:
+    rows: Iterable[deadletters.DeadLetterCause | deadletters.GivenUpMessage] = selected
     if arguments.causes:
-        rows = letters.sum_up_causes(selected)
+        rows = deadletters.sum_up_causes(selected)
     for row in rows:
         output.row(row._asdict())
 
 
-def _selected(listed: Iterable[letters.GivenUpMessage], arguments: argparse.Namespace) -> list[letters.GivenUpMessage]:
+def _selected(
+    listed: Iterable[deadletters.GivenUpMessage], arguments: argparse.Namespace
+) -> list[deadletters.GivenUpMessage]:
     since_ms = None
     if arguments.since is not None:
         since_ms = parse_time(arguments.since, age_clock(arguments.store, arguments.since))
@@ -179,7 +181,7 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
     with open_broker(arguments) as broker:
         selected = {
             message.physical_offset: message
-            for message in _selected(letters.dead_letters(StoreView.of(broker), group=arguments.group), arguments)
+            for message in _selected(deadletters.dead_letters(StoreView.of(broker), group=arguments.group), arguments)
         }
         unsent = [
             message

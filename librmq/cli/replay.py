@@ -18,7 +18,7 @@ from librmq.cli.selection import MessageQuery, select
 from librmq.cli.stores import open_broker, open_store
 from librmq.client.producer import Producer
 from librmq.client.sender import SendResult
-from librmq.diagnosis.letters import OF_A_LETTER
+from librmq.diagnosis.deadletters import OF_A_LETTER
 from librmq.errors import CorruptionError, InputError
 from librmq.files.disk import DiskFiles
 from librmq.message import record

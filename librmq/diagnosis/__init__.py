@@ -9,6 +9,10 @@ with lazy_exports(globals()):
     from librmq.diagnosis.alarms import Watch as Watch
     from librmq.diagnosis.alarms import watch as watch
     from librmq.diagnosis.checkup import diagnose as diagnose
+    from librmq.diagnosis.deadletters import DeadLetterCause as DeadLetterCause
+    from librmq.diagnosis.deadletters import GivenUpMessage as GivenUpMessage
+    from librmq.diagnosis.deadletters import dead_letter_causes as dead_letter_causes
+    from librmq.diagnosis.deadletters import dead_letters as dead_letters
     from librmq.diagnosis.design import TopicVolume as TopicVolume
     from librmq.diagnosis.design import design_check as design_check
     from librmq.diagnosis.design import topic_volumes as topic_volumes
@@ -32,10 +36,6 @@ with lazy_exports(globals()):
     from librmq.diagnosis.halves import GivenUpHalf as GivenUpHalf
     from librmq.diagnosis.halves import decide_half as decide_half
     from librmq.diagnosis.halves import given_up as given_up
-    from librmq.diagnosis.letters import DeadLetterCause as DeadLetterCause
-    from librmq.diagnosis.letters import GivenUpMessage as GivenUpMessage
-    from librmq.diagnosis.letters import dead_letter_causes as dead_letter_causes
-    from librmq.diagnosis.letters import dead_letters as dead_letters
     from librmq.diagnosis.life import StoryEvent as StoryEvent
     from librmq.diagnosis.life import story as story
     from librmq.diagnosis.origins import WaitingOrigins as WaitingOrigins

@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
+from librmq.diagnosis.deadletters import given_up
 from librmq.diagnosis.findings import counted
-from librmq.diagnosis.letters import given_up
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.filter.filters import TagFilter
 from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type

@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Final
 
 from librmq.config import nearest
+from librmq.diagnosis.deadletters import given_up
 from librmq.diagnosis.findings import NAMED, Finding, Severity, Thresholds, counted, cut_if, sample
 from librmq.diagnosis.kinds import kind_of
-from librmq.diagnosis.letters import given_up
 from librmq.diagnosis.people import duration
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.errors import CorruptionError

@@ -8,7 +8,7 @@ import pytest
 
 from librmq.consumer import PullConsumer
 from librmq.consumer.message_track import MessageTrack, TrackType, message_tracks, resend_dead_letters
-from librmq.diagnosis.letters import dead_letters
+from librmq.diagnosis.deadletters import dead_letters
 from librmq.errors import ConfigError
 from librmq.listener import DeadLetter
 from librmq.protocol import MessageModel

@@ -13,9 +13,9 @@ import numpy as np
 
 from librmq.diagnosis.checkup import diagnose
 from librmq.diagnosis.damage import damage_finding, message_count, not_verified, unverified_damage
+from librmq.diagnosis.deadletters import dead_letter_causes, dead_letters, sum_up_causes
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.group_lag import Lag, lag
-from librmq.diagnosis.letters import dead_letter_causes, dead_letters, sum_up_causes
 from librmq.diagnosis.pending import PendingMessage, pending_messages
 from librmq.diagnosis.samples import registered_filters
 from librmq.diagnosis.survey.key_counts import KeyCounts
