@@ -76,7 +76,7 @@ def _print(findings: list[Finding], output: Output) -> int:
 
 def story(arguments: argparse.Namespace, output: Output) -> int:
     """Print the history of a message, in the order of the log, then by group."""
-    from librmq.diagnosis.life import story
+    from librmq.diagnosis.message_story import story
 
     with open_view(arguments) as view:
         for event in story(view, arguments.id, topic=arguments.topic):

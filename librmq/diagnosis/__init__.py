@@ -36,8 +36,8 @@ with lazy_exports(globals()):
     from librmq.diagnosis.halves import GivenUpHalf as GivenUpHalf
     from librmq.diagnosis.halves import decide_half as decide_half
     from librmq.diagnosis.halves import given_up as given_up
-    from librmq.diagnosis.life import StoryEvent as StoryEvent
-    from librmq.diagnosis.life import story as story
+    from librmq.diagnosis.message_story import StoryEvent as StoryEvent
+    from librmq.diagnosis.message_story import story as story
     from librmq.diagnosis.origins import WaitingOrigins as WaitingOrigins
     from librmq.diagnosis.origins import waiting_origins as waiting_origins
     from librmq.diagnosis.page.render import render_page as render_page
