@@ -26,7 +26,7 @@ from librmq.store.format import directory
 
 if TYPE_CHECKING:
     from librmq.cli.cluster import ClusterSource
-    from librmq.diagnosis.drain import Consumption
+    from librmq.diagnosis.whatif import Consumption
 
 
 def groups(arguments: argparse.Namespace, output: Output) -> int:
@@ -226,7 +226,7 @@ _MOST: Final = 1024
 
 def whatif(arguments: argparse.Namespace, output: Output) -> int:
     """Print the time to drain a group's backlog as it is, then with changes, the greatest speed-up first."""
-    from librmq.diagnosis.drain import what_if
+    from librmq.diagnosis.whatif import what_if
 
     with open_view(arguments) as view:
         for scenario in what_if(_consumption(view, arguments)):
@@ -250,7 +250,7 @@ def whatif(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _consumption(view: StoreView, arguments: argparse.Namespace) -> Consumption:
-    from librmq.diagnosis.drain import consumption_of
+    from librmq.diagnosis.whatif import consumption_of
 
     handler_s = parse_duration("--handler", arguments.handler, "the time of one call such as 20ms or 1.5s")
     topic = arguments.topic

@@ -16,12 +16,6 @@ with lazy_exports(globals()):
     from librmq.diagnosis.design import TopicVolume as TopicVolume
     from librmq.diagnosis.design import design_check as design_check
     from librmq.diagnosis.design import topic_volumes as topic_volumes
-    from librmq.diagnosis.drain import Consumption as Consumption
-    from librmq.diagnosis.drain import Estimate as Estimate
-    from librmq.diagnosis.drain import Scenario as Scenario
-    from librmq.diagnosis.drain import consumption_of as consumption_of
-    from librmq.diagnosis.drain import estimate as estimate
-    from librmq.diagnosis.drain import what_if as what_if
     from librmq.diagnosis.expiry import ExpiringMessages as ExpiringMessages
     from librmq.diagnosis.expiry import expiring as expiring
     from librmq.diagnosis.findings import Finding as Finding
@@ -62,3 +56,9 @@ with lazy_exports(globals()):
     from librmq.diagnosis.survey.comparison import compare as compare
     from librmq.diagnosis.survey.model import Report as Report
     from librmq.diagnosis.view import StoreView as StoreView
+    from librmq.diagnosis.whatif import Consumption as Consumption
+    from librmq.diagnosis.whatif import Estimate as Estimate
+    from librmq.diagnosis.whatif import Scenario as Scenario
+    from librmq.diagnosis.whatif import consumption_of as consumption_of
+    from librmq.diagnosis.whatif import estimate as estimate
+    from librmq.diagnosis.whatif import what_if as what_if
