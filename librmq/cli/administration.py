@@ -13,7 +13,7 @@ from librmq.cli.stores import open_broker, open_to_change, select_queues
 from librmq.clock import SystemClock
 from librmq.consumequeue import ConsumeQueue
 from librmq.diagnosis.findings import counted
-from librmq.diagnosis.people import moment
+from librmq.diagnosis.formatting import moment
 from librmq.diagnosis.view import StoreView
 from librmq.diagnosis.waiting_retries import move_retries, waiting_retries
 from librmq.errors import InputError

@@ -16,9 +16,9 @@ from librmq.cli.output import Output, complain
 from librmq.cli.selection import first_at
 from librmq.cli.stores import open_view
 from librmq.clock import SystemClock
+from librmq.diagnosis.formatting import moment
 from librmq.diagnosis.group_lag import GroupLag, GroupRate, Lag, QueueLag, TopicLag
 from librmq.diagnosis.group_lag import lag as lag_of
-from librmq.diagnosis.people import moment
 from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.errors import InputError
 from librmq.message.topics import dead_letter_topic

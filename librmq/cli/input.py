@@ -38,7 +38,7 @@ def age_clock(stores: str | Sequence[str] | None, *times: str | None) -> Clock:
     paths = [stores] if isinstance(stores, str) else stores or ()
     if not any(text is not None and (_AGO.fullmatch(text) or _DURATION.fullmatch(text)) for text in times):
         return SystemClock()
-    from librmq.diagnosis.people import moment
+    from librmq.diagnosis.formatting import moment
     from librmq.diagnosis.view import StoreView
 
     last_ms = []

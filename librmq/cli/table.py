@@ -13,7 +13,7 @@ import rich.console
 import rich.table
 import rich.text
 
-from librmq.diagnosis.people import duration
+from librmq.diagnosis.formatting import duration
 from librmq.message.printable import printable
 
 Row = Mapping[str, Any]

@@ -12,8 +12,8 @@ from librmq.broker import Broker
 from librmq.config import to_seconds
 from librmq.diagnosis.checkup import diagnose
 from librmq.diagnosis.findings import Finding, Thresholds, worst_first
+from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import Lag, lag
-from librmq.diagnosis.people import duration
 from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.errors import ConfigError
 from librmq.message.message import StoredMessage

@@ -21,7 +21,7 @@ from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import PLACE, places_and_sizes
 from librmq.diagnosis.findings import Finding, Severity, Thresholds, counted, cut_if, named
-from librmq.diagnosis.people import duration
+from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.rolling import file_name

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from librmq.diagnosis.findings import Finding, Thresholds, counted
+from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.pending import family_of_half, given_up_halves, open_halves
-from librmq.diagnosis.people import duration
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import TransactionRefusedError
 from librmq.java.lang import java_int

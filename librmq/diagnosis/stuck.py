@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from librmq.diagnosis.findings import Finding, Thresholds, counted, cut_if, named, sample
+from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import Lag, QueueLag, is_uneven, lag
-from librmq.diagnosis.people import duration
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.errors import CorruptionError
 from librmq.message.message import StoredMessage

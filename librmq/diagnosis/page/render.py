@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from typing import Final
 
 from librmq.diagnosis.findings import counted
+from librmq.diagnosis.formatting import duration, moment, number, size, visible
 from librmq.diagnosis.page.parts import Fact, Notice, NoticeItem
-from librmq.diagnosis.people import duration, moment, number, size, visible
 from librmq.diagnosis.survey.comparison import Comparison, compare
 from librmq.diagnosis.survey.model import Report, ReportedFinding
 from librmq.errors import MissingExtraError

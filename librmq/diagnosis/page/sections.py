@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from librmq.diagnosis.findings import counted
+from librmq.diagnosis.formatting import duration, moment, number, percent, rate, short, size, span
 from librmq.diagnosis.page.parts import Column, PageTable, Section, table
 from librmq.diagnosis.page.plots import Scale, area, bar, cells, columns
-from librmq.diagnosis.people import duration, moment, number, percent, rate, short, size, span
 from librmq.diagnosis.survey.comparison import Comparison
 from librmq.diagnosis.survey.model import (
     DELAY_BOUNDS_MS,
