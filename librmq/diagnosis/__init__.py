@@ -30,6 +30,8 @@ with lazy_exports(globals()):
     from librmq.diagnosis.halves import GivenUpHalf as GivenUpHalf
     from librmq.diagnosis.halves import decide_half as decide_half
     from librmq.diagnosis.halves import given_up as given_up
+    from librmq.diagnosis.instances import HeldProgress as HeldProgress
+    from librmq.diagnosis.instances import held_progress as held_progress
     from librmq.diagnosis.message_story import StoryEvent as StoryEvent
     from librmq.diagnosis.message_story import story as story
     from librmq.diagnosis.origins import WaitingOrigins as WaitingOrigins
@@ -49,8 +51,6 @@ with lazy_exports(globals()):
     from librmq.diagnosis.policies import set_aside as set_aside
     from librmq.diagnosis.policies import skip as skip
     from librmq.diagnosis.policies import skipped as skipped
-    from librmq.diagnosis.stuck import HeldProgress as HeldProgress
-    from librmq.diagnosis.stuck import held_progress as held_progress
     from librmq.diagnosis.summary import report as report
     from librmq.diagnosis.survey.comparison import Comparison as Comparison
     from librmq.diagnosis.survey.comparison import compare as compare

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from librmq.diagnosis.consistency import consistency_findings
 from librmq.diagnosis.damage import damage_findings, missing_log_findings, unlisted_topic_findings
 from librmq.diagnosis.deadletters import dead_letter_findings
 from librmq.diagnosis.findings import Finding, Thresholds, worst_first
 from librmq.diagnosis.group_lag import lag, lag_findings
 from librmq.diagnosis.halves import half_findings
+from librmq.diagnosis.instances import consistency_findings, stuck_findings
 from librmq.diagnosis.samples import sample_findings
-from librmq.diagnosis.stuck import stuck_findings
 from librmq.diagnosis.view import Source, viewed
 
 

@@ -20,7 +20,7 @@ from typing import Final, Literal, NamedTuple
 
 from librmq.client.allocation import AllocationStrategy, allocate_averagely
 from librmq.diagnosis.group_lag import lag, no_progress
-from librmq.diagnosis.stuck import instances
+from librmq.diagnosis.instances import instances
 from librmq.diagnosis.view import Source, viewed
 from librmq.errors import ConfigError
 from librmq.message.message import MessageQueue
