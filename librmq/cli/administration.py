@@ -25,7 +25,7 @@ from librmq.store.format.broker_tables import MOST_QUEUES, BrokerTables, group_r
 
 if TYPE_CHECKING:
     from librmq.cli.cluster import ClusterSource
-    from librmq.diagnosis.policies import Skip
+    from librmq.diagnosis.skips import Skip
     from librmq.wire.remote import QueueBounds
 
 
@@ -223,8 +223,8 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
 
 def skip(arguments: argparse.Namespace, output: Output) -> int:
     """Move a group's progress forward: past old messages, to the newest, or to the end; record the skip."""
-    from librmq.diagnosis.policies import move_to, plan_skip, set_aside
-    from librmq.diagnosis.policies import skip as pass_over
+    from librmq.diagnosis.skips import move_to, plan_skip, set_aside
+    from librmq.diagnosis.skips import skip as pass_over
 
     if arguments.aside is not None and arguments.move is not None:
         raise InputError("expected either --aside or --move")

@@ -349,7 +349,7 @@ def replay(arguments: argparse.Namespace, output: Output) -> int:
         return replay_to_cluster(arguments, output)
     if None in (arguments.group, arguments.topic, arguments.to):
         raise InputError("expected --group, --topic and --to; or --route or --to-topic, to send messages")
-    from librmq.diagnosis.policies import replay, skipped
+    from librmq.diagnosis.skips import replay, skipped
 
     with open_broker(arguments) as broker:
         notes = [

@@ -39,18 +39,18 @@ with lazy_exports(globals()):
     from librmq.diagnosis.page.render import render_page as render_page
     from librmq.diagnosis.pending import PendingMessage as PendingMessage
     from librmq.diagnosis.pending import pending_messages as pending_messages
-    from librmq.diagnosis.policies import Replay as Replay
-    from librmq.diagnosis.policies import Skip as Skip
-    from librmq.diagnosis.policies import SkippedQueue as SkippedQueue
-    from librmq.diagnosis.policies import continue_as as continue_as
-    from librmq.diagnosis.policies import move_to as move_to
-    from librmq.diagnosis.policies import plan_continue_as as plan_continue_as
-    from librmq.diagnosis.policies import plan_replay as plan_replay
-    from librmq.diagnosis.policies import plan_skip as plan_skip
-    from librmq.diagnosis.policies import replay as replay
-    from librmq.diagnosis.policies import set_aside as set_aside
-    from librmq.diagnosis.policies import skip as skip
-    from librmq.diagnosis.policies import skipped as skipped
+    from librmq.diagnosis.skips import Replay as Replay
+    from librmq.diagnosis.skips import Skip as Skip
+    from librmq.diagnosis.skips import SkippedQueue as SkippedQueue
+    from librmq.diagnosis.skips import continue_as as continue_as
+    from librmq.diagnosis.skips import move_to as move_to
+    from librmq.diagnosis.skips import plan_continue_as as plan_continue_as
+    from librmq.diagnosis.skips import plan_replay as plan_replay
+    from librmq.diagnosis.skips import plan_skip as plan_skip
+    from librmq.diagnosis.skips import replay as replay
+    from librmq.diagnosis.skips import set_aside as set_aside
+    from librmq.diagnosis.skips import skip as skip
+    from librmq.diagnosis.skips import skipped as skipped
     from librmq.diagnosis.summary import report as report
     from librmq.diagnosis.survey.comparison import Comparison as Comparison
     from librmq.diagnosis.survey.comparison import compare as compare

@@ -251,7 +251,7 @@ class _Ends:
     """What became of records in consumer groups: dead letters, filters, skips and progress."""
 
     def __init__(self, view: StoreView, records: Sequence[StoredMessage]) -> None:
-        from librmq.diagnosis.policies import skipped  # loads the broker
+        from librmq.diagnosis.skips import skipped  # loads the broker
 
         self._view = view
         self._records = records
