@@ -14,8 +14,8 @@ from librmq.clock import SystemClock
 from librmq.consumequeue import ConsumeQueue
 from librmq.diagnosis.findings import counted
 from librmq.diagnosis.formatting import moment
+from librmq.diagnosis.pending import move_retries, waiting_retries
 from librmq.diagnosis.view import StoreView
-from librmq.diagnosis.waiting_retries import move_retries, waiting_retries
 from librmq.errors import InputError
 from librmq.message.message import MessageQueue
 from librmq.message.topics import is_system_topic, validate_client_topic, validate_group

@@ -29,7 +29,7 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
 def decide(arguments: argparse.Namespace, output: Output) -> int:
     """Commit or roll back a half message that checks have given up."""
     from librmq.cli.stores import open_broker
-    from librmq.diagnosis.halves import decide_half, given_up
+    from librmq.diagnosis.pending import decide_half, given_up
 
     text = arguments.physical_offset
     if not (text.isascii() and text.isdigit() and len(text) < 19):

@@ -27,9 +27,6 @@ with lazy_exports(globals()):
     from librmq.diagnosis.group_lag import TopicLag as TopicLag
     from librmq.diagnosis.group_lag import TopicProgress as TopicProgress
     from librmq.diagnosis.group_lag import lag as lag
-    from librmq.diagnosis.halves import GivenUpHalf as GivenUpHalf
-    from librmq.diagnosis.halves import decide_half as decide_half
-    from librmq.diagnosis.halves import given_up as given_up
     from librmq.diagnosis.instances import HeldProgress as HeldProgress
     from librmq.diagnosis.instances import held_progress as held_progress
     from librmq.diagnosis.message_story import StoryEvent as StoryEvent
@@ -37,7 +34,10 @@ with lazy_exports(globals()):
     from librmq.diagnosis.origins import WaitingOrigins as WaitingOrigins
     from librmq.diagnosis.origins import waiting_origins as waiting_origins
     from librmq.diagnosis.page.render import render_page as render_page
+    from librmq.diagnosis.pending import GivenUpHalf as GivenUpHalf
     from librmq.diagnosis.pending import PendingMessage as PendingMessage
+    from librmq.diagnosis.pending import decide_half as decide_half
+    from librmq.diagnosis.pending import given_up as given_up
     from librmq.diagnosis.pending import pending_messages as pending_messages
     from librmq.diagnosis.skips import Replay as Replay
     from librmq.diagnosis.skips import Skip as Skip

@@ -6,8 +6,8 @@ from librmq.diagnosis.damage import damage_findings, missing_log_findings, unlis
 from librmq.diagnosis.deadletters import dead_letter_findings
 from librmq.diagnosis.findings import Finding, Thresholds, worst_first
 from librmq.diagnosis.group_lag import lag, lag_findings
-from librmq.diagnosis.halves import half_findings
 from librmq.diagnosis.instances import consistency_findings, stuck_findings
+from librmq.diagnosis.pending import half_findings
 from librmq.diagnosis.samples import sample_findings
 from librmq.diagnosis.view import Source, viewed
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis.findings import Finding, Thresholds, counted, sample, worst_first
-from librmq.diagnosis.kinds import kind_of
+from librmq.diagnosis.pending import kind_of
 from librmq.diagnosis.samples import newest
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.message.message import StoredMessage

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from librmq.diagnosis.group_lag import QueueLag, lag
-from librmq.diagnosis.kinds import kind_of
+from librmq.diagnosis.pending import kind_of
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError
 from librmq.message.topics import RETRY_PREFIX

@@ -2,6 +2,9 @@
 
 They are read from the broker's files, without a broker or beside a running one. The search collects no messages: its
 memory grows only by a bit for each half message and some bytes for each timer.
+
+A half that 15 checks could not end goes to ``TRANS_CHECK_MAX_TIME_TOPIC``, and no producer is asked again. A later
+decision delivers or drops the message, and writes an op message for its end.
 """
 
 from __future__ import annotations
@@ -9,26 +12,42 @@ from __future__ import annotations
 import heapq
 import os
 from collections.abc import Callable, Iterator
-from typing import Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
 
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
+from librmq.diagnosis.findings import Finding, Thresholds, counted
+from librmq.diagnosis.formatting import duration
+from librmq.diagnosis.group_lag import lag
+from librmq.diagnosis.view import Source, StoreView, viewed
+from librmq.errors import TransactionRefusedError
 from librmq.java.lang import java_int, java_long
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
-from librmq.message.message import StoredMessage
-from librmq.message.topics import CHECK_MAX_TIME_TOPIC, DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX
-from librmq.scheduling.half_messages import EndedHalves, half_of, progress
+from librmq.message.message import Message, StoredMessage
+from librmq.message.topics import (
+    CHECK_MAX_TIME_TOPIC,
+    DEAD_LETTER_PREFIX,
+    HALF_TOPIC,
+    OP_TOPIC,
+    RETRY_PREFIX,
+    retry_topic,
+)
+from librmq.scheduling.half_messages import OP_TAG, QUEUE, EndedHalves, half_of, progress
 from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, TIMER_TOPIC, delete_key
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import derived_tags_code
 from librmq.store.engine.read import GetStatus
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.broker_tables import BrokerTables, topic_row
 from librmq.store.format.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
 from librmq.txn import TransactionConfig
+
+if TYPE_CHECKING:
+    from librmq.broker import Broker
+
 
 Kind = Literal["half", "given_up", "delay", "retry", "timer"]
 
@@ -226,3 +245,215 @@ def _of_slot(
         message = None if unit is None else store.message_at(unit.physical_offset)
         if unit is not None and message is not None:
             yield unit.magic, message
+
+
+# ---------------------------------------------------------------------------------------------------- kinds of messages
+
+
+def kind_of(message: StoredMessage) -> Literal["plain", "delayed", "transactional"]:
+    """Return the kind of a message in a topic of producers."""
+    properties = message.properties
+    if message.sys_flag & record.TRANSACTION_MASK or properties.get(record.PROPERTY_TRANSACTION_PREPARED) == "true":
+        return "transactional"
+    return "delayed" if record.PROPERTY_REAL_TOPIC in properties else "plain"
+
+
+# ---------------------------------------------------------------------------------------------- discarded half messages
+
+_SYSTEM_ERROR = 1
+
+
+class GivenUpHalf(NamedTuple):
+    """An undecided half message that checks have discarded."""
+
+    group: str
+    """The producer group."""
+    topic: str
+    """The topic of the message."""
+    unique_key: str | None
+    """The unique id; None if the message has none."""
+    checks: int
+    """Number of checks."""
+    born_timestamp_ms: int
+    """Time of the send, in milliseconds since 1970."""
+    given_up_timestamp_ms: int
+    """Time at which the last check discarded it."""
+    physical_offset: int
+    """The place of the record in the topic of discarded halves."""
+    can_be_decided: bool
+    """Whether the log still has its half."""
+
+
+def given_up(source: Source) -> list[GivenUpHalf]:
+    """Return the undecided half messages that checks have discarded, in log order.
+
+    Raises:
+        NotAStoreError: The folder holds no store.
+        CorruptionError: A file is damaged.
+    """
+    with viewed(source) as view:
+        return [
+            GivenUpHalf(
+                half.properties.get(record.PROPERTY_PRODUCER_GROUP, ""),
+                half.properties.get(record.PROPERTY_REAL_TOPIC, ""),
+                half.unique_key,
+                java_int(half.properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0,
+                half.born_timestamp_ms,
+                half.store_timestamp_ms,
+                half.physical_offset,
+                bool(family_of_half(view.store, half)),
+            )
+            for half in given_up_halves(view.store)
+        ]
+
+
+def decide_half(broker: Broker, physical_offset: int, *, commit: bool) -> None:
+    """Commit or roll back a half message that checks have discarded.
+
+    Args:
+        broker: The running broker.
+        physical_offset: The place in a result of `given_up`.
+        commit: Whether to deliver or to drop the message.
+
+    Raises:
+        TransactionRefusedError: There is no such half message at this place, it was already decided, or the log no
+            longer has it.
+        BrokerUnreachableError: The broker is closed.
+    """
+    from librmq.protocol import EndTransaction, TransactionState  # loads asyncio, which a list does not need
+
+    store = broker.store
+    half = next(
+        (candidate for candidate in given_up_halves(store) if candidate.physical_offset == physical_offset), None
+    )
+    if half is None:
+        raise TransactionRefusedError(
+            _SYSTEM_ERROR,
+            f"physical offset {physical_offset}: expected an undecided half that was given up, as "
+            "`librmq pending --kind given_up` lists",
+        )
+    family = family_of_half(store, half)
+    if not family:
+        raise TransactionRefusedError(
+            _SYSTEM_ERROR, f"the log no longer has the half of {half.message_id}: send the message again instead"
+        )
+    last = family[-1]
+    state = TransactionState.COMMIT if commit else TransactionState.ROLLBACK
+    group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
+    broker.call(EndTransaction(group, state, last.queue_offset, last.physical_offset, last.message_id))
+    with broker.runner.lock:  # no check asks about it any more: the op message is the only trace of a rollback
+        broker.store.append(Message(OP_TOPIC, str(last.queue_offset).encode(), tags=OP_TAG), QUEUE)
+
+
+def half_findings(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
+    """Return the findings about halves of each producer group and topic: given up, or never checked."""
+    limits = thresholds or Thresholds()
+    halves_by_topic: dict[tuple[str, str], list[GivenUpHalf]] = {}
+    with viewed(source) as view:
+        unchecked = list(_unchecked(view, limits))
+        for half in given_up(view):
+            halves_by_topic.setdefault((half.group, half.topic), []).append(half)
+    return [
+        *unchecked,
+        *(_given_up(group, topic, halves, limits) for (group, topic), halves in halves_by_topic.items()),
+    ]
+
+
+def _given_up(group: str, topic: str, halves: list[GivenUpHalf], limits: Thresholds) -> Finding:
+    return Finding(
+        "given-up-halves",
+        "error" if topic in limits.topics else "warning",
+        f"producer group {group}, topic {topic}",
+        f"Checks have given up {counted(len(halves), 'half message')}, without commit or rollback.",
+        {
+            "halves": len(halves),
+            "checks": max(half.checks for half in halves),
+            "first_timestamp_ms": min(half.given_up_timestamp_ms for half in halves),
+            "last_timestamp_ms": max(half.given_up_timestamp_ms for half in halves),
+            "physical_offset": halves[-1].physical_offset,
+        },
+        "Look up the transactions in the producer's database, then commit or roll back each: librmq decide STORE "
+        "OFFSET, or decide_half.",
+    )
+
+
+def _unchecked(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
+    """Yield the halves that no check has asked about, though it was due long ago."""
+    halves_by_topic: dict[tuple[str, str], list[tuple[int, StoredMessage]]] = {}
+    for check_ms, half in open_halves(view.store, view.tables):
+        due_ms = max(check_ms, half.store_timestamp_ms)  # the producer's clock can be wrong
+        checks = java_int(half.properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0"))
+        if not checks and (view.age_s(due_ms) or 0) > limits.unchecked_s:
+            group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
+            halves_by_topic.setdefault((group, half.properties.get(record.PROPERTY_REAL_TOPIC, "")), []).append(
+                (due_ms, half)
+            )
+    for (group, topic), halves in halves_by_topic.items():
+        due_ms, oldest = min(halves, key=lambda pair: pair[0])
+        yield Finding(
+            "unchecked-halves",
+            "error" if topic in limits.topics else "warning",
+            f"producer group {group}, topic {topic}",
+            f"{counted(len(halves), 'half message')} without commit or rollback, and never checked; the first check "
+            f"was due {duration(view.age_s(due_ms))} ago.",
+            {
+                "halves": len(halves),
+                "first_timestamp_ms": oldest.store_timestamp_ms,
+                "last_timestamp_ms": max(half.store_timestamp_ms for _, half in halves),
+                "due_timestamp_ms": due_ms,
+                "physical_offset": oldest.physical_offset,
+            },
+            "Start the broker, which checks them, and a transaction producer of this group, which answers.",
+        )
+
+
+# ------------------------------------------------------------------------------------------- waiting retries of a group
+
+_READABLE: Final = 6  # and writable
+_OF_THE_DELAY: Final = frozenset((record.PROPERTY_DELAY, record.PROPERTY_REAL_TOPIC, record.PROPERTY_REAL_QUEUE_ID))
+
+
+def waiting_retries(store: MessageStore, tables: BrokerTables, group: str) -> Iterator[StoredMessage]:
+    """Yield the retries that a group has not consumed, those in its retry topic first."""
+    topic = retry_topic(group)
+    for row in lag(StoreView.over(store, tables), group=group, topic=topic, times=False):
+        begin = max(row.min_offset, row.consumer_offset or 0)
+        yield from store.messages(topic, row.queue_id, begin, row.max_offset)
+    for pending in pending_messages(store, tables, kind="retry", topic=topic):
+        message = store.message_at(pending.physical_offset)
+        if pending.target_topic == topic and message is not None:
+            yield message
+
+
+def move_retries(store: MessageStore, tables: BrokerTables, group: str, new_group: str) -> tuple[int, int]:
+    """Copy the waiting retries of a group to the retry topic of another one, and skip those that are due.
+
+    The attempts so far count for the new group. Its retries are due at once.
+
+    Returns:
+        The number of copies, and how many of them the old group gets too when their delay ends.
+    """
+    topic, old_topic = retry_topic(new_group), retry_topic(group)
+    if topic not in tables.topics.rows:
+        tables.topics.set(topic, topic_row(topic, 1, 1, _READABLE))
+    copies = delayed = 0
+    for message in list(waiting_retries(store, tables, group)):
+        copy = Message(topic, message.stored_body, flag=message.flag)
+        copy.properties = {name: value for name, value in message.properties.items() if name not in _OF_THE_DELAY}
+        copy.properties.setdefault(record.PROPERTY_ORIGIN_MESSAGE_ID, message.offset_id)
+        store.append(
+            copy,
+            born_timestamp_ms=message.born_timestamp_ms,
+            born_host=message.born_host,
+            store_host=message.store_host,
+            sys_flag=message.sys_flag,
+            reconsume_times=message.reconsume_times,
+        )
+        copies += 1
+        delayed += message.topic != old_topic
+    if copies:
+        tables.set_consumer_offset(topic, new_group, 0, store.queue_range(topic, 0)[1] - copies)
+    for row in lag(StoreView.over(store, tables), group=group, topic=old_topic, times=False):
+        if row.lag:
+            tables.set_consumer_offset(old_topic, group, row.queue_id, row.max_offset)
+    return copies, delayed

@@ -14,7 +14,7 @@ from librmq.config import nearest
 from librmq.diagnosis.deadletters import given_up
 from librmq.diagnosis.findings import NAMED, Finding, Severity, Thresholds, counted, cut_if, sample
 from librmq.diagnosis.formatting import duration
-from librmq.diagnosis.kinds import kind_of
+from librmq.diagnosis.pending import kind_of
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.errors import CorruptionError
 from librmq.filter.registrations import Registration
