@@ -79,7 +79,7 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
         return 0
     with open_view(arguments) as view:
         if arguments.by == "origin":
-            from librmq.diagnosis.origins import waiting_origins
+            from librmq.diagnosis.unconsumed import waiting_origins
 
             for row in waiting_origins(view, group=arguments.group, topic=arguments.topic):
                 output.row(row._asdict())
@@ -102,7 +102,7 @@ def _why_no_lag(view: StoreView) -> str:
 
 def expiring(arguments: argparse.Namespace, output: Output) -> int:
     """Print the unconsumed messages that retention by age would delete soon, by group and topic."""
-    from librmq.diagnosis.expiry import expiring as expiring_of
+    from librmq.diagnosis.unconsumed import expiring as expiring_of
 
     reserved_s = parse_duration("--reserved", arguments.reserved, "the time for which files are kept, such as 72h")
     within_s = parse_duration("--within", arguments.within, "a time from now on, such as 6h")

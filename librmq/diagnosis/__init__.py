@@ -16,8 +16,6 @@ with lazy_exports(globals()):
     from librmq.diagnosis.design import TopicVolume as TopicVolume
     from librmq.diagnosis.design import design_check as design_check
     from librmq.diagnosis.design import topic_volumes as topic_volumes
-    from librmq.diagnosis.expiry import ExpiringMessages as ExpiringMessages
-    from librmq.diagnosis.expiry import expiring as expiring
     from librmq.diagnosis.findings import Finding as Finding
     from librmq.diagnosis.findings import Thresholds as Thresholds
     from librmq.diagnosis.group_lag import GroupLag as GroupLag
@@ -31,8 +29,6 @@ with lazy_exports(globals()):
     from librmq.diagnosis.instances import held_progress as held_progress
     from librmq.diagnosis.message_story import StoryEvent as StoryEvent
     from librmq.diagnosis.message_story import story as story
-    from librmq.diagnosis.origins import WaitingOrigins as WaitingOrigins
-    from librmq.diagnosis.origins import waiting_origins as waiting_origins
     from librmq.diagnosis.page.render import render_page as render_page
     from librmq.diagnosis.pending import GivenUpHalf as GivenUpHalf
     from librmq.diagnosis.pending import PendingMessage as PendingMessage
@@ -55,6 +51,10 @@ with lazy_exports(globals()):
     from librmq.diagnosis.survey.comparison import Comparison as Comparison
     from librmq.diagnosis.survey.comparison import compare as compare
     from librmq.diagnosis.survey.model import Report as Report
+    from librmq.diagnosis.unconsumed import ExpiringMessages as ExpiringMessages
+    from librmq.diagnosis.unconsumed import WaitingOrigins as WaitingOrigins
+    from librmq.diagnosis.unconsumed import expiring as expiring
+    from librmq.diagnosis.unconsumed import waiting_origins as waiting_origins
     from librmq.diagnosis.view import StoreView as StoreView
     from librmq.diagnosis.whatif import Consumption as Consumption
     from librmq.diagnosis.whatif import Estimate as Estimate
