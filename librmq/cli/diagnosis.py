@@ -25,7 +25,7 @@ _HAS_ERRORS = 1
 
 def diagnose(arguments: argparse.Namespace, output: Output) -> int:
     """Print the findings, worst first; status 1 if there is an error among them."""
-    from librmq.diagnosis.checkup import diagnose
+    from librmq.diagnosis.checks import diagnose
 
     with open_view(arguments) as view:
         status = _print(diagnose(view, _thresholds(arguments), check=arguments.verify), output)
@@ -35,7 +35,7 @@ def diagnose(arguments: argparse.Namespace, output: Output) -> int:
 
 def check(arguments: argparse.Namespace, output: Output) -> int:
     """Print the problems in the design of topics, keys and groups; status 1 if one is an error."""
-    from librmq.diagnosis.design import design_check, topic_volumes
+    from librmq.diagnosis.checks import design_check, topic_volumes
 
     with open_view(arguments) as view:
         _note_important(view, arguments, output)

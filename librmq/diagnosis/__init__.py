@@ -8,14 +8,14 @@ with lazy_exports(globals()):
     from librmq.diagnosis.alarms import Alarm as Alarm
     from librmq.diagnosis.alarms import Watch as Watch
     from librmq.diagnosis.alarms import watch as watch
-    from librmq.diagnosis.checkup import diagnose as diagnose
+    from librmq.diagnosis.checks import TopicVolume as TopicVolume
+    from librmq.diagnosis.checks import design_check as design_check
+    from librmq.diagnosis.checks import diagnose as diagnose
+    from librmq.diagnosis.checks import topic_volumes as topic_volumes
     from librmq.diagnosis.deadletters import DeadLetterCause as DeadLetterCause
     from librmq.diagnosis.deadletters import GivenUpMessage as GivenUpMessage
     from librmq.diagnosis.deadletters import dead_letter_causes as dead_letter_causes
     from librmq.diagnosis.deadletters import dead_letters as dead_letters
-    from librmq.diagnosis.design import TopicVolume as TopicVolume
-    from librmq.diagnosis.design import design_check as design_check
-    from librmq.diagnosis.design import topic_volumes as topic_volumes
     from librmq.diagnosis.findings import Finding as Finding
     from librmq.diagnosis.findings import Thresholds as Thresholds
     from librmq.diagnosis.group_lag import GroupLag as GroupLag

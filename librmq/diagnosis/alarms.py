@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from librmq.broker import Broker
 from librmq.config import to_seconds
-from librmq.diagnosis.checkup import diagnose
+from librmq.diagnosis.checks import diagnose
 from librmq.diagnosis.findings import Finding, Thresholds, worst_first
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import Lag, lag

@@ -11,13 +11,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from librmq.diagnosis.checkup import diagnose
+from librmq.diagnosis.checks import diagnose, registered_filters
 from librmq.diagnosis.damage import damage_finding, message_count, not_verified, unverified_damage
 from librmq.diagnosis.deadletters import dead_letter_causes, dead_letters, sum_up_causes
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.group_lag import Lag, lag
 from librmq.diagnosis.pending import PendingMessage, pending_messages
-from librmq.diagnosis.samples import registered_filters
 from librmq.diagnosis.survey.key_counts import KeyCounts
 from librmq.diagnosis.survey.log_use import log_file_uses
 from librmq.diagnosis.survey.messages import count_filter, read_messages
