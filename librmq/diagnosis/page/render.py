@@ -10,8 +10,7 @@ from typing import Final
 from librmq.diagnosis.findings import counted
 from librmq.diagnosis.formatting import duration, moment, number, size, visible
 from librmq.diagnosis.page.parts import Fact, Notice, NoticeItem
-from librmq.diagnosis.survey.comparison import Comparison, compare
-from librmq.diagnosis.survey.model import Report, ReportedFinding
+from librmq.diagnosis.survey.model import Comparison, Report, ReportedFinding, compare
 from librmq.errors import MissingExtraError
 
 _OF_A_KIND: Final = 5

@@ -10,10 +10,10 @@ from librmq.diagnosis.findings import counted
 from librmq.diagnosis.formatting import duration, moment, number, percent, rate, short, size, span
 from librmq.diagnosis.page.parts import Column, PageTable, Section, table
 from librmq.diagnosis.page.plots import Scale, area, bar, cells, columns
-from librmq.diagnosis.survey.comparison import Comparison
 from librmq.diagnosis.survey.model import (
     DELAY_BOUNDS_MS,
     BornToStored,
+    Comparison,
     GroupLagChange,
     GroupTopicLag,
     Report,
