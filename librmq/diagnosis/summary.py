@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 from librmq.diagnosis.findings import Thresholds, place_of
+from librmq.diagnosis.survey.message_sums import ReportScope, TimeAxis
 from librmq.diagnosis.survey.model import ROW_NAMES, Report, ReportPart
-from librmq.diagnosis.survey.scope import ReportScope, TimeAxis
 from librmq.diagnosis.survey.stores import broken_store, find_time_range, passes_over, survey_store
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, CorruptionError

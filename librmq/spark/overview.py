@@ -16,7 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from librmq.columns.options import Mode
 from librmq.diagnosis.findings import Thresholds
 from librmq.diagnosis.summary import WINDOW_S, join_parts, short_names
-from librmq.diagnosis.survey.key_counts import MOST_OF_A_TOPIC, most_frequent
+from librmq.diagnosis.survey.message_sums import MOST_OF_A_TOPIC, ReportScope, TimeAxis, most_frequent
 from librmq.diagnosis.survey.model import (
     ATTEMPTS,
     DELAY_BOUNDS_MS,
@@ -30,7 +30,6 @@ from librmq.diagnosis.survey.model import (
     RetriedMessages,
     StoredTopic,
 )
-from librmq.diagnosis.survey.scope import ReportScope, TimeAxis
 from librmq.diagnosis.survey.stores import broken_store, survey_findings
 from librmq.diagnosis.view import StoreView
 from librmq.errors import CorruptionError
@@ -136,7 +135,7 @@ class _Total:
 
 
 class _Sums:
-    """Sums over the messages of all stores, as `librmq.diagnosis.survey.traffic` makes them of one."""
+    """Sums over the messages of all stores, as `librmq.diagnosis.survey.message_sums` makes them of one."""
 
     def __init__(self, messages: DataFrame, window_s: float, scope: ReportScope) -> None:
         stored, born = F.unix_millis("storeTimestamp"), F.unix_millis("bornTimestamp")

@@ -153,7 +153,7 @@ def test_a_search_with_as_many_results_as_it_may_have(shell: Shell) -> None:
 
 def test_the_report_and_its_page(large: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
-    monkeypatch.setattr("librmq.diagnosis.survey.key_counts.MOST_KEYED", 1000)
+    monkeypatch.setattr("librmq.diagnosis.survey.message_sums.MOST_KEYED", 1000)
     page = tmp_path / "report.html"
     assert shell("report", large / "store", "--out", page).status == 0
     found = json.loads(page.with_suffix(".json").read_text())

@@ -15,7 +15,7 @@ from tests.programs import run_program
 pytest.importorskip("jinja2")
 
 import librmq.diagnosis.survey.log_use as log_use
-import librmq.diagnosis.survey.messages as reading
+import librmq.diagnosis.survey.message_sums as reading
 from librmq import DeadLetter, Message, MessageStore, ReconsumeLater, StoreConfig
 from librmq.clock import ManualClock
 from librmq.diagnosis import (
@@ -143,7 +143,7 @@ def test_columns_and_records_give_the_same(tmp_path: Path, monkeypatch: pytest.M
 def test_a_share_of_many_keys_is_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways of reading, by columns and by records, sample the same keys."""
     pytest.importorskip("pyarrow")
-    monkeypatch.setattr("librmq.diagnosis.survey.key_counts.MOST_KEYED", 200)
+    monkeypatch.setattr("librmq.diagnosis.survey.message_sums.MOST_KEYED", 200)
     clock = ManualClock(START_MS)
     with MessageStore.open(tmp_path / "store", StoreConfig.tiny(commitlog_file_size=1 << 20), clock=clock) as store:
         for number in range(1600):
@@ -161,7 +161,7 @@ def test_a_share_of_many_keys_is_an_estimate(tmp_path: Path, monkeypatch: pytest
 
 def test_no_sentence_speaks_of_keys_outside_of_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyarrow")
-    monkeypatch.setattr("librmq.diagnosis.survey.key_counts.MOST_KEYED", 100)
+    monkeypatch.setattr("librmq.diagnosis.survey.message_sums.MOST_KEYED", 100)
     clock = ManualClock(START_MS)
     with MessageStore.open(tmp_path / "store", StoreConfig.tiny(commitlog_file_size=1 << 20), clock=clock) as store:
         for number in range(1600):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis.group_lag import Lag
-from librmq.diagnosis.survey.messages import has_columns
+from librmq.diagnosis.survey.message_sums import has_columns
 from librmq.diagnosis.survey.model import LogFileUse
 from librmq.diagnosis.view import StoreView
 from librmq.errors import CorruptionError

@@ -17,9 +17,8 @@ from librmq.diagnosis.deadletters import dead_letter_causes, dead_letters, sum_u
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.group_lag import Lag, lag
 from librmq.diagnosis.pending import PendingMessage, pending_messages
-from librmq.diagnosis.survey.key_counts import KeyCounts
 from librmq.diagnosis.survey.log_use import log_file_uses
-from librmq.diagnosis.survey.messages import count_filter, read_messages
+from librmq.diagnosis.survey.message_sums import KeyCounts, ReportScope, TimeAxis, Traffic, count_filter, read_messages
 from librmq.diagnosis.survey.model import (
     DUE_BOUNDS_MS,
     DamagedPlace,
@@ -31,8 +30,6 @@ from librmq.diagnosis.survey.model import (
     StoreSummary,
     WaitingMessages,
 )
-from librmq.diagnosis.survey.scope import ReportScope, TimeAxis
-from librmq.diagnosis.survey.traffic import Traffic
 from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.errors import CorruptionError
 from librmq.message import record

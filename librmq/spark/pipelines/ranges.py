@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
-from librmq.diagnosis.survey.scope import parse_time
+from librmq.diagnosis.survey.message_sums import parse_time
 from librmq.errors import ConfigError
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 
