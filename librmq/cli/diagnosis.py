@@ -125,7 +125,7 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _survey_of_stores(arguments: argparse.Namespace, output: Output) -> Report:
-    from librmq.diagnosis.summary import report as report_of
+    from librmq.diagnosis.survey.report import report as report_of
 
     urls = {local_copy(arguments, place): place for place in arguments.stores if is_url(place)}
     if not urls and storage_options(arguments) is not None:

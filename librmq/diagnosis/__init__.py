@@ -47,10 +47,10 @@ with lazy_exports(globals()):
     from librmq.diagnosis.skips import set_aside as set_aside
     from librmq.diagnosis.skips import skip as skip
     from librmq.diagnosis.skips import skipped as skipped
-    from librmq.diagnosis.summary import report as report
     from librmq.diagnosis.survey.model import Comparison as Comparison
     from librmq.diagnosis.survey.model import Report as Report
     from librmq.diagnosis.survey.model import compare as compare
+    from librmq.diagnosis.survey.report import report as report
     from librmq.diagnosis.unconsumed import ExpiringMessages as ExpiringMessages
     from librmq.diagnosis.unconsumed import WaitingOrigins as WaitingOrigins
     from librmq.diagnosis.unconsumed import expiring as expiring

@@ -15,7 +15,6 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns.options import Mode
 from librmq.diagnosis.findings import Thresholds
-from librmq.diagnosis.summary import WINDOW_S, join_parts, short_names
 from librmq.diagnosis.survey.message_sums import MOST_OF_A_TOPIC, ReportScope, TimeAxis, most_frequent
 from librmq.diagnosis.survey.model import (
     ATTEMPTS,
@@ -30,7 +29,7 @@ from librmq.diagnosis.survey.model import (
     RetriedMessages,
     StoredTopic,
 )
-from librmq.diagnosis.survey.stores import broken_store, survey_findings
+from librmq.diagnosis.survey.report import WINDOW_S, broken_store, join_parts, short_names, survey_findings
 from librmq.diagnosis.view import StoreView
 from librmq.errors import CorruptionError
 from librmq.message.topics import RETRY_PREFIX, SYSTEM_PREFIX, SYSTEM_TOPICS, is_user_topic

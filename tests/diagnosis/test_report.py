@@ -14,8 +14,8 @@ from tests.programs import run_program
 
 pytest.importorskip("jinja2")
 
-import librmq.diagnosis.survey.log_use as log_use
 import librmq.diagnosis.survey.message_sums as reading
+import librmq.diagnosis.survey.report as log_use
 from librmq import DeadLetter, Message, MessageStore, ReconsumeLater, StoreConfig
 from librmq.clock import ManualClock
 from librmq.diagnosis import (

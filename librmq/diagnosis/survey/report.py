@@ -1,42 +1,131 @@
-"""Everything that a report says about one store."""
+"""Reports about stores or brokers: everything about one store, its log files, and several in one report."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final
+from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 
+from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis.checks import diagnose, registered_filters
 from librmq.diagnosis.damage import damage_finding, message_count, not_verified, unverified_damage
 from librmq.diagnosis.deadletters import dead_letter_causes, dead_letters, sum_up_causes
-from librmq.diagnosis.findings import Finding, Thresholds
+from librmq.diagnosis.findings import Finding, Thresholds, place_of
 from librmq.diagnosis.group_lag import Lag, lag
 from librmq.diagnosis.pending import PendingMessage, pending_messages
-from librmq.diagnosis.survey.log_use import log_file_uses
-from librmq.diagnosis.survey.message_sums import KeyCounts, ReportScope, TimeAxis, Traffic, count_filter, read_messages
+from librmq.diagnosis.survey.message_sums import (
+    KeyCounts,
+    ReportScope,
+    TimeAxis,
+    Traffic,
+    count_filter,
+    has_columns,
+    read_messages,
+)
 from librmq.diagnosis.survey.model import (
     DUE_BOUNDS_MS,
+    ROW_NAMES,
     DamagedPlace,
     FilterMatch,
     GroupTopicLag,
+    LogFileUse,
+    Report,
     ReportedCause,
     ReportedFinding,
     ReportPart,
     StoreSummary,
     WaitingMessages,
 )
-from librmq.diagnosis.view import StoreView, is_own_group
-from librmq.errors import CorruptionError
+from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
+from librmq.errors import ConfigError, CorruptionError
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import RETRY_PREFIX
+from librmq.runtime.headway import advance
+from librmq.store.engine.queue_table import QueueName
 from librmq.store.format.directory import COMMITLOG
 from librmq.store.recovery.verify import MISSING_LOG, verify
+
+# ------------------------------------------------------------------------------------------------------------ log files
+
+_NEVER: Final = (1 << 63) - 1
+
+
+def log_file_uses(view: StoreView, name: str, group_lag: Lag) -> Iterator[LogFileUse]:
+    """Yield a row per file of the log, oldest first; ``group_lag`` is the lag of all groups."""
+    log, size = view.store.log, view.store.log.sequence.file_size
+    first = log.begin // size
+    count = max(0, -(-log.end // size) - first)
+    messages, unread, last = (np.zeros(count, np.int64) for _ in range(3))
+    unread_from = _unread_from(group_lag)
+    blocks = _by_columns(view, unread_from) if has_columns() else _by_queues(view, unread_from)
+    for places, sizes, is_unread in blocks:
+        at = places // size - first
+        is_here = (sizes != HOLE_SIZE) & (at >= 0) & (at < count)
+        messages += np.bincount(at[is_here], minlength=count)
+        unread += np.bincount(at[is_here & is_unread], minlength=count)
+        np.maximum.at(last, at[is_here], places[is_here])
+    for number in range(count):
+        begin = (first + number) * size
+        time = log.store_timestamp_ms(int(last[number])) if messages[number] else None
+        end = min(begin + size, log.end)
+        data = log.data_at(max(begin, log.begin), FIXED_SIZE)
+        yield LogFileUse(
+            name, begin, end - max(begin, log.begin), int(messages[number]), int(unread[number]), time,
+            f"{crc32(data):08x}",
+        )  # fmt: skip
+
+
+Block = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]
+"""Physical offsets and sizes of messages, and whether a group has yet to consume them."""
+
+
+def _by_columns(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[Block]:
+    """Yield the entries of all queues in log order; memory use does not grow with their number."""
+    import pyarrow as pa
+
+    from librmq.columns import reader
+
+    columns = ("queueId", "queueOffset", "physicalOffset", "size")
+    for batch in reader(
+        view.store.path, view="queues", topic=set(view.topics), columns=["topic", *columns, "_corrupt_record"],
+        mode="PERMISSIVE", as_recovered=True, files=view.store.files,
+    ) if view.topics else ():  # fmt: skip
+        batch = batch.filter(batch.column("_corrupt_record").is_null())  # verify reports the others
+        topic = batch.column("topic").dictionary_encode()
+        topics = topic.dictionary.to_pylist()
+        ids, offsets, places, sizes = (batch.column(column).cast(pa.int64()).to_numpy() for column in columns)
+        queues, rows = np.unique(topic.indices.cast(pa.int64()).to_numpy() << 32 | ids, return_inverse=True)
+        starts = [unread_from.get((topics[queue >> 32], queue & 0xFFFFFFFF), _NEVER) for queue in queues.tolist()]
+        yield places, sizes, offsets >= np.array(starts, np.int64)[rows]
+
+
+def _by_queues(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[Block]:
+    for name in view.ranges:
+        with suppress(CorruptionError):  # verify reports it
+            for begin, block in view.store.queues[name].blocks():
+                is_unread = begin + np.arange(len(block)) >= unread_from.get(name, _NEVER)
+                yield block["physical_offset"].astype(np.int64), block["size"].astype(np.int64), is_unread
+
+
+def _unread_from(group_lag: Lag) -> dict[QueueName, int]:
+    """Return for each queue the first queue offset that a group has yet to consume."""
+    unread: dict[QueueName, int] = {}
+    for row in group_lag:
+        if row.lag:
+            name = row.topic, row.queue_id
+            start = row.max_offset - row.lag
+            unread[name] = min(start, unread.get(name, start))
+    return unread
+
 
 VERIFIED: Final = 300_000
 """Most messages for which a report runs ``verify`` by default, because it reads every record."""
@@ -264,3 +353,130 @@ def _filters(view: StoreView, name: str, scope: ReportScope) -> Iterator[FilterM
     for group, topic, expression in registered_filters(view):
         if scope.has_group(group) and scope.has_topic(topic):
             yield count_filter(view, name, scope, group, topic, expression)
+
+
+# ----------------------------------------------------------------------------------------- reports about several stores
+
+WINDOW_S: Final = 3600.0
+
+
+def report(
+    sources: Source | Sequence[Source],
+    *,
+    title: str | None = None,
+    only: Mapping[str, str | None] | None = None,
+    thresholds: Thresholds | None = None,
+    window_s: float = WINDOW_S,
+    check: bool | None = None,
+) -> Report:
+    """Return a report about a store, a running broker, or several of them as brokers of one cluster.
+
+    `render_page` renders it as a page, ``to_json`` as JSON. One pass reads the headers and keys of all messages. Memory
+    use does not grow with their number: beyond 200,000 messages, figures about keys are estimates and say so.
+
+    Args:
+        sources: Folders of stores, running brokers, or views.
+        title: The heading.
+        only: The part to report about: ``topic`` and ``group`` (names separated by commas), ``tags`` (such as
+            ``"created || paid"``), ``since`` and ``until`` (store times in milliseconds, ``until`` exclusive).
+        thresholds: Limits above which something is a finding.
+        window_s: Seconds between messages of one key that count as repeated.
+        check: Whether to run ``verify``; by default for stores of up to 300,000 messages.
+
+    Raises:
+        NotAStoreError: A folder holds no store.
+        ConfigError: There is no source, or one occurs twice.
+        FilterSyntaxError: ``tags`` does not compile.
+    """
+    every_source: list[Source] = (
+        list(sources) if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]
+    )
+    if not every_source:
+        raise ConfigError("report: expected a store, found none")
+    scope = ReportScope.of(only or {})
+    limits = thresholds or Thresholds()
+    names = short_names([_path(source) for source in every_source])
+    with ExitStack() as stack:
+        views = {_path(source): stack.enter_context(_open(source)) for source in every_source}
+        advance(0, sum(passes_over(view, check) for view in views.values() if isinstance(view, StoreView)))
+        ranges = [time_range for view in views.values() if isinstance(view, StoreView)
+                  if (time_range := find_time_range(view, scope))]  # fmt: skip
+        axis = (
+            TimeAxis.over(min(source[0] for source in ranges), max(source[1] for source in ranges)) if ranges else None
+        )
+
+        def part(path: str, view: StoreView | CorruptionError) -> ReportPart:
+            if isinstance(view, CorruptionError):
+                return broken_store(path, names[path], view)
+            try:
+                return survey_store(
+                    view, names[path], scope, axis or TimeAxis(0, 1000, 1), limits=limits, window_s=window_s,
+                    check=check,
+                )  # fmt: skip
+            except CorruptionError as error:
+                return broken_store(path, names[path], error)
+
+        parts = [part(path, view) for path, view in views.items()]
+    return join_parts(parts, axis, scope, title=title, window_s=window_s)
+
+
+def join_parts(
+    parts: Sequence[ReportPart], axis: TimeAxis | None, scope: ReportScope, *, title: str | None, window_s: float
+) -> Report:
+    """Combine the reports about several stores in one."""
+    names = ", ".join(part.summary.store for part in parts)
+    rows: dict[str, Any] = {
+        name: tuple(row for part in parts for row in getattr(part, name)) for name in ROW_NAMES if name != "findings"
+    }
+    findings = sorted(
+        (finding for part in parts for finding in part.findings),
+        key=lambda finding: (
+            *place_of(finding.kind, finding.severity, finding.subject, finding.evidence),
+            finding.store,
+        ),
+    )
+    return Report(
+        title=title or (f"The store {names}" if len(parts) == 1 else f"{len(parts)} stores"),
+        only=dict(scope.names),
+        window_s=window_s,
+        begin_ms=None if axis is None else axis.begin_ms,
+        interval_ms=1000 if axis is None else axis.interval_ms,
+        stores=tuple(part.summary for part in parts),
+        findings=tuple(findings),
+        **rows,
+    )
+
+
+def short_names(paths: Sequence[str]) -> dict[str, str]:
+    """Return the part of each path that distinguishes it, such as ``broker-a`` for ``/data/broker-a/store``.
+
+    Raises:
+        ConfigError: A path occurs twice.
+    """
+    ends = [os.path.abspath(path).rstrip("/").split("/") for path in paths]
+    if len(set(map(tuple, ends))) < len(ends):
+        raise ConfigError(f"report: expected different stores, found one twice among {', '.join(paths)}")
+    while len(ends) > 1 and all(len(end) > 1 for end in ends) and len({end[-1] for end in ends}) == 1:
+        ends = [end[:-1] for end in ends]
+    parts = 1
+    while len({tuple(end[-parts:]) for end in ends}) < len(ends):
+        parts += 1
+    return {path: "/".join(end[-parts:]) or path for path, end in zip(paths, ends, strict=True)}
+
+
+def _path(source: Source) -> str:
+    if isinstance(source, str | os.PathLike):
+        return os.fspath(source)
+    return source.store.path
+
+
+@contextmanager
+def _open(source: Source) -> Iterator[StoreView | CorruptionError]:
+    """Open a view of a source. If a store is too damaged to open, return the error."""
+    with ExitStack() as stack:
+        view: StoreView | CorruptionError
+        try:
+            view = stack.enter_context(viewed(source))
+        except CorruptionError as error:
+            view = error
+        yield view
