@@ -8,8 +8,8 @@ from typing import Final
 
 from librmq.diagnosis.findings import counted
 from librmq.diagnosis.formatting import duration, moment, number, percent, rate, short, size, span
-from librmq.diagnosis.page.parts import Column, PageTable, Section, table
 from librmq.diagnosis.page.plots import Scale, area, bar, cells, columns
+from librmq.diagnosis.page.render import Column, PageTable, Section, table
 from librmq.diagnosis.survey.model import (
     DELAY_BOUNDS_MS,
     BornToStored,
