@@ -37,7 +37,6 @@ MARKS = {
     "columns.md": [ENGINES, pytest.mark.thorough],
     "dedup.md": [pytest.mark.thorough],
     "store.md": [pytest.mark.thorough],
-    "howto/read-with-duckdb.md": [ENGINES],
 }
 
 
