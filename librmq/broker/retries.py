@@ -17,6 +17,7 @@ from librmq.message import Message, StoredMessage, dead_letter_topic, record, re
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 from librmq.protocol import LOCAL_HOST, PERM_WRITE, ResponseCode, SendBack, SendMessage, SentBack
+from librmq.protocol.client_requests import INNER_PRODUCER, MAX_SIZE_WITH_CAUSE
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.store import AppendResult
 from librmq.store.engine.dispatch import parse_level
@@ -25,7 +26,6 @@ _WAIT: Final = record.PROPERTY_WAIT
 _DELAY: Final = record.PROPERTY_DELAY
 _RETRY_TOPIC: Final = record.PROPERTY_RETRY_TOPIC
 _CAUSE: Final = record.PROPERTY_DEAD_LETTER_CAUSE
-_MAX_PROPERTIES_SIZE: Final = 30_000  # with fewer bytes a dead letter has room for the cause
 _FIRST_RETRY_LEVEL: Final = 3
 _DELIVERY_PROPERTIES: Final = (
     record.PROPERTY_DELAY,
@@ -74,7 +74,7 @@ class FailedMessages:
         if is_dead:
             name, queue_id = self._dead_letters_of(group), 0
             properties[_DELAY] = "0"
-            if request.cause and len(message.properties_raw) < _MAX_PROPERTIES_SIZE:
+            if request.cause and len(message.properties_raw) < MAX_SIZE_WITH_CAUSE:
                 properties[_CAUSE] = request.cause
         else:
             properties[_DELAY] = str(request.delay_level or _FIRST_RETRY_LEVEL + times)
@@ -183,4 +183,4 @@ def retry_of(letter: StoredMessage, group: str | None = None) -> SendMessage:
     for name in _DELIVERY_PROPERTIES:
         retry.properties.pop(name, None)
     host = letter.born_host or LOCAL_HOST
-    return SendMessage("CLIENT_INNER_PRODUCER", retry, 0, letter.born_timestamp_ms, host)
+    return SendMessage(INNER_PRODUCER, retry, 0, letter.born_timestamp_ms, host)

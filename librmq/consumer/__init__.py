@@ -8,10 +8,10 @@ with lazy_exports(globals()):
     from librmq.consumer.assignment import ProcessQueue as ProcessQueue
     from librmq.consumer.config import ConsumerConfig as ConsumerConfig
     from librmq.consumer.config import PullConsumerConfig as PullConsumerConfig
-    from librmq.consumer.delivery import BlockedQueue as BlockedQueue
-    from librmq.consumer.delivery import ConsumerCounts as ConsumerCounts
+    from librmq.consumer.instance import BlockedQueue as BlockedQueue
     from librmq.consumer.instance import ConsumeContext as ConsumeContext
     from librmq.consumer.instance import ConsumeHook as ConsumeHook
+    from librmq.consumer.instance import ConsumerCounts as ConsumerCounts
     from librmq.consumer.listeners import DeliveredMessage as DeliveredMessage
     from librmq.consumer.message_track import MessageTrack as MessageTrack
     from librmq.consumer.message_track import TrackType as TrackType

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final
 
 from librmq.consumer.assignment import AssignedQueue
-from librmq.consumer.delivery import Delivery, cause_of
+from librmq.consumer.delivery import Delivery
 from librmq.consumer.instance import PushInstance
 from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.consumer.rebalancing import next_on_grid
-from librmq.errors import RmqError
-from librmq.listener import DownstreamDown, ReconsumeLater
+from librmq.consumer.retries import REDELIVERY_MS, outcome
+from librmq.listener import DownstreamDown
 from librmq.message.message import StoredMessage
-from librmq.protocol import MessageModel, SendBack, SentBack
+from librmq.protocol import MessageModel
 from librmq.runtime.runner import Step
 
-REDELIVERY_MS: Final = 5_000
-"""Pause before a message that no broker accepted back is delivered again."""
 EXPIRED_LEVEL: Final = 3
 MAX_EXPIRED: Final = 16
 
@@ -121,14 +119,7 @@ class ConcurrentDelivery(Delivery):
     ) -> None:
         self.ended()
         if not assigned.released:
-            consumed = 0
-            if error is None:
-                try:
-                    consumed = listener.acknowledged(result, len(messages)) + 1
-                except ValueError as refused:
-                    error = refused
-            elif isinstance(error, ReconsumeLater) and listener.as_list:
-                consumed = min(max(0, error.consumed), len(messages))
+            consumed, error = outcome(listener, len(messages), result, error)
             if isinstance(error, DownstreamDown):
                 self._rest(assigned, messages[consumed:], error)
                 messages = messages[:consumed]
@@ -165,75 +156,15 @@ class ConcurrentDelivery(Delivery):
             self.count_messages(
                 assigned, len(failed), "later" if self.config.model is MessageModel.CLUSTERING else "dropped"
             )
-            if self.config.model is MessageModel.BROADCASTING:
-                self.counts.dropped += len(failed)
-                self.log_retry(assigned, failed, 1, 0, "and it is dropped, because broadcasting has no retries", error)
-            else:
-                unaccepted = self._send_all_back(assigned, failed, error)
-                if unaccepted:
-                    ended = [message for message in messages if message not in unaccepted]
-                    self._postpone(assigned, unaccepted)
+            unaccepted = self.retries.send_back(assigned, failed, error, self.max_times())
+            if unaccepted:
+                ended = [message for message in messages if message not in unaccepted]
+                self._postpone(assigned, unaccepted)
         progress = assigned.messages.remove(ended)
         if progress is not None and (assigned.progress is None or progress > assigned.progress):
             self.consumer.progressed(assigned, progress)
         if assigned.throttled:
             self.consumer.pull_requests.resume_throttled(assigned)
-
-    def _send_all_back(
-        self, assigned: AssignedQueue, failed: list[DeliveredMessage], error: Exception | None
-    ) -> list[DeliveredMessage]:
-        """Send failed messages back, log the results, and return those that no broker accepted."""
-        level = error.delay_level if isinstance(error, ReconsumeLater) else 0
-        unaccepted: list[DeliveredMessage] = []
-        retried: list[DeliveredMessage] = []
-        due_ms: int | None = None
-        max_times: int | None = self.max_times()
-        next_delivery = "the next comes"
-        for message in failed:
-            sent = self._send_back(assigned, message, level, cause_of(error))
-            if sent is False:
-                unaccepted.append(message)
-            elif sent is not None and sent.is_dead:
-                self.log_dead_letter(assigned, message, message.reconsume_times + 1, error)
-            else:
-                if sent is None:
-                    max_times, next_delivery = None, "and the broker does not say whether the next comes"
-                elif not retried:
-                    max_times, due_ms = sent.max_reconsume_times, sent.due_timestamp_ms
-                retried.append(message)
-        if retried:
-            wait = "" if due_ms is None else f" in {(due_ms - self.runner.now_ms()) / 1000:g} s"
-            self.log_retry(assigned, retried, retried[0].reconsume_times + 1, max_times, next_delivery + wait, error)
-        if unaccepted:
-            next_attempt = f"the next comes in {REDELIVERY_MS / 1000:g} s, because no broker accepted it back"
-            self.log_retry(assigned, unaccepted, unaccepted[0].reconsume_times + 1, max_times, next_attempt, error)
-        return unaccepted
-
-    def _send_back(
-        self, assigned: AssignedQueue, message: DeliveredMessage, level: int, cause: str
-    ) -> SentBack | Literal[False] | None:
-        """Send one message back; return the broker's answer, or False if no broker accepted it."""
-        consumer = self.consumer
-        request = SendBack(
-            consumer.group,
-            message.physical_offset,
-            level,
-            self.config.max_reconsume_times,
-            message.topic,
-            message.origin_message_id,
-            cause,
-            super(DeliveredMessage, message).reconsume_times,
-        )
-        broker_name = assigned.queue.broker_name
-        key, what = ("send back", broker_name), f"sending failed messages back to {broker_name}"
-        try:
-            sent = consumer.client.endpoint(broker_name).call(request)
-        except RmqError as error:
-            consumer.states.failing(key, what, error)
-            return False
-        consumer.states.works(key, what)
-        self.counts.sent_back += 1
-        return sent
 
     # ---- messages that could not be sent back
 
@@ -272,11 +203,11 @@ class ConcurrentDelivery(Delivery):
                     queue_offset=first.queue_offset,
                 )
                 cause = f"the listener has had it for over {self.config.consume_timeout:g} s"
-                sent = self._send_back(assigned, first, EXPIRED_LEVEL, cause)
+                sent = self.retries.send_one_back(assigned, first, EXPIRED_LEVEL, cause)
                 if sent is False:
                     break
                 if sent is not None and sent.is_dead:
-                    self.log_dead_letter(assigned, first, first.reconsume_times + 1, TimeoutError(cause))
+                    self.retries.log_dead_letter(assigned, first, TimeoutError(cause))
                 assigned.messages.remove((first,))  # the next message that ends, or an empty queue, moves the progress
                 if assigned.throttled:
                     self.consumer.pull_requests.resume_throttled(assigned)

@@ -7,53 +7,20 @@ Delivery has three steps: begin (claim messages, under the lock), run the listen
 from __future__ import annotations
 
 import inspect
-import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 from librmq.consumer.assignment import AssignedQueue
-from librmq.consumer.instance import ConsumeContext, Instance, PushInstance
+from librmq.consumer.instance import BlockedQueue, ConsumeContext, ConsumerCounts, PushInstance
 from librmq.consumer.listeners import DeliveredMessage, Listener
+from librmq.consumer.retries import Rests, Retries, cause_of, is_requested, outcome
 from librmq.errors import ClientStateError
-from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import ConsumeDirectly, DirectlyConsumed, DirectResult
-from librmq.runtime.runner import Step, Work
-
-_MAX_CAUSE: Final = 500
-
-
-class BlockedQueue(NamedTuple):
-    """An orderly queue whose first message keeps failing."""
-
-    queue: MessageQueue
-    """The queue."""
-    queue_offset: int
-    """The offset of the message."""
-    message_id: str
-    """Id of the message."""
-    reconsume_times: int
-    """Failed attempts at the message."""
-
-
-@dataclass(slots=True)
-class ConsumerCounts:
-    """A consumer's counts of messages."""
-
-    delivered: int = 0
-    """Passed to a listener, each attempt counted."""
-    consumed: int = 0
-    """Consumed successfully."""
-    failed: int = 0
-    """Attempts that failed."""
-    sent_back: int = 0
-    """Sent to the group's retry or dead-letter topic after a failure."""
-    dropped: int = 0
-    """Failures in broadcasting, which has no retries."""
+from librmq.runtime.runner import Work
 
 
 class Delivery:
@@ -67,6 +34,7 @@ class Delivery:
         """The listeners that run or are about to."""
         self.counts = ConsumerCounts()
         self.rests = Rests(consumer, self._resumed)
+        self.retries = Retries(consumer, self.counts)
         self._ended: threading.Event | None = None
 
     def _resumed(self, now_ms: int) -> None:
@@ -207,66 +175,6 @@ class Delivery:
             topic, group = assigned.queue.topic, self.consumer.group
             self.consumer.metrics.count("consumed", count, topic=topic, group=group, result=result)
 
-    def log_retry(
-        self,
-        assigned: AssignedQueue,
-        messages: Sequence[DeliveredMessage],
-        attempt: int,
-        max_times: int | None,
-        next_attempt: str,
-        error: Exception | None,
-    ) -> None:
-        """Log a failed attempt and the time of the next; only the first attempt has a traceback."""
-        others = f" and {len(messages) - 1} others" if len(messages) > 1 else ""
-        total = "" if max_times is None else f" of {max_times + 1}"
-        is_asked_for = error is None or isinstance(error, ReconsumeLater | SuspendQueue)
-        self.consumer.log.log(
-            logging.INFO if is_asked_for else logging.WARNING,
-            "%(consumer)s: attempt %(attempt)d%(_of)s on %(queue)s at %(queue_offset)d (%(message_id)s)%(_others)s "
-            "failed (%(cause)s), %(_next)s",
-            _of=total,
-            _others=others,
-            _next=next_attempt,
-            cause=cause_of(error),
-            exc_info=error if attempt == 1 and not is_asked_for else None,
-            **_fields(assigned, messages[0], attempt),
-        )
-
-    def log_dead_letter(
-        self, assigned: AssignedQueue, message: DeliveredMessage, attempt: int, error: Exception | None
-    ) -> None:
-        """Log a dead letter."""
-        is_asked_for = error is None or isinstance(error, ReconsumeLater | SuspendQueue)
-        self.consumer.log.error(
-            "%(consumer)s: dead letter of group %(group)s: %(queue)s at %(queue_offset)d (%(message_id)s), key "
-            "%(keys)s, after %(attempt)d attempt%(_s)s: %(cause)s",
-            keys=" ".join(message.keys) or "none",
-            _s="" if attempt == 1 else "s",
-            cause=cause_of(error),
-            exc_info=error if attempt == 1 and not is_asked_for else None,
-            **_fields(assigned, message, attempt),
-        )
-
-
-def _fields(assigned: AssignedQueue, message: DeliveredMessage, attempt: int) -> dict[str, Any]:
-    return {
-        "queue": assigned.queue,
-        "topic": message.topic,
-        "queue_offset": message.queue_offset,
-        "message_id": message.message_id,
-        "attempt": attempt,
-    }
-
-
-def cause_of(error: Exception | None) -> str:
-    """Return an exception as one line for a property; None stands for a missing acknowledgement."""
-    if error is None:
-        return "the listener did not acknowledge it"
-    text = str(error)
-    name = type(error).__name__
-    line = f"{name}: {text}" if text else name
-    return "".join(char if char.isprintable() else " " for char in line[:_MAX_CAUSE])
-
 
 class _Call(Work):
     """A call of a listener. Its label and subject are computed on demand."""
@@ -328,56 +236,6 @@ def _missing_listener(topic: str) -> Listener:
     return Listener(fail, False, False, False)
 
 
-# ---- rests after a failure downstream
-
-
-class Rests:
-    """The rests of one consumer. Its methods are called under the runner's lock."""
-
-    def __init__(self, consumer: Instance, resumed: Callable[[int], None]) -> None:
-        """``resumed(now_ms)`` is called when a rest ends."""
-        self._consumer = consumer
-        self._resumed = resumed
-        self._times: dict[MessageQueue | None, tuple[int, int]] = {}  # begin and end; None is the whole consumer
-        self.is_probing = False
-        """Whether the next call decides if the whole consumer continues."""
-        self._step = Step(f"{consumer.label} resume", self._resume, consumer.client)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the whole consumer rests."""
-        return None in self._times
-
-    def __contains__(self, queue: MessageQueue) -> bool:
-        """Return whether a queue rests."""
-        return bool(self._times) and (None in self._times or queue in self._times)
-
-    def begin(self, error: DownstreamDown, queue: MessageQueue) -> int:
-        """Begin a rest and return its length in milliseconds; only the first in a row is logged as a warning."""
-        consumer, key = self._consumer, queue if error.only_queue else None
-        now_ms, rest_ms = consumer.runner.now_ms(), max(1, round(1000 * error.seconds))
-        self._times[key] = now_ms, now_ms + rest_ms
-        self.is_probing |= key is None
-        consumer.states.failing(("downstream",), "what listeners call", error, again_ms=rest_ms)
-        if consumer.metrics is not None:
-            consumer.metrics.count("rests", topic=queue.topic, group=consumer.group)
-        consumer.runner.wake(self._step, min(end for _, end in self._times.values()))
-        return rest_ms
-
-    def succeeded(self) -> None:
-        """Note a successful call, which ends the probing."""
-        if not self._times:
-            self.is_probing = False
-            self._consumer.states.works(("downstream",), "what listeners call")
-
-    def _resume(self, now_ms: int) -> int | None:
-        for key, (begin, end) in list(self._times.items()):
-            if not begin <= now_ms < end:  # earlier than its begin, because the clock was set back
-                del self._times[key]
-        self._resumed(now_ms)
-        return min((end for _, end in self._times.values()), default=None)
-
-
 # ---- consumption for a broker
 
 
@@ -399,19 +257,15 @@ def consume_directly(consumer: PushInstance, request: ConsumeDirectly) -> None:
     begin_ms = message.consume_start_timestamp_ms = consumer.runner.now_ms()
 
     def done(result: object, error: Exception | None) -> None:
-        outcome, remark = DirectResult.SUCCESS, None
-        if error is None:
-            try:
-                if listener.acknowledged(result, 1) < 0:
-                    outcome = DirectResult.RETURN_NULL if result is None else DirectResult.LATER
-            except ValueError as refused:
-                error = refused
+        direct_result, remark = DirectResult.SUCCESS, None
+        consumed, error = outcome(listener, 1, result, error)
         if error is not None:
-            is_asked_for = isinstance(error, ReconsumeLater | SuspendQueue | DownstreamDown)
-            outcome = DirectResult.LATER if is_asked_for else DirectResult.THROW_EXCEPTION
+            direct_result = DirectResult.LATER if is_requested(error) else DirectResult.THROW_EXCEPTION
             remark = cause_of(error)
+        elif not consumed:
+            direct_result = DirectResult.RETURN_NULL if result is None else DirectResult.LATER
         took_ms = max(0, consumer.runner.now_ms() - begin_ms)
-        request.ended(DirectlyConsumed(outcome, consumer.config.orderly, took_ms, remark))
+        request.ended(DirectlyConsumed(direct_result, consumer.config.orderly, took_ms, remark))
 
     argument: Any = [message] if listener.as_list else message
     label = f"{consumer.label} consumes {message.message_id} directly"

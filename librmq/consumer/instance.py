@@ -7,6 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import NamedTuple, Protocol
 
@@ -127,6 +128,35 @@ class PushInstance(Instance, Protocol):
 
 
 # ---- state for diagnosis
+
+
+class BlockedQueue(NamedTuple):
+    """An orderly queue whose first message keeps failing."""
+
+    queue: MessageQueue
+    """The queue."""
+    queue_offset: int
+    """The offset of the message."""
+    message_id: str
+    """Id of the message."""
+    reconsume_times: int
+    """Failed attempts at the message."""
+
+
+@dataclass(slots=True)
+class ConsumerCounts:
+    """A consumer's counts of messages."""
+
+    delivered: int = 0
+    """Passed to a listener, each attempt counted."""
+    consumed: int = 0
+    """Consumed successfully."""
+    failed: int = 0
+    """Attempts that failed."""
+    sent_back: int = 0
+    """Sent to the group's retry or dead-letter topic after a failure."""
+    dropped: int = 0
+    """Failures in broadcasting, which has no retries."""
 
 
 def instance_state(

@@ -132,20 +132,6 @@ class Listener:
     must_return: bool
     is_async: bool
 
-    def acknowledged(self, result: object, count: int) -> int:
-        """Return the index of the last of ``count`` messages that the result acknowledges, -1 for none.
-
-        Raises:
-            ValueError: The listener returned an index below -1.
-        """
-        if self.as_list and isinstance(result, int) and not isinstance(result, bool):
-            if result < -1:
-                raise ValueError(f"the listener returned {result}: expected the index of a message, or -1 for none")
-            return min(result, count - 1)
-        if self.must_return and result is not True:
-            return -1
-        return count - 1
-
 
 class Listeners:
     """The listeners of one consumer. A topic has one for all its messages, or several for disjoint tags."""

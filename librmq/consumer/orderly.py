@@ -21,24 +21,15 @@ from collections.abc import Iterable
 from typing import Final
 
 from librmq.consumer.assignment import AssignedQueue
-from librmq.consumer.delivery import BlockedQueue, Delivery, cause_of
-from librmq.consumer.instance import PushInstance
+from librmq.consumer.delivery import Delivery
+from librmq.consumer.instance import BlockedQueue, PushInstance
 from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.consumer.rebalancing import next_on_grid
+from librmq.consumer.retries import suspension_ms
 from librmq.errors import RmqError
-from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
-from librmq.message.message import Message, MessageQueue
-from librmq.message.record import (
-    PROPERTY_DEAD_LETTER_CAUSE,
-    PROPERTY_DELAY,
-    PROPERTY_MAX_RECONSUME_TIMES,
-    PROPERTY_ORIGIN_MESSAGE_ID,
-    PROPERTY_RECONSUME_TIME,
-    PROPERTY_RETRY_TOPIC,
-    PROPERTY_TRANSACTION_PREPARED,
-)
-from librmq.message.topics import retry_topic
-from librmq.protocol import LockQueues, MessageModel, SendMessage, UnlockQueues
+from librmq.listener import DownstreamDown
+from librmq.message.message import MessageQueue
+from librmq.protocol import LockQueues, MessageModel, UnlockQueues
 from librmq.runtime.runner import Step
 
 FIRST_RENEWAL_MS: Final = 1_000
@@ -50,11 +41,6 @@ UNLOCK_DELAY_MS: Final = 20_000
 WAIT_FOR_LISTENER_MS: Final = 1_000
 MAX_WITHOUT_REST_MS: Final = 60_000
 REST_MS: Final = 10
-MIN_SUSPENSION_MS: Final = 10
-MAX_SUSPENSION_MS: Final = 30_000
-MAX_PROPERTIES_SIZE: Final = 30_000
-"""A message with fewer bytes of properties has room for the cause of its failure."""
-INNER_PRODUCER: Final = "CLIENT_INNER_PRODUCER"
 
 
 class OrderlyResult(enum.Enum):
@@ -395,19 +381,19 @@ class OrderlyDelivery(Delivery):
                 return None
             if result is OrderlyResult.ROLLBACK:
                 assigned.messages.roll_back()
-                return self._suspension(None)
+                return suspension_ms(None, self._suspend_ms)
             self._commit_messages(assigned, "success")
             return None
         self.counts.failed += len(messages)
         attempt = messages[0].reconsume_times + 1
-        if self._send_exhausted(assigned, messages, error):
+        if self.retries.send_exhausted(assigned, messages, error):
             self._commit_messages(assigned, "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
             return None
         self.count_messages(assigned, len(messages), "suspend")
         assigned.messages.put_back(messages)
-        rest_ms = self._suspension(error)
+        rest_ms = suspension_ms(error, self._suspend_ms)
         if attempt == 1:
-            self.log_retry(
+            self.retries.log_retry(
                 assigned, messages, 1, self.config.max_reconsume_times, f"the next comes in {rest_ms / 1000:g} s", error
             )
         self._log_blocked(assigned, messages[0])
@@ -419,12 +405,6 @@ class OrderlyDelivery(Delivery):
         progress = assigned.messages.commit()
         if progress is not None:
             self.consumer.progressed(assigned, progress)
-
-    def _suspension(self, error: Exception | None) -> int:
-        pause_ms = self._suspend_ms
-        if isinstance(error, SuspendQueue) and error.seconds is not None:
-            pause_ms = round(error.seconds * 1000)
-        return min(MAX_SUSPENSION_MS, max(MIN_SUSPENSION_MS, pause_ms))
 
     def _log_blocked(self, assigned: AssignedQueue, message: DeliveredMessage) -> None:
         times = message.reconsume_times
@@ -446,66 +426,3 @@ class OrderlyDelivery(Delivery):
             if isinstance(first, DeliveredMessage) and first.reconsume_times and assigned.queue in self._resting:
                 queues.append(BlockedQueue(assigned.queue, first.queue_offset, first.message_id, first.reconsume_times))
         return queues
-
-    # ---- at the maximum
-
-    def _send_exhausted(
-        self, assigned: AssignedQueue, messages: list[DeliveredMessage], error: Exception | None
-    ) -> bool:
-        """Count a failure of each message, send it back at the maximum, and return whether all were sent back."""
-        max_times = self.config.max_reconsume_times
-        at_once = isinstance(error, ReconsumeLater) and error.delay_level < 0
-        are_all_sent = True
-        for message in messages:
-            is_exhausted = at_once or (max_times is not None and message.reconsume_times >= max_times)
-            if not is_exhausted or not self._send_dead_letter(assigned, message, error, at_once):
-                message.count_failure()
-                are_all_sent = False
-        return are_all_sent
-
-    def _send_dead_letter(
-        self, assigned: AssignedQueue, message: DeliveredMessage, error: Exception | None, at_once: bool
-    ) -> bool:
-        """Make a message a dead letter, as 4.9 does after its next delay, or ``at_once``; return whether it is one."""
-        consumer = self.consumer
-        if self.config.model is MessageModel.BROADCASTING:
-            self.counts.dropped += 1
-            self.log_retry(
-                assigned, [message], message.reconsume_times + 1, None, "and it is dropped: broadcasting", error
-            )
-            return True
-        times = message.reconsume_times + at_once
-        limit = times if at_once else self.config.max_reconsume_times or 0
-        copy = Message(retry_topic(consumer.group), message.body, flag=message.flag)
-        copy.properties.update(message.properties)
-        copy.properties[PROPERTY_ORIGIN_MESSAGE_ID] = message.origin_message_id
-        copy.properties[PROPERTY_RETRY_TOPIC] = message.topic
-        copy.properties[PROPERTY_RECONSUME_TIME] = str(times)
-        copy.properties[PROPERTY_MAX_RECONSUME_TIMES] = str(limit)
-        copy.properties.pop(PROPERTY_TRANSACTION_PREPARED, None)
-        copy.properties.pop(PROPERTY_DELAY, None)
-        if not at_once:
-            copy.properties[PROPERTY_DELAY] = str(3 + times)
-        if len(message.properties_raw) < MAX_PROPERTIES_SIZE:
-            copy.properties[PROPERTY_DEAD_LETTER_CAUSE] = cause_of(error)
-        client = consumer.client
-        request = SendMessage(
-            INNER_PRODUCER,
-            copy,
-            0,
-            self.runner.now_ms(),
-            client.host,
-            reconsume_times=times,
-            max_reconsume_times=limit,
-        )
-        broker_name = assigned.queue.broker_name
-        key, what = ("send back", broker_name), f"sending dead letters to {broker_name}"
-        try:
-            client.endpoint(broker_name).call(request)
-        except RmqError as refused:
-            consumer.states.failing(key, what, refused)
-            return False
-        consumer.states.works(key, what)
-        self.counts.sent_back += 1
-        self.log_dead_letter(assigned, message, message.reconsume_times + 1, error)
-        return True

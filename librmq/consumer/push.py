@@ -13,9 +13,9 @@ from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.base import Consumer
 from librmq.consumer.concurrent import ConcurrentDelivery
 from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
-from librmq.consumer.delivery import BlockedQueue, Delivery, consume_directly
+from librmq.consumer.delivery import Delivery, consume_directly
 from librmq.consumer.fetcher import PullRequests
-from librmq.consumer.instance import ConsumeHook, instance_state, listener_calls, show_gauges
+from librmq.consumer.instance import BlockedQueue, ConsumeHook, instance_state, listener_calls, show_gauges
 from librmq.consumer.listeners import (
     BatchListener,
     DeliveredMessage,

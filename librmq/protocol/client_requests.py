@@ -11,6 +11,11 @@ from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol.endpoint import Endpoint, Request, value
 
+INNER_PRODUCER: Final = "CLIENT_INNER_PRODUCER"
+"""Producer group of the messages that consumers and tools send for a group."""
+MAX_SIZE_WITH_CAUSE: Final = 30_000
+"""A failed message with fewer bytes of properties has room for the cause of its failure."""
+
 
 class PullStatus(enum.Enum):
     """Status of a pull."""
