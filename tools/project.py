@@ -93,6 +93,7 @@ def variables() -> dict[str, str]:
     chosen["PYTHONSAFEPATH"] = "1"
     chosen["PYTHONPATH"] = str(EXAMPLES)  # they share modules
     chosen.setdefault("SPARK_SUBMIT_OPTS", SHORT_JAVA)
+    chosen["NO_MKDOCS_2_WARNING"] = "1"
     chosen.setdefault("LIBRMQ_CORE", "off")  # the tests are of the Python code, unless the caller asks
     # Without bytecode every process would compile each module again, and pytest would rewrite it.
     chosen.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -164,7 +165,7 @@ def prepare(extras: frozenset[str], wheel: Path | None = None) -> None:
         if stamp.get("basis", {}).get("python") != python or not PYTHON.exists():
             make()
             stamp, with_core = {}, "test" in extras and has_compiler
-        extras |= installed
+        extras |= project_table()["optional-dependencies"].keys() & frozenset(stamp.get("extras", ()))
         # Until the packages are there, the stamp only records that the folder is ours, and has the core.
         write_stamp({"basis": {"python": python}, "core": stamp.get("core")})
         print(f"Installing what librmq needs in {VENV}", flush=True)
@@ -341,7 +342,7 @@ def site(arguments: Sequence[str]) -> int:
 
 def site_command(target: Path) -> Words:
     """Return the command that builds the site."""
-    return [PYTHON, CHECKOUT / "tools" / "website.py", target]
+    return [PYTHON, "-P", "-m", "mkdocs", "build", "--strict", "--site-dir", target]
 
 
 def check(arguments: Sequence[str]) -> int:
