@@ -93,7 +93,7 @@ class _TurnChannel(Channel):
         if self.is_open:
             self.arrive(self._cable.carry(self._cable.server, self._cable.client, data))
 
-    def later(self, task: Callable[[], None]) -> None:
+    def run_later(self, task: Callable[[], None]) -> None:
         self._pending.append(task)
 
         def run(now_ms: int) -> None:
@@ -140,9 +140,9 @@ class _TurnTransport:
         self.is_open = True
         channel.arrive, channel.end = self._arrive, self.close
 
-    def ask(self, frame: Frame, timeout_s: float) -> Frame:
+    def request(self, frame: Frame, timeout_s: float) -> Frame:
         outcomes: list[object] = []
-        self.begin(frame, outcomes.append)
+        self.send(frame, outcomes.append)
         if not outcomes:
             self._channel.work()
         if not outcomes or not isinstance(outcomes[0], Frame):
@@ -150,18 +150,18 @@ class _TurnTransport:
             raise BrokerUnreachableError("no answer came")
         return outcomes[0]
 
-    def begin(self, frame: Frame, ended: Ended) -> None:
+    def send(self, frame: Frame, ended: Ended) -> None:
         self._number = frame.opaque = self._number + 1
         self._ended[frame.opaque] = ended
         what = self._repeated() if frame.code in SENDS else None
         self._is_answered_twice = what == "answer"
         self._send(frame, times=2 if what == "request" else 1)
 
-    def tell(self, frame: Frame) -> None:
+    def send_one_way(self, frame: Frame) -> None:
         self._number = frame.one_way().opaque = self._number + 1
         self._send(frame, times=2 if self._repeated() == "request" else 1)
 
-    def answer(self, frame: Frame) -> None:
+    def send_answer(self, frame: Frame) -> None:
         self._send(frame)
 
     def _send(self, frame: Frame, times: int = 1) -> None:

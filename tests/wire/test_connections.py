@@ -31,16 +31,16 @@ class Line:
 
     is_open = True
 
-    def ask(self, frame: Frame, timeout_s: float) -> Frame:
+    def request(self, frame: Frame, timeout_s: float) -> Frame:
         raise NotImplementedError
 
-    def begin(self, frame: Frame, ended: Ended) -> None:
+    def send(self, frame: Frame, ended: Ended) -> None:
         raise NotImplementedError
 
-    def tell(self, frame: Frame) -> None:
+    def send_one_way(self, frame: Frame) -> None:
         raise NotImplementedError
 
-    def answer(self, frame: Frame) -> None:
+    def send_answer(self, frame: Frame) -> None:
         raise NotImplementedError
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ def test_short_time_outs_end_a_silent_connection() -> None:
         opened = dial_by_tcp(None, None, 0.2, lambda host: (host,))(server.address, lambda *_: None, lambda _: None)
         for is_open in (True, False):
             with pytest.raises(BrokerUnreachableError, match="has not answered"):
-                opened.ask(Frame(999), 0.1)
+                opened.request(Frame(999), 0.1)
             assert opened.is_open == is_open
 
 
@@ -154,7 +154,7 @@ class Answering(Line):
     def __init__(self) -> None:
         self.asked: list[Ended] = []
 
-    def begin(self, frame: Frame, ended: Ended) -> None:
+    def send(self, frame: Frame, ended: Ended) -> None:
         self.asked.append(ended)
 
 
@@ -189,7 +189,7 @@ def test_pulls_that_are_answered_at_once_are_paced(code: int) -> None:
     offsets = {"nextBeginOffset": "7", "minOffset": "0", "maxOffset": "7", "suggestWhichBrokerId": "0"}
 
     class Hasty(Line):
-        def begin(self, frame: Frame, ended: Ended) -> None:
+        def send(self, frame: Frame, ended: Ended) -> None:
             sent.append(clock.now_ms())
             ended(Frame(code, offsets))
 

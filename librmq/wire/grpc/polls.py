@@ -36,7 +36,7 @@ class Poll:
 
     def end(self) -> None:
         """Note that it is answered."""
-        self._polls.end(self)
+        self._polls.close(self)
 
 
 class Polls:
@@ -49,8 +49,8 @@ class Polls:
         self._places: dict[str, set[Place]] = {client_id: set(places) for client_id, places in former.items()}
         self._missing: dict[str, set[Place]] = {client_id: set(places) for client_id, places in former.items()}
 
-    def begin(self, client_id: str, place: Place, arrived: threading.Event, *, is_push: bool) -> Poll:
-        """Note a receive that waits for ``arrived``, and the place of a known push consumer, until `forget`."""
+    def open(self, client_id: str, place: Place, arrived: threading.Event, *, is_push: bool) -> Poll:
+        """Note a receive that waits for ``arrived``, and the place of a known push consumer, until `remove_client`."""
         poll = Poll(self, client_id, place, arrived)
         with self._lock:
             self._open.add(poll)
@@ -62,13 +62,13 @@ class Polls:
                     del self._missing[client_id]
         return poll
 
-    def end(self, poll: Poll) -> None:
+    def close(self, poll: Poll) -> None:
         """Note that a receive is answered."""
         with self._lock:
             self._open.discard(poll)
 
-    def forget(self, client_id: str) -> None:
-        """Forget where a client has received from."""
+    def remove_client(self, client_id: str) -> None:
+        """Remove the places from which a client has received."""
         with self._lock:
             self._places.pop(client_id, None)
             self._missing.pop(client_id, None)

@@ -63,7 +63,7 @@ class Receives:
 
     def client_gone(self, client_id: str) -> None:
         """Make a client's messages visible again. Its session has ended, so it gets no more messages to renew."""
-        self.polls.forget(client_id)
+        self.polls.remove_client(client_id)
         with self._runner.lock:
             self.renewals.client_gone(client_id)
 
@@ -137,7 +137,7 @@ class Receives:
         queues = max((data.read_queues for data in self._broker.topic_route(topic)), default=0)
         queue_id = request.message_queue.id if 0 <= request.message_queue.id < queues else -1
         is_push = self._sessions.is_known(client_id)
-        poll = self.polls.begin(client_id, (topic, queue_id), arrived, is_push=is_push)
+        poll = self.polls.open(client_id, (topic, queue_id), arrived, is_push=is_push)
         notify = arrived.set
         receive = Receive(
             client_id,

@@ -78,8 +78,8 @@ class Sends:
     def _send(self, sent: Any, message: Message, client_id: str, entry: Any) -> None:  # noqa: ANN401
         system, topic = sent.system_properties, message.topic
         now_ms = self._runner.now_ms()
-        told_ms = milliseconds(system.born_timestamp, "born_timestamp")
-        born_ms = told_ms if told_ms and moves_by_itself(self._runner.clock) else now_ms
+        sent_ms = milliseconds(system.born_timestamp, "born_timestamp")
+        born_ms = sent_ms if sent_ms and moves_by_itself(self._runner.clock) else now_ms
         queue_id = -1
         if system.HasField("message_group"):
             queue_id = group_queue(system.message_group, max(self._routes.ensure(topic).write_queues, 1))

@@ -79,7 +79,7 @@ class Service:
                 raise ValueError(f"expected settings as the first command of a client, found none in {_SETTINGS_S:g} s")
         yield from stream
 
-    def _told(self, client_id: str, command: Any, version: str, stream: Commands) -> None:  # noqa: ANN401
+    def _accept(self, client_id: str, command: Any, version: str, stream: Commands) -> None:  # noqa: ANN401
         if command.WhichOneof("command") != "settings":
             raise ValueError("expected settings as the first command of a client")
         self.sessions.take_settings(client_id, command.settings, version, stream)
@@ -96,7 +96,7 @@ class Service:
         try:
             for command in requests:
                 if is_first or command.WhichOneof("command") == "settings":
-                    self._told(client_id, command, version, stream)
+                    self._accept(client_id, command, version, stream)
                 is_first = False
         except (ValueError, RmqError) as error:  # the client tells nonsense
             stream.end(error)
@@ -117,7 +117,7 @@ class Service:
     def heartbeat(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Say that a client lives."""
         if self.sessions.get(client_id_of(context)) is None:
-            raise Refusal(Code.UNRECOGNIZED_CLIENT_TYPE, "the client has told no settings: it opens its stream first")
+            raise Refusal(Code.UNRECOGNIZED_CLIENT_TYPE, "the client has sent no settings: it opens its stream first")
 
     @answers("NotifyClientTerminationResponse")
     def notify_client_termination(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
@@ -126,4 +126,4 @@ class Service:
         was_known = self.sessions.leave(client_id, has_said_so=True)
         self.receives.client_gone(client_id)
         if not was_known:
-            raise Refusal(Code.UNRECOGNIZED_CLIENT_TYPE, "the client has told no settings")
+            raise Refusal(Code.UNRECOGNIZED_CLIENT_TYPE, "the client has sent no settings")

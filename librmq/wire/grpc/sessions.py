@@ -81,7 +81,7 @@ class Session:
     def call(self, request: Request[R], /) -> R:
         """Take what the broker asks; called under the runner's lock."""
         if isinstance(request, CheckTransaction):
-            self._sessions.ask(self, request)
+            self._sessions.check_transaction(self, request)
         return cast(R, {} if isinstance(request, ConsumerOffsets) else None)
 
     def heartbeat(self) -> Heartbeat:
@@ -130,14 +130,14 @@ class Sessions:
         self._changed = changed
         self._endpoints = endpoints
         self._lock = Lock()
-        self._telling = RLock()  # taken before the runner's lock
+        self._reporting = RLock()  # taken before the runner's lock
         self._by_id: dict[str, Session] = {}
         self._halves: dict[str, tuple[str, int, int]] = {}
         self._asked: dict[str, float] = {}
         self._clock = SystemClock()
 
     def get(self, client_id: str) -> Session | None:
-        """Return a client that has told its settings."""
+        """Return a client that has sent its settings."""
         return self._by_id.get(client_id)
 
     def __len__(self) -> int:
@@ -152,7 +152,7 @@ class Sessions:
             return list(client_ids.union(name for name, client in self._former.items() if client.is_push))
 
     def is_known(self, client_id: str) -> bool:
-        """Return whether a client has told its settings, to this server or the one before."""
+        """Return whether a client has sent its settings, to this server or the one before."""
         return client_id in self._by_id or client_id in self._former
 
     def called(self, client_id: str) -> None:
@@ -198,7 +198,7 @@ class Sessions:
             self._silent.discard(client_id)
             self._former.pop(client_id, None)
         try:
-            self._tell_broker(client_id)
+            self._report_client(client_id)
         except RmqError:
             self.stream_ended(client_id, stream)
             raise
@@ -234,7 +234,7 @@ class Sessions:
             stream.end()
         _log.info("client %(client)s left", client=client_id)
         try:
-            self._tell_broker(client_id)
+            self._report_client(client_id)
         finally:
             self._report(session, False)
         return True
@@ -246,9 +246,9 @@ class Sessions:
         except Exception:
             _log.exception("reporting client %(client)s failed", client=session.client_id)
 
-    def _tell_broker(self, client_id: str) -> None:
-        """Tell the broker of a client as it is now, so that the last call is right whatever their order."""
-        with self._telling:
+    def _report_client(self, client_id: str) -> None:
+        """Report a client to the broker as it is now, so that the last call is right whatever their order."""
+        with self._reporting:
             session = self._by_id.get(client_id)
             self._endpoints(client_id).call(ChannelClosed(client_id) if session is None else session.heartbeat())
 
@@ -265,7 +265,7 @@ class Sessions:
         self.note_half(transaction_id, (topic, queue_offset, at))
         if session is not None and topic not in session.half_topics:
             session.half_topics.add(topic)
-            self._tell_broker(session.client_id)
+            self._report_client(session.client_id)
 
     def half(self, transaction_id: str) -> tuple[str, int, int]:
         """Return the producer group, queue offset and physical offset of a transaction's half message, once."""
@@ -282,7 +282,7 @@ class Sessions:
             )
         return half
 
-    def ask(self, session: Session, request: CheckTransaction) -> None:
+    def check_transaction(self, session: Session, request: CheckTransaction) -> None:
         """Ask a producer about a half message."""
         half = request.message
         topic = half.properties.get("REAL_TOPIC", half.topic)

@@ -25,7 +25,7 @@ class BrokerDelays(NamedTuple):
     """Its setting ``timerWheelEnable``, which a broker of 4.9 lacks."""
 
     @classmethod
-    def of(cls, answer: Frame) -> BrokerDelays:
+    def from_settings(cls, answer: Frame) -> BrokerDelays:
         """Read the settings of a broker; one of 5.x that refuses to say them is asked for its timer.
 
         Raises:

@@ -100,7 +100,7 @@ class BrokerGroup:
         if kind is PullMessage:
             return cast("R", self._pull(cast("PullMessage", request)))
         if kind in MEMBERSHIP:
-            return self._tell_all(request)
+            return self._call_all(request)
         if kind in REPLICA_READS:
             return self._first_answer(request)
         master = self._members.get(MASTER)
@@ -119,7 +119,7 @@ class BrokerGroup:
                 failure = failure or error
         raise failure or BrokerUnreachableError(f"broker {self.name} is gone")
 
-    def _tell_all(self, request: Request[R]) -> R:
+    def _call_all(self, request: Request[R]) -> R:
         """Pass what a client says of itself to all; slaves serve consumers only."""
         failure: BrokerUnreachableError | None = None
         is_done, answer = False, cast("R", None)

@@ -105,7 +105,7 @@ class ClientRequests:
         def answer() -> None:
             with self._lock:
                 self._waiting -= size
-            self._answer(client_id, frame, transport.answer)
+            self._answer(client_id, frame, transport.send_answer)
 
         self._later(answer)
 

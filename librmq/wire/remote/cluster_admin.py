@@ -82,7 +82,7 @@ class ClusterAdmin:
             yield self.route.broker(name)
 
     def _read(self, broker: RemoteBroker, frame: Frame, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
-        answer = check(broker.ask(frame))
+        answer = check(broker.request(frame))
         try:
             return parse(read_body(answer.body, what))
         except MalformedError as error:
@@ -110,7 +110,7 @@ class ClusterAdmin:
         """Delete a topic at all brokers and name servers. Its messages stay until retention deletes them."""
         for broker in self._brokers():
             broker.call(DeleteTopic(topic))
-        self.route.name_servers.tell(frame_of(RequestCode.DELETE_TOPIC_IN_NAMESRV, TopicOfClusterHeader(topic)))
+        self.route.name_servers.request_all(frame_of(RequestCode.DELETE_TOPIC_IN_NAMESRV, TopicOfClusterHeader(topic)))
 
     def queues(self, topic: str) -> dict[MessageQueue, QueueBounds]:
         """Return the queues of a topic, sorted, with the messages in each; empty if no broker has the topic."""
@@ -267,7 +267,7 @@ class ClusterAdmin:
             frame = FORMS[QueryMessages].write(request)
             if is_unique:
                 frame.fields["_UNIQUE_KEY_QUERY"] = "true"
-            answer = broker.ask(frame)
+            answer = broker.request(frame)
             try:
                 messages += FORMS[QueryMessages].read(request, answer)
             except MalformedError as error:

@@ -78,7 +78,7 @@ class _Connection:
 
     # ---- requests
 
-    def ask(self, frame: Frame, timeout_s: float) -> Frame:
+    def request(self, frame: Frame, timeout_s: float) -> Frame:
         waiter, received = _Waiter(), self._received
         number = self._send(frame, waiter.ended)
         if not waiter.wait(timeout_s):
@@ -106,14 +106,14 @@ class _Connection:
                 self._silence = received, self._latest, waited_s + timeout_s
             return self._silence[2] >= self._silent_s
 
-    def begin(self, frame: Frame, ended: Ended) -> None:
+    def send(self, frame: Frame, ended: Ended) -> None:
         self._send(frame, ended)
 
-    def tell(self, frame: Frame) -> None:
+    def send_one_way(self, frame: Frame) -> None:
         frame.one_way().opaque = self._next_number()
         self._write(self._encode(frame))
 
-    def answer(self, frame: Frame) -> None:
+    def send_answer(self, frame: Frame) -> None:
         try:
             self._write(encode(frame))
         except RmqError as error:
@@ -135,7 +135,7 @@ class _Connection:
         except BrokerUnreachableError:
             with self._lock:
                 if self._outstanding.pop(number, None) is None:
-                    return number  # the end of the connection has told `ended`
+                    return number  # the end of the connection has called `ended`
             raise
         return number
 

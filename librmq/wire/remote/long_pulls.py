@@ -101,7 +101,7 @@ class LongPulls:
             BrokerUnreachableError: It can't be reached, or its answer can't be read.
         """
         if request.notify is None:
-            return self._response(request, self._connect(request.client_id).ask(_frame(request), self._timeout_s))
+            return self._response(request, self._connect(request.client_id).request(_frame(request), self._timeout_s))
         key = request.client_id, request.group, request.topic, request.queue_id
         answer: Frame | RmqError | None = None
         with self._lock:
@@ -119,7 +119,7 @@ class LongPulls:
             is_quick = 0 <= self._now_ms() - pull.sent_ms < _QUICK_MS
             return self._send(key, request, pull.quick + 1 if is_quick else 0)
         if request.commit_offset not in (None, pull.committed):
-            self._connect(request.client_id).tell(_commit(request))
+            self._connect(request.client_id).send_one_way(_commit(request))
             pull.committed = request.commit_offset
         return self._held(request) if answer is None else self._response(request, answer)
 
@@ -150,7 +150,7 @@ class LongPulls:
         try:
             with self._lock:
                 self._pulls[key] = pull
-            transport.begin(_frame(request), ended)
+            transport.send(_frame(request), ended)
             with self._lock:
                 pull.is_being_sent = False
                 answer = pull.outcome()
@@ -218,8 +218,8 @@ class LongPulls:
                 if key[:2] == (client_id, group):
                     pull.asked = ()
 
-    def forget(self, client_id: str, group: str | None = None) -> None:
-        """Forget the pulls of a client, in one group or in all."""
+    def drop_client(self, client_id: str, group: str | None = None) -> None:
+        """Drop the pulls of a client, in one group or in all."""
         with self._lock:
             for key in [key for key in self._pulls if key[0] == client_id and group in (None, key[1])]:
                 del self._pulls[key]

@@ -101,11 +101,11 @@ class NameServers:
         self._prepare([address for addresses in route.brokers.values() for address in addresses.values()])
         return route
 
-    def tell(self, frame: Frame) -> None:
+    def request_all(self, frame: Frame) -> None:
         """Send a request to every name server; log those that can't be reached."""
         for address in self.addresses:
             try:
-                self._connections.get(address).ask(frame, self._timeout_s)
+                self._connections.get(address).request(frame, self._timeout_s)
             except RmqError as error:
                 _log.warning("name server %(address)s does not answer: %(error)s", address=address, error=error)
 
@@ -116,7 +116,7 @@ class NameServers:
         for number in range(first, first + count):
             address = self.addresses[number % count]
             try:
-                answer = self._connections.get(address).ask(frame, self._timeout_s)
+                answer = self._connections.get(address).request(frame, self._timeout_s)
             except BrokerUnreachableError as error:
                 why.append(str(error))
                 self._prepare([address])  # its name may lead elsewhere by now

@@ -123,7 +123,7 @@ class RemoteBroker:
             return cast("R", self._send(form, request))
         frame = form.write(request)
         if kind is EndTransaction:
-            self._connections.get(self.address).tell(frame)
+            self._connections.get(self.address).send_one_way(frame)
             return cast("R", None)
         if kind is Heartbeat:
             self._note_heartbeat(cast("Heartbeat", request))
@@ -148,7 +148,7 @@ class RemoteBroker:
         if now_ms < self._silent_until_ms <= now_ms + _REST_MS:
             raise BrokerUnreachableError(f"{self.name} at {self.address} did not answer a moment ago: try again later")
         try:
-            return transport.ask(frame, self._timeout_s)
+            return transport.request(frame, self._timeout_s)
         except BrokerUnreachableError:
             if transport.is_open:
                 self._silent_until_ms = self._runner.now_ms() + _REST_MS
@@ -168,9 +168,9 @@ class RemoteBroker:
             timeout_s = max(0.0, timeout_s - (self._runner.now_ms() - begin_ms) / 1000)
         frame = form.write(request)
         if isinstance(send, SendMessage) and send.is_one_way:
-            transport.tell(frame)
+            transport.send_one_way(frame)
             return SendResponse(SendStatus.SEND_OK, send.queue_id, _NOT_SENT, _NOT_SENT, ("",))
-        answer = transport.ask(frame, timeout_s)
+        answer = transport.request(frame, timeout_s)
         response = self._read(form.read, request, answer)
         self._stored(frame.fields["b"])
         return response
@@ -184,7 +184,9 @@ class RemoteBroker:
         learnt = self._delays
         if learnt is None or learnt[0] is not transport:
             try:
-                delays = BrokerDelays.of(transport.ask(frame_of(RequestCode.GET_BROKER_CONFIG), timeout_s))
+                delays = BrokerDelays.from_settings(
+                    transport.request(frame_of(RequestCode.GET_BROKER_CONFIG), timeout_s)
+                )
             except BrokerError as error:
                 raise MessageIllegalError(
                     f"broker {self.name} does not say what it can delay, so that delay= and deliver_at= can't be sent: "
@@ -309,7 +311,7 @@ class RemoteBroker:
                 self._beats[client_id] = remaining
             transport = self._knows.get(client_id) if remaining is not None else self._knows.pop(client_id, None)
         if request.consumer_group is not None:
-            self._pulls.forget(client_id, request.consumer_group)
+            self._pulls.drop_client(client_id, request.consumer_group)
         try:
             if transport is not None and transport.is_open:
                 check(self._ask(frame, transport))
@@ -322,7 +324,7 @@ class RemoteBroker:
             with self._lock:
                 self._beats.pop(request.client_id, None)
                 self._knows.pop(request.client_id, None)
-            self._pulls.forget(request.client_id)
+            self._pulls.drop_client(request.client_id)
             self._connections.drop(request.client_id, self.address)
             return None
         if isinstance(request, GroupSubscriptions):
@@ -341,7 +343,7 @@ class RemoteBroker:
 
     def clients_of(self, group: str) -> tuple[ConsumerData, tuple[str, ...]] | None:
         """Return a group as its clients describe it, with their ids; None if none is online."""
-        answer = self.ask(frame_of(RequestCode.GET_CONSUMER_CONNECTION_LIST, ConsumerGroupHeader(group)))
+        answer = self.request(frame_of(RequestCode.GET_CONSUMER_CONNECTION_LIST, ConsumerGroupHeader(group)))
         if answer.code == ResponseCode.CONSUMER_NOT_ONLINE:
             return None
         check(answer)
@@ -359,10 +361,10 @@ class RemoteBroker:
 
     def groups_of(self, topic: str) -> list[str]:
         """Return the groups that consume a topic or have progress in it."""
-        answer = check(self.ask(frame_of(RequestCode.QUERY_TOPIC_CONSUME_BY_WHO, TopicNameHeader(topic))))
+        answer = check(self.request(frame_of(RequestCode.QUERY_TOPIC_CONSUME_BY_WHO, TopicNameHeader(topic))))
         return cast("list[str]", self._read(lambda _, answer: group_names(answer.body), TopicGroups(topic), answer))
 
-    def ask(self, frame: Frame) -> Frame:
+    def request(self, frame: Frame) -> Frame:
         """Send a request that is no client's, and return its answer.
 
         Raises:
@@ -387,7 +389,7 @@ class RemoteBroker:
             self._beats.clear()
             self._knows.clear()
         for beat in beats:
-            self._pulls.forget(beat.client_id)
+            self._pulls.drop_client(beat.client_id)
             self._connections.drop(beat.client_id, self.address)
 
 

@@ -20,7 +20,7 @@ class Transport(Protocol):
         """Whether requests can be sent."""
         ...
 
-    def ask(self, frame: Frame, timeout_s: float) -> Frame:
+    def request(self, frame: Frame, timeout_s: float) -> Frame:
         """Send a request, and wait for its answer.
 
         Raises:
@@ -29,7 +29,7 @@ class Transport(Protocol):
         """
         ...
 
-    def begin(self, frame: Frame, ended: Ended) -> None:
+    def send(self, frame: Frame, ended: Ended) -> None:
         """Send a request, and let ``ended`` have its outcome.
 
         Raises:
@@ -37,7 +37,7 @@ class Transport(Protocol):
         """
         ...
 
-    def tell(self, frame: Frame) -> None:
+    def send_one_way(self, frame: Frame) -> None:
         """Send a request without an answer.
 
         Raises:
@@ -45,7 +45,7 @@ class Transport(Protocol):
         """
         ...
 
-    def answer(self, frame: Frame) -> None:
+    def send_answer(self, frame: Frame) -> None:
         """Send the answer to a request of the server; it is lost with the connection."""
         ...
 

@@ -427,13 +427,13 @@ class AdminRequests:
 
         def relay() -> None:
             try:
-                answer = session.channel.ask(request, _RELAY_S)
+                answer = session.channel.request(request, _RELAY_S)
                 raw = call.answer(body=answer.body, code=answer.code, remark=answer.remark)
             except RmqError as error:  # no answer, or one that fits into no frame
                 raw = refused(call.frame, error)
             call.channel.write(raw)
 
-        call.channel.later(relay)
+        call.channel.run_later(relay)
 
     def _client_progress(self, call: RemotingCall) -> None:
         """Ask the clients of a group for their progress in memory, and answer later."""
@@ -455,7 +455,7 @@ class AdminRequests:
             for session in sessions:
                 try:
                     request = Frame(RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, dict(fields))
-                    answer = session.channel.ask(request, _RELAY_S)
+                    answer = session.channel.request(request, _RELAY_S)
                     if answer.code == 0:
                         its = read_body(answer.body, "a client's progress").get("messageQueueTable")
                         table[session.client_id] = its or {}
@@ -467,7 +467,7 @@ class AdminRequests:
                     )
             call.channel.write(call.answer(body=write_body({"consumerTable": table, "messageQueueTable": {}})))
 
-        call.channel.later(ask)
+        call.channel.run_later(ask)
 
     def _consume_directly(self, call: RemotingCall) -> None:
         header: DirectConsumeHeader = call.header
@@ -491,7 +491,7 @@ def _producer_row(session: ClientChannel) -> dict[str, Any]:
     return {
         "clientId": session.client_id,
         "language": session.language,
-        "lastUpdateTimestamp": session.told_ms,
+        "lastUpdateTimestamp": session.beat_ms,
         "remoteIP": f"/{session.address}",
         "version": session.version,
     }

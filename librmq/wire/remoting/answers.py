@@ -79,7 +79,7 @@ class FrameAnswers:
     def _answer(self, channel: Channel, frame: Frame) -> tuple[Frame, bytes | None]:
         """Return a frame and the bytes of its answer; None if no answer is expected or if it comes later."""
         if frame.is_answer:
-            channel.answered(frame)
+            channel.accept_answer(frame)
             return frame, None
         if frame.code in ADMINISTRATIVE and not self._allows_admin and not _is_local(channel.peer[0]):
             error = BrokerError(

@@ -34,7 +34,7 @@ class RemotingCall(NamedTuple):
     header: Any
     """Of the class that `REQUESTS` names."""
 
-    def ask(self, request: Request[R]) -> R:
+    def call_broker(self, request: Request[R]) -> R:
         """Ask the broker for this client."""
         return self.channel.endpoint.call(request)
 

@@ -67,7 +67,7 @@ class Channel:
         except OSError:
             self.close()
 
-    def later(self, task: Callable[[], None]) -> None:
+    def run_later(self, task: Callable[[], None]) -> None:
         """Run a task in the connection's own thread, in order, without waiting. A client with too many is cut off."""
         with self._lock:
             if not self.is_open:
@@ -89,13 +89,13 @@ class Channel:
         self._worker = worker
         return True
 
-    def tell(self, frame: Frame) -> None:
+    def send_one_way(self, frame: Frame) -> None:
         """Send a request without an answer, without waiting."""
         with self._lock:
             self._numbered(frame.one_way())
-        self.later(lambda: self.write(encode(frame)))
+        self.run_later(lambda: self.write(encode(frame)))
 
-    def ask(self, frame: Frame, timeout_s: float) -> Frame:
+    def request(self, frame: Frame, timeout_s: float) -> Frame:
         """Send a request and wait for its answer.
 
         Raises:
@@ -117,7 +117,7 @@ class Channel:
             with self._lock:
                 self._asked.pop(frame.opaque, None)
 
-    def answered(self, answer: Frame) -> None:
+    def accept_answer(self, answer: Frame) -> None:
         """Accept an answer; ignore one for which no call waits."""
         with self._lock:
             waiting = self._asked.pop(answer.opaque, None)

@@ -58,7 +58,7 @@ class ClientChannel(NamedTuple):
     channel: Channel
     language: str
     version: int
-    told_ms: int
+    beat_ms: int
 
     @property
     def address(self) -> str:
@@ -77,13 +77,13 @@ class _Client:
         match request:
             case ConsumersChanged(group):
                 header: object = ConsumerGroupHeader(group)
-                self._tell(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, header)
+                self._send(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, header)
             case CheckTransaction():
                 self._check(request)
             case ResetOffsets(group, topic, offsets):
                 table = {queue_key(queue): offset for queue, offset in offsets.items()}
                 header = ResetOffsetHeader(topic, group, -1, True)
-                self._tell(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, header, write_body({"offsetTable": table}))
+                self._send(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, header, write_body({"offsetTable": table}))
             case ReplyArrived(send):
                 self._push(send)
             case ConsumerOffsets():
@@ -110,10 +110,10 @@ class _Client:
             store_host=self._store_host,
             store_timestamp=send.born_timestamp_ms,
         )
-        self._tell(RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT, header, message.body)
+        self._send(RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT, header, message.body)
 
-    def _tell(self, code: RequestCode, header: object, body: bytes = b"") -> None:
-        self.channel.tell(Frame(code, to_fields(header), body))
+    def _send(self, code: RequestCode, header: object, body: bytes = b"") -> None:
+        self.channel.send_one_way(Frame(code, to_fields(header), body))
 
     def _check(self, request: CheckTransaction) -> None:
         half = request.message
@@ -127,7 +127,7 @@ class _Client:
         topic = half.properties.get(record.PROPERTY_REAL_TOPIC, half.topic)
         queue_id = java_int(half.properties.get(record.PROPERTY_REAL_QUEUE_ID, "")) or 0
         real = replace(record.decode_record(half.raw), topic=topic, queue_id=queue_id)
-        self._tell(RequestCode.CHECK_TRANSACTION_STATE, header, record.encode_record(real))
+        self._send(RequestCode.CHECK_TRANSACTION_STATE, header, record.encode_record(real))
 
 
 class ClientChannels:

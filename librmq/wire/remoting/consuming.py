@@ -73,7 +73,7 @@ class Consuming:
     def _unregister(self, call: RemotingCall) -> bytes:
         header: LeavingClientHeader = call.header
         if header.consumer_group:
-            self._pulling.forget(call.channel, header.consumer_group)  # if it asked again, it would be refused
+            self._pulling.drop_pulls(call.channel, header.consumer_group)  # if it asked again, it would be refused
         self._sessions.leave(call.channel, header.client_id, header.producer_group, header.consumer_group)
         return call.answer()
 
@@ -105,12 +105,12 @@ class Consuming:
 
     def _update_offset(self, call: RemotingCall) -> bytes:
         header: GroupProgressHeader = call.header
-        call.ask(UpdateOffset(header.consumer_group, header.topic, header.queue_id, header.commit_offset))
+        call.call_broker(UpdateOffset(header.consumer_group, header.topic, header.queue_id, header.commit_offset))
         return call.answer()
 
     def _send_back(self, call: RemotingCall) -> bytes:
         header: SendBackHeader = call.header
-        call.ask(
+        call.call_broker(
             SendBack(
                 header.group,
                 header.offset,

@@ -67,7 +67,7 @@ class Producing:
         """Store a message or a batch."""
         request = self.request(call)
         try:
-            return self.answer(call, call.ask(request))
+            return self.answer(call, call.call_broker(request))
         except RmqError as error:
             return _refused(call.frame, error, call.header.topic)
 
@@ -186,7 +186,7 @@ class Producing:
         state = _STATES.get(header.commit_or_rollback)
         if state is None:
             raise MalformedError(f"commitOrRollback: expected 8, 12 or 0, found {header.commit_or_rollback}")
-        call.ask(
+        call.call_broker(
             EndTransaction(
                 header.producer_group,
                 state,

@@ -75,10 +75,10 @@ class Pulling:
         waits_ms = min(header.suspend_timeout_millis, _LONGEST_WAIT_MS)
         begin_ms = self._runner.now_ms()
         if not header.sys_flag & PULL_WAITS or waits_ms <= 0:
-            return self._answer(call, call.ask(_request(call, commits=True)), begin_ms)
+            return self._answer(call, call.call_broker(_request(call, commits=True)), begin_ms)
         waiting = _Waiting(call)
         with self._runner.lock:  # so that the hold is known before it can end
-            response = call.ask(_request(call, lambda: self._woken(waiting), commits=True))
+            response = call.call_broker(_request(call, lambda: self._woken(waiting), commits=True))
             if response.status is PullStatus.HELD:
                 held = self._held.setdefault(call.channel, set())
                 if len(held) < _MOST_HELD and self._count < _MOST_HELD_IN_ALL:
@@ -128,8 +128,8 @@ class Pulling:
         heapq.heappush(self._due, (deadline_ms, next(self._number), waiting))
         self._runner.wake(self._step, deadline_ms)
 
-    def forget(self, channel: Channel, group: str | None = None) -> None:
-        """Forget the pulls of a connection that has ended, or of a group that its client has left."""
+    def drop_pulls(self, channel: Channel, group: str | None = None) -> None:
+        """Drop the pulls of a connection that has ended, or of a group that its client has left."""
         with self._runner.lock:
             held = self._held.get(channel, set())
             for waiting in [pull for pull in held if group in (None, pull.call.header.consumer_group)]:
@@ -154,13 +154,13 @@ class Pulling:
                 place = header.consumer_group, header.topic, header.queue_id
                 if queue in (None, place) and not waiting.is_asking:
                     waiting.is_asking = True
-                    waiting.call.channel.later(partial(self._ask_again, waiting, is_last=True))
+                    waiting.call.channel.run_later(partial(self._ask_again, waiting, is_last=True))
 
     def _woken(self, waiting: _Waiting) -> None:
         """Let the connection's thread ask again. Called under the runner's lock."""
         if not waiting.is_answered and not waiting.is_asking:
             waiting.is_asking = True
-            waiting.call.channel.later(partial(self._ask_again, waiting, is_last=False))
+            waiting.call.channel.run_later(partial(self._ask_again, waiting, is_last=False))
 
     def _run_due(self, now_ms: int) -> int | None:
         """Answer the pulls whose clients have waited long enough."""
@@ -171,7 +171,7 @@ class Pulling:
             waiting = heapq.heappop(due)[2]
             if not waiting.is_answered:
                 waiting.is_asking = True
-                waiting.call.channel.later(partial(self._ask_again, waiting, is_last=True))
+                waiting.call.channel.run_later(partial(self._ask_again, waiting, is_last=True))
         return due[0][0] if due else None
 
     def _ask_again(self, waiting: _Waiting, *, is_last: bool) -> None:
@@ -183,7 +183,7 @@ class Pulling:
                 return
             begin_ms = self._runner.now_ms()
             try:
-                response = call.ask(_request(call, notify))
+                response = call.call_broker(_request(call, notify))
                 if response.status is PullStatus.HELD:
                     return
                 frame = self._answer(call, response, begin_ms)

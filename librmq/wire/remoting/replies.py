@@ -51,7 +51,7 @@ class Replies:
             if not call.frame.is_one_way:
                 call.channel.write(answer)
 
-        call.channel.later(reply)
+        call.channel.run_later(reply)
 
     def _answer(self, call: RemotingCall) -> bytes:
         header: SendHeader = call.header
@@ -60,11 +60,11 @@ class Replies:
             sent = self._producing.request(call)
             if isinstance(sent, SendBatch):
                 raise MalformedError("a reply: expected one message, found a batch")
-            return self._producing.answer(call, call.ask(SendReply(sent)))
+            return self._producing.answer(call, call.call_broker(SendReply(sent)))
         problem = self._push(call, header)
         code = 0 if problem is None else ResponseCode.SYSTEM_ERROR
         try:
-            return self._producing.answer(call, call.ask(self._producing.request(call)), code, problem)
+            return self._producing.answer(call, call.call_broker(self._producing.request(call)), code, problem)
         except RmqError:  # as at a broker, the reply has arrived, and is only not kept
             return call.answer(SentHeader("0", max(header.queue_id, 0), 0), code=code, remark=problem)
 
@@ -96,7 +96,7 @@ class Replies:
         )
         frame = Frame(RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT, to_fields(pushed), call.frame.body)
         try:
-            answer = session.channel.ask(frame, _PUSH_S)
+            answer = session.channel.request(frame, _PUSH_S)
         except BrokerUnreachableError as error:
             return f"push reply message to {client_id} fail: {error}"
         return None if answer.code == 0 else f"push reply message to {client_id} fail: {answer.remark}"

@@ -243,7 +243,7 @@ class RemotingServer:
         finally:
             channel.close()
             self._budgets.remove(channel)
-            self._pulling.forget(channel)
+            self._pulling.drop_pulls(channel)
             self._sessions.closed(channel)
             channel.release()
 
