@@ -34,7 +34,7 @@ from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.engine.copies import whole_size
 from librmq.store.format import directory
-from librmq.store.format.replica_mark import ReplicaMark, clear_mark, read_mark, write_mark
+from librmq.store.format.documents import ReplicaMark, clear_mark, read_mark, write_mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from librmq.protocol import Endpoint, FollowLog, LogDescription
 from librmq.store import MessageStore
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
-from librmq.store.format.replica_mark import ReplicaMark, read_mark
+from librmq.store.format.documents import ReplicaMark, read_mark
 
 _COMPARED: Final = 64 << 10
 _AT_ONCE: Final = 1 << 20

@@ -36,9 +36,8 @@ from librmq.store.engine.open_store import Parts, QueueTable
 from librmq.store.engine.read import Transfer
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
-from librmq.store.format.kept_config import write_kept_config
+from librmq.store.format.documents import ReplicaMark, read_mark, write_kept_config, write_mark
 from librmq.store.format.keyindex import KeyIndex
-from librmq.store.format.replica_mark import ReplicaMark, read_mark, write_mark
 from librmq.store.live.reader import ReadOnlyView
 from librmq.store.recovery.open import describe_recovery, load, write_closed_state
 from librmq.store.recovery.repair import RecoveryMode

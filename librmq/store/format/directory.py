@@ -34,8 +34,8 @@ from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
 from librmq.files.seam import Files, FolderEntry
 from librmq.message.topics import validate_topic
+from librmq.store.format.documents import read_kept_config
 from librmq.store.format.index_layout import file_length, find_geometry, geometry
-from librmq.store.format.kept_config import read_kept_config
 
 COMMITLOG: Final = "commitlog"
 CONSUMEQUEUE: Final = "consumequeue"

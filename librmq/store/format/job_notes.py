@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -19,11 +18,12 @@ from typing import Final
 from librmq.errors import CorruptionError
 from librmq.files.seam import Files
 from librmq.store.format.directory import OWN
+from librmq.store.format.documents import read_document, write_document
 
-_VERSION: Final = 1
 FOLDER: Final = os.path.join(OWN, "spark")
 FIRST_BYTES: Final = 64
 _SUFFIX: Final = ".json"
+_KINDS: Final = {"begin": (int,), "end": (int,), "first": (str,), "records": (int,), "done": (bool,)}
 
 
 def note_path(path: str, job: str) -> str:
@@ -48,16 +48,15 @@ class JobNote:
         Raises:
             CorruptionError: The file holds no note.
         """
+        fields = read_document(path, files, _KINDS)
         try:
-            fields = json.loads(files.read(path))
-            begin, end, records = (int(fields[name]) for name in ("begin", "end", "records"))
-            return cls(begin, end, bytes.fromhex(fields["first"]), records, fields.get("done") is True)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise CorruptionError(path, 0, "config", f"expected the note of a write: {error}") from None
+            return cls(**fields | {"first": bytes.fromhex(fields["first"])})
+        except ValueError as error:
+            raise CorruptionError(path, 0, "config", f"first: {error}") from None
 
     def write(self, path: str, files: Files) -> None:
         """Write the note to the file ``path``."""
-        files.write(path, json.dumps({"version": _VERSION} | asdict(self) | {"first": self.first.hex()}).encode())
+        write_document(path, files, asdict(self) | {"first": self.first.hex()})
 
     def is_committed(self, log_begin: int, log_end: int, data_at: Callable[[int, int], object]) -> bool:
         """Return whether a log holds the job's records, or held them; ``data_at`` reads bytes of it."""

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any, Final, NamedTuple, TypeVar
 
 from librmq.clock import Clock
@@ -41,6 +41,7 @@ from librmq.store.engine.dispatch import BitmapOf, Dispatcher
 from librmq.store.engine.open_store import Parts, QueueName, QueueState, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
+from librmq.store.format.documents import read_document, write_document
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.check import UncleanQueues
 from librmq.store.recovery.repair import Planner, Recovery, RecoveryMode, WalkFindings
@@ -49,7 +50,8 @@ from librmq.store.recovery.repair import Planner, Recovery, RecoveryMode, WalkFi
 
 _log = EventLog("librmq.store")
 
-_VERSION: Final = 1
+_NUMBERS: Final = ("log_begin", "log_end", "last_record_crc32", "index_files", "index_end")
+_STATE_KINDS: Final = {**dict.fromkeys(_NUMBERS, (int,)), "last_record": (int, NoneType), "queues": (list,)}
 _LARGEST_FILE: Final = 256 << 20
 
 
@@ -98,8 +100,7 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
     }
     last = log.last_write
     data = b"" if last is None else log.data_at(last, log.end - last)
-    document = {
-        "version": _VERSION,
+    fields = {
         "log_begin": log.begin,
         "log_end": log.end,
         "last_record": last,
@@ -109,8 +110,7 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
         "queues": [[*name, *state] for name, state in sorted(states.items())],
     }
     try:
-        files.make_folder(os.path.dirname(_path(path)))
-        files.write(_path(path), json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode())
+        write_document(_path(path), files, fields)
     except StoreIOError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -128,11 +128,10 @@ def read_closed_state(path: str, files: Files) -> ClosedState | None:
     if files.size(place) is None:
         return None
     try:
-        document = json.loads(files.read(place, _LARGEST_FILE))
-        state = _state(document)
-    except (ValueError, TypeError, KeyError, RecursionError, CorruptionError):
+        state = _state(read_document(place, files, _STATE_KINDS, max_size=_LARGEST_FILE))
+    except (ValueError, TypeError, CorruptionError):
         return None  # it only saves time
-    return state and _without_deleted(state, path, files)
+    return _without_deleted(state, path, files)
 
 
 def _without_deleted(state: ClosedState, path: str, files: Files) -> ClosedState:
@@ -146,27 +145,19 @@ def _without_deleted(state: ClosedState, path: str, files: Files) -> ClosedState
     return replace(state, queues={name: queue for name, queue in state.queues.items() if name[0] not in deleted})
 
 
-def _state(document: Any) -> ClosedState | None:  # noqa: ANN401 (JSON has any shape)
-    if document["version"] != _VERSION:
-        return None
+def _state(fields: dict[str, Any]) -> ClosedState:
+    """Raise ValueError or TypeError for values that no store has."""
     queues = {}
-    for topic, *numbers in document["queues"]:
+    for topic, *numbers in fields.pop("queues"):
         queue_id, *state = map(_checked_number, numbers)
         queues[str(topic), queue_id] = QueueState(*state)
-    last = document["last_record"]
-    return ClosedState(
-        _checked_number(document["log_begin"]),
-        _checked_number(document["log_end"]),
-        None if last is None else _checked_number(last),
-        _checked_number(document["last_record_crc32"]),
-        _checked_number(document["index_files"]),
-        _checked_number(document["index_end"]),
-        queues,
-    )
+    last = fields.pop("last_record")
+    numbers = {name: _checked_number(value) for name, value in fields.items()}
+    return ClosedState(queues=queues, last_record=None if last is None else _checked_number(last), **numbers)
 
 
 def _checked_number(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 1 << 63:
+    if type(value) is not int or not -1 <= value < 1 << 63:
         raise ValueError
     return value
 

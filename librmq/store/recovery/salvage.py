@@ -15,12 +15,12 @@ newest eight are kept. Other cuts stay until you delete them.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Final, NamedTuple
 
 from librmq.commitlog import CommitLog
@@ -32,13 +32,13 @@ from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.runtime.headway import advance
 from librmq.store.format.directory import COMMITLOG, OWN, check_kind
+from librmq.store.format.documents import read_document, write_document
 
-_VERSION: Final = 1
 MANIFEST: Final = "manifest.json"
 _PART: Final = ".part"  # a cut that is being copied
 _WITHOUT_RECORDS_KEPT: Final = 8
 _CUT_NAME: Final = re.compile(r"(\d{20})-(\d{1,19})")
-_MANIFEST_LIMIT: Final = 1 << 16
+_MANIFEST_KINDS: Final = {"bytes": (int, NoneType), "records": (int, NoneType), "why": (str, NoneType)}
 _CHUNK: Final = 1 << 20
 
 _LONG: Final = struct.Struct(">q")
@@ -249,26 +249,15 @@ def kept_cuts(path: str, files: Files | None = None) -> list[KeptCut]:
             continue
         place = os.path.join(folder, entry.name)
         manifest = _manifest(os.path.join(place, MANIFEST), files)
-        size, count, why = (manifest.get(name) for name in ("bytes", "records", "why"))
-        cuts.append(
-            KeptCut(
-                place,
-                int(named[1]),
-                int(named[2]),
-                size if isinstance(size, int) else None,
-                count if isinstance(count, int) else None,
-                why if isinstance(why, str) else "",
-            )
-        )
+        size, count, why = (manifest.get(name) for name in _MANIFEST_KINDS)
+        cuts.append(KeptCut(place, int(named[1]), int(named[2]), size, count, why or ""))
     return sorted(cuts, key=lambda cut: (cut.cut_timestamp_ms, cut.physical_offset))
 
 
 def _manifest(path: str, files: Files) -> dict[str, Any]:
     """Return the fields of a manifest, none if it is unreadable."""
-    with contextlib.suppress(ValueError, RecursionError, StoreError):
-        manifest = json.loads(files.read(path, _MANIFEST_LIMIT))
-        if isinstance(manifest, dict) and manifest.get("version") == _VERSION:
-            return manifest
+    with contextlib.suppress(StoreError):
+        return read_document(path, files, _MANIFEST_KINDS)
     return {}
 
 
@@ -296,7 +285,6 @@ def keep_cut(path: str, log: CommitLog, physical_offset: int, size: int, why: st
         files.make_folder(part)
         count = _copy(log, physical_offset, part, files)
         manifest = {
-            "version": _VERSION,
             "physical_offset": physical_offset,
             "bytes": size,
             "why": why[:1000],
@@ -304,7 +292,7 @@ def keep_cut(path: str, log: CommitLog, physical_offset: int, size: int, why: st
             "records": count,
         }
         # The last file: writing it also flushes the names of the others.
-        files.write(os.path.join(part, MANIFEST), json.dumps(manifest, indent=1).encode())
+        write_document(os.path.join(part, MANIFEST), files, manifest, indent=1)
         files.rename(part, folder)
         files.flush_folder(parent)
     except BaseException:
