@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli.input import GROUPS, TOPICS, age_clock, near, parse_duration, parse_time
-from librmq.cli.output import Output, complain, whole_number
+from librmq.cli.input import GROUPS, TOPICS, age_clock, near, parse_time
+from librmq.cli.output import Output, complain
 from librmq.cli.selection import first_at
 from librmq.cli.stores import open_broker, open_to_change, select_queues
 from librmq.clock import SystemClock
@@ -21,7 +21,7 @@ from librmq.message.message import MessageQueue
 from librmq.message.topics import is_system_topic, validate_client_topic, validate_group
 from librmq.protocol import QueueOffsetAt, UpdateOffset
 from librmq.store import MessageStore
-from librmq.store.format.broker_tables import MOST_QUEUES, BrokerTables, group_row, topic_row, with_topic_type
+from librmq.store.format.broker_tables import BrokerTables, group_row, topic_row, with_topic_type
 
 if TYPE_CHECKING:
     from librmq.cli.cluster import ClusterSource
@@ -54,8 +54,8 @@ def _create(
     if old is not None:
         raise InputError(f"topic {name!r} exists with {old.get('readQueueNums')} queues: add queues by `topic grow`")
     validate_client_topic(name)
-    read = _queue_count("--queues", arguments.queues, _QUEUES)
-    write = _queue_count("--write-queues", arguments.write_queues, read)
+    read = arguments.queues or _QUEUES
+    write = arguments.write_queues or read
     permission = arguments.permission or "rw"
     row, kind = topic_row(name, read, write, _PERMISSIONS[permission]), arguments.type
     tables.topics.set(name, row if kind is None else with_topic_type(row, kind))
@@ -69,8 +69,10 @@ def _grow(
     if old is None:
         raise _missing(name, tables)
     before = old.get("readQueueNums", 0)
-    read = _queue_count("--queues", arguments.queues, None)
-    write = _queue_count("--write-queues", arguments.write_queues, read)
+    read = arguments.queues
+    if read is None:
+        raise InputError("--queues is missing")
+    write = arguments.write_queues or read
     if read < before or write < old.get("writeQueueNums", 0):
         raise InputError(f"--queues: the topic has {before} queues with messages: expected more, found {read}")
     tables.topics.set(name, {**old, "readQueueNums": read, "writeQueueNums": write})
@@ -110,16 +112,6 @@ def _missing(name: str, tables: BrokerTables, otherwise: str = ": create it by `
     return InputError(f"topic {name!r} does not exist{near(name, tables.topics.rows, otherwise)}")
 
 
-def _queue_count(name: str, text: str | None, default: int | None) -> int:
-    if text is None:
-        if default is None:
-            raise InputError(f"{name} is missing")
-        return default
-    if text.isascii() and text.isdigit() and len(text) < 8 and 1 <= int(text) <= MOST_QUEUES:
-        return int(text)
-    raise InputError(f"{name}: expected a whole number from 1 to {MOST_QUEUES}, found {text!r:.80}")
-
-
 def group(arguments: argparse.Namespace, output: Output) -> int:
     """Create a consumer group or change its retries, copy its progress to a new group, or delete it."""
     name, action = arguments.group, arguments.action
@@ -132,7 +124,7 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
         row: dict[str, Any] = {"group": name, "action": action}
         if action == "create":
             old = tables.groups.rows.get(name) or group_row(name)
-            retries = old["retryMaxTimes"] if arguments.retries is None else _retries(arguments.retries)
+            retries = old["retryMaxTimes"] if arguments.retries is None else arguments.retries
             tables.groups.set(name, {**old, "retryMaxTimes": retries})
             row["retries"] = retries
         elif action == "copy":
@@ -142,12 +134,6 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
             row["topics"] = _delete_group(tables, name)
     output.row({**row, "dry_run": arguments.dry_run})
     return 0
-
-
-def _retries(text: str) -> int:
-    if text.isascii() and text.isdigit() and len(text) < 8:
-        return int(text)
-    raise InputError(f"--retries: expected a whole number, found {text!r:.80}")
 
 
 def _copy(tables: BrokerTables, name: str, new: str | None, groups: tuple[str, ...]) -> dict[str, Any]:
@@ -211,7 +197,7 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.route is not None:
         return reset_in_cluster(arguments, output)
     if arguments.offset is not None:
-        queue_offset = _number("--offset", arguments.offset)
+        queue_offset = arguments.offset
         return _move(arguments, output, lambda store, queue: min(max(queue_offset, queue.min_offset), queue.max_offset))
     if arguments.to == "begin":
         return _move(arguments, output, lambda store, queue: queue.min_offset)
@@ -230,12 +216,9 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError("expected either --aside or --move")
     if arguments.queues is not None and arguments.move is None:
         raise InputError("--queues: only --move makes a topic with a number of queues")
-    queues = None if arguments.queues is None else whole_number("--queues", arguments.queues)
     if arguments.older_than is not None and arguments.keep is not None:
         raise InputError("expected either --older-than or --keep")
-    expected = "an age such as 90s, 30m, 2h or 7d"
-    age_s = None if arguments.older_than is None else parse_duration("--older-than", arguments.older_than, expected)
-    newest = None if arguments.keep is None else _number("--keep", arguments.keep)
+    age_s, newest = arguments.older_than, arguments.keep
     group, topic = arguments.group, arguments.topic
     clock = age_clock(arguments.store, arguments.older_than)
     with open_broker(arguments) as broker:
@@ -247,7 +230,7 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
         _announce(plan, "would skip" if arguments.dry_run else "skips")
         done = plan
         if plan.queues and arguments.move is not None:
-            done = move_to(broker, plan, arguments.move, queues=queues)
+            done = move_to(broker, plan, arguments.move, queues=arguments.queues)
         elif plan.queues:
             done = pass_over(broker, plan) if arguments.aside is None else set_aside(broker, plan, arguments.aside)
     for queue_skip in done.queues:
@@ -264,12 +247,6 @@ def _announce(plan: Skip, skips: str) -> None:
     times = [time for time in bounds if time is not None]
     stored = f", stored from {moment(min(times))} to {moment(max(times))} UTC" if times else ""
     complain(f"note: group {plan.group!r} {skips} {counted(plan.messages, 'message')} of topic {plan.topic!r}{stored}")
-
-
-def _number(name: str, text: str) -> int:
-    if text.isascii() and text.isdigit() and len(text) < 19:
-        return int(text)
-    raise InputError(f"{name}: expected a whole number, found {text!r:.80}")
 
 
 def _at_time(store: MessageStore, queue: ConsumeQueue, time_ms: int) -> int:

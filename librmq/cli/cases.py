@@ -126,7 +126,7 @@ def filter_(arguments: argparse.Namespace, output: Output) -> int:
     """Evaluate or explain the cases on standard input, or explain the expression in the arguments."""
     dialect, strict = arguments.dialect, arguments.strict
     if isinstance(arguments.explain, str):
-        _write(explain_text(arguments.explain, _properties(arguments.properties), dialect, strict=strict))
+        _write(explain_text(arguments.explain, dict(arguments.properties), dialect, strict=strict))
         return 0
     if arguments.properties:
         raise InputError("properties as arguments need --explain EXPR; without it they belong to the cases")
@@ -138,17 +138,6 @@ def filter_(arguments: argparse.Namespace, output: Output) -> int:
         return explain_text(expression, properties, dialect, strict=strict) + "\n"
 
     return _answer_rows(explain, _write, output)
-
-
-def _properties(words: Sequence[str]) -> dict[str, str]:
-    """Return properties written as ``name=text``."""
-    properties = {}
-    for word in words:
-        name, equals_sign, text = word.partition("=")
-        if not name or not equals_sign:
-            raise InputError(f"not a property: {word!r}; expected name=text")
-        properties[name] = text
-    return properties
 
 
 def _write(text: str) -> None:

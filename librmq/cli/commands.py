@@ -12,6 +12,7 @@ from librmq.cli.options import (
     GROUP,
     LISTED,
     OUTPUT,
+    POSITIVE,
     SECURED,
     SELECTION,
     SQL,
@@ -21,7 +22,12 @@ from librmq.cli.options import (
     TIMES,
     TOPIC,
     Command,
+    decimal,
+    duration,
+    names,
     option,
+    pair,
+    whole,
 )
 
 _ALL: Final = option(
@@ -38,6 +44,8 @@ _BODY: Final = option(
 )
 
 _ENTRIES: Final = "The numbers count entries of queues, whose records can be damaged: `librmq verify` reads each."
+
+_MOST_QUEUES: Final = 65_536
 
 _LOOK: Final = (
     Command(
@@ -64,7 +72,7 @@ _LOOK: Final = (
         "print the last messages; with -f also new ones",
         "store --topic OrderTopic",
         (
-            option("-n", "--count", metavar="N", default="10", help="number of messages (10)"),
+            option("-n", "--count", metavar="N", type=POSITIVE, default="10", help="number of messages (10)"),
             option("-f", "--follow", action="store_true", help="also print new messages, until interrupted"),
             _ALL,
             *SELECTION,
@@ -122,6 +130,7 @@ _LOOK: Final = (
             option(
                 "--every",
                 metavar="TIME",
+                type=duration("a time such as 5s or 1m", "100ms"),
                 help="print rates instead, measured every TIME (10s) by group and topic, until interrupted",
             ),
         ),
@@ -135,8 +144,20 @@ _LOOK: Final = (
         "list unconsumed messages that retention deletes soon",
         "store --reserved 72h --within 6h",
         (
-            option("--reserved", metavar="TIME", default="72h", help="how long the broker keeps log files (72h)"),
-            option("--within", metavar="TIME", default="6h", help="only what expires within this time (6h)"),
+            option(
+                "--reserved",
+                metavar="TIME",
+                type=duration("the time for which files are kept, such as 72h"),
+                default="72h",
+                help="how long the broker keeps log files (72h)",
+            ),
+            option(
+                "--within",
+                metavar="TIME",
+                type=duration("a time from now on, such as 6h"),
+                default="6h",
+                help="only what expires within this time (6h)",
+            ),
         ),
         output=LISTED,
     ),
@@ -201,15 +222,29 @@ _LOOK: Final = (
         (
             option("--group", metavar="GROUP", required=True, help="the consumer group"),
             option("--topic", metavar="TOPIC", required=True, help="the topic"),
-            option("--handler", metavar="TIME", required=True, help="mean duration of a listener's call (20ms, 1.5s)"),
-            option("--clients", metavar="N", help="instances of the group (1)"),
-            option("--threads", metavar="N", help="listeners that run in parallel in each instance (20)"),
-            option("--batch", metavar="N", help="messages per call (1)"),
+            option(
+                "--handler",
+                metavar="TIME",
+                type=duration("the time of one call such as 20ms or 1.5s"),
+                required=True,
+                help="mean duration of a listener's call (20ms, 1.5s)",
+            ),
+            option("--clients", metavar="N", type=whole(1, 1024), help="instances of the group (1)"),
+            option(
+                "--threads",
+                metavar="N",
+                type=whole(1, 1024),
+                help="listeners that run in parallel in each instance (20)",
+            ),
+            option("--batch", metavar="N", type=whole(1, 1024), help="messages per call (1)"),
             option("--orderly", action="store_true", help="consume each queue in order"),
-            option("--inflow", metavar="N", help="new messages per second (the rate of the last ten minutes)"),
+            option(
+                "--inflow", metavar="N", type=decimal, help="new messages per second (the rate of the last ten minutes)"
+            ),
             option(
                 "--downstream",
                 metavar="N",
+                type=decimal,
                 help="messages per second that the services behind the listeners can take (no limit)",
             ),
         ),
@@ -226,7 +261,7 @@ _LOOK: Final = (
             option("--key", help="a key or unique id of the messages"),
             option("--begin", metavar="TIME", help=f"earliest store time; {TIME_HELP}"),
             option("--end", metavar="TIME", help="latest store time"),
-            option("--max", metavar="N", default="64", help="maximum number of messages (64)"),
+            option("--max", metavar="N", type=POSITIVE, default="64", help="maximum number of messages (64)"),
             option("--id", help="instead of a key: an offset id (32 or 56 hex digits) or a unique id"),
         ),
         output=LISTED,
@@ -258,8 +293,13 @@ _CHANGE: Final = (
         "create store orders --queues 4",
         (
             option("topic", metavar="TOPIC"),
-            option("--queues", metavar="N", help="number of queues (create: 8)"),
-            option("--write-queues", metavar="N", help="number of queues that accept messages (all)"),
+            option("--queues", metavar="N", type=whole(1, _MOST_QUEUES), help="number of queues (create: 8)"),
+            option(
+                "--write-queues",
+                metavar="N",
+                type=whole(1, _MOST_QUEUES),
+                help="number of queues that accept messages (all)",
+            ),
             option("--permission", choices=("rw", "r", "w"), help="create, permit: allow reads, writes or both (rw)"),
             option(
                 "--type",
@@ -278,7 +318,12 @@ _CHANGE: Final = (
         "copy store CG_order --to billing",
         (
             option("group", metavar="GROUP"),
-            option("--retries", metavar="N", help="create: maximum number of retries of a message (16)"),
+            option(
+                "--retries",
+                metavar="N",
+                type=whole(0, 9_999_999),
+                help="create: maximum number of retries of a message (16)",
+            ),
             option("--to", metavar="NEW", help="copy: the new group, which starts at the old group's progress"),
             option("--with-retries", action="store_true", help="copy: move the retries that wait to the new group"),
             *CHANGES,
@@ -294,7 +339,7 @@ _CHANGE: Final = (
         (
             *_OF_GROUP,
             option("--to", metavar="WHERE", help="begin, end, or a time: the first message stored then or later"),
-            option("--offset", metavar="N", help="a queue offset"),
+            option("--offset", metavar="N", type=whole(), help="a queue offset"),
             *CHANGES,
         ),
         takes_route=True,
@@ -307,11 +352,21 @@ _CHANGE: Final = (
         "store --group CG_order --topic OrderTopic --keep 10",
         (
             *_OF_GROUP,
-            option("--older-than", metavar="AGE", help="skip messages stored longer ago than this (90s, 2h, 7d)"),
-            option("--keep", metavar="N", help="leave the last N messages of each queue (0)"),
+            option(
+                "--older-than",
+                metavar="AGE",
+                type=duration("an age such as 90s, 30m, 2h or 7d"),
+                help="skip messages stored longer ago than this (90s, 2h, 7d)",
+            ),
+            option("--keep", metavar="N", type=whole(), help="leave the last N messages of each queue (0)"),
             option("--aside", metavar="TOPIC", help="first copy the skipped messages to this topic"),
             option("--move", metavar="TOPIC", help="the same, and the group continues with the copies in this topic"),
-            option("--queues", metavar="N", help="with --move: number of queues of a new topic (that of --topic)"),
+            option(
+                "--queues",
+                metavar="N",
+                type=whole(1, _MOST_QUEUES),
+                help="with --move: number of queues of a new topic (that of --topic)",
+            ),
             *CHANGES,
         ),
         output=OUTPUT,
@@ -342,7 +397,12 @@ _CHANGE: Final = (
         "commit or roll back a given-up half message",
         "store 280252 --rollback",
         (
-            option("physical_offset", metavar="OFFSET", help="its physical offset, from `pending --kind given_up`"),
+            option(
+                "physical_offset",
+                metavar="OFFSET",
+                type=whole(),
+                help="its physical offset, from `pending --kind given_up`",
+            ),
             option("--commit", action="store_true", help="deliver the message"),
             option("--rollback", action="store_true", help="drop the message"),
             *CHANGES,
@@ -361,7 +421,7 @@ _CHANGE: Final = (
                 choices=("parquet", "csv", "jsonl"),
                 help="the format of PATH (by its ending, else jsonl)",
             ),
-            option("--skip", metavar="N", default="0", help="skip the first N rows"),
+            option("--skip", metavar="N", type=whole(), default="0", help="skip the first N rows"),
             *CHANGES,
         ),
         description="Appends exported messages to a store, and creates the store if it does not exist. In an empty "
@@ -437,14 +497,25 @@ _FILES: Final = (
             option("-o", "--out", metavar="PATH", required=True, help="a folder for Parquet, else a file"),
             option("--topic", action="append", help="only this topic; may be repeated"),
             option("--all", action="store_true", help="include retries, dead letters and the broker's own topics"),
-            option("--queue", metavar="ID", action="append", help="only this queue of the topics; may be repeated"),
+            option(
+                "--queue",
+                metavar="ID",
+                type=whole(),
+                action="append",
+                help="only this queue of the topics; may be repeated",
+            ),
             TAG,
             SQL,
             GREP,
             *TIMES,
-            option("--columns", metavar="A,B", help="only these columns"),
-            option("--partition-by", metavar="A,B", help="with Parquet: a folder for each topic, queueId or date"),
-            option("--processes", metavar="N", default="1", help="number of reading processes (1)"),
+            option("--columns", metavar="A,B", type=names, help="only these columns"),
+            option(
+                "--partition-by",
+                metavar="A,B",
+                type=names,
+                help="with Parquet: a folder for each topic, queueId or date",
+            ),
+            option("--processes", metavar="N", type=whole(), default="1", help="number of reading processes (1)"),
             option("--skip-deleted", action="store_true", help="continue after messages that retention deleted"),
         ),
     ),
@@ -461,7 +532,7 @@ _FILES: Final = (
         "topics",
         "print the entries of a queue",
         "store OrderTopic 0",
-        (option("topic", metavar="TOPIC"), option("queue_id", metavar="ID", help="the queue's number")),
+        (option("topic", metavar="TOPIC"), option("queue_id", metavar="ID", type=whole(), help="the queue's number")),
         output=LISTED,
     ),
     Command("timers", "delivery", "print the files of RocketMQ 5's timer", "store", output=LISTED),
@@ -509,8 +580,8 @@ _TOOLS: Final = (
             option("--overwrite", action="store_true", help="replace an existing folder"),
             option("--append", action="store_true", help="keep each run, as a partition run=TIME of the folder"),
             option("--incremental", action="store_true", help="read only what is new since the last such run"),
-            option("--partition-by", metavar="COLUMNS", help="make folders by the values of columns"),
-            option("--set", action="append", metavar="NAME=VALUE", help="a setting of the pipeline"),
+            option("--partition-by", metavar="COLUMNS", type=names, help="make folders by the values of columns"),
+            option("--set", action="append", type=pair, metavar="NAME=VALUE", help="a setting of the pipeline"),
             *_RANGES,
             _MASTER,
         ),
@@ -591,7 +662,13 @@ _TOOLS: Final = (
                 metavar="EXPR",
                 help="explain this expression; without one, each case on standard input",
             ),
-            option("properties", nargs="*", metavar="NAME=TEXT", help="with --explain EXPR: the message's properties"),
+            option(
+                "properties",
+                nargs="*",
+                type=pair,
+                metavar="NAME=TEXT",
+                help="with --explain EXPR: the message's properties",
+            ),
         ),
         description="Evaluates the cases {expr, props} on standard input, one JSON object a line. With --explain it "
         "says which term of an expression decides about a message with the given properties, and why.",

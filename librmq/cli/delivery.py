@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 
 from librmq.cli.input import age_clock, note_group, note_topic_of, parse_time
-from librmq.cli.output import Output, complain, whole_number
+from librmq.cli.output import Output, complain
 from librmq.cli.stores import open_broker, open_store, open_view
 from librmq.diagnosis import deadletters
 from librmq.diagnosis.view import StoreView
@@ -31,14 +31,12 @@ def decide(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.cli.stores import open_broker
     from librmq.diagnosis.pending import decide_half, given_up
 
-    text = arguments.physical_offset
-    if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise InputError(f"expected a physical offset that `pending --kind given_up` lists, found {text!r:.80}")
+    physical_offset = arguments.physical_offset
     if arguments.commit == arguments.rollback:
         raise InputError("expected either --commit or --rollback")
     with open_broker(arguments) as broker:
-        row = next((half._asdict() for half in given_up(broker) if half.physical_offset == int(text)), {})
-        decide_half(broker, int(text), commit=arguments.commit)
+        row = next((half._asdict() for half in given_up(broker) if half.physical_offset == physical_offset), {})
+        decide_half(broker, physical_offset, commit=arguments.commit)
     output.row({**row, "decision": "commit" if arguments.commit else "rollback", "dry_run": arguments.dry_run})
     return 0
 
@@ -189,8 +187,7 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
             if (letter := selected.get(message.physical_offset))
             and (letter.resent_at_ms is None or arguments.id is not None)
         ]
-        if arguments.limit is not None:
-            unsent = unsent[: whole_number("--limit", arguments.limit)]
+        unsent = unsent[: arguments.limit]
         broker.resend_dead_letters(arguments.group, unsent)
         at_ms = broker.runner.now_ms()
     if not unsent:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from librmq.cli.input import note_group, note_topic, parse_duration
+from librmq.cli.input import note_group, note_topic
 from librmq.cli.output import Output, complain
 from librmq.cli.selection import first_at
 from librmq.cli.stores import open_view
@@ -104,10 +104,8 @@ def expiring(arguments: argparse.Namespace, output: Output) -> int:
     """Print the unconsumed messages that retention by age would delete soon, by group and topic."""
     from librmq.diagnosis.unconsumed import expiring as expiring_of
 
-    reserved_s = parse_duration("--reserved", arguments.reserved, "the time for which files are kept, such as 72h")
-    within_s = parse_duration("--within", arguments.within, "a time from now on, such as 6h")
     with open_view(arguments) as view:
-        for row in expiring_of(view, reserved_s=reserved_s, within_s=within_s):
+        for row in expiring_of(view, reserved_s=arguments.reserved, within_s=arguments.within):
             output.row(row._asdict())
         if view.owner is None and view.now_ms is not None:
             complain(f"note: no process uses the store; times count from its last message, {moment(view.now_ms)}")
@@ -121,7 +119,9 @@ def _lag_rates(arguments: argparse.Namespace, output: Output) -> None:
         with open_view(arguments) as view:
             return lag_of(view, group=arguments.group, topic=arguments.topic, times=False)
 
-    seconds = interval_of(arguments)
+    if arguments.by in ("group", "origin"):
+        raise InputError(f"--every measures by group and topic: expected no --by {arguments.by}")
+    seconds = arguments.every
     if arguments.route is not None:
         from librmq.cli.cluster import open_cluster
 
@@ -155,21 +155,6 @@ def _print_lag(queue_lags: Lag, by: str, output: Output) -> None:
 # ---- rates
 
 _WINDOW_S: Final = 600
-_LEAST_S: Final = 0.1
-
-
-def interval_of(arguments: argparse.Namespace) -> float:
-    """Return the seconds between two measurements.
-
-    Raises:
-        InputError: ``--every`` is no time, too short, or beside a ``--by`` of other rows.
-    """
-    seconds = parse_duration("--every", arguments.every, "a time such as 5s or 1m")
-    if seconds < _LEAST_S:
-        raise InputError(f"--every: expected at least 100ms, found {arguments.every}")
-    if arguments.by in ("group", "origin"):
-        raise InputError(f"--every measures by group and topic: expected no --by {arguments.by}")
-    return seconds
 
 
 def follow_rates(measure: Callable[[], Lag], seconds: float, output: Output) -> NoReturn:
@@ -220,9 +205,6 @@ def stored_recently(view: StoreView, topic: str) -> tuple[int, float]:
 
 # ---- time to drain a backlog
 
-_MOST: Final = 1024
-"""The most clients, threads or messages per call: RocketMQ's limit of a batch; its limit of threads is 1000."""
-
 
 def whatif(arguments: argparse.Namespace, output: Output) -> int:
     """Print the time to drain a group's backlog as it is, then with changes, the greatest speed-up first."""
@@ -252,45 +234,17 @@ def whatif(arguments: argparse.Namespace, output: Output) -> int:
 def _consumption(view: StoreView, arguments: argparse.Namespace) -> Consumption:
     from librmq.diagnosis.whatif import consumption_of
 
-    handler_s = parse_duration("--handler", arguments.handler, "the time of one call such as 20ms or 1.5s")
-    topic = arguments.topic
-    if arguments.inflow is None:
-        messages, seconds = stored_recently(view, topic)
-        stored = messages / seconds
-    else:
-        stored = _decimal("--inflow", arguments.inflow)
-    consumption = consumption_of(view, arguments.group, topic, handler_s=handler_s, stored_per_s=stored)
-    changes: dict[str, int] = {
-        name: _whole(f"--{option}", text)
-        for name, option, text in (
-            ("clients", "clients", arguments.clients),
-            ("threads", "threads", arguments.threads),
-            ("batch_size", "batch", arguments.batch),
-        )
-        if text is not None
-    }
-    downstream = None if arguments.downstream is None else _decimal("--downstream", arguments.downstream)
+    stored_per_s = arguments.inflow
+    if stored_per_s is None:
+        messages, seconds = stored_recently(view, arguments.topic)
+        stored_per_s = messages / seconds
+    consumption = consumption_of(
+        view, arguments.group, arguments.topic, handler_s=arguments.handler, stored_per_s=stored_per_s
+    )
+    changes = {"clients": arguments.clients, "threads": arguments.threads, "batch_size": arguments.batch}
     return dataclasses.replace(
         consumption,
         is_orderly=arguments.orderly or consumption.is_orderly,
-        downstream_per_s=downstream,
-        clients=changes.get("clients", consumption.clients),
-        threads=changes.get("threads", consumption.threads),
-        batch_size=changes.get("batch_size", consumption.batch_size),
+        downstream_per_s=arguments.downstream,
+        **{name: value for name, value in changes.items() if value is not None},
     )
-
-
-def _decimal(name: str, text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if 0 <= number < 1e12:
-        return number
-    raise InputError(f"{name}: expected a number of 0 or more, found {text!r:.80}")
-
-
-def _whole(name: str, text: str) -> int:
-    if text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= _MOST:
-        return int(text)
-    raise InputError(f"{name}: expected a whole number from 1 to {_MOST}, found {text!r:.80}")

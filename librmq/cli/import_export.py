@@ -67,7 +67,6 @@ def import_(arguments: argparse.Namespace, output: Output) -> int:
     """Append the messages in a file or folder, and print a line for each of their topics."""
     counted: dict[str, list[int]] = {}
     unknown: set[str] = set()
-    skip = _number("--skip", arguments.skip)
     with ExitStack() as opened:
         rows = opened.enter_context(_Rows(arguments.path, arguments.input_format))
         write = None if arguments.dry_run else opened.enter_context(_Writer(arguments)).append
@@ -76,7 +75,7 @@ def import_(arguments: argparse.Namespace, output: Output) -> int:
                 row = next(rows, None)
                 if row is None:
                     break
-                if number <= skip:
+                if number <= arguments.skip:
                     continue
                 read = _read(row)
                 for column in map(str, row.keys() - _COLUMNS - _OF_ANOTHER_STORE):
@@ -104,12 +103,6 @@ def _note_unknown(column: str, noted: set[str]) -> None:
         noted.add(column)
         near = nearest(column, _COLUMNS)
         complain(f"note: column {column!r} is unknown and not imported{f'; did you mean {near}?' if near else ''}")
-
-
-def _number(name: str, text: str) -> int:
-    if text.isascii() and text.isdigit() and len(text) < 19:
-        return int(text)
-    raise InputError(f"{name}: expected a whole number, found {text!r:.80}")
 
 
 class _Writer:
@@ -393,14 +386,14 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
         topic=re.compile("(?s).*") if arguments.all and not arguments.topic else arguments.topic,
         tags=arguments.tag,
         sql=arguments.sql,
-        processes=_queue_number("--processes", arguments.processes),
+        processes=arguments.processes,
         fail_on_data_loss=not arguments.skip_deleted,
         as_recovered=arguments.as_recovered,
     )
     if (options := storage_options(arguments)) is not None:
         settings["storage_options"] = options
     if arguments.columns is not None:
-        settings["columns"] = arguments.columns.split(",")
+        settings["columns"] = arguments.columns
     since, until = (None if text is None else parse_time(text, clock) for text in (arguments.since, arguments.until))
     check_times(arguments, since, until)
     if since is not None:
@@ -408,7 +401,7 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
     if until is not None:
         settings["until"] = until
     if arguments.queue is not None:
-        settings["queue"] = [_queue_number("--queue", queue_id) for queue_id in arguments.queue]
+        settings["queue"] = arguments.queue
 
     def show(done: int, total: int | None) -> None:
         if total is not None:  # otherwise these are bytes of the log, which opening walks over
@@ -420,7 +413,7 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
                 arguments.store,
                 arguments.out,
                 format=arguments.file_format,
-                partition_by=arguments.partition_by.split(",") if arguments.partition_by else (),
+                partition_by=arguments.partition_by or (),
                 grep=arguments.grep,
                 **settings,
             )
@@ -443,9 +436,3 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
         }
     )
     return 0
-
-
-def _queue_number(name: str, text: str) -> int:
-    if text.isascii() and text.isdigit() and len(text) <= 10:
-        return int(text)
-    raise InputError(f"{name}: expected a whole number, found {text!r:.80}")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
+from librmq.cli.options import UNIT_MS
 from librmq.cli.output import Output, complain
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.config import nearest
@@ -26,17 +27,15 @@ if TYPE_CHECKING:
 _LONGEST_LINE: Final = 64 << 20
 _LARGEST: Final = (1 << 63) - 1
 _AGO: Final = re.compile(r"-?(\d{1,12})(ms|s|m|h|d)")
-_DURATION: Final = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(ms|s|m|h|d)", re.ASCII)
-_UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
 
-def age_clock(stores: str | Sequence[str] | None, *times: str | None) -> Clock:
+def age_clock(stores: str | Sequence[str] | None, *times: str | float | None) -> Clock:
     """Return the clock from which ages among ``times`` count: that of the last message of stores not in use.
 
     A line on standard error says so. For stores in use, a cluster and a URL it is the machine's.
     """
     paths = [stores] if isinstance(stores, str) else stores or ()
-    if not any(text is not None and (_AGO.fullmatch(text) or _DURATION.fullmatch(text)) for text in times):
+    if not any(isinstance(time, float) or (time is not None and _AGO.fullmatch(time)) for time in times):
         return SystemClock()
     from librmq.diagnosis.formatting import moment
     from librmq.diagnosis.view import StoreView
@@ -68,7 +67,7 @@ def parse_time(text: str, clock: Clock) -> int:
         return int(text)
     ago = _AGO.fullmatch(text)
     if ago is not None:
-        return max(0, clock.now_ms() - int(ago[1]) * _UNIT_MS[ago[2]])
+        return max(0, clock.now_ms() - int(ago[1]) * UNIT_MS[ago[2]])
     try:
         return max(0, round(datetime.fromisoformat(text).timestamp() * 1000))
     except (ValueError, OverflowError, OSError):
@@ -76,18 +75,6 @@ def parse_time(text: str, clock: Clock) -> int:
             f"not a time: {text!r}; expected milliseconds since 1970, a date such as '2026-11-20 08:00' or "
             "2026-11-20T08:00:00Z, or how long ago such as 2h"
         ) from None
-
-
-def parse_duration(name: str, text: str, expected: str) -> float:
-    """Return seconds from the text of an option, such as ``20ms``, ``1.5s``, ``30m``, ``2h`` or ``7d``.
-
-    Raises:
-        InputError: The text is no duration; the error says what was ``expected``.
-    """
-    match = _DURATION.fullmatch(text)
-    if match is None:
-        raise InputError(f"{name}: expected {expected}, found {text!r:.80}")
-    return float(match[1]) * _UNIT_MS[match[2]] / 1000
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.input import age_clock, field, note_message, note_topic_of, parse_time, read_rows, standard_input
-from librmq.cli.output import DAMAGED, Output, complain, whole_number
+from librmq.cli.output import DAMAGED, Output, complain
 from librmq.cli.progress_bar import ProgressBar
 from librmq.cli.rows import blank_row, get_message_row, index_query_row, message_row, offset_by_time_row, shown_row
 from librmq.cli.selection import MessageQuery, check_id, in_queue, select, user_queue
@@ -218,7 +218,7 @@ def tail(arguments: argparse.Namespace, output: Output) -> int:
     """Print the last of the selected messages, and with ``--follow`` new ones."""
     from librmq.cli.stores import open_store
 
-    count = whole_number("--count", arguments.count)
+    count = arguments.count
     selection = select(arguments)
     with open_store(arguments) as store:
         end = store.log.end
@@ -299,11 +299,10 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
             raise InputError("a search by key needs both --topic and --key")
         begin = 0 if arguments.begin is None else parse_time(arguments.begin, clock)
         end = _LAST if arguments.end is None else parse_time(arguments.end, clock)
-        row_limit = whole_number("--max", arguments.max)
         with open_store(arguments) as store:
-            messages = store.find_by_key(arguments.topic, arguments.key, begin, end, row_limit, exact=False)
+            messages = store.find_by_key(arguments.topic, arguments.key, begin, end, arguments.max, exact=False)
             _print_messages(store, messages, output)
-            if len(messages) >= row_limit:
+            if len(messages) >= arguments.max:
                 complain(f"note: {len(messages)} messages, as many as --max allows; there may be more")
             if output.is_on_terminal:  # programs get no line if nothing is found
                 note_topic_of(store, arguments.topic, output)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -11,6 +12,12 @@ TIME_HELP: Final = (
     "a time: milliseconds since 1970, a date such as '2026-11-20 08:00' (local time unless it names a zone), "
     "or how long ago (90s, 30m, 2h, 7d)"
 )
+
+
+_LARGEST: Final = (1 << 63) - 1
+_DURATION: Final = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(ms|s|m|h|d)", re.ASCII)
+UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+"""Units of times as people write them."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,67 @@ class Command:
         return f"{self.name}_" if self.name in ("filter", "import") else self.name.replace("-", "_")
 
 
+# ---- values
+
+
+def whole(minimum: int = 0, maximum: int = _LARGEST) -> Callable[[str], int]:
+    """Return the reader of a whole number, for the ``type`` of an option."""
+    bounds = f" from {minimum} to {maximum}" if maximum < _LARGEST else ""
+
+    def read(text: str) -> int:
+        if text.isascii() and text.isdigit() and len(text) < 20 and minimum <= int(text) <= maximum:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"expected a whole number{bounds}, found {text!r:.80}")
+
+    return read
+
+
+POSITIVE: Final = whole(1, 999_999_999)
+
+
+def decimal(text: str) -> float:
+    """Return a number that is not negative."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if 0 <= number < 1e12:
+        return number
+    raise argparse.ArgumentTypeError(f"expected a number of 0 or more, found {text!r:.80}")
+
+
+def duration(expected: str, minimum: str = "0s") -> Callable[[str], float]:
+    """Return the reader of seconds, written as ``20ms``, ``1.5s``, ``30m``, ``2h`` or ``7d``."""
+
+    def seconds(text: str) -> float:
+        match = _DURATION.fullmatch(text)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r:.80}")
+        return float(match[1]) * UNIT_MS[match[2]] / 1000
+
+    def read(text: str) -> float:
+        if seconds(text) < seconds(minimum):
+            raise argparse.ArgumentTypeError(f"expected at least {minimum}, found {text}")
+        return seconds(text)
+
+    return read
+
+
+def names(text: str) -> list[str]:
+    """Return names separated by commas."""
+    return text.split(",")
+
+
+def pair(text: str) -> tuple[str, str]:
+    """Return a name and its text."""
+    name, sign, value = text.partition("=")
+    if not name or not sign:
+        raise argparse.ArgumentTypeError(f"expected NAME=TEXT, found {text!r:.80}")
+    return name, value
+
+
+# ---- options
+
 FORMAT: Final = option(
     "--format",
     choices=("table", "jsonl", "csv", "parquet"),
@@ -75,7 +143,7 @@ OUTPUT: Final = (
 """For a command that prints rows."""
 LISTED: Final = (
     *OUTPUT,
-    option("--limit", metavar="N", help="print at most N rows"),
+    option("--limit", metavar="N", type=POSITIVE, help="print at most N rows"),
     option("--fail-empty", action="store_true", help="exit with status 3 if there is no row"),
 )
 """For a command that prints a list."""
@@ -126,7 +194,7 @@ SQL: Final = option("--sql", metavar="EXPR", help="messages whose properties mat
 GREP: Final = option("--grep", metavar="REGEX", help="messages whose body matches a regular expression")
 SELECTION: Final = (
     TOPIC,
-    option("--queue", metavar="ID", help="messages of this queue"),
+    option("--queue", metavar="ID", type=whole(), help="messages of this queue"),
     option("--offset", metavar="N[-M]", help="with --topic and --queue: this queue offset, or from N to M, or from N-"),
     option("--key", metavar="KEY", help="messages with this key or unique id"),
     option("--id", metavar="ID", help="the message with this offset id or unique id"),

@@ -149,30 +149,29 @@ class JsonLines:
     close = flush
 
 
-def open_output(form: str | None, stream: TextIO, path: str | None = None, limit: str | None = None) -> Output:
+def open_output(form: str | None, stream: TextIO, path: str | None = None, limit: int | None = None) -> Output:
     """Return output in ``form``, or without one in the form that suits ``path``, else ``stream``.
 
     If the extra for tables is missing, a terminal gets JSON lines and a hint.
 
     Raises:
-        InputError: ``limit`` is no number, or ``path`` cannot be written.
+        InputError: ``path`` cannot be written.
         MissingExtraError: The extra for the form is missing.
     """
-    row_limit = None if limit is None else whole_number("--limit", limit)
     if path is not None:
         ending = path.rpartition(".")[2].lower()
         form = form or {"csv": "csv", "parquet": "parquet", "txt": "table"}.get(ending, "jsonl")
     if form == "parquet":
         if path is None:
             raise InputError("--format parquet: name a file with -o, because Parquet is not text")
-        return Output(ParquetRows(path), row_limit)
+        return Output(ParquetRows(path), limit)
     file = None
     if path is not None:
         try:
             file = stream = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed with the output)
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}") from None
-    output = Output(_writer(form, stream), row_limit, file)
+    output = Output(_writer(form, stream), limit, file)
     output.is_on_terminal = stream.isatty()
     return output
 
@@ -191,17 +190,6 @@ def _writer(form: str | None, stream: TextIO) -> RowWriter:
         complain(f"hint: {missing}")
         return JsonLines(stream)
     return Table(stream)
-
-
-def whole_number(name: str, text: str) -> int:
-    """Return a number above 0 from the text of an option.
-
-    Raises:
-        InputError: The text is none.
-    """
-    if text.isascii() and text.isdigit() and len(text) <= 9 and int(text) > 0:
-        return int(text)
-    raise InputError(f"{name}: expected a whole number from 1 to 999999999, found {text!r:.80}")
 
 
 def name_as(path: str, name: str) -> None:

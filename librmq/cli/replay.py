@@ -230,7 +230,7 @@ class _Progress:
 
     def __init__(self, arguments: argparse.Namespace, store: MessageStore, selection: MessageQuery) -> None:
         names = ("topic", "queue", "offset", "tag", "sql", "grep", "since", "until", "to_topic")
-        options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+        options = {name: str(value) for name in names if (value := getattr(arguments, name)) is not None}
         self._key = json.dumps({"route": arguments.route, **options}, sort_keys=True)
         self._folder = os.path.join(store.path, "librmq")
         self._path = os.path.join(self._folder, "replay.json")

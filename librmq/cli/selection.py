@@ -227,7 +227,7 @@ def select(arguments: argparse.Namespace) -> MessageQuery:
         check_id(arguments.id)
     return MessageQuery(
         topic=arguments.topic,
-        queue_id=None if arguments.queue is None else _number("--queue", arguments.queue),
+        queue_id=arguments.queue,
         offsets=None if arguments.offset is None else _offsets(arguments.offset),
         key=arguments.key,
         id=arguments.id,
@@ -260,12 +260,6 @@ def check_id(text: str) -> None:
         raise InputError(f"malformed id: expected an offset id or a unique id, found {text!r:.80}")
     if len(text) > 32 and _HEX_DIGITS.issuperset(text) and len(text) not in _ID_LENGTHS:
         raise InputError(f"malformed id: {len(text)} hex digits; an offset id has 32 or 56, a unique id 32")
-
-
-def _number(name: str, text: str) -> int:
-    if text.isascii() and text.isdigit() and len(text) <= 10:
-        return int(text)
-    raise InputError(f"{name}: expected a whole number, found {text!r:.80}")
 
 
 def _offsets(text: str) -> range:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, date, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -44,12 +44,12 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError(
             "run: --append, --overwrite, --incremental and --partition-by need --out, and only one of the first three"
         )
-    settings = {**read_ranges(arguments), **_settings(arguments.set)}
+    settings = {**read_ranges(arguments), **dict(arguments.set or ())}
     find(arguments.name, settings)  # before Spark starts
     skips = settings.get("damaged") == "skip"
     session = start(arguments)
     note_part(as_store_error(lambda: paths_of(arguments.stores)), settings.get("topic"), settings.get("group"), output)
-    partition_by = [] if arguments.partition_by is None else arguments.partition_by.split(",")
+    partition_by = arguments.partition_by or []
     if arguments.incremental:
         increment = as_store_error(
             lambda: run_incrementally(
@@ -169,16 +169,6 @@ def as_store_error(action: Callable[[], T]) -> T:
         return action()
     except PySparkException as error:
         raise StoreError(cause_of(error) or str(error).partition("\n")[0]) from None
-
-
-def _settings(words: list[str] | None) -> Mapping[str, str]:
-    settings = {}
-    for word in words or ():
-        name, sign, value = word.partition("=")
-        if not sign:
-            raise InputError(f"--set: expected NAME=VALUE, found {word!r}")
-        settings[name] = value
-    return settings
 
 
 def _plain(value: object) -> Any:  # noqa: ANN401 (any value of JSON)

@@ -150,10 +150,7 @@ def queues(arguments: argparse.Namespace, output: Output) -> int:
 
 def queue(arguments: argparse.Namespace, output: Output) -> int:
     """Print the entries of a queue."""
-    text = arguments.queue_id
-    if not (text.isascii() and text.isdigit() and len(text) <= 10):
-        raise InputError(f"queue id: expected a whole number, found {text!r}")
-    topic, queue_id = arguments.topic, int(text)
+    topic, queue_id = arguments.topic, arguments.queue_id
     with open_store(arguments) as store:
         consume_queue = store.queues.get((topic, queue_id))
         if consume_queue is None:

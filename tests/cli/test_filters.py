@@ -70,8 +70,8 @@ def test_faults_are_pointed_at(run_lines: Run, words: list[str], said: str) -> N
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--explain", "a = 1", "a"], "not a property: 'a'; expected name=text"),
-        (["--explain", "a = 1", "=1"], "not a property: '=1'"),
+        (["--explain", "a = 1", "a"], "expected NAME=TEXT, found 'a'"),
+        (["--explain", "a = 1", "=1"], "expected NAME=TEXT, found '=1'"),
         (["a=1"], "properties as arguments need --explain EXPR"),
         (["--dialect", "4.8"], "invalid choice"),
     ],

@@ -37,7 +37,7 @@ def copy(store_copy: StoreCopy) -> Path:
         ("TopicTest", "4", "unknown queue: there is no queue 4 of topic 'TopicTest'; its queues are 0-3,9"),
         ("NoSuchTopic", "0", "no queue 0 of topic 'NoSuchTopic'; librmq topics lists the topics"),
         ("../TopicTest", "0", "unknown queue"),
-        ("TopicTest", "x", "queue id: expected a whole number, found 'x'"),
+        ("TopicTest", "x", "argument ID: expected a whole number, found 'x'"),
         ("TopicTest", "٣", "queue id: expected"),
         ("TopicTest", "99999999999999999999", "queue id: expected"),
     ],
