@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.input import GROUPS, TOPICS, age_clock, near, parse_time
 from librmq.cli.output import Output, complain
 from librmq.cli.selection import first_at
 from librmq.cli.stores import open_broker, open_to_change, select_queues
-from librmq.clock import SystemClock
-from librmq.consumequeue import ConsumeQueue
 from librmq.diagnosis.findings import counted
 from librmq.diagnosis.formatting import moment
 from librmq.diagnosis.pending import move_retries, waiting_retries
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
-from librmq.message.message import MessageQueue
 from librmq.message.topics import is_system_topic, validate_client_topic, validate_group
-from librmq.protocol import QueueOffsetAt, UpdateOffset
+from librmq.protocol import UpdateOffset
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables, group_row, topic_row, with_topic_type
 
 if TYPE_CHECKING:
-    from librmq.cli.cluster import ClusterSource
-    from librmq.diagnosis.skips import Skip
-    from librmq.wire.remote import QueueBounds
+    from librmq.diagnosis.policies import Skip
 
 
 _QUEUES: Final = 8
@@ -186,25 +182,109 @@ def _delete_group(tables: BrokerTables, name: str) -> list[str]:
 
 # ---- progress of a group
 
-Move = Callable[[MessageStore, ConsumeQueue], int]
-"""From a store and one of its queues to the new progress."""
-
 
 def reset(arguments: argparse.Namespace, output: Output) -> int:
     """Set a group's progress to the beginning or the end of each queue, a time, or a queue offset."""
     if (arguments.to is None) == (arguments.offset is None):
         raise InputError("expected either --to (begin, end or a time) or --offset")
+    if arguments.to not in (None, "begin", "end"):
+        arguments.to = parse_time(arguments.to, age_clock(arguments.store, arguments.to))
     if arguments.route is not None:
-        return reset_in_cluster(arguments, output)
+        return _reset_in_cluster(arguments, output)
+    group, topic = arguments.group, arguments.topic
+    rows = []
+    with open_to_change(arguments) as (store, tables):
+        for queue_id in _queue_ids(store, tables, arguments):
+            queue = store.queues[topic, queue_id]
+            offsets = range(queue.min_offset, queue.max_offset)
+            before = tables.consumer_offset(topic, group, queue_id)
+            after = _target(arguments, offsets, partial(first_at, store, queue, offsets=offsets))
+            if after != before:
+                tables.set_consumer_offset(topic, group, queue_id, after)
+            rows.append(_moved_row(arguments, queue_id, offsets, before, after))
+    output.rows_of(rows)  # the tables are saved
+    return 0
+
+
+def _target(arguments: argparse.Namespace, offsets: range, first_after: Callable[[int], int]) -> int:
+    """Return the new progress in a queue; ``first_after`` finds the first queue offset stored at a time or later."""
     if arguments.offset is not None:
-        queue_offset = arguments.offset
-        return _move(arguments, output, lambda store, queue: min(max(queue_offset, queue.min_offset), queue.max_offset))
-    if arguments.to == "begin":
-        return _move(arguments, output, lambda store, queue: queue.min_offset)
-    if arguments.to == "end":
-        return _move(arguments, output, lambda store, queue: queue.max_offset)
-    time_ms = parse_time(arguments.to, age_clock(arguments.store, arguments.to))
-    return _move(arguments, output, lambda store, queue: _at_time(store, queue, time_ms))
+        return min(max(arguments.offset, offsets.start), offsets.stop)
+    if arguments.to in ("begin", "end"):
+        return offsets.start if arguments.to == "begin" else offsets.stop
+    return first_after(int(arguments.to))
+
+
+def _moved_row(
+    arguments: argparse.Namespace, queue_id: int, offsets: range, before: int | None, after: int
+) -> dict[str, Any]:
+    begin = offsets.start if before is None else max(before, offsets.start)
+    return {
+        "group": arguments.group,
+        "topic": arguments.topic,
+        "queue_id": queue_id,
+        "before": before,
+        "after": after,
+        "skipped": max(0, after - begin),
+        "again": max(0, begin - after),
+        "lag": max(0, offsets.stop - after),
+        "dry_run": arguments.dry_run,
+    }
+
+
+def _queue_ids(store: MessageStore, tables: BrokerTables, arguments: argparse.Namespace) -> list[int]:
+    view = StoreView.over(store, tables)
+    return _known_queues(arguments, view.groups, lambda: view.topics, view.topics.get(arguments.topic, ()))
+
+
+def _known_queues(
+    arguments: argparse.Namespace, groups: Collection[str], topics: Callable[[], Collection[str]], ids: Collection[int]
+) -> list[int]:
+    """Return the queues to move in; refuse a group or a topic that is unknown."""
+    group, topic = arguments.group, arguments.topic
+    if group not in groups:
+        raise InputError(f"there is no group {group!r}{near(group, groups, GROUPS)}")
+    if not ids:
+        raise InputError(f"topic {topic!r} has no queue{near(topic, topics(), TOPICS)}")
+    return select_queues(topic, arguments.queue, ids)
+
+
+def _reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
+    """Set a group's progress; with running consumers only that of a whole topic, and only to a time."""
+    from librmq.cli.cluster import open_cluster
+
+    group, topic = arguments.group, arguments.topic
+    with open_cluster(arguments) as cluster:
+        ids = {queue.queue_id for queue in cluster.bounds(topic)}
+        queue_ids = _known_queues(arguments, cluster.groups(), cluster.topics, ids)
+        queues = {
+            queue: range(bounds.min_offset, bounds.max_offset)
+            for queue, bounds in cluster.bounds(topic).items()
+            if queue.queue_id in queue_ids
+        }
+        before = cluster.admin.progress(group, topic)
+        after = {
+            queue: _target(arguments, offsets, partial(cluster.queue_offset_at, queue))
+            for queue, offsets in queues.items()
+        }
+        if not arguments.dry_run:
+            if arguments.to is not None and arguments.queue is None:
+                time_ms = {"begin": 0, "end": -1}.get(arguments.to, arguments.to)
+                after |= cluster.admin.reset(group, topic, time_ms)
+            elif cluster.admin.clients(group) is not None:
+                raise InputError(
+                    f"group {group!r} has running consumers, which would overwrite the progress of single queues: stop "
+                    "them first, or reset the whole topic to a time, of which the broker notifies them"
+                )
+            else:
+                for queue, offset in after.items():
+                    cluster.route.broker(queue.broker_name).call(UpdateOffset(group, topic, queue.queue_id, offset))
+    for queue, offsets in queues.items():
+        progress = before.get(queue)
+        begin = None if progress is None else progress.queue_offset
+        row = _moved_row(arguments, queue.queue_id, offsets, begin, after[queue])
+        output.row(cluster.named(queue.broker_name, row))
+    return 0
 
 
 def skip(arguments: argparse.Namespace, output: Output) -> int:
@@ -247,125 +327,3 @@ def _announce(plan: Skip, skips: str) -> None:
     times = [time for time in bounds if time is not None]
     stored = f", stored from {moment(min(times))} to {moment(max(times))} UTC" if times else ""
     complain(f"note: group {plan.group!r} {skips} {counted(plan.messages, 'message')} of topic {plan.topic!r}{stored}")
-
-
-def _at_time(store: MessageStore, queue: ConsumeQueue, time_ms: int) -> int:
-    return first_at(store, queue, time_ms, range(queue.min_offset, queue.max_offset))
-
-
-def _move(arguments: argparse.Namespace, output: Output, move: Move) -> int:
-    group, topic = arguments.group, arguments.topic
-    rows = []
-    with open_to_change(arguments) as (store, tables):
-        for queue_id in _queue_ids(store, tables, arguments):
-            queue = store.queues[topic, queue_id]
-            before = tables.consumer_offset(topic, group, queue_id)
-            begin = queue.min_offset if before is None else max(before, queue.min_offset)
-            after = move(store, queue)
-            if after != before:
-                tables.set_consumer_offset(topic, group, queue_id, after)
-            rows.append(
-                {
-                    "group": group,
-                    "topic": topic,
-                    "queue_id": queue_id,
-                    "before": before,
-                    "after": after,
-                    "skipped": max(0, after - begin),
-                    "again": max(0, begin - after),
-                    "lag": queue.max_offset - after,
-                    "dry_run": arguments.dry_run,
-                }
-            )
-    for row in rows:  # the tables are saved
-        output.row(row)
-    return 0
-
-
-def _queue_ids(store: MessageStore, tables: BrokerTables, arguments: argparse.Namespace) -> list[int]:
-    """Return the queues to move in; refuse a group or a topic that the store does not know."""
-    group, topic = arguments.group, arguments.topic
-    groups = StoreView.over(store, tables).groups
-    if group not in groups:
-        raise InputError(f"there is no group {group!r}{near(group, groups, GROUPS)}")
-    ids = sorted(number for name, number in store.queues if name == topic)
-    if not ids:
-        raise InputError(f"topic {topic!r} has no queue{near(topic, {name for name, _ in store.queues}, TOPICS)}")
-    return select_queues(topic, arguments.queue, ids)
-
-
-# ---- progress in a running cluster
-
-
-def reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
-    """Set a group's progress.
-
-    With running consumers only the progress of a whole topic can be set, and only to a time.
-    """
-    from librmq.cli.cluster import open_cluster
-
-    group, topic = arguments.group, arguments.topic
-    at_ms = None if arguments.to is None else _time_ms(arguments.to)
-    with open_cluster(arguments) as cluster:
-        named, queues = cluster.named, _cluster_queues(cluster, arguments)
-        before = cluster.admin.progress(group, topic)
-        after = {queue: _target(cluster, queue, bounds, at_ms, arguments) for queue, bounds in queues.items()}
-        if not arguments.dry_run:
-            if at_ms is not None and arguments.queue is None:
-                after |= cluster.admin.reset(group, topic, at_ms)
-            elif cluster.admin.clients(group) is not None:
-                raise InputError(
-                    f"group {group!r} has running consumers, which would overwrite the progress of single queues: stop "
-                    "them first, or reset the whole topic to a time, of which the broker notifies them"
-                )
-            else:
-                for queue, offset in after.items():
-                    cluster.route.broker(queue.broker_name).call(UpdateOffset(group, topic, queue.queue_id, offset))
-    for queue, bounds in queues.items():
-        progress = before.get(queue)
-        begin = max(bounds.min_offset, 0 if progress is None else progress.queue_offset)
-        row = {
-            "group": group,
-            "topic": topic,
-            "queue_id": queue.queue_id,
-            "before": None if progress is None else progress.queue_offset,
-            "after": after[queue],
-            "skipped": max(0, after[queue] - begin),
-            "again": max(0, begin - after[queue]),
-            "lag": max(0, bounds.max_offset - after[queue]),
-            "dry_run": arguments.dry_run,
-        }
-        output.row(named(queue.broker_name, row))
-    return 0
-
-
-def _time_ms(to: str) -> int:
-    """Return a time as brokers take it: 0 is the beginning of each queue, -1 its end."""
-    return {"begin": 0, "end": -1}[to] if to in ("begin", "end") else parse_time(to, SystemClock())
-
-
-def _cluster_queues(cluster: ClusterSource, arguments: argparse.Namespace) -> dict[MessageQueue, QueueBounds]:
-    """Return the queues to move in; refuse a group or a topic that the cluster does not know."""
-    groups = cluster.groups()
-    if arguments.group not in groups:
-        raise InputError(f"there is no group {arguments.group!r}{near(arguments.group, groups, GROUPS)}")
-    bounds = cluster.bounds(arguments.topic)
-    if not bounds:
-        raise InputError(f"topic {arguments.topic!r} has no queue{near(arguments.topic, cluster.topics(), TOPICS)}")
-    ids = {queue.queue_id for queue in bounds}
-    queue_ids = select_queues(arguments.topic, arguments.queue, ids)
-    return {queue: queue_bounds for queue, queue_bounds in bounds.items() if queue.queue_id in queue_ids}
-
-
-def _target(
-    cluster: ClusterSource, queue: MessageQueue, bounds: QueueBounds, at_ms: int | None, arguments: argparse.Namespace
-) -> int:
-    if at_ms is None:
-        text = arguments.offset
-        if not (text.isascii() and text.isdigit() and len(text) < 19):
-            raise InputError(f"--offset: expected a whole number, found {text!r:.80}")
-        return min(max(int(text), bounds.min_offset), bounds.max_offset)
-    if at_ms <= 0:
-        return bounds.max_offset if at_ms else bounds.min_offset
-    request = QueueOffsetAt(queue.topic, queue.queue_id, at_ms)
-    return cluster.route.broker(queue.broker_name).call(request)

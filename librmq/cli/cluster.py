@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from typing import Final
 
 from librmq.cli.selection import MessageQuery
-from librmq.cli.topics import is_listed, kind_of_topic
-from librmq.diagnosis.deadletters import GivenUpMessage, given_up
-from librmq.diagnosis.group_lag import Lag, QueueLag
+from librmq.cli.sources import Row, is_listed, kind_of_topic
+from librmq.diagnosis.backlog import Lag, QueueLag
+from librmq.diagnosis.letters import GivenUpMessage, given_up
 from librmq.diagnosis.view import is_own_group
 from librmq.errors import BrokerError, InputError
+from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, dead_letter_topic
 from librmq.protocol import PullMessage, PullStatus, QueueOffsetAt, ResponseCode, Subscription
@@ -112,9 +113,14 @@ class ClusterSource:
         self._topics: dict[str, int] | None = None
         self._bounds: dict[str, dict[MessageQueue, QueueBounds]] = {}
 
-    def named(self, broker_name: str, row: dict[str, object]) -> dict[str, object]:
+    def named(self, broker_name: str, row: Row) -> Row:
         """Return a row with the name of its broker, if the cluster has several."""
         return row | {"broker": broker_name} if len(self.route.broker_names()) > 1 else row
+
+    @property
+    def levels(self) -> DelayLevels:
+        """The delay levels that brokers have by default."""
+        return DEFAULT_LEVELS
 
     # ---- topics
 
@@ -136,7 +142,11 @@ class ClusterSource:
             self._bounds[topic] = self.admin.queues(topic)
         return self._bounds[topic]
 
-    def topic_rows(self) -> Iterator[dict[str, object]]:
+    def queue_offset_at(self, queue: MessageQueue, time_ms: int) -> int:
+        """Return the queue offset that the broker has for a time."""
+        return self.route.broker(queue.broker_name).call(QueueOffsetAt(queue.topic, queue.queue_id, time_ms))
+
+    def topic_rows(self, *, quiet: bool = False) -> Iterator[Row]:
         """Yield a row for each topic."""
         for topic in self.topics():
             queues = self.bounds(topic)
@@ -162,7 +172,7 @@ class ClusterSource:
                     groups.add(topic.removeprefix(prefix))
         return sorted(filter(None, groups))
 
-    def group_rows(self, *, everything: bool) -> Iterator[dict[str, object]]:
+    def group_rows(self, *, everything: bool) -> Iterator[Row]:
         """Yield a row for each group."""
         for group in self.groups():
             if everything or not is_own_group(group):
@@ -179,7 +189,7 @@ class ClusterSource:
         """Return the lag of all groups, or of one, in all topics, or in one."""
         return Lag.of(row for _, row in self._all_lags(group, topic, times=times))
 
-    def lag_rows(self, group: str | None = None, topic: str | None = None) -> Iterator[dict[str, object]]:
+    def lag_rows(self, group: str | None = None, topic: str | None = None) -> Iterator[Row]:
         """Yield a row for each queue of `lag`."""
         rows = sorted(self._all_lags(group, topic), key=lambda pair: (pair[1].group, pair[1].topic, pair[0]))
         for queue, row in rows:
@@ -274,8 +284,7 @@ class ClusterSource:
             begin, end = max(begin, query.offsets.start), min(end, query.offsets.stop)
         elif query.has_times and query.begin_ms > 0:
             # Of several messages stored in that millisecond the broker may mean any: so ask for the one before.
-            request = QueueOffsetAt(queue.topic, queue.queue_id, query.begin_ms - 1)
-            begin = max(begin, self.route.broker(queue.broker_name).call(request))
+            begin = max(begin, self.queue_offset_at(queue, query.begin_ms - 1))
         for message in self._pulled(queue, range(begin, max(begin, end))):
             if message.store_timestamp_ms >= query.end_ms:
                 return

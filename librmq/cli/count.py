@@ -14,8 +14,8 @@ from librmq.cli.input import note_topic_of
 from librmq.cli.output import Output
 from librmq.cli.progress_bar import ProgressBar, log_bar, watching_bar
 from librmq.cli.selection import MessageQuery, select
+from librmq.cli.sources import kind_of_topic
 from librmq.cli.stores import open_store
-from librmq.cli.topics import kind_of_topic
 from librmq.errors import InputError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage

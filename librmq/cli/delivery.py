@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable
 
 from librmq.cli.input import age_clock, note_group, note_topic_of, parse_time
 from librmq.cli.output import Output, complain
-from librmq.cli.stores import open_broker, open_store, open_view
-from librmq.diagnosis import deadletters
-from librmq.diagnosis.view import StoreView
+from librmq.cli.sources import open_source
+from librmq.cli.stores import open_broker, open_store
+from librmq.diagnosis import letters
 from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
 from librmq.store.format.directory import check_kind
@@ -20,8 +20,8 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.diagnosis.pending import pending_messages
 
     with open_store(arguments, all_in_memory=True) as store:
-        for message in pending_messages(store, kind=arguments.kind, topic=arguments.topic):
-            output.row(message._asdict())
+        messages = pending_messages(store, kind=arguments.kind, topic=arguments.topic)
+        output.rows_of(message._asdict() for message in messages)
         note_topic_of(store, arguments.topic, output)
     return 0
 
@@ -111,62 +111,40 @@ def timers(arguments: argparse.Namespace, output: Output) -> int:
 def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
     """Print the dead letters, or their causes, or send them to their group again."""
     if arguments.route is not None:
-        return _print_of_cluster(arguments, output)
+        if arguments.resend:
+            raise InputError("--resend works on the folder of a store: brokers of 4.x have no request for it")
+        if arguments.unsent:
+            raise InputError("--unsent works on the folder of a store, which notes what was sent again")
     if arguments.resend:
         if arguments.causes:
             raise InputError("expected either --causes or --resend")
         return _resend(arguments, output)
-    if arguments.dry_run:
+    if arguments.dry_run and arguments.route is None:
         raise InputError("--dry-run belongs to --resend: a list changes nothing")
-    with open_view(arguments) as view:
-        _print(_selected(deadletters.dead_letters(view, group=arguments.group), arguments), arguments, output)
-        note_group(arguments.group, view.groups, output)
-    return 0
-
-
-def _print_of_cluster(arguments: argparse.Namespace, output: Output) -> int:
-    from librmq.cli.cluster import open_cluster
-
-    if arguments.resend:
-        raise InputError("--resend works on the folder of a store: brokers of 4.x have no request for it")
-    if arguments.unsent:
-        raise InputError("--unsent works on the folder of a store, which notes what was sent again")
-    with open_cluster(arguments) as cluster:
-        letters_of_brokers = list(cluster.dead_letters(arguments.group))
-        selected = _selected((letter for _, letter in letters_of_brokers), arguments)
+    is_selected = _selection(arguments)
+    with open_source(arguments) as source:
+        selected = [pair for pair in source.dead_letters(arguments.group) if is_selected(pair[1])]
         if arguments.causes:
-            _print(selected, arguments, output)
+            causes = letters.sum_up_causes(letter for _, letter in selected)
+            output.rows_of(cause._asdict() for cause in causes)
         else:
-            brokers = {id(letter): name for name, letter in letters_of_brokers}
-            for letter in selected:
-                output.row(cluster.named(brokers[id(letter)], letter._asdict()))
+            output.rows_of(source.named(broker, letter._asdict()) for broker, letter in selected)
         if arguments.group is not None:
-            note_group(arguments.group, cluster.groups(), output)
+            note_group(arguments.group, source.groups(), output)
     return 0
 
 
-def _print(selected: list[deadletters.GivenUpMessage], arguments: argparse.Namespace, output: Output) -> None:
-    rows: Iterable[deadletters.DeadLetterCause | deadletters.GivenUpMessage] = selected
-    if arguments.causes:
-        rows = deadletters.sum_up_causes(selected)
-    for row in rows:
-        output.row(row._asdict())
-
-
-def _selected(
-    listed: Iterable[deadletters.GivenUpMessage], arguments: argparse.Namespace
-) -> list[deadletters.GivenUpMessage]:
+def _selection(arguments: argparse.Namespace) -> Callable[[letters.GivenUpMessage], bool]:
+    """Return the function that decides whether the options select a dead letter."""
     since_ms = None
     if arguments.since is not None:
         since_ms = parse_time(arguments.since, age_clock(arguments.store, arguments.since))
-    return [
-        letter
-        for letter in listed
-        if (arguments.cause is None or arguments.cause in letter.cause)
+    return lambda letter: (
+        (arguments.cause is None or arguments.cause in letter.cause)
         and (arguments.id is None or arguments.id == letter.unique_key)
         and (since_ms is None or letter.store_timestamp_ms >= since_ms)
         and (letter.resent_at_ms is None or not arguments.unsent)
-    ]
+    )
 
 
 def _resend(arguments: argparse.Namespace, output: Output) -> int:
@@ -176,10 +154,12 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
     """
     if arguments.group is None:
         raise InputError("--resend: name the group with --group")
+    is_selected = _selection(arguments)
     with open_broker(arguments) as broker:
         selected = {
             message.physical_offset: message
-            for message in _selected(deadletters.dead_letters(StoreView.of(broker), group=arguments.group), arguments)
+            for message in letters.dead_letters(broker, group=arguments.group)
+            if is_selected(message)
         }
         unsent = [
             message

@@ -4,58 +4,30 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from librmq.cli.input import note_group, note_topic
 from librmq.cli.output import Output, complain
 from librmq.cli.selection import first_at
+from librmq.cli.sources import Source, StoreSource, open_source
 from librmq.cli.stores import open_view
 from librmq.clock import SystemClock
-from librmq.diagnosis.formatting import moment
-from librmq.diagnosis.group_lag import GroupLag, GroupRate, Lag, QueueLag, TopicLag
-from librmq.diagnosis.group_lag import lag as lag_of
-from librmq.diagnosis.view import StoreView, is_own_group
+from librmq.diagnosis.backlog import GroupLag, GroupRate, Lag, TopicLag
+from librmq.diagnosis.people import moment
+from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
-from librmq.message.topics import dead_letter_topic
-from librmq.store.format import directory
 
 if TYPE_CHECKING:
-    from librmq.cli.cluster import ClusterSource
-    from librmq.diagnosis.whatif import Consumption
+    from librmq.diagnosis.drain import Consumption
 
 
 def groups(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each consumer group."""
-    if arguments.route is not None:
-        from librmq.cli.cluster import open_cluster
-
-        with open_cluster(arguments) as cluster:
-            for row in cluster.group_rows(everything=arguments.all):
-                output.row(row)
-        return 0
-    with open_view(arguments) as view:
-        topics: dict[str, list[str]] = {}
-        for group, topic in view.progress:
-            topics.setdefault(group, []).append(topic)
-        messages: Counter[str] = Counter()
-        for (topic, _), state in view.ranges.items():
-            messages[topic] += state.max_offset - state.min_offset
-        waiting = {group_lag.group: group_lag.lag for group_lag in lag_of(view, times=False).by_group()}
-        for group in view.groups:
-            if arguments.all or not is_own_group(group):
-                output.row(
-                    {
-                        "group": group,
-                        "topics": sorted(topics.get(group, ())),
-                        "lag": waiting.get(group, 0 if group in topics else None),
-                        "dead_letters": messages[dead_letter_topic(group)],
-                    }
-                )
+    with open_source(arguments) as source:
+        output.rows_of(source.group_rows(everything=arguments.all))
     return 0
 
 
@@ -64,40 +36,27 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.every is not None:
         _lag_rates(arguments, output)
         return 0
-    if arguments.route is not None:
-        from librmq.cli.cluster import open_cluster
-
-        if arguments.by == "origin":
-            raise InputError("--by origin: expected a folder, because it reads the messages that wait")
-        with open_cluster(arguments) as cluster:
-            if arguments.by == "queue":
-                for queue in cluster.lag_rows(arguments.group, arguments.topic):
-                    output.row(queue)
-            else:
-                _print_lag(cluster.lag(arguments.group, arguments.topic), arguments.by, output)
-            _note_unknown(cluster, arguments, output)
-        return 0
-    with open_view(arguments) as view:
-        if arguments.by == "origin":
-            from librmq.diagnosis.unconsumed import waiting_origins
-
-            for row in waiting_origins(view, group=arguments.group, topic=arguments.topic):
-                output.row(row._asdict())
-        else:
-            _print_lag(lag_of(view, group=arguments.group, topic=arguments.topic), arguments.by, output)
-        note_group(arguments.group, view.groups, output)
-        note_topic(arguments.topic, view.topics, output)
-        if not output.rows and output.says_nothing_found:
+    with open_source(arguments) as source:
+        output.rows_of(_lag_rows(source, arguments.by, arguments.group, arguments.topic))
+        _note_unknown(source, arguments, output)
+        if not output.rows and output.says_nothing_found and isinstance(source, StoreSource):
             output.says_nothing_found = False
-            complain(f"note: {_why_no_lag(view)}")
+            complain(f"note: {source.no_lag_reason()}")
     return 0
 
 
-def _why_no_lag(view: StoreView) -> str:
-    path = os.path.join(view.store.path, directory.CONFIG, "consumerOffset.json")
-    if view.store.files.size(path) is None:
-        return f"there is no {path}, so the progress of no group is known: copy the folder config too"
-    return "no group has progress in these topics"
+def _lag_rows(source: Source, by: str, group: str | None, topic: str | None) -> Iterable[dict[str, Any]]:
+    if by == "queue":
+        return source.lag_rows(group, topic)
+    if by == "origin":
+        from librmq.diagnosis.origins import waiting_origins
+
+        if not isinstance(source, StoreSource):
+            raise InputError("--by origin: expected a folder, because it reads the messages that wait")
+        return (row._asdict() for row in waiting_origins(source.view, group=group, topic=topic))
+    queue_lags = source.lag(group, topic)
+    rows: Iterable[TopicLag | GroupLag] = queue_lags.by_topic() if by == "topic" else queue_lags.by_group()
+    return (row._asdict() for row in rows)
 
 
 def expiring(arguments: argparse.Namespace, output: Output) -> int:
@@ -105,8 +64,8 @@ def expiring(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.diagnosis.unconsumed import expiring as expiring_of
 
     with open_view(arguments) as view:
-        for row in expiring_of(view, reserved_s=arguments.reserved, within_s=arguments.within):
-            output.row(row._asdict())
+        rows = expiring_of(view, reserved_s=arguments.reserved, within_s=arguments.within)
+        output.rows_of(row._asdict() for row in rows)
         if view.owner is None and view.now_ms is not None:
             complain(f"note: no process uses the store; times count from its last message, {moment(view.now_ms)}")
     return 0
@@ -114,42 +73,27 @@ def expiring(arguments: argparse.Namespace, output: Output) -> int:
 
 def _lag_rates(arguments: argparse.Namespace, output: Output) -> None:
     """Print how fast topics grow and groups consume them; of an unused store what its messages tell."""
-
-    def measure() -> Lag:
-        with open_view(arguments) as view:
-            return lag_of(view, group=arguments.group, topic=arguments.topic, times=False)
-
     if arguments.by in ("group", "origin"):
         raise InputError(f"--every measures by group and topic: expected no --by {arguments.by}")
-    seconds = arguments.every
-    if arguments.route is not None:
-        from librmq.cli.cluster import open_cluster
 
-        with open_cluster(arguments) as cluster:
-            _note_unknown(cluster, arguments, output)
-            follow_rates(lambda: cluster.lag(arguments.group, arguments.topic, times=False), seconds, output)
-    with open_view(arguments) as view:
-        note_group(arguments.group, view.groups, output)
-        note_topic(arguments.topic, view.topics, output)
-        if view.owner is None:
-            recent_rates(view, lag_of(view, group=arguments.group, topic=arguments.topic, times=False), output)
+    def measure() -> Lag:
+        with open_source(arguments) as source:
+            return source.lag(arguments.group, arguments.topic, times=False)
+
+    with open_source(arguments) as source:
+        _note_unknown(source, arguments, output)
+        if isinstance(source, StoreSource) and source.view.owner is None:
+            recent_rates(source.view, source.lag(arguments.group, arguments.topic, times=False), output)
             return
-    follow_rates(measure, seconds, output)
+    follow_rates(measure, arguments.every, output)
 
 
-def _note_unknown(cluster: ClusterSource, arguments: argparse.Namespace, output: Output) -> None:
-    """Tell a person about a group and a topic that the cluster does not have; each costs requests to all brokers."""
+def _note_unknown(source: Source, arguments: argparse.Namespace, output: Output) -> None:
+    """Tell a person about a group and a topic that are unknown; each can cost requests to all brokers of a cluster."""
     if arguments.group is not None:
-        note_group(arguments.group, cluster.groups(), output)
+        note_group(arguments.group, source.groups(), output)
     if arguments.topic is not None:
-        note_topic(arguments.topic, cluster.topics(), output)
-
-
-def _print_lag(queue_lags: Lag, by: str, output: Output) -> None:
-    rows: Iterable[QueueLag | TopicLag | GroupLag] = queue_lags
-    if by != "queue":
-        rows = queue_lags.by_topic() if by == "topic" else queue_lags.by_group()
-    output.rows_of(row._asdict() for row in rows)
+        note_topic(arguments.topic, source.topics(), output)
 
 
 # ---- rates

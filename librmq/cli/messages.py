@@ -9,7 +9,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli.input import age_clock, field, note_message, note_topic_of, parse_time, read_rows, standard_input
+from librmq.cli.input import (
+    age_clock,
+    field,
+    note_message,
+    note_topic,
+    note_topic_of,
+    parse_time,
+    read_rows,
+    standard_input,
+)
 from librmq.cli.output import DAMAGED, Output, complain
 from librmq.cli.progress_bar import ProgressBar
 from librmq.cli.rows import blank_row, get_message_row, index_query_row, message_row, offset_by_time_row, shown_row
@@ -17,10 +26,11 @@ from librmq.cli.selection import MessageQuery, check_id, in_queue, select, user_
 from librmq.cli.stores import check_queues, files_and_config, open_store, report_cut
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
+from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, FilterSyntaxError, InputError
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.files.seam import Damage
-from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
+from librmq.files.seam import Damage, Files
+from librmq.message.delay_levels import DelayLevels
 from librmq.message.frames import LogItem
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import has_queue_entry
@@ -35,13 +45,13 @@ if TYPE_CHECKING:  # commands that read the log alone need none of these
 # ---- the log
 
 _ZEROS: Final = bytes(1 << 20)
+_FILES_MAPPED: Final = 32
 
 
 def dump(arguments: argparse.Namespace, output: Output) -> int:
     """Print every record up to the first damage; with ``--all`` also the records behind it."""
     files, config = files_and_config(arguments, log_only=True)
-    folder = os.path.join(arguments.store, COMMITLOG)
-    sequence = MappedFileQueue(folder, config.commitlog_file_size, files, MappingPool(32), writable=False)
+    sequence = _log_files(arguments.store, files, config)
     levels = DelayLevels.parse(config.message_delay_level)
     damages: list[CorruptionError] = []
     items = _all_items(sequence, damages.append) if arguments.all else _items(sequence, arguments.as_recovered)
@@ -62,6 +72,11 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
     for damage in damages:
         complain(f"librmq dump: {damage}")
     return DAMAGED if damages else 0
+
+
+def _log_files(store: str, files: Files, config: StoreConfig) -> MappedFileQueue:
+    folder = os.path.join(store, COMMITLOG)
+    return MappedFileQueue(folder, config.commitlog_file_size, files, MappingPool(_FILES_MAPPED), writable=False)
 
 
 def _items(sequence: MappedFileQueue, as_recovered: bool) -> Iterator[LogItem]:
@@ -128,49 +143,43 @@ def ends_at(sequence: MappedFileQueue, physical_offset: int) -> bool:
     return True
 
 
-_FILES_MAPPED: Final = 32
 _POLL_S: Final = 0.2
 _FIRST_WINDOW: Final = 32
 
 
 def show(arguments: argparse.Namespace, output: Output) -> int:
-    """Print the selected messages in log order."""
+    """Print the selected messages, oldest first."""
     selection = select(arguments)
-    if arguments.route is not None:
-        from librmq.cli.cluster import open_cluster
-
-        with open_cluster(arguments) as cluster:
-            for message in cluster.messages(selection):
-                output.row(shown_row(message, DEFAULT_LEVELS, arguments.body))
-        _note_unknown(selection, output)
+    if arguments.route is None and selection.topic is None and not selection.is_by_index:
+        _show_log(arguments, selection, output)
         return 0
-    if selection.topic is None and not selection.is_by_index:
-        files, config = files_and_config(arguments, log_only=True)
-        levels = DelayLevels.parse(config.message_delay_level)
-        folder = os.path.join(arguments.store, COMMITLOG)
-        sequence = MappedFileQueue(
-            folder, config.commitlog_file_size, files, MappingPool(_FILES_MAPPED), writable=False
-        )
-        with ProgressBar("show", sequence.end - sequence.begin, quiet=output.is_on_terminal) as bar:
-            try:
-                for message in _in_log(sequence, selection, bar):
-                    output.row(shown_row(message, levels, arguments.body))
-            except CorruptionError as error:
-                if error.kind == "size":
-                    raise
-                cut = cut_at(sequence, error)
-                if cut is not None:
-                    report_cut(arguments, cut)
-        check_queues(arguments, files, config)
-        return 0
-    from librmq.cli.stores import open_store
+    from librmq.cli.sources import open_source
 
-    with open_store(arguments) as store:
-        for message in selection.messages(store):
-            output.row(shown_row(message, store.levels, arguments.body))
-        note_topic_of(store, selection.topic, output)
+    with open_source(arguments) as source:
+        for message in source.messages(selection):
+            output.row(shown_row(message, source.levels, arguments.body))
+        if not output.rows and selection.topic is not None:
+            note_topic(selection.topic, source.topics(), output)
     _note_unknown(selection, output)
     return 0
+
+
+def _show_log(arguments: argparse.Namespace, selection: MessageQuery, output: Output) -> None:
+    """Print the selected records of the log; no queue is opened."""
+    files, config = files_and_config(arguments, log_only=True)
+    levels = DelayLevels.parse(config.message_delay_level)
+    sequence = _log_files(arguments.store, files, config)
+    with ProgressBar("show", sequence.end - sequence.begin, quiet=output.is_on_terminal) as bar:
+        try:
+            for message in _in_log(sequence, selection, bar):
+                output.row(shown_row(message, levels, arguments.body))
+        except CorruptionError as error:
+            if error.kind == "size":
+                raise
+            cut = cut_at(sequence, error)
+            if cut is not None:
+                report_cut(arguments, cut)
+    check_queues(arguments, files, config)
 
 
 def _note_unknown(selection: MessageQuery, output: Output) -> None:

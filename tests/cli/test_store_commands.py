@@ -38,8 +38,8 @@ def copy(store_copy: StoreCopy) -> Path:
         ("NoSuchTopic", "0", "no queue 0 of topic 'NoSuchTopic'; librmq topics lists the topics"),
         ("../TopicTest", "0", "unknown queue"),
         ("TopicTest", "x", "argument ID: expected a whole number, found 'x'"),
-        ("TopicTest", "٣", "queue id: expected"),
-        ("TopicTest", "99999999999999999999", "queue id: expected"),
+        ("TopicTest", "٣", "argument ID: expected"),
+        ("TopicTest", "99999999999999999999", "argument ID: expected"),
     ],
 )
 def test_unknown_queues(run: Run, store: Path, topic: str, queue_id: str, said: str) -> None:
