@@ -209,7 +209,7 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
 def _target(arguments: argparse.Namespace, offsets: range, first_after: Callable[[int], int]) -> int:
     """Return the new progress in a queue; ``first_after`` finds the first queue offset stored at a time or later."""
     if arguments.offset is not None:
-        return min(max(arguments.offset, offsets.start), offsets.stop)
+        return min(max(int(arguments.offset), offsets.start), offsets.stop)
     if arguments.to in ("begin", "end"):
         return offsets.start if arguments.to == "begin" else offsets.stop
     return first_after(int(arguments.to))
