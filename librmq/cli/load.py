@@ -27,9 +27,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from librmq.cli import fields
+from librmq.cli.fields import Row
 from librmq.cli.input import parse_object
-from librmq.cli.load import fields
-from librmq.cli.load.fields import Row
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig, suggest
 from librmq.delay import DelayConfig, DelaySchedule
