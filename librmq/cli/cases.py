@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
-from librmq.cli.input import field, read_rows, standard_input
+from librmq.cli import fields
+from librmq.cli.input import read_rows, standard_input
 from librmq.cli.output import Output
 from librmq.client.allocation import (
     AllocationStrategy,
@@ -153,7 +154,7 @@ def _answer_rows(answer: Callable[[Row], T], write: Callable[[T], None], output:
     for number, case in read_rows(standard_input()):
         try:
             result = answer(case)
-        except (FilterError, ConfigError) as error:
+        except (FilterError, ConfigError, InputError) as error:
             raise InputError(f"line {number}: {error}") from None
         write(result)
         output.flush()
@@ -171,14 +172,7 @@ _INPUTS: Final = ("virtual_nodes", "consumer_idcs", "config", "inner", "cid", "m
 
 def allocate(arguments: argparse.Namespace, output: Output) -> int:
     """Answer the cases on standard input."""
-    for number, row in read_rows(standard_input()):
-        try:
-            answer = _allocated(row)
-        except (InputError, ConfigError) as error:
-            raise InputError(f"line {number}: {error}") from None
-        output.row(answer)
-        output.flush()
-    return 0
+    return _answer_rows(_allocated, output.row, output)
 
 
 def _allocated(row: Row) -> Row:
@@ -198,9 +192,9 @@ def _allocated(row: Row) -> Row:
 
 
 def _shares(row: Row) -> list[list[Any]] | None:
-    client_id = field(row, "cid", str) if row.get("cid", "") is not None else ""
+    client_id = "" if _required(row, "cid") is None else fields.text(row, "cid")
     queues, clients = _queues(row, "mqs"), _texts(row, "cids")
-    name = field(row, "strategy", str)
+    name = fields.text(row, "strategy")
     if name == "CONFIG" and _required(row, "config") is None:
         return None
     return [list(queue) for queue in _strategy(name, row)(client_id, queues, clients)]
@@ -213,7 +207,7 @@ def _strategy(name: str, row: Row) -> AllocationStrategy:
         case "AVG_BY_CIRCLE":
             return allocate_averagely_by_circle
         case "CONSISTENT_HASH":
-            nodes = field(row, "virtual_nodes", int, 10)
+            nodes = fields.int64(row, "virtual_nodes", 10)
             if nodes < 0:  # refused before any queue is read
                 raise AllocationError(f"virtual_nodes: expected 0 or more, found {nodes}")
             return partial(allocate_consistent_hash, virtual_nodes=nodes)
@@ -223,7 +217,7 @@ def _strategy(name: str, row: Row) -> AllocationStrategy:
         case "MACHINE_ROOM":
             rooms = _texts(row, "consumer_idcs")
             return _by_unknown_rooms if row["consumer_idcs"] is None else allocate_by_machine_room(rooms)
-        case "MACHINE_ROOM_NEARBY" if field(row, "inner", str) != name:
+        case "MACHINE_ROOM_NEARBY" if fields.text(row, "inner") != name:
             inner = _strategy(row["inner"], row)
             return allocate_machine_room_nearby(inner, lambda queue: _room(queue.broker_name), _room)
     raise InputError(f"unknown strategy {name!r:.80}; known are {_STRATEGIES}")
@@ -250,7 +244,7 @@ def _room(name: str) -> str | None:
 
 def _selected(row: Row) -> list[Any] | None:
     queues = _queues(row, "mqs")
-    name, kind, key = field(row, "selector", str), field(row, "arg_type", str), _required(row, "arg")
+    name, kind, key = fields.text(row, "selector"), fields.text(row, "arg_type"), _required(row, "arg")
     if name not in _SELECTORS:
         raise InputError(f"unknown selector {name!r:.80}; known are {', '.join(_SELECTORS)}")
     key = _key(kind, row, key)
@@ -270,14 +264,14 @@ def _key(kind: str, row: Row, key: object) -> object:
     match kind:
         case "null" if key is None:
             return None
-        case "String":
-            return field(row, "arg", str)
-        case "Boolean":
-            return field(row, "arg", bool)
-        case "Integer" if -(1 << 31) <= field(row, "arg", int) < 1 << 31:
+        case "String" if isinstance(key, str):
+            return fields.text(row, "arg")
+        case "Boolean" if isinstance(key, bool):
             return key
-        case "Long":
-            return long_hash(field(row, "arg", int))
+        case "Integer" if type(key) is int and -(1 << 31) <= key < 1 << 31:
+            return key
+        case "Long" if type(key) is int and -(1 << 63) <= key < 1 << 63:
+            return long_hash(key)
         case "Double" if key in _SPECIAL_DOUBLES or (isinstance(key, int | float) and not isinstance(key, bool)):
             try:
                 return float(cast("str | float", key))

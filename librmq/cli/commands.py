@@ -431,7 +431,7 @@ _CHANGE: Final = (
     ),
     Command(
         "load",
-        "maintenance",
+        "load",
         "apply operations from standard input",
         "copy < operations.jsonl",
         description="Applies operations, one JSON object a line, and prints a row for each acknowledged one.",

@@ -1,4 +1,4 @@
-"""Fields of an operation, read from a JSON object and checked.
+"""Fields of a row of input, read from a JSON object and checked.
 
 A field that is null counts as absent. All functions raise `InputError` if a field is missing, of a wrong kind or out of
 range. `message` and `check_separators` raise `MessageIllegalError` for properties that no record can hold.
@@ -11,7 +11,6 @@ import binascii
 from collections.abc import Mapping
 from typing import Any, Final
 
-from librmq.cli.input import check_text
 from librmq.errors import InputError, MalformedError, MessageIllegalError
 from librmq.message import record
 from librmq.message.message import Message
@@ -67,7 +66,10 @@ def optional_text(row: Fields, name: str) -> str | None:
 def _checked_text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise InputError(f"{name}: expected text, found {value!r:.80}")
-    check_text(name, value)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{name}: half of a surrogate pair is not a character") from None
     return value
 
 

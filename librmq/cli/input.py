@@ -135,44 +135,6 @@ def read_rows(lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
             raise InputError(f"line {number}: {error}") from None
 
 
-_MISSING: Final = object()
-
-
-def field(row: dict[str, Any], name: str, kind: type, default: object = _MISSING) -> Any:  # noqa: ANN401 (a value of ``kind``)
-    """Return a field of a row; a number has at most 64 bits.
-
-    Raises:
-        InputError: The field is missing, or of another kind.
-    """
-    value = row.get(name, default)
-    if value is _MISSING:
-        raise InputError(f"{name} is missing")
-    if value is default:
-        return value
-    if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
-        raise InputError(f"{name}: expected {_KINDS[kind]}, found {json.dumps(value)[:80]}")
-    if isinstance(value, str):
-        check_text(name, value)
-    if isinstance(value, int) and not -_LARGEST - 1 <= value <= _LARGEST:
-        raise InputError(f"{name}: the number does not fit 8 bytes")
-    return value
-
-
-def check_text(name: str, text: str) -> None:
-    """Refuse text that has no UTF-8.
-
-    Raises:
-        InputError: The text holds half of a surrogate pair.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{name}: half of a surrogate pair is not a character") from None
-
-
-_KINDS: Final = {int: "a whole number", str: "text", list: "a list", bool: "true or false"}
-
-
 def read_ranges(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the options that choose a part of the stores, as settings of a report or a pipeline."""
     clock = age_clock(arguments.stores, arguments.since, arguments.until)

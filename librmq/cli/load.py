@@ -19,17 +19,21 @@ Transactions are those of `librmq.txn`, and behave as in RocketMQ 4.9: a second 
 
 from __future__ import annotations
 
+import argparse
 import base64
 import dataclasses
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 from librmq.cli import fields
 from librmq.cli.fields import Row
-from librmq.cli.input import parse_object
+from librmq.cli.input import input_size, parse_object, standard_input
+from librmq.cli.output import Output, complain
+from librmq.cli.progress_bar import ProgressBar
+from librmq.cli.stores import files_and_config, read_config
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig, suggest
 from librmq.delay import DelayConfig, DelaySchedule
@@ -58,6 +62,33 @@ _LAST_MS: Final = 253_402_300_799_999  # the year 9999 ends: index files are nam
 
 _LONGEST_TIMEOUT_MS: Final = 365 * 86_400_000
 _SUCCESS: Final = 0
+
+
+def load(arguments: argparse.Namespace, output: Output) -> int:
+    """Apply the operations on standard input."""
+    _, config = files_and_config(arguments, writable=True)
+    timer = TimerConfig.from_row(read_config(arguments.config)) if arguments.config else None
+
+    def write(row: dict[str, Any]) -> None:
+        output.row(row)
+        output.flush()
+
+    with ProgressBar("load", input_size(), quiet=output.is_on_terminal) as bar:
+        run(
+            arguments.store,
+            config,
+            _with_bar(standard_input(), bar),
+            write,
+            warn=lambda reason: complain(f"librmq load: {reason}"),
+            timer=timer,
+        )
+    return 0
+
+
+def _with_bar(lines: Iterable[bytes], bar: ProgressBar) -> Iterator[bytes]:
+    for line in lines:
+        yield line
+        bar.advance(len(line))
 
 
 def run(

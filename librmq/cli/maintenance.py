@@ -7,15 +7,14 @@ import os
 import queue
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from librmq.cli.input import input_size, standard_input
 from librmq.cli.output import DAMAGED, INTERRUPTED, JsonLines, Output, complain
 from librmq.cli.progress_bar import ProgressBar, log_bar
 from librmq.cli.rows import gap_row, message_row, snapshot_row
-from librmq.cli.stores import files_and_config, read_config
+from librmq.cli.stores import files_and_config
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.seam import Files
@@ -73,37 +72,6 @@ def _registrations(store: str, files: Files) -> Registrations | None:
     except (CorruptionError, ConfigError) as error:
         complain(f"note: bitmaps of filters are not rebuilt, so reads evaluate the filters instead: {error}")
         return None
-
-
-def load(arguments: argparse.Namespace, output: Output) -> int:
-    """Apply the operations on standard input."""
-    _, config = files_and_config(arguments, writable=True)
-
-    from librmq.cli import load
-    from librmq.scheduling.timer_config import TimerConfig
-
-    timer = TimerConfig.from_row(read_config(arguments.config)) if arguments.config else None
-
-    def write(row: dict[str, Any]) -> None:
-        output.row(row)
-        output.flush()
-
-    with ProgressBar("load", input_size(), quiet=output.is_on_terminal) as bar:
-        load.run(
-            arguments.store,
-            config,
-            _counted(standard_input(), bar),
-            write,
-            warn=lambda reason: complain(f"librmq load: {reason}"),
-            timer=timer,
-        )
-    return 0
-
-
-def _counted(lines: Iterable[bytes], bar: ProgressBar) -> Iterator[bytes]:
-    for line in lines:
-        yield line
-        bar.advance(len(line))
 
 
 def broker_conf(arguments: argparse.Namespace, output: Output) -> int:

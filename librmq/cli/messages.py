@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from librmq.cli import fields
 from librmq.cli.input import (
     age_clock,
-    field,
     note_message,
     note_topic,
     note_topic_of,
@@ -335,7 +335,7 @@ def ask(arguments: argparse.Namespace, output: Output) -> int:
     with open_store(arguments, all_in_memory=True) as store:
         for number, question in read_rows(standard_input()):
             try:
-                kind = field(question, "type", str)
+                kind = fields.text(question, "type")
                 answer = _ANSWERS.get(kind)
                 if answer is None:
                     raise InputError(f"type: expected one of {', '.join(_ANSWERS)}, found {kind!r:.80}")
@@ -350,28 +350,30 @@ def ask(arguments: argparse.Namespace, output: Output) -> int:
 def _index_query(store: MessageStore, question: dict[str, Any]) -> dict[str, Any]:
     return index_query_row(
         store,
-        field(question, "topic", str),
-        field(question, "key", str),
-        field(question, "max_num", int, _USUAL_MAX),
-        field(question, "begin", int, 0),
-        field(question, "end", int, _LAST),
+        fields.text(question, "topic"),
+        fields.text(question, "key"),
+        fields.int64(question, "max_num", _USUAL_MAX),
+        fields.int64(question, "begin", 0),
+        fields.int64(question, "end", _LAST),
     )
 
 
 def _get_message(store: MessageStore, question: dict[str, Any]) -> dict[str, Any]:
-    topic = field(question, "topic", str)
-    queue_id = field(question, "queue_id", int)
-    queue_offset = field(question, "offset", int)
-    max_messages = field(question, "max_msg_nums", int, 32)
-    expression = field(question, "sub_expression", str, None)
+    topic = fields.text(question, "topic")
+    queue_id = fields.int64(question, "queue_id")
+    queue_offset = fields.int64(question, "offset")
+    max_messages = fields.int64(question, "max_msg_nums", 32)
+    expression = fields.optional_text(question, "sub_expression")
     result = store.read(topic, queue_id, queue_offset, max_messages, _by_tags(expression))
     return get_message_row(topic, queue_id, queue_offset, max_messages, expression, result)
 
 
 def _offset_by_time(store: MessageStore, question: dict[str, Any]) -> dict[str, Any]:
-    timestamps = field(question, "timestamps", list)
-    times = [field({"timestamps": time}, "timestamps", int) for time in timestamps]
-    return offset_by_time_row(store, field(question, "topic", str), field(question, "queue_id", int), times)
+    timestamps = question.get("timestamps")
+    if not isinstance(timestamps, list):
+        raise InputError(f"timestamps: expected a list, found {timestamps!r:.80}")
+    times = [fields.int64({"timestamps": time}, "timestamps") for time in timestamps]
+    return offset_by_time_row(store, fields.text(question, "topic"), fields.int64(question, "queue_id"), times)
 
 
 def _by_tags(expression: str | None) -> ByTags | None:

@@ -9,13 +9,12 @@ import json
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.cli.input import field, parse_time, read_rows, standard_input
+from librmq.cli.input import parse_time, read_rows, standard_input
 from librmq.cli.stores import settle_config
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
@@ -113,54 +112,6 @@ def test_any_bytes_are_a_row_or_bad_input(line: bytes) -> None:
     with contextlib.suppress(InputError):
         for _, row in read_rows([line]):
             assert isinstance(row, dict)
-
-
-# --- fields
-
-ROW: dict[str, Any] = {
-    "text": "t",
-    "number": 5,
-    "truth": True,
-    "nothing": None,
-    "list": [1],
-    "half": "\ud800",
-}
-
-
-def test_fields() -> None:
-    assert field(ROW, "text", str) == "t"
-    assert field(ROW, "number", int) == 5
-    assert field(ROW, "truth", bool) is True
-    assert field(ROW, "list", list) == [1]
-    assert field(ROW, "nothing", str, None) is None
-    assert field(ROW, "absent", int, 7) == 7
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "said"),
-    [
-        ("absent", int, "absent is missing"),
-        ("text", int, 'text: expected a whole number, found "t"'),
-        ("truth", int, "truth: expected a whole number, found true"),
-        ("number", bool, "number: expected true or false"),
-        ("number", str, "number: expected text"),
-        ("nothing", str, "nothing: expected text, found null"),
-        ("list", str, "list: expected text"),
-        ("half", str, "half of a surrogate pair"),
-    ],
-)
-def test_bad_fields(name: str, kind: type, said: str) -> None:
-    with pytest.raises(InputError) as caught:
-        field(ROW, name, kind)
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize("number", [1 << 63, -(1 << 63) - 1])
-def test_numbers_fit_eight_bytes(number: int) -> None:
-    with pytest.raises(InputError, match="8 bytes"):
-        field({"n": number}, "n", int)
-    least = -(1 << 63)
-    assert field({"n": least}, "n", int) == least
 
 
 # --- settings
