@@ -22,7 +22,7 @@ from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables, group_row, topic_row, with_topic_type
 
 if TYPE_CHECKING:
-    from librmq.diagnosis.policies import Skip
+    from librmq.diagnosis.skips import Skip
 
 
 _QUEUES: Final = 8

@@ -13,8 +13,8 @@ from typing import Final
 
 from librmq.cli.selection import MessageQuery
 from librmq.cli.sources import Row, is_listed, kind_of_topic
-from librmq.diagnosis.backlog import Lag, QueueLag
-from librmq.diagnosis.letters import GivenUpMessage, given_up
+from librmq.diagnosis.deadletters import GivenUpMessage, given_up
+from librmq.diagnosis.group_lag import Lag, QueueLag
 from librmq.diagnosis.view import is_own_group
 from librmq.errors import BrokerError, InputError
 from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels

@@ -9,7 +9,7 @@ from librmq.cli.input import age_clock, note_group, note_topic_of, parse_time
 from librmq.cli.output import Output, complain
 from librmq.cli.sources import open_source
 from librmq.cli.stores import open_broker, open_store
-from librmq.diagnosis import letters
+from librmq.diagnosis import deadletters
 from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
 from librmq.store.format.directory import check_kind
@@ -125,7 +125,7 @@ def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
     with open_source(arguments) as source:
         selected = [pair for pair in source.dead_letters(arguments.group) if is_selected(pair[1])]
         if arguments.causes:
-            causes = letters.sum_up_causes(letter for _, letter in selected)
+            causes = deadletters.sum_up_causes(letter for _, letter in selected)
             output.rows_of(cause._asdict() for cause in causes)
         else:
             output.rows_of(source.named(broker, letter._asdict()) for broker, letter in selected)
@@ -134,7 +134,7 @@ def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _selection(arguments: argparse.Namespace) -> Callable[[letters.GivenUpMessage], bool]:
+def _selection(arguments: argparse.Namespace) -> Callable[[deadletters.GivenUpMessage], bool]:
     """Return the function that decides whether the options select a dead letter."""
     since_ms = None
     if arguments.since is not None:
@@ -158,7 +158,7 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
     with open_broker(arguments) as broker:
         selected = {
             message.physical_offset: message
-            for message in letters.dead_letters(broker, group=arguments.group)
+            for message in deadletters.dead_letters(broker, group=arguments.group)
             if is_selected(message)
         }
         unsent = [

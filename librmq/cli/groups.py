@@ -15,13 +15,13 @@ from librmq.cli.selection import first_at
 from librmq.cli.sources import Source, StoreSource, open_source
 from librmq.cli.stores import open_view
 from librmq.clock import SystemClock
-from librmq.diagnosis.backlog import GroupLag, GroupRate, Lag, TopicLag
-from librmq.diagnosis.people import moment
+from librmq.diagnosis.formatting import moment
+from librmq.diagnosis.group_lag import GroupLag, GroupRate, Lag, TopicLag
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
 
 if TYPE_CHECKING:
-    from librmq.diagnosis.drain import Consumption
+    from librmq.diagnosis.whatif import Consumption
 
 
 def groups(arguments: argparse.Namespace, output: Output) -> int:
@@ -49,7 +49,7 @@ def _lag_rows(source: Source, by: str, group: str | None, topic: str | None) -> 
     if by == "queue":
         return source.lag_rows(group, topic)
     if by == "origin":
-        from librmq.diagnosis.origins import waiting_origins
+        from librmq.diagnosis.unconsumed import waiting_origins
 
         if not isinstance(source, StoreSource):
             raise InputError("--by origin: expected a folder, because it reads the messages that wait")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from librmq.cli.progress_bar import ProgressBar
 from librmq.cli.stores import open_view
-from librmq.diagnosis.backlog import Lag
-from librmq.diagnosis.backlog import lag as lag_of
+from librmq.diagnosis.group_lag import Lag
+from librmq.diagnosis.group_lag import lag as lag_of
 from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.topics import (
@@ -28,7 +28,7 @@ from librmq.store.format import directory
 if TYPE_CHECKING:
     from librmq.cli.selection import MessageQuery
     from librmq.consumequeue import ConsumeQueue
-    from librmq.diagnosis.letters import GivenUpMessage
+    from librmq.diagnosis.deadletters import GivenUpMessage
     from librmq.message.message import StoredMessage
     from librmq.store import MessageStore
 
@@ -185,7 +185,7 @@ class StoreSource:
 
     def dead_letters(self, group: str | None) -> Iterator[tuple[str, GivenUpMessage]]:
         """Yield the dead letters of all groups, or of one."""
-        from librmq.diagnosis.letters import dead_letters
+        from librmq.diagnosis.deadletters import dead_letters
 
         return (("", letter) for letter in dead_letters(self.view, group=group))
 
