@@ -6,17 +6,14 @@ log ends with the record of the last entry, if nothing follows it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
-from librmq.store.engine.open_store import QueueTable
+from librmq.store.engine.open_store import PartFiles, QueueTable
 from librmq.store.format import directory
-from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.open import write_closed_state
 
 _AFTER_END: Final = 4096
@@ -52,23 +49,11 @@ def note_clean_end(path: str, logs: Mapping[str, int], fetch: _Fetch) -> bool:
             if start + length > place and begin < end:
                 ranges.append((name, begin, end))
         fetch(ranges)
-        log = CommitLog.open(
-            os.path.join(path, directory.COMMITLOG),
-            config.commitlog_file_size,
-            files=files,
-            writable=False,
-            scan_from=lambda _: place,
-        )
+        part_files = PartFiles(path, config, files)
+        log = part_files.open_log(scan_from=lambda _: place)
         if log.last_write != place or log.found_end.damage is not None:
             return False
-        index = KeyIndex.open(
-            os.path.join(path, directory.INDEX),
-            slots=config.max_hash_slot_num,
-            entries=config.max_index_num,
-            files=files,
-            writable=False,
-        )
-        write_closed_state(path, files, log, queues, index)
+        write_closed_state(path, files, log, queues, part_files.open_index())
     except CorruptionError:
         return False  # a reader of the whole copy reports what is wrong
     return True

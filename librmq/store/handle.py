@@ -32,7 +32,7 @@ from librmq.store.engine.copies import CopiedRecords, CopyWriter, LogCopier
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.durability import Durability
 from librmq.store.engine.housekeeping import Housekeeping, HousekeepingThread
-from librmq.store.engine.open_store import Parts, QueueTable
+from librmq.store.engine.open_store import PartFiles, Parts, QueueTable
 from librmq.store.engine.read import Transfer
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
@@ -431,9 +431,8 @@ class StoreHandle:
         self._check_copies()
 
         def cut() -> None:
-            folder = os.path.join(self.path, directory.COMMITLOG)
-            size = self.config.commitlog_file_size
-            with CommitLog.open(folder, size, files=self.files, scan_from=lambda _: physical_offset) as log:
+            part_files = PartFiles(self.path, self.config, self.files)
+            with part_files.open_log(writable=True, scan_from=lambda _: physical_offset) as log:
                 log.truncate(physical_offset)
                 log.flush()
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from librmq.commitlog import CommitLog
-from librmq.config import wrong_kind
+from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import CorruptionError
-from librmq.files.seam import Damage
+from librmq.files.rolling import MappingPool
+from librmq.files.seam import Damage, Files
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import Dispatcher, Lane, derived_tags_code, has_queue_entry, is_indexed
+from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.format.keyindex import KeyIndex
 
@@ -128,6 +131,49 @@ def _check(name: QueueName) -> None:
         raise wrong_kind("topic", topic, "text")
     if not hasattr(queue_id, "__index__"):
         raise wrong_kind("queue_id", queue_id, "a whole number")
+
+
+@dataclass(frozen=True, slots=True)
+class PartFiles:
+    """Opens the parts of the store in folder ``path`` from its files, with the sizes of ``config``."""
+
+    path: str
+    config: StoreConfig
+    files: Files
+
+    def open_log(
+        self,
+        *,
+        writable: bool = False,
+        scan_from: Callable[[CommitLog], int] | None = None,
+        on_record: Callable[[CommitLog, int, bytes], None] | None = None,
+    ) -> CommitLog:
+        """See `CommitLog.open`."""
+        folder, size = os.path.join(self.path, directory.COMMITLOG), self.config.commitlog_file_size
+        return CommitLog.open(
+            folder, size, files=self.files, writable=writable, scan_from=scan_from, on_record=on_record
+        )
+
+    def open_index(self, *, writable: bool = False, now_ms: Callable[[], int] | None = None) -> KeyIndex:
+        """See `KeyIndex.open`."""
+        folder, slots = os.path.join(self.path, directory.INDEX), self.config.max_hash_slot_num
+        entries = self.config.max_index_num
+        return KeyIndex.open(folder, slots=slots, entries=entries, files=self.files, now_ms=now_ms, writable=writable)
+
+    def open_queue(
+        self, topic: str, queue_id: int, pool: MappingPool | None = None, *, writable: bool = False
+    ) -> ConsumeQueue:
+        """See `ConsumeQueue.open`."""
+        folder, ext_folder = (directory.queue_folder(self.path, topic, queue_id, ext=ext) for ext in (False, True))
+        return ConsumeQueue.open(
+            folder,
+            self.config.consumequeue_file_size,
+            files=self.files,
+            pool=pool,
+            writable=writable,
+            ext_folder=ext_folder if self.config.enable_consumequeue_ext else None,
+            ext_file_size=self.config.consumequeue_ext_file_size,
+        )
 
 
 @dataclass(slots=True)

@@ -57,12 +57,15 @@ class Checkpoint:
             what = f"expected {CHECKPOINT_SIZE} bytes, found {size}"
             raise CorruptionError(path, min(size, CHECKPOINT_SIZE), "size", what)
         checkpoint = cls(path, files, files.open(path, writable=writable), writable=writable)
-        for place, time_ms in enumerate(
-            (checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms, checkpoint.index_timestamp_ms)
-        ):
+        for place, time_ms in enumerate(checkpoint.times_ms):
             if time_ms < 0:
                 raise CorruptionError(path, 8 * place, "header", f"expected a time, found {time_ms} ms")
         return checkpoint
+
+    @property
+    def times_ms(self) -> tuple[int, int, int]:
+        """The times of log, queues and index, in the order of the file."""
+        return self.physic_timestamp_ms, self.logics_timestamp_ms, self.index_timestamp_ms
 
     @property
     def min_timestamp_ms(self) -> int:
@@ -71,9 +74,8 @@ class Checkpoint:
 
     def lower(self, now_ms: int) -> None:
         """Lower the times to now if the clock was set back, so that they do not cover later records; flush a change."""
-        times = self.physic_timestamp_ms, self.logics_timestamp_ms, self.index_timestamp_ms
-        if max(times) > now_ms:
-            lowered = (min(time_ms, max(now_ms, 0)) for time_ms in times)
+        if max(self.times_ms) > now_ms:
+            lowered = (min(time_ms, max(now_ms, 0)) for time_ms in self.times_ms)
             self.physic_timestamp_ms, self.logics_timestamp_ms, self.index_timestamp_ms = lowered
             self.flush()
 
@@ -91,8 +93,9 @@ class Checkpoint:
             self._file = self._files.create(self.path, CHECKPOINT_SIZE)
             self._files.flush_folder(os.path.dirname(self.path))
         self._files.reserve(self._file, 0, CHECKPOINT_SIZE)
-        times = self.physic_timestamp_ms, self.logics_timestamp_ms, self.index_timestamp_ms
-        self._file.buffer[: _TIMES.size] = _TIMES.pack(*(max(time_ms, 0) for time_ms in times))  # none before 1970
+        self._file.buffer[: _TIMES.size] = _TIMES.pack(
+            *(max(time_ms, 0) for time_ms in self.times_ms)
+        )  # none before 1970
         self._files.flush(self._file)
 
     def close(self) -> None:

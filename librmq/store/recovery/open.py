@@ -38,7 +38,7 @@ from librmq.message.delay_levels import DelayLevels
 from librmq.message.record import crc32
 from librmq.runtime.event_log import EventLog
 from librmq.store.engine.dispatch import BitmapOf, Dispatcher
-from librmq.store.engine.open_store import Parts, QueueName, QueueState, QueueTable
+from librmq.store.engine.open_store import PartFiles, Parts, QueueName, QueueState, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
 from librmq.store.format.documents import read_document, write_document
@@ -299,44 +299,24 @@ def load(  # noqa: C901 (a step for each part of a store)
         return covered
 
     findings = WalkFindings(checkpoint.min_timestamp_ms)
-    log = CommitLog.open(
-        os.path.join(path, directory.COMMITLOG),
-        config.commitlog_file_size,
-        files=files,
-        writable=writable,
-        scan_from=scan_from,
-        on_record=findings if writable and not clean else None,
-    )
+    part_files = PartFiles(path, config, files)
+    on_record = findings if writable and not clean else None
+    log = part_files.open_log(writable=writable, scan_from=scan_from, on_record=on_record)
     pool = MappingPool(config.mapped_files)
 
     def open_queue(topic: str, queue_id: int) -> ConsumeQueue:
-        folder, ext_folder = (directory.queue_folder(path, topic, queue_id, ext=ext) for ext in (False, True))
+        folders = [directory.queue_folder(path, topic, queue_id, ext=ext) for ext in (False, True)]
         return _open_or_remove(
-            lambda: ConsumeQueue.open(
-                folder,
-                config.consumequeue_file_size,
-                files=files,
-                pool=pool,
-                writable=writable,
-                ext_folder=ext_folder if config.enable_consumequeue_ext else None,
-                ext_file_size=config.consumequeue_ext_file_size,
-            ),
+            lambda: part_files.open_queue(topic, queue_id, pool, writable=writable),
             files,
             repairs,
-            [folder, ext_folder],
+            folders,
             _QUEUE_DIGITS,
         )
 
     folder = os.path.join(path, directory.INDEX)
     index = _open_or_remove(
-        lambda: KeyIndex.open(
-            folder,
-            slots=config.max_hash_slot_num,
-            entries=config.max_index_num,
-            files=files,
-            now_ms=clock.now_ms,
-            writable=writable,
-        ),
+        lambda: part_files.open_index(writable=writable, now_ms=clock.now_ms),
         files,
         repairs if clean or not writable else cuts,
         [folder],

@@ -363,9 +363,8 @@ class Recovery:
     def _check_checkpoint(self, stored: int) -> None:
         """Limit the checkpoint to the time of the last record."""
         checkpoint = self._parts.checkpoint
-        times = checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms, checkpoint.index_timestamp_ms
-        if max(times) > stored:
-            what = f"times {times}, the last record was stored at {stored}"
+        if max(checkpoint.times_ms) > stored:
+            what = f"times {checkpoint.times_ms}, the last record was stored at {stored}"
             self._parts.cuts.append(Damage(checkpoint.path, 0, "checkpoint", what, 24))
 
     def _set_checkpoint(self, stored: int) -> None:

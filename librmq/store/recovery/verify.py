@@ -23,7 +23,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappingPool
 from librmq.files.seam import Damage, Files
 from librmq.message.delay_levels import DelayLevels
-from librmq.store.engine.open_store import QueueName
+from librmq.store.engine.open_store import PartFiles, QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.checkpoint import Checkpoint, has_abort
@@ -109,11 +109,13 @@ class _StoreCheck:
         self._path = path
         self._config = config
         self._files = files
+        self._part_files = PartFiles(path, config, files)
+        self._pool = MappingPool(config.mapped_files)
         self._damages: list[Damage] = []
         self._closed_folders: set[str] = set()  # those of queues that can't be opened
 
     def damage(self) -> list[Damage]:
-        log = self._part(self._open_log)
+        log = self._part(lambda: self._part_files.open_log(scan_from=lambda log: log.begin))
         if log is None:
             return self._damages
         end = log.found_end
@@ -129,7 +131,7 @@ class _StoreCheck:
         if self._closed:
             self._first_files(log)
         queues = self._queues()
-        index = self._part(self._open_index)
+        index = self._part(self._part_files.open_index)
         if queues is not None:
             self._derived(log, queues, index)
         stored = log.store_timestamp_ms(end.last_record) if end.last_record is not None else None
@@ -154,30 +156,10 @@ class _StoreCheck:
     def _add_damage(self, error: CorruptionError) -> None:
         self._damages.append(Damage(error.file, error.offset, error.kind, error.what))
 
-    def _open_log(self) -> CommitLog:
-        return CommitLog.open(
-            os.path.join(self._path, directory.COMMITLOG),
-            self._config.commitlog_file_size,
-            files=self._files,
-            writable=False,
-            scan_from=lambda log: log.begin,
-        )
-
-    def _open_index(self) -> KeyIndex:
-        return KeyIndex.open(
-            os.path.join(self._path, directory.INDEX),
-            slots=self._config.max_hash_slot_num,
-            entries=self._config.max_index_num,
-            files=self._files,
-            now_ms=lambda: 0,
-            writable=False,
-        )
-
     def _queues(self) -> dict[tuple[str, int], ConsumeQueue] | None:
         names = self._part(lambda: directory.list_queues(self._path, self._files))
         if names is None:
             return None
-        self._pool = MappingPool(self._config.mapped_files)
         queues = {}
         for topic, queue_id in names:
             queue = self._part(lambda place=(topic, queue_id): self._open_queue(*place))  # type: ignore[misc]
@@ -191,16 +173,7 @@ class _StoreCheck:
         return queues
 
     def _open_queue(self, topic: str, queue_id: int) -> ConsumeQueue:
-        ext = self._config.enable_consumequeue_ext
-        return ConsumeQueue.open(
-            directory.queue_folder(self._path, topic, queue_id),
-            self._config.consumequeue_file_size,
-            files=self._files,
-            pool=self._pool,
-            writable=False,
-            ext_folder=directory.queue_folder(self._path, topic, queue_id, ext=True) if ext else None,
-            ext_file_size=self._config.consumequeue_ext_file_size,
-        )
+        return self._part_files.open_queue(topic, queue_id, self._pool)
 
     def _derived(self, log: CommitLog, queues: dict[tuple[str, int], ConsumeQueue], index: KeyIndex | None) -> None:
         levels = DelayLevels.parse(self._config.message_delay_level)
@@ -234,9 +207,7 @@ class _StoreCheck:
         checkpoint = self._part(lambda: Checkpoint.open(path, files=self._files))
         if checkpoint is None:
             return
-        for place, timestamp_ms in enumerate(
-            (checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms, checkpoint.index_timestamp_ms)
-        ):
+        for place, timestamp_ms in enumerate(checkpoint.times_ms):
             if timestamp_ms > last_timestamp_ms:
                 what = f"expected at most {last_timestamp_ms}, the store time of the last record, found {timestamp_ms}"
                 self._damages.append(Damage(path, 8 * place, "checkpoint", what, 8))

@@ -45,6 +45,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_queue
 from librmq.runtime.locks import critical
 from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.engine.open_store import PartFiles
 from librmq.store.format import directory, job_notes
 from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 from librmq.store.format.checkpoint import has_abort
@@ -234,7 +235,7 @@ def rescue(
     config = config or directory.infer_config(path, files)
     count = gaps = 0
     with _growing(target, files) as part:
-        log = CommitLog.open(os.path.join(part, directory.COMMITLOG), config.commitlog_file_size, files=files)
+        log = PartFiles(part, config, files).open_log(writable=True)
         numbers, jobs = _Renumbering(), job_notes.MovedJobs(_sound_notes(path, files, tell))
         for item in _records(path, files, numbers.end_log):
             if isinstance(item, StoredMessage):
