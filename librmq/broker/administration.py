@@ -16,6 +16,7 @@ from librmq.config import suggest, to_timestamp_ms
 from librmq.delay import DelaySchedule
 from librmq.errors import BrokerError, ConfigError, CorruptionError, RmqError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, is_system_topic
 from librmq.protocol import (
@@ -268,9 +269,9 @@ class Progress:
                             reached[queue.queue_id] = max(queue_offset, reached.get(queue.queue_id, 0))
                 for queue_id in range(0 if topic is None else topic.read_queues):
                     begin, end = self._store.queue_range(name, queue_id)
-                    at = reached.get(queue_id, self._offsets.get(group.name, name, queue_id) or 0)
-                    if max(at, begin) < end:
-                        lags.append(f"group {group.name}: {end - max(at, begin)} messages of {name}/{queue_id}")
+                    at = reached.get(queue_id, self._offsets.get(group.name, name, queue_id))
+                    if lag := queue_lag(at, begin, end):
+                        lags.append(f"group {group.name}: {lag} messages of {name}/{queue_id}")
         return lags
 
     def reset(self, request: ResetGroup) -> Mapping[MessageQueue, int]:

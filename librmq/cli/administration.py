@@ -16,6 +16,7 @@ from librmq.diagnosis.formatting import moment
 from librmq.diagnosis.pending import move_retries, waiting_retries
 from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
+from librmq.message.lag import queue_lag, unread_from
 from librmq.message.topics import is_system_topic, validate_client_topic, validate_group
 from librmq.protocol import UpdateOffset
 from librmq.store import MessageStore
@@ -218,7 +219,7 @@ def _target(arguments: argparse.Namespace, offsets: range, first_after: Callable
 def _moved_row(
     arguments: argparse.Namespace, queue_id: int, offsets: range, before: int | None, after: int
 ) -> dict[str, Any]:
-    begin = offsets.start if before is None else max(before, offsets.start)
+    begin = unread_from(before, offsets.start)
     return {
         "group": arguments.group,
         "topic": arguments.topic,
@@ -227,7 +228,7 @@ def _moved_row(
         "after": after,
         "skipped": max(0, after - begin),
         "again": max(0, begin - after),
-        "lag": max(0, offsets.stop - after),
+        "lag": queue_lag(after, offsets.start, offsets.stop),
         "dry_run": arguments.dry_run,
     }
 

@@ -18,6 +18,7 @@ from librmq.diagnosis.group_lag import Lag, QueueLag
 from librmq.diagnosis.view import is_own_group
 from librmq.errors import BrokerError, InputError
 from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
+from librmq.message.lag import queue_lag, unread_from
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, dead_letter_topic
 from librmq.protocol import PullMessage, PullStatus, QueueOffsetAt, ResponseCode, Subscription
@@ -206,14 +207,14 @@ class ClusterSource:
     ) -> Iterator[tuple[MessageQueue, QueueLag]]:
         for queue, progress in self.admin.progress(group, topic).items():
             bounds = self.bounds(queue.topic).get(queue)
-            begin = max(progress.queue_offset, 0 if bounds is None else bounds.min_offset)
-            lag = max(0, progress.max_offset - begin)
-            oldest = self.message(queue, begin) if times and lag else None
+            begin = 0 if bounds is None else bounds.min_offset
+            lag = queue_lag(progress.queue_offset, begin, progress.max_offset)
+            oldest = self.message(queue, unread_from(progress.queue_offset, begin)) if times and lag else None
             row = QueueLag(
                 group,
                 queue.topic,
                 queue.queue_id,
-                0 if bounds is None else bounds.min_offset,
+                begin,
                 progress.max_offset,
                 progress.queue_offset,
                 lag,

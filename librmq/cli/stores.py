@@ -157,7 +157,7 @@ def _fetch_times(store: RemoteStore, arguments: argparse.Namespace) -> None:
         if arguments.command.name == "lag":
             for row in lag(view, group=arguments.group, topic=arguments.topic, times=False):
                 if row.lag:
-                    entries.add(((row.topic, row.queue_id), max(row.min_offset, row.consumer_offset or 0)))
+                    entries.add(((row.topic, row.queue_id), row.next_offset))
         elif arguments.command.name in ("stats", "topics"):
             for name, state in view.ranges.items():
                 entries |= {(name, state.min_offset), (name, state.max_offset - 1)}

@@ -18,6 +18,7 @@ from librmq.consumer.listeners import DeliveredMessage, Listeners
 from librmq.consumer.offsets import Offsets
 from librmq.errors import RmqError
 from librmq.filter import TagFilter
+from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import HeldQueue, InstanceState, ListenerCall, MaxOffset, Route, Subscription
@@ -268,7 +269,7 @@ def _lag(member: Instance, assigned: AssignedQueue) -> float:
         )
     except RmqError:
         return 0  # unknown while the broker is unreachable
-    return max(0, end - progress)
+    return queue_lag(progress, 0, end)
 
 
 def show_gauges(member: Instance, metrics: Metrics) -> None:

@@ -1,11 +1,7 @@
 """Lag of consumer groups: unconsumed messages by queue, by topic and by group.
 
-::
-
-    lag = max(0, end - max(progress, begin))        a queue without progress counts from its begin
-
-There can be a hundred thousand rows, so they are kept as columns; each file of a queue is read once for all groups.
-RocketMQ 4.9 counts a queue without progress from 0, and so includes messages that were deleted long ago.
+`librmq.message.lag` has the formula. There can be a hundred thousand rows, so they are kept as columns; each file of a
+queue is read once for all groups.
 """
 
 from __future__ import annotations
@@ -25,6 +21,7 @@ from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.rolling import file_name
+from librmq.message.lag import deleted_unread, queue_lag, unread_from
 from librmq.message.record import (
     BORN_HOST_V6,
     FIXED_SIZE,
@@ -141,6 +138,11 @@ class QueueLag(NamedTuple):
     oldest_timestamp_ms: int | None
     """Store time of the oldest unconsumed message; None without one, or if it is unreadable."""
 
+    @property
+    def next_offset(self) -> int:
+        """The queue offset of the first unconsumed message; the end or beyond it without one."""
+        return unread_from(self.consumer_offset, self.min_offset)
+
 
 class TopicLag(NamedTuple):
     """The unconsumed messages of a group in one topic."""
@@ -234,11 +236,8 @@ class TopicProgress(NamedTuple):
 
     def sums(self) -> TopicLag:
         """Return the sums over the queues."""
-        expired = beyond = 0
-        for first, end, offset in zip(self.min_offsets, self.max_offsets, self.consumer_offsets, strict=True):
-            if offset is not None and not first <= offset <= end:
-                beyond += offset > end
-                expired += max(0, first - max(0, offset))  # a negative offset stands for no message
+        ends = zip(self.consumer_offsets, self.max_offsets, strict=True)
+        beyond = sum(offset is not None and offset > end for offset, end in ends)
         return TopicLag(
             self.group,
             self.topic,
@@ -248,7 +247,7 @@ class TopicProgress(NamedTuple):
             min((time for time in self.oldest_ms if time is not None), default=None),
             self.consumer_offsets.count(None),
             beyond,
-            expired,
+            sum(map(deleted_unread, self.consumer_offsets, self.min_offsets)),
         )
 
 
@@ -396,9 +395,7 @@ def _of_queues(
     columns: list[tuple[str, list[int | None], list[int]]] = []
     for group in groups:
         offsets = list(map(view.progress[group, topic].get, ids))
-        starts = [
-            begin if offset is None or offset < begin else offset for begin, offset in zip(begins, offsets, strict=True)
-        ]
+        starts = list(map(unread_from, offsets, begins))
         columns.append((group, offsets, starts))
     oldest: Iterable[Sequence[int | None]] = repeat([None] * len(ids))
     if times and ids:
@@ -406,8 +403,8 @@ def _of_queues(
         oldest = zip(
             *(_oldest(view, (topic, queue_id), starts, end) for queue_id, end, starts in by_queue), strict=True
         )
-    for (group, offsets, starts), oldest_ms in zip(columns, oldest, strict=False):
-        lags = [end - start if end > start else 0 for start, end in zip(starts, ends, strict=True)]
+    for (group, offsets, _), oldest_ms in zip(columns, oldest, strict=False):
+        lags = list(map(queue_lag, offsets, begins, ends))
         columns_of_group = TopicProgress(group, topic, ids, begins, ends, offsets, lags, oldest_ms)
         progress = view.progress[group, topic]
         deleted = [queue_id for queue_id in progress.keys() - ids if progress[queue_id] > 0]

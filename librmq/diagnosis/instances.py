@@ -108,7 +108,7 @@ def _of_group(view: StoreView, states: dict[str, InstanceState | None], rows: li
 
 
 def _unknown(view: StoreView, row: QueueLag) -> HeldProgress:
-    message = _message(view, row.topic, row.queue_id, max(row.min_offset, row.consumer_offset or 0))
+    message = _message(view, row.topic, row.queue_id, row.next_offset)
     return HeldProgress(
         row.group, row.topic, row.queue_id, row.lag, row.consumer_offset, None,
         None if message is None else message.message_id, row.oldest_timestamp_ms,

@@ -417,7 +417,7 @@ def waiting_retries(store: MessageStore, tables: BrokerTables, group: str) -> It
     """Yield the retries that a group has not consumed, those in its retry topic first."""
     topic = retry_topic(group)
     for row in lag(StoreView.over(store, tables), group=group, topic=topic, times=False):
-        begin = max(row.min_offset, row.consumer_offset or 0)
+        begin = row.next_offset
         yield from store.messages(topic, row.queue_id, begin, row.max_offset)
     for pending in pending_messages(store, tables, kind="retry", topic=topic):
         message = store.message_at(pending.physical_offset)

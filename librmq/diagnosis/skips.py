@@ -113,7 +113,7 @@ def plan_skip(
         queues = []
         age_from_ms = view.now_ms if now_ms is None else now_ms
         for row in rows:
-            begin = max(row.min_offset, row.consumer_offset or 0)
+            begin = row.next_offset
             end = min(max(begin, _target(view, row, older_than, lag_above, age_from_ms)), row.max_offset)
             if begin < end:
                 queues.append(_skipped_queue(view, row, begin, end))

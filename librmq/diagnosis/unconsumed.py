@@ -64,7 +64,7 @@ def expiring(source: Source, *, reserved_s: float, within_s: float) -> list[Expi
             if not row.lag:
                 continue  # its queue can be gone
             queue = view.store.queues[row.topic, row.queue_id]
-            begin = max(row.min_offset, row.consumer_offset or 0)
+            begin = row.next_offset
             entries = queue.entries(begin, max(begin, first_at(queue, end)))
             entries = entries[entries["size"] != HOLE_SIZE]
             if len(entries):
@@ -149,7 +149,7 @@ def _of_topic(view: StoreView, group: str, topic: str, rows: list[QueueLag], sam
         return WaitingOrigins(group, topic, total, total, 0, 0, total)
     kinds: Counter[str] = Counter()
     for row in rows:
-        begin = max(row.min_offset, row.consumer_offset or 0)
+        begin = row.next_offset
         count = row.lag if total <= sampled else max(1, row.lag * sampled // total)
         with suppress(CorruptionError):
             kinds.update(map(kind_of, view.store.messages(topic, row.queue_id, begin, begin + count)))

@@ -17,6 +17,7 @@ from librmq.columns.options import Mode, Wanted
 from librmq.columns.planner import PlannedStore
 from librmq.files.disk import DiskFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
+from librmq.message.lag import deleted_unread, queue_lag, unread_from
 from librmq.spark.options import parse_read_options, refuse_urls
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
@@ -133,12 +134,12 @@ def _backlog(
             continue
         for queue_id in queues.get(topic, ()):
             queue, stored = store.queues[topic, queue_id], of_queue.get(queue_id)
-            following = queue.begin if stored is None else max(stored, queue.begin)
+            following = unread_from(stored, queue.begin)
             oldest = stored_at((topic, queue_id), following) if following < queue.end else None
             age = 0.0 if oldest is None or newest is None else (newest - oldest) / 1000
             yield (
-                store.path, group, topic, queue_id, queue.begin, queue.end, stored, max(0, queue.end - following),
-                0 if stored is None else max(0, queue.begin - stored),
+                store.path, group, topic, queue_id, queue.begin, queue.end, stored,
+                queue_lag(stored, queue.begin, queue.end), deleted_unread(stored, queue.begin),
                 None if oldest is None else oldest * 1000, None if newest is None else newest * 1000, age,
             )  # fmt: skip
 

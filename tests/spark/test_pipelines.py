@@ -15,7 +15,8 @@ pytest.importorskip("pyspark")
 from librmq.diagnosis import expiring  # noqa: E402
 from librmq.diagnosis.pending import pending_messages  # noqa: E402
 from librmq.errors import ConfigError  # noqa: E402
-from librmq.spark.pipelines import left_out, reconcile, run  # noqa: E402
+from librmq.spark.pipelines import backlog, left_out, reconcile, run  # noqa: E402
+from tests.message.test_lag import CASES  # noqa: E402
 from tests.spark_session import shared_session  # noqa: E402
 
 START_MS = 1_700_000_000_000
@@ -230,3 +231,19 @@ def test_damage_after_a_crash_halves_no_number_in_silence(tmp_path: Path) -> Non
         read().collect()
     assert read(asRecovered="true").count() == 4
     assert read(mode="DROPMALFORMED").count() == 8
+
+
+def test_lag_is_the_same_by_expressions_of_spark() -> None:
+    """The table of cases is that of `librmq.message.lag`, with a queue for each."""
+    spark, name = shared_session(), "store string, topic string, queueId int"
+    cases = [("s", "T", queue_id, *case) for queue_id, case in enumerate(CASES)]
+    queues = spark.createDataFrame(
+        [(*case[:3], *case[4:6]) for case in cases], f"{name}, minOffset bigint, maxOffset bigint"
+    )
+    offsets = spark.createDataFrame(
+        [("s", "T", "g", case[2], case[3]) for case in cases if case[3] is not None],
+        "store string, topic string, group string, queueId int, offset bigint",
+    )
+    messages = spark.createDataFrame([], f"{name}, queueOffset bigint, storeTimestamp timestamp")
+    rows = backlog(offsets, queues, messages).select("queueId", "lag", "lost").collect()
+    assert {tuple(row) for row in rows} == {(case[2], case[7], case[8]) for case in cases}

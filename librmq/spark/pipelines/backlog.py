@@ -38,7 +38,9 @@ def backlog(offsets: DataFrame, queues: DataFrame, messages: DataFrame) -> DataF
         .select(
             "store", "group", "topic", "queueId", "minOffset", "maxOffset", "offset",
             lag.alias("lag"),
-            F.greatest(F.col("minOffset") - F.coalesce("offset", "minOffset"), F.lit(0)).alias("lost"),
+            F.when(F.col("offset") < F.col("minOffset"), F.col("minOffset") - F.greatest("offset", F.lit(0)))
+            .otherwise(F.lit(0))
+            .alias("lost"),
             "oldest", "newest",
             F.coalesce(age / 1000, F.lit(0.0)).alias("ageSeconds"),
         )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from librmq.errors import BrokerError, BrokerUnreachableError, MalformedError
 from librmq.message.ids import format_host, parse_offset_message_id
+from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.protocol import (
     ConsumerData,
@@ -63,8 +64,8 @@ class GroupProgress(NamedTuple):
 
     @property
     def lag(self) -> int:
-        """Messages that the group has not consumed."""
-        return self.max_offset - self.queue_offset
+        """Messages that the group has not consumed; those that are deleted count, because the broker sends no begin."""
+        return queue_lag(self.queue_offset, 0, self.max_offset)
 
 
 class ClusterAdmin:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from librmq.broker import Broker
 from librmq.errors import BrokerError, ConfigError, MalformedError, MessageIllegalError, RmqError
 from librmq.java.json import ObjectKey
+from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue
 from librmq.message.topics import validate_client_topic
 from librmq.protocol import (
@@ -278,8 +279,7 @@ class AdminRequests:
         groups, behind = [], 0
         for group in self._broker.groups():
             tables = {topic: self._progress(group, topic) for topic in self._topics_of(group)}
-            rows = [row for table in tables.values() for row in table.values()]
-            behind += sum(row["brokerOffset"] - row["consumerOffset"] for row in rows)
+            behind += sum(self._lag(group, topic) for topic in tables)
             stats = [{"consumeTps": self._per_second(group, topic), "offsetTable": tables[topic]} for topic in tables]
             groups.append({group: stats})
         address = self._names.address(call.channel)
@@ -294,6 +294,11 @@ class AdminRequests:
             names = [str(key).rpartition("@") for key in self._broker.tables.offsets.rows]
         progressed = {topic for topic, _, name in names if name == group}
         return sorted(topic for topic in subscribed | progressed if self._broker.topic_route(topic))
+
+    def _lag(self, group: str, topic: str) -> int:
+        offset, store = self._broker.consumer_offset, self._broker.store
+        ids = [queue.queue_id for queue in self._queues(topic)]
+        return sum(queue_lag(offset(group, topic, queue_id), *store.queue_range(topic, queue_id)) for queue_id in ids)
 
     def _progress(self, group: str, topic: str) -> dict[ObjectKey, dict[str, int]]:
         """Return a group's progress by queue; without progress it counts from 0, as in the statistics of 4.9."""

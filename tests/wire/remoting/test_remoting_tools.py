@@ -54,6 +54,11 @@ def test_expired_files_are_deleted_at_any_hour() -> None:
         assert broker.store.log.begin == 4096
         advance(broker, 2 * 3600)
         assert broker.store.log.begin == 4096
+        left = sum(end - begin for begin, end in (broker.store.queue_range("t", queue_id) for queue_id in range(4)))
+        client.beat("c", "g", topics=("t",))
+        for queue_id in range(4):
+            client.call(Code.UPDATE_CONSUMER_OFFSET, consumer_group="g", topic="t", queue_id=queue_id, commit_offset=0)
+        assert client.ask(Code.GET_BROKER_CONSUME_STATS)["totalDiff"] == left  # deleted messages wait for nobody
 
 
 def test_every_code_has_an_answer(client: RawClient) -> None:
