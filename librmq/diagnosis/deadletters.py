@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from librmq.diagnosis.findings import Finding, Thresholds, counted, cut_if
@@ -19,10 +19,12 @@ AT_ONCE: Final = "never retried"
 USED_UP: Final = "retries used up"
 
 _CAUSES: Final = 5  # of a group and topic that have a finding each
-_ORIGIN_TOPIC: Final = "DLQ_ORIGIN_TOPIC"
-OF_A_LETTER: Final = frozenset((_ORIGIN_TOPIC, "DLQ_ORIGIN_MESSAGE_ID", record.PROPERTY_DEAD_LETTER_CAUSE))
+ORIGIN_TOPIC: Final = "DLQ_ORIGIN_TOPIC"
+OF_A_LETTER: Final = frozenset((ORIGIN_TOPIC, "DLQ_ORIGIN_MESSAGE_ID", record.PROPERTY_DEAD_LETTER_CAUSE))
 """Properties of a dead letter that its message did not have, besides reserved ones."""
-_VARIES: Final = re.compile(r"0x[0-9a-fA-F]+|[0-9A-Fa-f]{8,}|\d+")
+VARIABLE_PARTS: Final = "0x[0-9a-fA-F]+|[0-9A-Fa-f]{8,}|[0-9]+"
+"""What differs between causes that count as one: a regular expression of Python and Java."""
+_VARIABLE_PARTS: Final = re.compile(VARIABLE_PARTS)
 
 
 class GivenUpMessage(NamedTuple):
@@ -96,7 +98,7 @@ def sum_up_causes(letters: Iterable[GivenUpMessage]) -> list[DeadLetterCause]:
     """Return dead letters by group, topic and cause, the most frequent first."""
     sums: dict[tuple[str, str, str], DeadLetterCause] = {}
     for letter in letters:
-        name = letter.group, letter.original_topic, _VARIES.sub("#", letter.cause)
+        name = letter.group, letter.original_topic, _VARIABLE_PARTS.sub("#", letter.cause)
         before = sums.get(name)
         at = letter.store_timestamp_ms
         sums[name] = DeadLetterCause(
@@ -122,25 +124,29 @@ def _messages(view: StoreView, group: str | None) -> Iterator[tuple[str, StoredM
 
 def given_up(group: str, message: StoredMessage) -> GivenUpMessage:
     """Return a message of a group's dead-letter topic as a dead letter."""
-    properties = message.properties
-    topic = properties.get(record.PROPERTY_RETRY_TOPIC) or properties.get(_ORIGIN_TOPIC) or message.topic
-    topic = topic.removeprefix(f"{retry_topic(group)}_")  # of a message that a client of 5.x received again
     return GivenUpMessage(
-        group, topic, message.unique_key, message.reconsume_times, message.store_timestamp_ms, _cause(message),
-        message.physical_offset,
+        group, origin_of(group, message.topic, message.properties), message.unique_key, message.reconsume_times,
+        message.store_timestamp_ms, cause_of(message.properties, message.reconsume_times), message.physical_offset,
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------------ causes
+def origin_of(group: str, topic: str, properties: Mapping[str, str]) -> str:
+    """Return the topic that a message of a group's topic of retries or dead letters was sent to."""
+    origin = properties.get(record.PROPERTY_RETRY_TOPIC) or properties.get(ORIGIN_TOPIC) or topic
+    return origin.removeprefix(f"{retry_topic(group)}_")  # of a message that a client of 5.x received again
 
 
-def _cause(message: StoredMessage) -> str:
-    recorded = message.properties.get(record.PROPERTY_DEAD_LETTER_CAUSE)
+def cause_of(properties: Mapping[str, str], reconsume_times: int) -> str:
+    """Return why a group gave a message up: what a consumer recorded, else what the record shows."""
+    recorded = properties.get(record.PROPERTY_DEAD_LETTER_CAUSE)
     if recorded:
         return recorded
-    if java_int(message.properties.get(record.PROPERTY_RECONSUME_TIME, "")) is not None:
+    if java_int(properties.get(record.PROPERTY_RECONSUME_TIME, "")) is not None:
         return IN_ORDER  # an orderly consumer sends the message itself, with its count as a property
-    return AT_ONCE if message.reconsume_times <= 1 else USED_UP
+    return AT_ONCE if reconsume_times <= 1 else USED_UP
+
+
+# ------------------------------------------------------------------------------------------------------------ causes
 
 
 def dead_letter_findings(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:

@@ -2,9 +2,42 @@
 
 from __future__ import annotations
 
-from librmq import DeadLetter, ReconsumeLater
+import pytest
+
+from librmq import DeadLetter, Message, MessageStore, ReconsumeLater, StoreConfig
 from librmq.diagnosis import dead_letter_causes, dead_letters, diagnose
+from librmq.diagnosis.view import StoreView
+from librmq.files.memory import MemoryFiles
 from librmq.testing import Kit
+
+CASES: list[tuple[dict[str, str], int, str, str]] = [
+    # properties, reconsume times: topic, cause
+    ({}, 0, "%DLQ%G", "never retried"),
+    ({"RETRY_TOPIC": "orders"}, 1, "orders", "never retried"),
+    ({"RETRY_TOPIC": "orders"}, 2, "orders", "retries used up"),
+    ({"RETRY_TOPIC": "", "DLQ_ORIGIN_TOPIC": "paid"}, 16, "paid", "retries used up"),
+    ({"RETRY_TOPIC": "orders", "DLQ_ORIGIN_TOPIC": "paid"}, 16, "orders", "retries used up"),
+    ({"RETRY_TOPIC": "%RETRY%G_orders"}, 3, "orders", "retries used up"),
+    ({"RETRY_TOPIC": "%RETRY%H_orders"}, 3, "%RETRY%H_orders", "retries used up"),
+    ({"RECONSUME_TIME": "3"}, 1, "%DLQ%G", "ordered, retries used up"),
+    ({"RECONSUME_TIME": "three"}, 1, "%DLQ%G", "never retried"),
+    ({"RECONSUME_TIME": "99999999999"}, 2, "%DLQ%G", "retries used up"),
+    ({"DEAD_LETTER_CAUSE": "", "RECONSUME_TIME": "3"}, 1, "%DLQ%G", "ordered, retries used up"),
+    ({"DEAD_LETTER_CAUSE": "KeyError: 4711 at 0x7f3a"}, 1, "%DLQ%G", "KeyError: # at #"),
+    ({"DEAD_LETTER_CAUSE": "no order DEADBEEF01", "RECONSUME_TIME": "3"}, 9, "%DLQ%G", "no order #"),
+]
+"""Dead letters of the group G, for a store and for Spark's expressions."""
+
+
+@pytest.mark.parametrize(("properties", "reconsume_times", "topic", "cause"), CASES)
+def test_origin_and_cause(properties: dict[str, str], reconsume_times: int, topic: str, cause: str) -> None:
+    files = MemoryFiles()
+    with MessageStore.open("/s", StoreConfig.tiny(), files=files) as store:
+        letter = Message("%DLQ%G", b"x")
+        letter.properties.update(properties)
+        store.append(letter, reconsume_times=reconsume_times)
+        (row,) = dead_letter_causes(StoreView.over(store))
+    assert (row.group, row.original_topic, row.cause) == ("G", topic, cause)
 
 
 def test_letters_with_their_causes(rmq: Kit) -> None:

@@ -12,11 +12,13 @@ from librmq import Broker, ManualClock, ManualRunner, Message, MessageStore, Pro
 pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")
 
-from librmq.diagnosis import expiring  # noqa: E402
+from librmq.diagnosis import Consumption, estimate, expiring  # noqa: E402
 from librmq.diagnosis.pending import pending_messages  # noqa: E402
 from librmq.errors import ConfigError  # noqa: E402
-from librmq.spark.pipelines import backlog, left_out, reconcile, run  # noqa: E402
-from tests.message.test_lag import CASES  # noqa: E402
+from librmq.spark.functions import strategy_of  # noqa: E402
+from librmq.spark.pipelines import backlog, dead_letters, left_out, reconcile, run, what_if  # noqa: E402
+from tests.diagnosis.test_letters import CASES as DEAD_LETTERS  # noqa: E402
+from tests.message.test_lag import CASES as LAGS  # noqa: E402
 from tests.spark_session import shared_session  # noqa: E402
 
 START_MS = 1_700_000_000_000
@@ -236,7 +238,7 @@ def test_damage_after_a_crash_halves_no_number_in_silence(tmp_path: Path) -> Non
 def test_lag_is_the_same_by_expressions_of_spark() -> None:
     """The table of cases is that of `librmq.message.lag`, with a queue for each."""
     spark, name = shared_session(), "store string, topic string, queueId int"
-    cases = [("s", "T", queue_id, *case) for queue_id, case in enumerate(CASES)]
+    cases = [("s", "T", queue_id, *case) for queue_id, case in enumerate(LAGS)]
     queues = spark.createDataFrame(
         [(*case[:3], *case[4:6]) for case in cases], f"{name}, minOffset bigint, maxOffset bigint"
     )
@@ -247,3 +249,39 @@ def test_lag_is_the_same_by_expressions_of_spark() -> None:
     messages = spark.createDataFrame([], f"{name}, queueOffset bigint, storeTimestamp timestamp")
     rows = backlog(offsets, queues, messages).select("queueId", "lag", "lost").collect()
     assert {tuple(row) for row in rows} == {(case[2], case[7], case[8]) for case in cases}
+
+
+def test_causes_are_the_same_by_expressions_of_spark() -> None:
+    """The table of cases is that of `librmq.diagnosis.dead_letter_causes`, with a store for each."""
+    columns = "store string, topic string, storeTimestamp timestamp, properties map<string,string>, reconsumeTimes int"
+    letters = [(str(n), "%DLQ%G", None, case[0], case[1]) for n, case in enumerate(DEAD_LETTERS)]
+    rows = dead_letters(shared_session().createDataFrame(letters, columns)).select("store", "group", "topic", "cause")
+    assert {tuple(row) for row in rows.collect()} == {
+        (str(n), "G", topic, cause) for n, (_, _, topic, cause) in enumerate(DEAD_LETTERS)
+    }
+
+
+@pytest.mark.parametrize("strategy", ["AVG", "AVG_BY_CIRCLE", "CONSISTENT_HASH"])
+def test_what_if_is_the_estimate_without_spread(strategy: str) -> None:
+    """A client's rate is that of its threads; a queue's rate that of one listener in order."""
+    spark = shared_session()
+    lags = {"even": [50, 50, 50, 50], "uneven": [900, 0, 7, 40, 1], "one": [300], "none": [0, 0]}
+    rates = {"clients": (100.0, 1e9), "queues": (100.0, 25.0)}
+    frame = spark.createDataFrame(
+        [("broker", group, "topic", at, lag) for group, row in lags.items() for at, lag in enumerate(row)],
+        "store string, group string, topic string, queueId int, lag bigint",
+    )
+    scenarios = [(name, strategy, clients, *rate) for name, rate in rates.items() for clients in (1, 2, 3, 8)]
+    schema = "scenario string, strategy string, clients int, clientRate double, queueRate double"
+    for row in what_if(frame, spark.createDataFrame(scenarios, schema)).collect():
+        ordered = row["scenario"] == "queues"
+        expected = estimate(
+            Consumption(
+                lags=lags[row["group"]], handler_s=1 / 25 if ordered else 1 / 100, handler_spread=0.0,
+                clients=row["clients"], threads=4 if ordered else 1, is_orderly=ordered,
+                strategy=strategy_of(strategy),
+            )
+        )  # fmt: skip
+        assert row["idleClients"] == expected.idle_clients
+        assert (row["mostQueues"], row["unowned"]) == (expected.most_queues, expected.unowned_queues)
+        assert row["drainSeconds"] == pytest.approx(expected.drain_s)
