@@ -193,7 +193,7 @@ def test_messages_that_a_new_group_skips_are_logged(
 ) -> None:
     for _ in range(3):
         client.put("t", b"x")
-    row = {"groupName": "g", "messageModel": model, "consumeFromWhere": start}
+    row: dict[str, object] = {"groupName": "g", "messageModel": model, "consumeFromWhere": start}
     row |= {"subscriptionDataSet": [{"topic": "t", "subString": "*", "subVersion": 1}]}
     assert client.call(Code.HEART_BEAT, {"clientID": "c1", "consumerDataSet": [row]}).code == 0
     if saved is not None:
