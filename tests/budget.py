@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
+Test = TypeVar("Test", bound=Callable[..., object])
 
 PART = 8
 """The quick check tries one case in this many."""
@@ -41,6 +42,12 @@ def examples(wanted: int) -> int:
 def step() -> int:
     """Return the step between numbered cases when their total is not known in advance."""
     return PART if run.quick else 1
+
+
+def many(test: Test) -> Test:
+    """Say that a test has many cases, of which the quick check runs every eighth."""
+    test.has_many_cases = True  # type: ignore[attr-defined]
+    return test
 
 
 def some(cases: Sequence[T]) -> Sequence[T]:

@@ -314,14 +314,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"skipped {number}: {reason}")
 
 
-# --- kinds of tests, and several processes
-
-KINDS = ("golden", "crash", "fuzz", "replay")
-"""Folders whose tests get a mark with the folder's name."""
-
-
-LONG = ("spark", "servers", "slow", "crash", "property")
-"""Marks of tests that can take long. They run first, so that no process is still busy with one at the end."""
+# --- several processes
 
 _process = os.environ.get("PYTEST_XDIST_WORKER", "")
 """The name of this worker process: gw0, gw1, …; empty if the run has a single process."""
@@ -349,32 +342,38 @@ def pytest_collect_directory(path: Path) -> Generator[None, pytest.Collector | N
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by kind; order and group them for several processes.
+    """Order and group tests for several processes.
 
-    Long tests come first and are distributed one by one. Tests that share a session or a server stay together. The
-    other tests of a module stay together too, because they share its fixtures.
+    Long tests come first, so that no process is still busy with one at the end, and are distributed one by one. Tests
+    that share a session or a server stay together. The other tests of a module stay together too, because they share
+    its fixtures.
     """
-    _mark(items)
-    if items and "not thorough" in items[0].config.option.markexpr:
+    if budget.run.quick:
         _leave_out(items)
     for item in items if items and items[0].config.getoption("rmq_over_tcp") else ():
         reason = reason_of(item.nodeid)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=f"over TCP: {reason}"))
     if _process:
+        ranks: dict[str, int] = {}
         for item in items:
-            if item.get_closest_marker("xdist_group") is None and not _is_long(item):
+            if item.get_closest_marker("spark"):
+                item.add_marker(pytest.mark.xdist_group("spark"))
+            is_grouped = item.get_closest_marker("xdist_group") is not None
+            ranks[item.nodeid] = 0 if is_grouped else 1 if _is_long(item) else 2
+            if ranks[item.nodeid] == 2:
                 item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-        items.sort(key=lambda item: (_rank(item), str(item.path)))
+        items.sort(key=lambda item: (ranks[item.nodeid], str(item.path)))
 
 
 def _leave_out(items: list[pytest.Item]) -> None:
-    """Deselect seven of eight cases of each test marked ``many``, but never its first case."""
+    """Deselect seven of eight cases of each test of `budget.many`, but never its first case."""
     places = defaultdict[str, Iterator[int]](itertools.count)
     left_out = [
         item
         for item in items
-        if item.get_closest_marker("many") and next(places[item.nodeid.partition("[")[0]]) % budget.PART
+        if getattr(getattr(item, "function", None), "has_many_cases", False)
+        and next(places[item.nodeid.partition("[")[0]]) % budget.PART
     ]
     if left_out:
         items[0].config.hook.pytest_deselected(items=left_out)
@@ -383,25 +382,9 @@ def _leave_out(items: list[pytest.Item]) -> None:
 
 
 def _is_long(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(mark) for mark in LONG)
-
-
-def _rank(item: pytest.Item) -> int:
-    if not _is_long(item):
-        return 2
-    return 0 if item.get_closest_marker("xdist_group") else 1
-
-
-def _mark(items: list[pytest.Item]) -> None:
-    for item in items:
-        for kind in KINDS:
-            if kind in item.path.parts:
-                item.add_marker(kind)
-        function = getattr(item, "function", None)
-        if is_hypothesis_test(function) or item.path.stem.endswith("_machine"):
-            item.add_marker("property")
-        if item.get_closest_marker("spark"):
-            item.add_marker(pytest.mark.xdist_group("spark"))
+    """Return whether a test can take long: a slow one, one that crashes stores, or draws its cases."""
+    is_drawn = is_hypothesis_test(getattr(item, "function", None)) or item.path.stem.endswith("_machine")
+    return is_drawn or "crash" in item.path.parts or item.get_closest_marker("slow") is not None
 
 
 # --- in CI a skip is a failure

@@ -44,8 +44,6 @@ SITE_EXTRAS = (QUICK_EXTRAS - {"test"}) | {"docs"}
 
 IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup", "--no-loadscope-reorder")
 """One process for each core; the latter of two equal pytest options counts, as in ``./check -n 0``."""
-LEFT_OUT = "not bench"
-LEFT_OUT_QUICK = "not bench and not slow and not spark and not thorough"
 WITHOUT_SPARK = ("--allow-subclassing-any", "--allow-untyped-decorators", "--no-warn-unused-ignores")
 """What mypy must let pass where PySpark and its types are not installed."""
 SHORT_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
@@ -391,7 +389,7 @@ def check(arguments: Sequence[str]) -> int:
 
 def pytest_words(words: Sequence[str], paths: Sequence[str], options: argparse.Namespace) -> list[str]:
     """Return pytest's arguments: which tests, in how many processes, and when to stop."""
-    chosen = [*IN_PARALLEL, "-m", LEFT_OUT_QUICK if options.quick else LEFT_OUT]
+    chosen = [*IN_PARALLEL, *(["-m", "not slow and not spark"] if options.quick else [])]
     chosen += ["-n", "0"] if paths and all(".py" in path for path in paths) else []
     chosen += ["-x"] if options.quick and not options.keep_going else []
     chosen += ["--cov", "--cov-report="] if options.coverage else []

@@ -124,7 +124,7 @@ def test_timed_messages_after_a_loss_come_in_their_time(tmp_path: Path, recovers
         assert len(list(broker.messages("T"))) == 25
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_retry_copy_is_durable_before_progress_passes_it() -> None:
     """Cut the power right after each save of the progress; unconsumed messages are delivered again."""
     files, runner = RecordingFiles(), ManualRunner()

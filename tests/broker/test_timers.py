@@ -104,7 +104,7 @@ def test_a_delay_that_is_a_level_waits_as_one(settings: dict[str, Any]) -> None:
         assert bodies(broker) == [b"x"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.rmq(broker_config=BrokerConfig(timers=WHEEL, hops=True))
 def test_the_relay_carries_what_the_timer_refuses(rmq: Kit, broker: Broker) -> None:
     days = 3_600_000 * 24

@@ -12,6 +12,7 @@ from librmq.clock import ManualClock
 from librmq.diagnosis import lag
 from librmq.runtime.runner import ManualRunner
 from librmq.store.format.broker_tables import BrokerTables
+from tests.budget import many
 from tests.cli.stand import Shell, files_of
 
 ORDERS = ("--group", "CG_order", "--topic", "OrderTopic")
@@ -37,7 +38,7 @@ def progress(shell: Shell) -> dict[int, int | None]:
     return {row["queue_id"]: row["consumer_offset"] for row in shell("lag", "store", *ORDERS).rows}
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("words", CHANGES, ids=lambda words: "-".join(words[:2]))
 def test_a_dry_run_prints_the_same_and_changes_no_byte(shell: Shell, words: tuple[str, ...]) -> None:
     before = files_of(shell.folder / "store")
@@ -66,7 +67,7 @@ def test_a_change_is_saved_before_it_is_printed(
     assert files_of(shell.folder / "store" / "config") != before
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("words", CHANGES, ids=lambda words: "-".join(words[:2]))
 def test_a_store_in_use_is_refused_with_its_owner(shell: Shell, words: tuple[str, ...]) -> None:
     before = files_of(shell.folder / "store" / "config")
@@ -211,7 +212,7 @@ def test_skipped_messages_can_be_set_aside_and_replayed(shell: Shell) -> None:
     assert "has skipped nothing" in shell("replay", "store", "--group", "x", "--topic", "y", "--to", "z").said
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize(
     ("words", "said"),
     [

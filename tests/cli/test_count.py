@@ -18,7 +18,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.message import Message
 from librmq.store import MessageStore
-from tests.budget import some
+from tests.budget import many, some
 from tests.cli.stand import Shell
 
 Row = dict[str, Any]
@@ -53,7 +53,7 @@ WORDS: tuple[list[str], ...] = (
 BY = ("topic", "queue", "tag", "key", "hour", "minute")
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("arrow", [True, False], ids=["columns", "messages"])
 @pytest.mark.parametrize(("by", "words"), some([*product(BY, WORDS)]))
 def test_messages_are_counted_by(

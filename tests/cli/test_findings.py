@@ -171,7 +171,7 @@ def test_the_effect_of_a_change(shell: Shell) -> None:
     assert "has no progress" in shell("whatif", "store", "--group", "x", "--topic", "y", "--handler", "1s").said
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_half_that_was_given_up_is_decided_later(shell: Shell) -> None:
     runner = ManualRunner()
     with Broker.open("tx", runner=runner) as broker:
@@ -194,7 +194,7 @@ def test_a_half_that_was_given_up_is_decided_later(shell: Shell) -> None:
     assert "expected either --commit" in shell("decide", "tx", 1).said
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_tables_fit_the_terminal(shell: Shell, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     pytest.importorskip("rich")

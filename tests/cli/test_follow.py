@@ -60,7 +60,7 @@ def test_a_folder_that_can_not_follow_is_refused(shell: Shell) -> None:
     assert "promote_replica" in answer.said
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_process_follows_until_a_signal_ends_it(tmp_path: Path, number: int) -> None:
     """The master is open in this process and grows; the copy has everything that was there when the signal came."""

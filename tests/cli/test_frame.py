@@ -13,6 +13,7 @@ import pytest
 
 import librmq
 from librmq.cli.commands import COMMANDS
+from tests.budget import many
 from tests.cli.stand import Shell, files_of
 
 NEEDS_SPARK = ("spark", "doctor")
@@ -43,7 +44,7 @@ def test_an_unknown_command_is_answered_with_a_near_one(shell: Shell) -> None:
     assert "there is no command 'queus'; did you mean queues?" in answer.said
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in (*NEEDS_SPARK, *RUNS_ON)])
 def test_the_example_in_the_help_of_a_command_runs(shell: Shell, name: str) -> None:
     if name in NEEDS_ARROW and find_spec("pyarrow") is None:

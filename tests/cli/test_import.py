@@ -14,6 +14,7 @@ from librmq import Broker, Message, MessageStore
 from librmq.clock import ManualClock
 from librmq.message import record
 from librmq.runtime.runner import ManualRunner
+from tests.budget import many
 from tests.cli.stand import Shell, files_of
 
 pytestmark = pytest.mark.skipif(find_spec("pyarrow") is None, reason="needs the extra arrow")
@@ -34,7 +35,7 @@ def messages(shell: Shell, store: str) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["topic"], row["queue_id"], row["queue_offset"]))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["all.jsonl", "all.csv", "all", "by topic"])
 def test_an_export_is_imported_as_it_was(shell: Shell, name: str) -> None:
     more = ["--partition-by", "topic,queueId"] if name == "by topic" else []
@@ -102,7 +103,7 @@ def test_a_dry_run_counts_and_writes_nothing(shell: Shell) -> None:
     assert not (shell.folder / "new").exists()
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize(
     ("line", "said"),
     [

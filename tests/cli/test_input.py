@@ -59,7 +59,7 @@ def test_values_that_are_not_times(text: str) -> None:
         parse_time(text, ManualClock(NOW))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @given(st.text())
 def test_any_text_is_a_time_or_bad_input(text: str) -> None:
     with contextlib.suppress(InputError):

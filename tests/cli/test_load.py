@@ -24,7 +24,7 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
-from tests.budget import examples
+from tests.budget import examples, many
 
 Row = dict[str, Any]
 
@@ -620,7 +620,7 @@ BAD = {
 }
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("line", BAD.values(), ids=BAD.keys())
 def test_a_bad_line_ends_the_run_but_keeps_earlier_operations(load: Load, line: Row | str | bytes) -> None:
     with pytest.raises(InputError, match=r"^line 4: "):

@@ -205,7 +205,7 @@ def test_times_may_be_how_long_ago(monkeypatch: pytest.MonkeyPatch, word: str) -
 SLOW = ("lark", "mmh3", "rich", "pyarrow", "numpy", "librmq.filter", "librmq.broker")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

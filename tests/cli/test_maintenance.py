@@ -107,7 +107,7 @@ def test_salvage_into_a_new_store(run: Run, damaged: tuple[Path, dict[str, Any]]
     assert "it is not empty" in err
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @stores
 def test_salvage_agrees_with_dump_of_a_recovered_store(run: Run, folder: Path, store_copy: StoreCopy) -> None:
     copy = store_copy(folder)
@@ -118,7 +118,7 @@ def test_salvage_agrees_with_dump_of_a_recovered_store(run: Run, folder: Path, s
     assert [row for row in printed if row["type"] == "message"][: len(log)] == log
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @stores
 def test_snapshot_and_restore(run: Run, folder: Path, store_copy: StoreCopy, tmp_path: Path) -> None:
     copy = store_copy(folder)
@@ -156,7 +156,7 @@ def test_no_snapshot_is_made_of_damage_or_of_nothing(
     assert run("salvage", tmp_path / "nowhere")[0] == 2
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_tables_show_gaps(capsys: pytest.CaptureFixture[str], damaged: tuple[Path, dict[str, Any]]) -> None:
     pytest.importorskip("rich")
     assert main(["salvage", str(damaged[0]), "--format", "table"]) == 0

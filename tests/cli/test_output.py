@@ -43,7 +43,7 @@ def test_json_lines_keep_unicode_and_order() -> None:
     assert json.loads(second) == {"nasty": NASTY}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @given(st.recursive(st.text() | st.integers() | st.none(), lambda inner: st.dictionaries(st.text(), inner)))
 def test_json_lines_are_read_back(value: Any) -> None:
     line = json_line({"value": value})
@@ -170,7 +170,7 @@ def test_rows_of_a_continuing_list_are_printed_immediately() -> None:
     assert stream.getvalue().count("tags") == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_many_rows_are_drawn_in_parts() -> None:
     text = drawn(*[MESSAGE] * 1001)
     assert text.count("physical offset") == 3

@@ -74,7 +74,7 @@ def test_work_of_unknown_length_shows_its_amount_and_rate() -> None:
     assert "50%" in drawn(stream)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -171,7 +171,7 @@ def cut_and_grow(shell: Shell, kept: Sequence[bytes], *bodies: bytes) -> None:
     shutil.copy(shell.folder / "full" / "librmq" / "replay.json", shell.folder / "cut" / "librmq" / "replay.json")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("grown", [(b"4",), (b"4", b"5"), (b"4", b"5", b"6", b"7")])
 def test_a_log_that_was_cut_since_is_refused(
     shell: Shell, cluster: Broker, server: RemotingServer, grown: tuple[bytes, ...]

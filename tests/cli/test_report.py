@@ -26,7 +26,7 @@ def test_it_writes_a_page_and_json_without_spark(shell: Shell, monkeypatch: pyte
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_earlier_report_is_compared(shell: Shell) -> None:
     shell("report", "store", "-o", "first.html")
     shell("reset", "store", "--group", "CG_order", "--topic", "OrderTopic", "--to", "end")
@@ -37,7 +37,7 @@ def test_an_earlier_report_is_compared(shell: Shell) -> None:
     assert "75" in html.partition('<section id="changes">')[2].partition("</section>")[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_path_may_be_one_level_too_high(shell: Shell) -> None:
     unpack_store(shell.folder / "other")
     answer = shell("report", "other", "store", "--no-verify")

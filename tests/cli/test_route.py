@@ -15,6 +15,7 @@ from librmq.protocol import PERM_WRITE, UpdateOffset
 from librmq.wire.certificates import self_signed
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting.frames import answer_to
+from tests.budget import many
 from tests.cli.stand import Shell
 from tests.wire.fake_servers import FakeServer
 
@@ -40,7 +41,7 @@ def served(shell: Shell) -> Iterator[RemotingServer]:
             yield server
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize(
     "words",
     [
@@ -93,7 +94,7 @@ def test_rates_of_a_cluster(shell: Shell, served: RemotingServer) -> None:
     assert all(row["seconds"] >= 0.1 and row["stored_per_s"] == 0 and row["drain_s"] is None for row in rows)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_progress_is_reset_in_the_cluster(shell: Shell, served: RemotingServer) -> None:
     reset = ("--route", served.address, "--group", "billing", "--topic", "orders")
     dry = shell("reset", *reset, "--to", "end", "--dry-run").rows
@@ -107,7 +108,7 @@ def test_progress_is_reset_in_the_cluster(shell: Shell, served: RemotingServer) 
     assert [row["after"] for row in shell("reset", *reset, "--to", "begin").rows] == [0, 0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_rows_of_several_brokers_name_theirs(shell: Shell) -> None:
     with ExitStack() as stack:
         names = stack.enter_context(FakeServer(lambda frame: None))
@@ -134,7 +135,7 @@ def test_rows_of_several_brokers_name_theirs(shell: Shell) -> None:
         assert [row["broker"] for row in shell("dead-letters", *words).rows] == ["broker-a", "broker-b"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_running_group_learns_of_a_whole_topic_only(shell: Shell, served: RemotingServer) -> None:
     words = ("reset", "--route", served.address, "--group", "billing", "--topic", "orders")
     with connect(served.address) as route, PullConsumer(route, "billing") as consumer:
@@ -146,7 +147,7 @@ def test_a_running_group_learns_of_a_whole_topic_only(shell: Shell, served: Remo
         assert shell(*words, "--to", "end").status == 0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_is_unknown_is_refused(shell: Shell, served: RemotingServer) -> None:
     words = ("reset", "--route", served.address, "--to", "end")
     assert "there is no group 'biling'; did you mean" in shell(*words, "--group", "biling", "--topic", "orders").said

@@ -14,6 +14,7 @@ import pytest
 from librmq import Message, MessageStore, StoreConfig
 from librmq.cli import main
 from librmq.clock import ManualClock
+from tests.budget import many
 from tests.cli.stand import Shell
 
 Row = dict[str, Any]
@@ -82,7 +83,7 @@ SELECTIONS: list[tuple[list[str], Test]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize(("words", "wanted"), SELECTIONS, ids=[" ".join(words) or "all" for words, _ in SELECTIONS])
 def test_selected_messages_are_shown_in_log_order(shell: Shell, words: list[str], wanted: Test) -> None:
     expected = [row for row in dumped(shell) if wanted(row)]
@@ -156,7 +157,7 @@ def test_damage_ends_the_list_with_its_place(shell: Shell) -> None:
 # --- tail
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("count", [1, 10, 60, 1000])
 @pytest.mark.parametrize(
     ("words", "wanted"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from librmq.cli import main
+from tests.budget import many
 from tests.conftest import Run, StoreCopy
 from tests.reference import existing, rows
 
@@ -245,7 +246,7 @@ def test_queues_in_rocksdb_are_refused_by_name(run: Run, tmp_path: Path, command
 # --- files of a wrong length
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("command", ["queues", "ask", "verify"])
 @pytest.mark.parametrize("length", [0, 1, 100])
 @pytest.mark.parametrize("kind", ["commitlog", "consumequeue", "index"])
@@ -347,7 +348,7 @@ def test_an_interruption_leaves_a_closed_store(run: Run, copy: Path, monkeypatch
     assert not (copy / "abort").exists()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_tables_of_every_command(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     for words in (

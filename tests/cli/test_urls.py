@@ -179,7 +179,6 @@ def test_damage_is_reported_by_its_url(shell: Shell) -> None:
 
 
 @pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs takes the place of PyArrow")
-@pytest.mark.servers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the server's own code
 def test_a_store_in_s3(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its address and keys come as options, or from the environment."""

@@ -52,7 +52,7 @@ STRATEGIES: dict[str, AllocationStrategy] = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
 @given(queues=QUEUES, clients=CLIENTS, data=st.data())
 def test_each_queue_has_one_owner_in_any_order_of_asking(

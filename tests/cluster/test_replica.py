@@ -383,7 +383,7 @@ def test_a_failover_repeats_the_last_messages() -> None:
     replica.close()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_store_of_another_writer_is_followed_on_disk(tmp_path: Path) -> None:
     """Without a broker or connection, the replica reads the files while another process writes them."""
     runner = ManualRunner()
@@ -468,7 +468,6 @@ def test_senders_in_threads_share_a_copy(tmp_path: Path) -> None:
     assert verify(str(tmp_path / "c"), None, DiskFiles()).damage == ()
 
 
-@pytest.mark.golden
 @pytest.mark.parametrize("folder", store_folders())
 def test_recorded_stores_are_copied_byte_for_byte(folder: Path) -> None:
     """The log is copied with its blanks and what follows them; the copy derives its queues itself."""

@@ -13,7 +13,7 @@ import pytest
 from librmq import CorruptionError, ManualClock, Message, MessageStore, StoreConfig
 from librmq.files.seam import Files
 from librmq.testing import CrashImages
-from tests.budget import examples, some
+from tests.budget import examples, many, some
 from tests.crash.runs import record
 from tests.stores import ROOT, START_MS, contents, from_disk, in_memory, on_disk
 
@@ -47,7 +47,7 @@ def check(crashed: Path, config: StoreConfig) -> None:
     assert found == rows(recovered)
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("number", some(range(8)))
 def test_images_of_power_failures_are_read_as_recovered(tmp_path: Path, number: int) -> None:
     recorded = record(f"columns {number}")

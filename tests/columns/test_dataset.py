@@ -147,7 +147,7 @@ def test_filters_of_other_views_select_the_same(path: Path, table: pa.Table, tre
         )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @settings(max_examples=examples(30))
 @given(tree=TREES)
 def test_arrow_pushes_filters_down(path: Path, table: pa.Table, tree: Any) -> None:
@@ -170,7 +170,7 @@ def test_duckdb_pushes_filters_down(path: Path, table: pa.Table, tree: Any) -> N
     assert found == wanted
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @settings(max_examples=examples(30))
 @given(tree=TREES)
 def test_polars_pushes_filters_down(path: Path, table: pa.Table, tree: Any) -> None:
@@ -210,7 +210,7 @@ def test_a_dataset_is_read_repeatedly(path: Path, table: pa.Table) -> None:
     assert doubled.column("twice").to_pylist() == [2 * one for one in table.column("queueOffset").to_pylist()]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_dataset_that_several_processes_read(path: Path, table: pa.Table) -> None:
     """The read continues even when only Arrow or DuckDB still refers to it."""
     shared = dataset(path, columns=COLUMNS, processes=2)
@@ -228,7 +228,7 @@ print(duckdb.sql("SELECT topic FROM store LIMIT 3").fetchall())
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_process_ends_after_a_query_with_a_limit(tmp_path: Path) -> None:
     pytest.importorskip("duckdb")
     with MessageStore.open(tmp_path / "s", StoreConfig.tiny()) as store:

@@ -286,7 +286,7 @@ def test_an_export_reads_few_batches_ahead(
     assert max(ahead) <= 8 + 2, "those ahead, the one being written, and the next"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_several_processes_export_the_same(store: Path, tmp_path: Path) -> None:
     """From three on, the calling process reads nothing."""
     fill(store, range(60, 300))
@@ -317,7 +317,7 @@ def test_parquet_in_folders(store: Path, tmp_path: Path) -> None:
     assert [row["topic"] for row in rows(tmp_path / "out")] == ["A", "B"] * 30
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_rows_of_a_folder_keep_their_order(tmp_path: Path) -> None:
     with MessageStore.open(tmp_path / "store", CONFIG, clock=ManualClock(START_MS)) as store:
         for number in range(2_400):
@@ -365,7 +365,7 @@ for left[0] in range(5):
 """Runs an export in five processes: the first dies at its first write, rename or flush, the second at its second, …"""
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OUTS)
 def test_a_killed_export_loses_and_repeats_nothing(store: Path, tmp_path: Path, name: str) -> None:
     fill(store, range(60, 200))
@@ -376,7 +376,7 @@ def test_a_killed_export_loses_and_repeats_nothing(store: Path, tmp_path: Path, 
     assert numbers(tmp_path / name) == list(range(200))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_messages_that_retention_deleted(store: Path, tmp_path: Path) -> None:
     export(store, tmp_path / "out.jsonl", until=START_MS + 1)
     fill(store, range(60, 2000))
@@ -546,7 +546,7 @@ def test_a_place_that_cannot_be_written(store: Path, tmp_path: Path) -> None:
         export(store, tmp_path / "file" / "lake")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main(["export", str(store), "--format", "jsonl", "-o", str(out), "--topic", "A", "--tag", "t1"]) == 0
@@ -621,7 +621,7 @@ def test_a_folder_that_lacks_files_is_refused(store: Path, tmp_path: Path, lost:
     assert export(store, out, partition_by="topic").rows == 70
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_messages_that_no_filter_accepts_may_be_deleted(tmp_path: Path) -> None:
     config = replace(CONFIG, max_total_size=2 * CONFIG.commitlog_file_size)
     clock = ManualClock(START_MS)

@@ -26,7 +26,7 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAStoreError, StoreError
 from librmq.files.disk import DiskFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from tests.budget import step
+from tests.budget import many, step
 from tests.programs import environment, run_program, start_program
 from tests.stores import ROOT, CountingFiles, from_disk, in_memory
 
@@ -84,7 +84,7 @@ def test_without_settings_it_reads_all_user_messages(path: Path) -> None:
     assert SCHEDULE_TOPIC in everything.column("topic").to_pylist()
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
@@ -205,7 +205,7 @@ def test_several_stores(path: Path, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize(
     "settings",
     [
@@ -301,7 +301,7 @@ def test_lines_of_other_processes_reach_the_callers_log(
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_log_view_decodes_no_records_of_other_queues(path: Path, tmp_path: Path) -> None:
     """Damage in a record of another queue is no error; damage in a record that is wanted is one."""
     shutil.copytree(path, tmp_path / "s")
@@ -319,7 +319,7 @@ def test_the_log_view_decodes_no_records_of_other_queues(path: Path, tmp_path: P
         reader(tmp_path / "s", view="log", topic="A").read_all()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 5])
 def test_a_closed_store_without_its_last_log_files(path: Path, tmp_path: Path, kept: int) -> None:
     """No crash explains queue entries beyond the log, so the messages are not left out in silence."""
@@ -371,7 +371,7 @@ def test_a_store_that_was_not_closed_is_read_unchanged(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_read_leaves_a_store_in_memory_as_it_was(path: Path) -> None:
     """A reader must not release the pages of memory files, which have no other copy of their contents."""
     files = in_memory(from_disk(path))
@@ -383,7 +383,7 @@ def test_a_read_leaves_a_store_in_memory_as_it_was(path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ several processes
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_processes_read_the_same_in_the_same_order(path: Path) -> None:
     views: tuple[View, ...] = ("messages", "queues", "log")
     for view in views[:: step()]:
@@ -399,7 +399,7 @@ print(sum(batch.num_rows for batch in batches), "pyspark" in sys.modules, flush=
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_script_needs_no_guard_and_no_spark(path: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -415,7 +415,7 @@ def children_of(process: int) -> list[int]:
     return [int(one) for one in found.split()]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @linux
 @pytest.mark.platform
 def test_children_die_with_a_killed_parent(path: Path) -> None:
@@ -485,7 +485,7 @@ def test_closing_ends_the_children_at_once(path: Path) -> None:
     assert children_of(os.getpid()) == before
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @linux
 @pytest.mark.platform
 def test_no_read_leaves_anything_behind(path: Path, tmp_path: Path) -> None:
@@ -523,7 +523,7 @@ def test_a_reading_process_that_is_killed_is_an_error(path: Path) -> None:
     assert children_of(os.getpid()) == before
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_held_batches_stay_unchanged(tmp_path: Path) -> None:
     """There are more batches than a child can share at a time, and some are too large to be shared at all."""
     with MessageStore.open(tmp_path / "s", StoreConfig(commitlog_file_size=64 << 20)) as store:
@@ -568,7 +568,7 @@ def test_memory_does_not_grow_with_the_store(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- the room
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @linux
 @pytest.mark.platform
 def test_many_queues_need_few_descriptors(tmp_path: Path) -> None:

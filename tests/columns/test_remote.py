@@ -67,7 +67,7 @@ def url(path: Path) -> Iterator[str]:
     fsspec.filesystem("memory").store.clear()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_url_is_read_as_the_store_on_the_disk(path: Path, url: str) -> None:
     views: tuple[View, ...] = ("messages", "queues", "log")
     for view in views:
@@ -87,7 +87,7 @@ def test_a_url_is_read_as_the_store_on_the_disk(path: Path, url: str) -> None:
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -127,7 +127,7 @@ def test_a_dataset_and_an_export_of_a_url(path: Path, url: str, tmp_path: Path) 
     assert [name for name in os.listdir(tmp_path / "lake") if name.endswith(".parquet")]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["crashed", "torn", "closed by a broker", "changed since its close"])
 def test_a_store_that_librmq_did_not_close(path: Path, tmp_path: Path, kind: str) -> None:
     """The remote store is read as recovery would leave it, like the local one."""
@@ -203,7 +203,7 @@ def test_a_file_system_that_does_not_open(monkeypatch: pytest.MonkeyPatch) -> No
         reader("hdfs://host/store")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_several_processes_read_a_url(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fetches the blocks of its own parts, and leaves none; the order of rows and the names of stores stay."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -246,8 +246,7 @@ def test_names_that_lead_out_of_the_mirror_are_refused(url: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs takes the place of PyArrow")
-@pytest.mark.servers
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the server's own code
 def test_a_store_in_s3(path: Path) -> None:
     """PyArrow reads S3 by ranges."""

@@ -45,7 +45,7 @@ def orders_in_order(rmq: Kit, lock_queues: bool = True) -> None:
     assert {queue: set(numbers) for queue, numbers in seen.items()} == {0: {0, 1, 2}, 1: {0, 1, 2}}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_schedule_breaks_the_order() -> None:
     result = explore(orders_in_order, runs=100)
     assert result.chosen["fault"] > 20

@@ -776,7 +776,7 @@ def test_coroutines_run_on_the_loop_of_the_start() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("orderly", [False, True])
 def test_threads(orderly: bool) -> None:
     before = set(threading.enumerate())

@@ -18,7 +18,7 @@ from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.retention import Retention
 from librmq.store.upkeep.snapshot import rescue, restore, snapshot
 from librmq.testing import CrashImages, Image, RecordingFiles
-from tests.budget import examples
+from tests.budget import examples, many
 from tests.crash.runs import BusyFiles
 from tests.stores import ROOT, SMALL, START_MS, Contents, configs, fill, filled, opened
 
@@ -48,7 +48,7 @@ def open_target(files: Files, config: StoreConfig) -> MessageStore:
     return MessageStore.open(TARGET, config, files=files, clock=ManualClock(START_MS))
 
 
-@pytest.mark.many
+@many
 @configs
 @pytest.mark.parametrize(
     "make", [partial(snapshot, clock=ManualClock(START_MS)), restore, rescue], ids=["snapshot", "restore", "rescue"]
@@ -76,7 +76,7 @@ def test_a_new_store_is_whole_or_not_there(config: StoreConfig, make: Callable[.
         assert verify(TARGET, config, files).sound, image
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("copy", [False, True])
 def test_a_snapshot_is_on_the_device_when_its_store_is_not(copy: bool) -> None:
     """The linked files were never flushed, and one queue has lost all its messages."""
@@ -113,7 +113,7 @@ def sound(files: Files) -> dict[int, bytes]:
     }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_cut_records_are_in_the_log_or_kept_aside() -> None:
     found = damaged(filled(SMALL))
     images = crashes(found, lambda files: opened(files, SMALL, thorough=True).close())

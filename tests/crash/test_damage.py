@@ -366,7 +366,7 @@ def cases(seed: int) -> Iterator[tuple[Subject, Spoilt]]:
             yield subject, spoil(subject, rng)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
 def test_damage_anywhere(seed: int) -> None:
     for number, (subject, spoilt) in enumerate(cases(seed)):
@@ -404,7 +404,7 @@ def real_subject(folder: Path) -> Subject:
     return subject_of(config, {name: data for name, data in contents(files).items() if not name.startswith("librmq")})
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", store_folders())
 def test_damage_to_real_stores(folder: Path) -> None:
     rng = random.Random(folder.name)
@@ -422,7 +422,7 @@ def test_much_damage_to_real_stores(folder: Path, slow_budget: SlowBudget) -> No
         run_case(subject, spoil(subject, rng))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["dump", "queues", "verify", "recover"])
 def test_commands_tell_damage_without_a_traceback(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -24,7 +24,7 @@ from librmq.errors import FlushFailedError, StoreIOError
 from librmq.store import AppendResult, MessageStore
 from librmq.store.recovery.verify import verify
 from librmq.testing import CrashImages, FailingFiles, RecordingFiles
-from tests.budget import examples
+from tests.budget import examples, many
 from tests.conftest import SlowBudget
 from tests.crash.runs import Recorded, check
 from tests.data.cut import spread
@@ -233,7 +233,7 @@ def call_is_told(call: str) -> bool:
     return call != "link"
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("config", CONFIGS, ids=["sync", "async"])
 @pytest.mark.parametrize("call", CALLS)
 def test_each_call_fails_once(config: StoreConfig, call: str) -> None:

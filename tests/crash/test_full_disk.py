@@ -143,7 +143,7 @@ def check_served(store: MessageStore, results: dict[int, AppendResult]) -> None:
 # ---------------------------------------------------------------------------------------------- real file systems
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @real
 @pytest.mark.parametrize("durability", ["async", "sync"])
 def test_a_full_disk_is_an_error_and_the_store_continues(disk: Path, durability: Literal["async", "sync"]) -> None:
@@ -174,7 +174,7 @@ def test_a_full_disk_is_an_error_and_the_store_continues(disk: Path, durability:
         check_served(store, results)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @real
 def test_readers_and_the_store_thread_survive_a_full_disk(disk: Path) -> None:
     """Readers and the store's thread survive a full disk."""
@@ -227,7 +227,7 @@ def append_until_full_or(store: MessageStore, results: dict[int, AppendResult], 
             return
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @real
 @pytest.mark.parametrize(
     "kind",
@@ -432,7 +432,7 @@ def run_out(seed: int, config: StoreConfig, *, check: bool = True) -> int:
 EXT = replace(SMALL, enable_consumequeue_ext=True)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SMALL, EXT], ids=["plain", "ext"])
 def test_nothing_is_lost_at_any_last_block(config: StoreConfig) -> None:
     """Whichever block is the last, nothing is lost and nothing is written without a block."""

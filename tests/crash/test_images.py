@@ -9,7 +9,7 @@ import pytest
 
 from librmq.testing import CrashImages, Event, Image, RecordingFiles
 from librmq.testing.crash_images import PAGE, SECTOR
-from tests.budget import examples, some
+from tests.budget import examples, many, some
 from tests.conftest import SlowBudget
 from tests.crash.runs import Run, check_images, check_lives
 
@@ -17,13 +17,13 @@ LIVES = tuple(examples(count) for count in (40, 35, 25))
 """Check images of each life of a store; a life starts from a crash of the one before."""
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("number", some(range(10)))
 def test_a_store_survives_any_crash(number: int) -> None:
     assert check_lives(f"quick {number}", LIVES) == sum(LIVES)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", ["slow 168"])
 def test_a_store_survives_crashes_that_once_broke_it(seed: str) -> None:
     assert check_lives(seed, LIVES) == sum(LIVES)

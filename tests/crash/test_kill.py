@@ -24,6 +24,7 @@ from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
+from tests.budget import many
 from tests.conftest import SlowBudget
 from tests.programs import start_program
 
@@ -232,7 +233,7 @@ def check(path: Path, acknowledged: list[Acknowledged], *, thorough: bool = Fals
     assert verdict.sound, verdict.damage
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])])
 def test_acknowledged_messages_survive_a_kill(tmp_path: Path, mode: str) -> None:
     acknowledged: list[Acknowledged] = []
@@ -255,7 +256,7 @@ def test_a_hundred_kills(tmp_path: Path, slow_budget: SlowBudget) -> None:
         check(path, acknowledged)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_message_that_is_missing_would_be_noticed(tmp_path: Path) -> None:
     """The check itself can fail: for a changed byte of an acknowledged message, or one message too many in the list."""
     path = tmp_path / "store"

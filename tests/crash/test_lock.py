@@ -107,7 +107,7 @@ def assert_refused(store: Path, holder: str) -> None:
     assert everything(store) == before
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_writers_in_one_process(store: Path) -> None:
     with MessageStore.open(store, CONFIG) as first:
         for _ in range(3):
@@ -193,7 +193,7 @@ def test_a_backup_by_the_process_itself_does_not_end_the_lock(store: Path, tmp_p
         writer.append(Message("t", b"2"))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_forked_child_holds_no_lock(store: Path) -> None:
     """The child closes its copy, so it holds no lock while its parent lives or afterwards."""
     writer = MessageStore.open(store, CONFIG)

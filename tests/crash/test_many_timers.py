@@ -65,7 +65,7 @@ def check(seed: int, count: int, kills: int) -> None:
     store.close()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [0, 3])
 def test_two_thousand_timers(kills: int) -> None:
     check(1, 2_000, kills)

@@ -161,7 +161,7 @@ def check_images(seed: str, count: int) -> None:
         check_after(life, image.files(), crash_point, image.__str__)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(6))
 def test_pending_messages_survive_a_power_failure(number: int) -> None:
     check_images(f"pending {number}", 12)
@@ -173,7 +173,7 @@ def test_pending_messages_survive_many_power_failures(slow_budget: SlowBudget) -
         check_images(f"slow pending {number}", 40)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(3))
 def test_pending_messages_survive_a_kill_at_any_write(number: int) -> None:
     """At each tried event all earlier writes are there, on the device or not."""

@@ -115,7 +115,7 @@ def read_all(store: MessageStore, queue_id: int) -> list[StoredMessage]:
 # ---------------------------------------------------------------------------------------------------- visible messages
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("ext", [False, True], ids=["plain", "ext"])
 def test_a_message_is_there_when_its_acknowledgement_is(path: Path, writers: list[Writer], ext: bool) -> None:
     writers.append(writer := Writer(path, enable_consumequeue_ext=ext))
@@ -176,7 +176,7 @@ def test_no_byte_is_changed_and_no_name(path: Path, writers: list[Writer]) -> No
 # ------------------------------------------------------------------------------------------------- writers that die
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_writer_that_dies_and_another_that_follows(path: Path, writers: list[Writer]) -> None:
     writers.append(Writer(path))
     with open_reader(path) as reader:
@@ -221,7 +221,7 @@ def test_the_command_shows_the_result_of_a_recovery(capsys: pytest.CaptureFixtur
 # -------------------------------------------------------------------------------------------------------- retention
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_queue_is_read_while_its_oldest_messages_go(path: Path, writers: list[Writer]) -> None:
     """A reader that requests messages while they are deleted gets them whole, or gets the next offset."""
     writers.append(writer := Writer(path, max_total_size=3 * CONFIG.commitlog_file_size))
@@ -248,7 +248,7 @@ def test_a_queue_is_read_while_its_oldest_messages_go(path: Path, writers: list[
 # ----------------------------------------------------------------------------------------------------------- stress
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("ext", [False, True], ids=["plain", "ext"])
 def test_polling_during_many_small_appends(path: Path, writers: list[Writer], ext: bool) -> None:
     """At any moment the reader sees messages in order and exact, none twice, none in part."""
@@ -276,7 +276,7 @@ def test_polling_during_many_small_appends(path: Path, writers: list[Writer], ex
         assert [number_of(message) for message in reader] == [*range(count)]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_keys_are_found_during_many_small_appends(path: Path, writers: list[Writer]) -> None:
     writers.append(writer := Writer(path))
     count = examples(1200)

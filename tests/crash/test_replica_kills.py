@@ -79,7 +79,7 @@ def check_master(seed: int, kills: int) -> None:
     assert verify("/copy", STORE, copy_files).damage == ()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [check_replica, check_master])
 def test_a_power_failure_is_survived(check: object) -> None:
     for seed in range(10):

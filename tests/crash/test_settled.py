@@ -16,7 +16,7 @@ from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.upkeep.retention import Retention
 from librmq.testing import CrashImages, FailingFiles, Image
-from tests.budget import some
+from tests.budget import many, some
 from tests.crash.runs import BusyFiles, assert_settled
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, configs, fill, opened, served
 
@@ -50,7 +50,7 @@ def test_after_a_flush_nothing_is_unflushed(config: StoreConfig) -> None:
     assert_settled(files)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @configs
 @pytest.mark.parametrize("expiring", [False, True])
 def test_after_a_close_nothing_is_unflushed(config: StoreConfig, expiring: bool) -> None:
@@ -70,7 +70,7 @@ def test_after_a_close_nothing_is_unflushed(config: StoreConfig, expiring: bool)
             assert f"{ROOT}/abort" in image.contents or broker_files(image) == broker_files(last), image
 
 
-@pytest.mark.many
+@many
 @configs
 @pytest.mark.parametrize("thorough", [False, True])
 @pytest.mark.parametrize("flushed", [0, 40])
@@ -128,7 +128,7 @@ def test_queues_deleted_during_an_opening(name: str, thorough: bool) -> None:
     assert_settled(files)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [36, 500], ids=["a header", "an entry"])
 def test_a_crash_while_the_whole_index_is_rebuilt(at: int) -> None:
     """The checkpoint covers the old files; a new one that survives the crash must not be taken for one of them."""
@@ -154,7 +154,7 @@ def test_a_crash_while_the_whole_index_is_rebuilt(at: int) -> None:
             assert served(again) == wanted, image
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @configs
 def test_no_crash_leaves_a_gap_where_files_expire(config: StoreConfig) -> None:
     """Nor do records come back without their entries, because records are deleted before derived data."""
@@ -194,7 +194,7 @@ def test_a_queue_that_could_not_be_flushed_is_flushed_later() -> None:
     assert_settled(disk)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_after_a_failed_queue_flush_nothing_is_clean() -> None:
     """What the failed flush left out counts as flushed, but is not on the device."""
     disk = BusyFiles()

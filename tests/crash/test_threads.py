@@ -272,7 +272,7 @@ def assert_sound(found: Stress) -> None:
         raise AssertionError(f"seed {found.seed}: {len(found.failures)} failures") from found.failures[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_everything_at_once(seed: int) -> None:
     found = stress(MemoryFiles(), ROOT, seed)
@@ -281,7 +281,7 @@ def test_everything_at_once(seed: int) -> None:
         assert found.counts[what] > 0, f"nothing was {what}: the stress is none"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_everything_at_once_on_a_disk(tmp_path: Path) -> None:
     assert_sound(stress(DiskFiles(), str(tmp_path / "store"), 1))
 
@@ -302,7 +302,7 @@ def passes_without_the_lock(seeds: range) -> bool:
     return not any(stress(MemoryFiles(), ROOT, seed, without).failures for seed in seeds)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_lock_that_is_missing_is_found() -> None:
     """Runs in a separate process, because some threads may never end."""
     program = "import os; from tests.crash import test_threads as t; os._exit(t.passes_without_the_lock(range(20)))"

@@ -48,7 +48,7 @@ def log_writes(trace: list[Event], begin: int = 0) -> list[int]:
     return [n for n in range(begin, len(trace)) if trace[n].call == "write" and "/commitlog/" in trace[n].path]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_kill_inside_a_write_loses_nothing_else() -> None:
     files, acknowledged = RecordingFiles(), list[tuple[int, bytes]]()
     store = MessageStore.open("/s", STORE, files=files, clock=ManualClock(), background=False)
@@ -66,7 +66,7 @@ def test_a_kill_inside_a_write_loses_nothing_else() -> None:
             assert verify("/s", STORE, image).damage == ()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("is_at_once", [False, True])
 def test_a_kill_inside_a_copy_is_made_up_for(is_at_once: bool) -> None:
     """The copy is made of many records at once, or of each as its send waits."""

@@ -15,6 +15,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
+from tests.budget import many
 from tests.reference import folders
 from tests.stores import ROOT, SMALL, START_MS
 
@@ -35,7 +36,7 @@ def model(store: MessageStore, tables: BrokerTables) -> list[QueueLag]:
     return sorted(found, key=lambda row: row[:3])
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("folder", [*folders("store-"), *folders("clients-")])
 def test_lag_equals_the_model_on_recorded_stores(folder: Path) -> None:
     for path in sorted(folder.glob("store*")):

@@ -47,7 +47,7 @@ def test_a_missing_queue_is_found_with_and_without_verify(store: Path, check: bo
     assert [one.evidence["kinds"] for one in found] == [["missing"]]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_sound_folder_has_no_damage_even_after_a_crash(store: Path) -> None:
     assert "damage" not in kinds(store)
     with MessageStore.open(store) as writer:

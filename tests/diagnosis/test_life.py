@@ -24,11 +24,12 @@ from librmq.message import record
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
 from librmq.testing import Kit
+from tests.budget import many
 from tests.reference import folders, jsonl
 from tests.stores import SMALL
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("folder", [*folders("clients-"), *folders("store-"), *folders("timer-")])
 def test_every_record_is_in_the_story_of_its_message(folder: Path) -> None:
     for path in sorted(folder.glob("store*")):

@@ -32,6 +32,7 @@ from librmq.errors import ConfigError, InputError
 from librmq.store import snapshot
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.testing import Kit
+from tests.budget import many
 from tests.reference import folders
 from tests.stores import START_MS, CountingFiles
 
@@ -101,7 +102,7 @@ def section(html: str, anchor: str) -> str:
 # --- the values
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("folder", [*folders("store-"), *folders("clients-"), *folders("timer-")])
 def test_numbers_equal_the_findings_own(folder: Path) -> None:
     for path in sorted(one for one in folder.glob("store*") if one.is_dir()):
@@ -243,7 +244,7 @@ def test_an_empty_store(tmp_path: Path) -> None:
     assert "There are no messages." in html
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_store_that_another_process_writes(tmp_path: Path) -> None:
     with MessageStore.open(tmp_path / "store", SIZES) as store:
         store.append(Message("T", b"x"))
@@ -369,7 +370,7 @@ def test_the_page_needs_nothing_and_tells_each_plot(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in html
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("topics", "queues"), [(1, 10_000), (5_000, 2)])
 def test_ten_thousand_queues_stay_readable(topics: int, queues: int) -> None:
     """The report is built from values, because writing so many queues takes longer than showing them."""

@@ -155,7 +155,7 @@ QUICK = [*DRAINING[::10], 13, 20, 33]  # the last three are cheap, with an inflo
 OTHERS = [seed for seed in [*UNCERTAIN, *DRAINING] if seed not in QUICK]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in OTHERS[: examples(len(OTHERS))])]
 )

@@ -130,7 +130,7 @@ def test_a_store_is_continued_in_memory_only(tmp_path: Path) -> None:
     assert from_disk(tmp_path) == before
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_preview_agrees_with_the_recovery(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)

@@ -62,7 +62,7 @@ def test_as_many_entries_as_rows_but_not_one_each() -> None:
     assert SqlFilter("a IS NOT NULL AND a > 5").match_arrow(nulls).to_pylist() == [False, True]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_short_text_is_read_as_a_number_of_java() -> None:
     """Each string gets its own column, so that others that need more care do not affect how it is read."""
     from librmq.filter import arrow_backend
@@ -168,7 +168,7 @@ def test_other_columns_are_refused() -> None:
         SQL.match_arrow(pa.RecordBatch.from_arrays([pa.array(["1"]), pa.array(["x"])], names=["a", "a"]))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_more_rows_than_are_worked_on_at_a_time() -> None:
     given = [{"a": str(number % 11), "b": "x" * (number % 3)} for number in range(70_000)]
     expected = [SQL.matches(row) for row in given]

@@ -121,7 +121,7 @@ TOKENS = (
 )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from(TOKENS), max_size=40).map(" ".join) | st.text(max_size=60), st.sampled_from(["4.9", "5.3"])
 )
@@ -167,7 +167,7 @@ HUGE = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some([*HUGE]))
 def test_huge_expressions_are_answered_or_refused(name: str) -> None:
     refusal = None
@@ -187,7 +187,7 @@ def test_huge_expressions_are_answered_or_refused(name: str) -> None:
         assert match_arrow(sql.question, maps).to_pylist() == [sql.matches(message)]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_depths_that_rocketmq_takes() -> None:
     for text in (
         "(" * 1_000 + "a = 1" + ")" * 1_000,

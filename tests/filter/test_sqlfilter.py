@@ -403,7 +403,7 @@ def test_nothing_to_find(expression: str) -> None:
     assert SqlFilter(expression).lint() == []
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_long_expressions() -> None:
     """Expressions with tens of thousands of terms compile, and answer as short ones do."""
     count = examples(20_000)

@@ -17,6 +17,7 @@ import pytest
 
 import librmq
 from librmq.message import record
+from tests.budget import many
 from tests.conftest import SlowBudget
 from tests.fuzz.formats import CORPUS, TARGETS, mutants, seeds
 from tests.reference import CHECKOUT
@@ -45,7 +46,7 @@ def test_the_corpus_does_no_harm(target: str) -> None:
         TARGETS[target](data)
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_few_mutants_do_no_harm(target: str) -> None:
     for data in islice(mutants(target, Random(target)), 300 if target != "store" else 15):

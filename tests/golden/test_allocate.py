@@ -9,6 +9,7 @@ import pytest
 
 from librmq.client.allocation import own_share
 from librmq.message.message import MessageQueue
+from tests.budget import many
 from tests.conftest import Row, Run
 from tests.reference import existing, folders, jsonl
 
@@ -34,7 +35,7 @@ ROOMS: Row = SHARE | {"strategy": "MACHINE_ROOM", "consumer_idcs": None}
 CHOICE: Row = {"selector": "HASH", "mqs": [["T", "b", 0], ["T", "b", 1]], "arg_type": "String", "arg": "x"}
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize(
     "row",
     [

@@ -52,7 +52,7 @@ def read(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     return FORMS[request.param]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", store_folders())
 def test_the_log_is_the_recorded_one(folder: Path, read: Callable[..., list[Any]]) -> None:
     columns = [name for name in EVERY if read is not FORMS["polars"] or name != "properties"]  # polars has no maps
@@ -65,7 +65,7 @@ def test_the_log_is_the_recorded_one(folder: Path, read: Callable[..., list[Any]
         assert record == expected(theirs, record)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", store_folders())
 def test_the_queues_are_the_recorded_ones(folder: Path, read: Callable[..., list[Any]]) -> None:
     found = read(folder / "store", view="queues")
@@ -75,7 +75,7 @@ def test_the_queues_are_the_recorded_ones(folder: Path, read: Callable[..., list
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", store_folders())
 def test_messages_are_those_that_queue_entries_point_to(folder: Path, read: Callable[..., list[Any]]) -> None:
     names = sorted(columns_of("queues") - {"store", "_corrupt_record"})

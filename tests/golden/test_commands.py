@@ -180,7 +180,7 @@ def test_query_by_offset_id(folder: Path, settled: Path, commands: Commands) -> 
         assert commands.rows("query", settled, "--id", row["msg_id"].lower()) == lines([row])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @stores
 def test_query_by_unique_id(folder: Path, settled: Path, commands: Commands) -> None:
     by_id: dict[str, list[Row]] = {}

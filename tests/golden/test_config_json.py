@@ -8,6 +8,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from librmq.java.json import ObjectKey, dumps, loads
+from tests.budget import many
 from tests.reference import ABSENT, existing, reference
 
 PATTERNS = ("**/config/*.json", "**/config/*.json.bak", "**/offsets.json", "**/offsets.json.bak")
@@ -22,7 +23,7 @@ def config_files() -> list[ParameterSet]:
     ]
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("path", config_files())
 def test_real_files_are_written_again_as_they_were(path: Path) -> None:
     raw = path.read_bytes()

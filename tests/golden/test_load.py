@@ -468,7 +468,7 @@ def timeless(value: Any) -> Any:
 # --- two runs
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @stores
 def test_two_runs_are_identical_in_every_file(folder: Path, tmp_path: Path) -> None:
     operations = [operation for operation, _ in recorded(folder)]

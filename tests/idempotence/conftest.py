@@ -36,8 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith("tests/idempotence/"):
             name = next((name for name in STARTERS if name in item.name), "memory")
-            if name != "memory":
-                item.add_marker("servers")
             item.add_marker(pytest.mark.xdist_group(f"dedup-{name}"))
 
 

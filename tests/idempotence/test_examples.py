@@ -30,7 +30,7 @@ def shop(database: Callable[[str], Database]) -> Callable[[str], sqlalchemy.Engi
     return make
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("base", DATABASES)
 def test_check_then_act_charges_twice(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
     """The work takes a second, and the duplicate arrives after 100 ms."""
@@ -39,7 +39,7 @@ def test_check_then_act_charges_twice(shop: Callable[[str], sqlalchemy.Engine], 
     assert clock.now_ms() == 1100
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("base", DATABASES)
 def test_a_conditional_update_charges_once(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
     ways, clock = example("idempotence"), ManualClock(0)
@@ -54,7 +54,7 @@ def test_a_lock_that_refuses_charges_once(shop: Callable[[str], sqlalchemy.Engin
     assert clock.now_ms() == 10_100  # the duplicate was refused, and then delivered again
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("base", DATABASES[1:])
 def test_a_lock_that_waits_charges_once(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
     """Whether the duplicate waits for the lock or arrives after it is free, it finds the order paid."""

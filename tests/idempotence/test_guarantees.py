@@ -14,6 +14,7 @@ from librmq.errors import DedupStoreError
 from librmq.idempotence.inbox import purge_messages, transactional
 from librmq.idempotence.stores import Claim, DedupRecord, DedupStore, unique_id
 from librmq.listener import ReconsumeLater
+from tests.budget import many
 from tests.idempotence.conftest import DATABASES, Database, Place
 from tests.idempotence.test_listener import Delivery
 from tests.reference import CHECKOUT
@@ -302,7 +303,7 @@ CELLS: Final = [
 ]
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize(("what", "store", "base"), CELLS, ids=lambda part: str(part)[:60])
 def test_how_often_the_effect_happens(
     what: str,

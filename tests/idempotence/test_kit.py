@@ -198,7 +198,7 @@ def book(rmq: Kit, guarded: bool) -> None:
     assert sorted(booked) == ["o-1", "o-2"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_explored_schedules_pass_with_the_guard() -> None:
     runs = examples(400)
     result = explore(lambda rmq: book(rmq, True), runs=runs)

@@ -234,7 +234,7 @@ class GuardMachine(RuleBasedStateMachine):
         assert all(self.effects[key] for key in self.acknowledged)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"), [("memory", 100), ("sqlite", 40), ("postgresql", 10), ("mysql", 8), ("redis", 20)]
 )
@@ -396,7 +396,7 @@ class TransactionalMachine(RuleBasedStateMachine):
             self._end(worker)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("base", "count"), list(zip(DATABASES, (30, 6, 5), strict=True)))
 def test_once_under_every_schedule(database: Callable[[str], Database], base: str, count: int) -> None:
     class Machine(TransactionalMachine):

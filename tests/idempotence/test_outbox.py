@@ -25,6 +25,7 @@ from librmq.idempotence.outbox import Outbox, OutboxSender
 from librmq.idempotence.sqltables import upgrade_tables
 from librmq.message.message import Message
 from librmq.protocol import SendStatus
+from tests.budget import many
 from tests.idempotence.conftest import DATABASES, Database, together
 
 
@@ -209,7 +210,7 @@ def test_an_order_key_has_its_length(embedded: Post, order_key: str) -> None:
 # --- at least once
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("refusal", ["timeout", "status", "not ok"])
 def test_it_is_sent_until_it_is_taken(post: Post, refusal: str, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(message: Message) -> object:
@@ -282,7 +283,7 @@ def test_a_sender_that_slept_through_its_claim_says_so(post: Post, caplog: pytes
 # --- several senders
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_nothing_is_claimed_twice(post: Post) -> None:
     second = post.second_sender_meanwhile()
     post.add(*map(str, range(150)))
@@ -291,7 +292,7 @@ def test_nothing_is_claimed_twice(post: Post) -> None:
     assert second.bodies == list(map(str, range(100, 150)))  # none of the first hundred
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_of_senders_that_saw_the_same_rows_one_gets_each(post: Post) -> None:
     post.add(*map(str, range(40)))
     producers = [Recorder() for _ in range(3)]

@@ -187,7 +187,7 @@ def test_purging_takes_slices(place: Callable[[str], Place], key: str) -> None:
         assert [store.purge(UNTIL, 2) for _ in range(4)] == [2, 2, 1, 0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STORES)
 def test_of_many_that_claim_at_the_same_time_one_gets_it(place: Callable[[str], Place], name: str, key: str) -> None:
     handles = [place(name).open() for _ in range(4)]
@@ -369,7 +369,7 @@ def test_a_closed_handle_is_reported(tmp_path: Path, key: str) -> None:
         store.claim(key, "a1", NOW, UNTIL)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif("not hasattr(os, 'fork')", reason="needs fork")
 @pytest.mark.platform
 def test_a_forked_child_does_not_hang(tmp_path: Path) -> None:
@@ -606,7 +606,7 @@ def test_tables_are_made_once(engine: sqlalchemy.Engine) -> None:
         upgrade_tables(engine, **names)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_tables_are_brought_up_to_date_by_one_of_many(
     engine: sqlalchemy.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

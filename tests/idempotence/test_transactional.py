@@ -21,6 +21,7 @@ from librmq.clock import ManualClock
 from librmq.errors import ConfigError
 from librmq.idempotence.inbox import purge_messages, transactional
 from librmq.idempotence.sqltables import Link, upgrade_tables
+from tests.budget import many
 from tests.idempotence.conftest import DATABASES, Database
 from tests.idempotence.test_listener import Delivery
 
@@ -102,7 +103,7 @@ def test_a_failure_undoes_both(
     assert database(base).effects(name) == 1
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("ends_well", [True, False])
 @everywhere
 def test_a_second_delivery_waits_for_the_first(

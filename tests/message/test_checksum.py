@@ -33,7 +33,7 @@ def test_checksums_are_those_of_zlib(data: bytes, begin: int) -> None:
     assert crc32(memoryview(data)[begin:]) == zlib.crc32(data[begin:])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_logs_are_equal_with_and_without_isal(tmp_path: Path) -> None:
     pytest.importorskip("isal")
     logs = []

@@ -73,7 +73,7 @@ def test_a_forked_child_makes_other_ids(monkeypatch: pytest.MonkeyPatch) -> None
     assert theirs.maker != mine.maker
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_unique_ids_differ_though_address_and_pid_are_shared() -> None:
     """Repair 1.5: in containers every process has number 1, and several often start in the same millisecond."""
     program = (

@@ -489,7 +489,7 @@ def bomb(kind: str) -> bytes:
     return b"".join(deflate.compress(bytes(1 << 20)) for _ in range(64)) + deflate.flush()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [ZLIB, LZ4, ZSTD])
 def test_a_zip_bomb_is_an_error_and_takes_little_memory(flag: int) -> None:
     import tracemalloc

@@ -98,7 +98,7 @@ def test_compressed_bodies_are_restored() -> None:
         message.decompressed_body(4999)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_zip_bomb_affects_only_its_body() -> None:
     bomb = compress_body(bytes(DECOMPRESSED_LIMIT + 1), 9)
     message = StoredMessage(encode_record(stored(body=bomb, sys_flag=COMPRESSED)))

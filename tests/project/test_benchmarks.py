@@ -123,7 +123,7 @@ def test_each_row_is_measured(
     )  # nothing is left
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_variants_take_turns_in_fresh_folders(common: ModuleType, tmp_path: Path) -> None:
     calls: list[str] = []
 
@@ -200,7 +200,7 @@ def test_markdown_leaves_empty_columns_out(common: ModuleType) -> None:
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_results_are_kept_with_their_picture(
     charts: ModuleType, common: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -271,7 +271,7 @@ def test_wrong_arguments_are_refused(
     assert "error:" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rows", "shown"),
     [
@@ -293,7 +293,7 @@ def test_the_command_shows_a_table(name: str, rows: str, shown: str) -> None:
     assert "rounds: 1." in done.stdout
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_growth_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,9 +34,9 @@ DOCUMENTS = [CHECKOUT / "README.md", *sorted(DOCS.rglob("*.md"))]
 ENGINES = pytest.mark.skipif(find_spec("duckdb") is None, reason="needs DuckDB and Polars, of the extra test")
 MARKS = {
     "spark.md": [pytest.mark.spark],
-    "columns.md": [ENGINES, pytest.mark.thorough],
-    "dedup.md": [pytest.mark.thorough],
-    "store.md": [pytest.mark.thorough],
+    "columns.md": [ENGINES, pytest.mark.slow],
+    "dedup.md": [pytest.mark.slow],
+    "store.md": [pytest.mark.slow],
 }
 
 
@@ -45,9 +45,9 @@ def name_of(document: Path) -> str:
 
 
 COMMAND_MARKS = {
-    "README.md": [pytest.mark.thorough],
-    "cli.md": [pytest.mark.thorough],
-    "tutorials/investigate.md": [pytest.mark.thorough],
+    "README.md": [pytest.mark.slow],
+    "cli.md": [pytest.mark.slow],
+    "tutorials/investigate.md": [pytest.mark.slow],
     "tutorials/queue.md": [pytest.mark.slow],
     "tutorials/testing.md": [pytest.mark.slow],
 }
@@ -279,7 +279,7 @@ def test_every_example_is_run() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == names
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.slow)])
 def test_the_demo_succeeds_and_fits(folder: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -351,7 +351,7 @@ def test_the_demo_replaces_only_its_own_folder(folder: Path) -> None:
     assert not (own / "old").exists()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_embedded_log_continues(folder: Path) -> None:
     first, second = (run(sys.executable, EXAMPLES / "embed_log.py", "log").stdout for _ in range(2))
     assert "invoice-1: 1 found, the last is number 1" in first
@@ -386,7 +386,7 @@ def test_the_notebook_asks_spark_the_same(folder: Path) -> None:
     assert {row.topic: row.messages for row in names["on_spark"]} == by_topic
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_message_is_found(folder: Path) -> None:
     child = run(sys.executable, EXAMPLES / "find_message.py", "store", "OrderTopic", "key14")
     assert child.returncode == 0, child.stdout

@@ -72,7 +72,7 @@ def test_an_order_is_cancelled_after_half_an_hour(capsys: pytest.CaptureFixture[
     assert " 30.0 min  order-1 was not paid: cancelled\n" in capsys.readouterr().out
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_fastapi_application_charges_with_a_coroutine(capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(example("fastapi_app").main())
     shown = capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_a_fastapi_application_is_tested_by_the_kit() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_message_logic_is_tested_by_pytest(pytester: pytest.Pytester) -> None:
     known = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # this run has already loaded the plugin
     result = pytester.runpytest_inprocess(
@@ -121,7 +121,7 @@ def test_message_logic_is_tested_by_pytest(pytester: pytest.Pytester) -> None:
     result.assert_outcomes(passed=8)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_order_service_passes_its_tests(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test with the official client runs in ``tests/wire``."""
     monkeypatch.syspath_prepend(EXAMPLES)
@@ -130,13 +130,13 @@ def test_the_order_service_passes_its_tests(pytester: pytest.Pytester, monkeypat
     result.assert_outcomes(passed=6, deselected=1)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_killed_worker_books_each_order_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert example("kill_proof_worker").main(tmp_path, count=16, kills=2) == (16, 16)
     assert capsys.readouterr().out.count("was killed") == 2
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_message_logic_is_tested_by_unittest() -> None:
     child = subprocess.run(
         [sys.executable, "-m", "unittest", EXAMPLES / "test_message_logic.py"],

@@ -41,7 +41,7 @@ def to_iceberg(folder: Path) -> Any:
     return catalog.load_table("lake.messages").scan().to_arrow()
 
 
-@pytest.mark.thorough  # the packages are those of the whole check
+@pytest.mark.slow  # the packages are those of the whole check
 @pytest.mark.parametrize(("package", "read"), [("deltalake", to_delta), ("pyiceberg", to_iceberg)])
 def test_a_batch_that_comes_again_changes_nothing(tmp_path: Path, package: str, read: Any) -> None:
     pytest.importorskip(package)

@@ -37,7 +37,7 @@ def run(code: str, *arguments: object) -> None:
     assert not done.returncode, done.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "holds", [pytest.param(False, marks=pytest.mark.slow), True], ids=["at rest", "while another thread has the runner"]
 )
@@ -90,7 +90,7 @@ broker.close()
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_consumer_in_a_forked_child_shuts_down_immediately(tmp_path: Path) -> None:
     """A listener that was running at the fork never ends in the child; here, waiting for it would take an hour."""
     run(
@@ -116,7 +116,7 @@ broker.close()
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["os.fork", pytest.param("multiprocessing", marks=pytest.mark.slow)])
 def test_the_workers_of_a_prefork_pool_open_a_broker_each(tmp_path: Path, way: str) -> None:
     """As in Celery or gunicorn, the parent opens and closes a store and then forks; each worker opens a free
@@ -218,7 +218,7 @@ for folder in folders:  # all was closed in order
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_worker_gets_nothing_of_a_store_that_its_parent_holds(tmp_path: Path) -> None:
     run(
         """
@@ -260,7 +260,7 @@ broker.close()
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_forked_child_leaves_a_temporary_store_alone() -> None:
     """A forked child that exits does not delete its parent's temporary store."""
     run(
@@ -283,7 +283,7 @@ for one in (broker.store.path, store.path):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_temporary_folder_is_deleted_when_its_process_ends(tmp_path: Path) -> None:
     run("open(sys.argv[1], 'w').write(MessageStore.temporary().path)", tmp_path / "name")
     assert not Path((tmp_path / "name").read_text()).exists()

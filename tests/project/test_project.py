@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import tarfile
@@ -117,28 +116,6 @@ def test_the_quick_check_tries_a_part_from_first_to_last(monkeypatch: pytest.Mon
     assert (budget.examples(1), list(budget.some([]))) == (1, [])
 
 
-@pytest.mark.thorough
-def test_of_many_cases_the_quick_check_runs_every_eighth(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(
-        f"import sys\nsys.path.append({str(CHECKOUT)!r})\nfrom tests.conftest import pytest_collection_modifyitems\n"
-    )
-    marks = "".join(f"    {mark}\n" for mark in ("bench", "slow", "spark", "thorough", "many"))
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{marks}")
-    cases = "@pytest.mark.parametrize('number', range(17))\n"
-    (tmp_path / "test_it.py").write_text(
-        f"import pytest\n@pytest.mark.many\n{cases}def test_many(number): pass\n"
-        "@pytest.mark.many\ndef test_one(): pass\n@pytest.mark.thorough\ndef test_left_out(): pass\n"
-    )
-    child = run_pytest(tmp_path, "-v", "-m", "not slow and not thorough")
-    assert re.findall(r"test_it.py::(\S+) PASSED", child.stdout) == [
-        "test_many[0]",
-        "test_many[8]",
-        "test_many[16]",
-        "test_one",
-    ]
-    assert "4 passed, 15 deselected" in child.stdout
-
-
 @pytest.mark.spark
 def test_java_knows_the_options_of_a_short_session() -> None:
     """And prints no warning, which each program on Spark would show."""
@@ -151,7 +128,7 @@ def test_java_knows_the_options_of_a_short_session() -> None:
     assert "warning" not in (done.stdout + done.stderr).lower()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_in_ci_a_skip_is_a_failure_unless_marked(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         f"import sys\nsys.path.append({str(CHECKOUT)!r})\n"
@@ -257,7 +234,7 @@ class TestCompactPart:
         assert len(jsonl(store / "ops.jsonl")) == len(jsonl(store / "put_results.jsonl"))
         assert sum(log.stat().st_size for log in (store / "store/commitlog").iterdir()) >= after_load["max_phy_offset"]
 
-    @pytest.mark.thorough
+    @pytest.mark.slow
     def test_cutting_it_again_changes_nothing(self, unpacked: Path, tmp_path: Path) -> None:
         again = tmp_path / "again"
         cut(unpacked, again)

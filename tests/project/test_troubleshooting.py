@@ -156,7 +156,7 @@ def test_log_lines_are_as_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture
         assert any(re.fullmatch(pattern, line) for line in lines), (text, lines)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "provoke"), list(zip(ROWS, ERRORS, strict=True)), ids=[text for text, _ in ROWS])
 def test_an_error_has_the_text_of_its_row(
     row: tuple[str, str], provoke: Callable[[Path], object], tmp_path: Path

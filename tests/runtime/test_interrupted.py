@@ -158,7 +158,7 @@ def test_messages_of_an_interrupted_send_are_delivered(broker: Broker) -> None:
     consumer.shutdown()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [lambda broker: broker.call(UpdateOffset("G", "T", 0, 1)), lambda broker: broker.create_topic("U", 1)],

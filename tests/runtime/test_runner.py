@@ -223,7 +223,7 @@ def test_a_worker_that_makes_steps_due_takes_them_itself(runner: ThreadRunner) -
     assert len(set(by)) == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("max_threads", [3, 64])
 @pytest.mark.parametrize("seed", range(examples(8)))
 def test_no_due_work_is_left(seed: int, max_threads: int) -> None:

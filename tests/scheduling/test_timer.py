@@ -178,7 +178,7 @@ def test_messages_are_delivered_in_order_of_time() -> None:
     assert wheel.runs == sorted({1000 * second for second in seconds})
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_thousand_messages_over_a_week() -> None:
     wheel = Wheel(
         TimerConfig(timer_max_delay_sec=7 * 86_400, timer_roll_window_slot=7 * 86_400), config=StoreConfig.tiny()

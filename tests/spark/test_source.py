@@ -276,7 +276,6 @@ def test_a_url_is_read_as_the_store_on_the_disk(folder: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs takes the place of PyArrow")
-@pytest.mark.servers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the server's own code
 def test_a_store_in_s3(folder: Path) -> None:
     """Hadoop's scheme is read like the usual one, without Hadoop."""

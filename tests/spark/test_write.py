@@ -463,7 +463,7 @@ def test_records_are_sorted_over_tasks_and_queues(tmp_path: Path) -> None:
     assert verify(str(path)).sound
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_driver_reads_staged_records_in_blocks(tmp_path: Path) -> None:
     """Four times the records take no more memory."""
     batch = pa.record_batch(
@@ -513,7 +513,7 @@ with MessageStore.open(sys.argv[1]) as store:
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_messages_that_others_append_during_a_job_stay(tmp_path: Path) -> None:
     """The job does not hold the lock during its work; its records follow what another process appended meanwhile."""
     path = new_store(tmp_path / "store")

@@ -18,6 +18,7 @@ from librmq.runtime.headway import watched
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
 from librmq.testing import FailingFiles
+from tests.budget import many
 from tests.stores import ROOT, SMALL, START_MS, Contents, OpenedFiles, contents, fill, in_memory, opened, served
 
 CLOSED = "librmq/closed.json"
@@ -31,7 +32,7 @@ def closed(count: int = 200) -> Contents:
     return contents(files)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("count", [50, 800])
 def test_opening_maps_a_fixed_number_of_files(count: int, read_only: bool) -> None:
@@ -107,7 +108,7 @@ def lose_oldest(files: MemoryFiles) -> None:
     files.delete(f"{ROOT}/commitlog/{0:020d}")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [write_on, write_one_on, cut_off, lose_index, lose_oldest])
 def test_it_is_not_believed_after_a_change(change: Callable[[MemoryFiles], None]) -> None:
     files = in_memory(closed())
@@ -121,7 +122,7 @@ def test_it_is_not_believed_after_a_change(change: Callable[[MemoryFiles], None]
     assert contents(files) == contents(unknown)
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize(
     "text",
     [b"", b"{", b"[]", b"null", b'{"version":2}', b'{"version":1}', b"\xff", b"[" * 100_000,

@@ -53,7 +53,7 @@ def message(number: int, keys: str) -> Message:
     return Message("T", b"x" * (number % 50), keys=keys.split(), unique_key=f"u{number}" if number % 3 else None)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(150))
 @given(
     st.lists(st.tuples(ACTS, st.sampled_from([None, None, 0, 0, 1, 2, 5])), min_size=5, max_size=20),

@@ -613,7 +613,7 @@ def test_recovering_waits_for_the_thread_that_flushes() -> None:
 # ------------------------------------------------------------------------------------------- processes
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_exit_handler_closes_a_store_of_many_queues(tmp_path: Path) -> None:
     done = run_program(
         """
@@ -631,7 +631,7 @@ def test_an_exit_handler_closes_a_store_of_many_queues(tmp_path: Path) -> None:
     assert not (tmp_path / "s" / "abort").exists()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("durability", ["async", "sync"])
 def test_an_interpreter_ends_with_an_open_store(tmp_path: Path, durability: str) -> None:
     done = run_program(
@@ -651,7 +651,7 @@ def test_an_interpreter_ends_with_an_open_store(tmp_path: Path, durability: str)
         assert [one.body for one in store] == [b"%d" % number for number in range(1000)]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.platform
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_gets_no_promise_from_its_parents_handle(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def check_case(folder: Path, rng: random.Random) -> None:
     check_consumers(folder / "old", case.before(end))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(examples(8)))
 def test_messages_left_in_a_damaged_log_are_consumed(tmp_path: Path, number: int) -> None:
     check_case(tmp_path, random.Random(f"flipped {number}"))

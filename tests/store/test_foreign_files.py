@@ -14,6 +14,7 @@ from librmq.errors import CorruptionError, NotAStoreError, StoreError, StoreIOEr
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
+from tests.budget import many
 from tests.stores import SMALL, filled, served
 
 
@@ -91,7 +92,7 @@ def test_a_broken_link_hides_no_lack_of_a_log(tmp_path: Path) -> None:
         MessageStore.open(tmp_path, read_only=True)
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS, *LINKS])
 def test_foreign_files_in_a_store_are_refused(folder: Path, name: str) -> None:
     """Files and folders with wrong names, and dangling links."""

@@ -378,7 +378,7 @@ def test_pages_are_prepared_ahead_of_the_producer(subject: Subject) -> None:
     assert covered == 100 + (4 << 20)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("waiting", "ahead"), [(1 << 20, 4 << 20), (6 << 20, 12 << 20), (100 << 20, 64 << 20)])
 def test_more_appends_between_flushes_prepare_more_pages(subject: Subject, waiting: int, ahead: int) -> None:
     subject.append(waiting)

@@ -21,7 +21,7 @@ from librmq.store.format import keyindex
 from librmq.store.format.index_layout import IndexHeader, file_length, geometry
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex
-from tests.budget import some
+from tests.budget import many, some
 from tests.stores import in_memory
 
 NOW = 1_795_150_492_070  # 2026-11-20 04:54:52.070 UTC
@@ -540,7 +540,7 @@ def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(keyindex, "_BLOCK", request.param)
 
 
-@pytest.mark.many
+@many
 @pytest.mark.usefixtures("_both_ways")
 @pytest.mark.parametrize(("slots", "entries"), [(3, 128), (4, 8), (1, 2), (1000, 16)])
 def test_a_successor_continues_after_a_death_between_writes(slots: int, entries: int) -> None:
@@ -573,7 +573,7 @@ def test_entries_without_their_header_are_removed(slots: int, entries: int) -> N
                 assert contents(after) == before
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("_both_ways")
 @pytest.mark.parametrize(("slots", "entries"), [(3, 128), (1000, 16)])
 def test_a_write_that_fails_can_be_repeated(slots: int, entries: int) -> None:

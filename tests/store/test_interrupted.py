@@ -17,6 +17,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore, verify
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.prepared import CopyTarget
+from tests.budget import many
 from tests.interrupting import at_each_call, interrupted_at_call
 
 numbers = count()
@@ -58,7 +59,7 @@ def taken(store: MessageStore) -> list[StoredMessage]:
     return list(store.messages("T", 0, 0, 3))
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_call_leaves_the_store_sound(name: str) -> None:
     """Messages appended before and after are there once and without a gap; the store closes cleanly and is sound."""
@@ -112,7 +113,7 @@ FROM_A_HANDLER: dict[str, Callable[[MessageStore], object]] = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs signals of POSIX")
 @pytest.mark.parametrize("name", FROM_A_HANDLER)
 def test_a_signal_handler_that_calls_the_store_does_not_hang(name: str) -> None:

@@ -19,11 +19,12 @@ from librmq.store import MessageStore
 from librmq.store.format.directory import broker_conf, infer_config
 from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.snapshot import rescue, snapshot
+from tests.budget import many
 
 LEVELS = "1s 1h"
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize(("slots", "entries"), [(64, 100), (5, 1000), (1000, 10), (64, 256), (63, 251)])
 @pytest.mark.parametrize("kept", [True, False])
 def test_any_index_sizes_are_inferred(tmp_path: Path, slots: int, entries: int, kept: bool) -> None:

@@ -14,6 +14,7 @@ from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.message.record import MESSAGE_MAGIC, QUEUE_ID_AT
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
+from tests.budget import many
 
 CONFIG = StoreConfig.tiny(commitlog_file_size=16_384)
 WITH_UNITS = StoreConfig.tiny(commitlog_file_size=16_384, enable_consumequeue_ext=True)
@@ -65,7 +66,7 @@ def broker_gives(folder: Path, queue_id: int, config: StoreConfig = CONFIG) -> l
     return given
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("config", [CONFIG, WITH_UNITS], ids=["plain", "ext"])
 @pytest.mark.parametrize("field", ["queue id", "other queue", "topic"])
 @pytest.mark.parametrize("number", [100, 299, *(pytest.param(number, marks=pytest.mark.slow) for number in (103, 297))])

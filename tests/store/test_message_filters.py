@@ -153,7 +153,7 @@ def test_no_bitmaps(config: StoreConfig, filters: Registrations | None) -> None:
                 assert read_all(store, store.matching(registration=("T", group))) == found
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_groups_register_and_leave_while_messages_arrive() -> None:
     """Threads register groups, mark them dead and remove them. No append fails, and every bitmap is a possible one."""
     filters = registered("T")

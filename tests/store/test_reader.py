@@ -26,7 +26,7 @@ from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus
 from librmq.store.live.live_tail import KEPT, LiveIndex, LiveQueue, LiveQueues
 from librmq.store.live.reader import ReadOnlyView
-from tests.budget import examples
+from tests.budget import examples, many
 from tests.stores import (
     EVER,
     ROOT,
@@ -275,7 +275,7 @@ def test_only_repeated_requests_are_read_again(pair: Pair) -> None:
 # -------------------------------------------------------------------------------- before the writer has written
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @configs
 @pytest.mark.parametrize("told", [True, False], ids=["with settings", "without"])
 def test_a_reader_that_is_there_first(config: StoreConfig, told: bool) -> None:
@@ -340,7 +340,7 @@ def records() -> list[bytes]:
     return [message.raw for message in pair.writer]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("fresh", [False, True], ids=["following", "opening"])
 def test_a_record_under_copy_is_not_served(number: int, fresh: bool) -> None:
@@ -459,7 +459,7 @@ def late_entries(reader: MessageStore) -> int:
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @configs
 def test_memory_use_is_bounded(config: StoreConfig) -> None:
     config = StoreConfig.tiny(enable_consumequeue_ext=config is SMALL_EXT)
@@ -484,7 +484,7 @@ def test_memory_use_is_bounded(config: StoreConfig) -> None:
         assert count == 6000
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_writer_whose_queues_lag_far_behind(pair: Pair) -> None:
     pair = Pair(config=StoreConfig.tiny())
     dispatcher = pair.writer.appender.dispatcher
@@ -548,7 +548,7 @@ def test_a_topic_that_is_recreated(pair: Pair) -> None:
 # ------------------------------------------------------------------------------------------------------- retention
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @configs
 def test_retention_is_survived(config: StoreConfig) -> None:
     pair = Pair(config=replace(config, max_total_size=5 * 4096))
@@ -595,7 +595,7 @@ class Meanwhile(MemoryFiles):
         return super().open(path, writable=writable, keep_descriptor=keep_descriptor)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["commitlog", "consumequeue/TopicA/0", "index"])
 @pytest.mark.parametrize("fresh", [False, True], ids=["following", "opening"])
 def test_files_that_vanish_when_they_are_opened(where: str, fresh: bool) -> None:
@@ -710,7 +710,7 @@ CRASHES: dict[str, Callable[[Contents], Contents]] = {
 }
 
 
-@pytest.mark.many
+@many
 @configs
 @pytest.mark.parametrize("clean", [True, False], ids=["closed", "crashed"])
 @pytest.mark.parametrize("what", CRASHES)

@@ -18,6 +18,7 @@ from librmq.message.record import PHYSICAL_OFFSET_AT, QUEUE_OFFSET_AT, Record, e
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.check import reconcile
 from librmq.store.recovery.queue_check import GapError
+from tests.budget import many
 from tests.stores import START_MS
 
 LEVELS = DelayLevels.parse("1s 5s")
@@ -191,7 +192,7 @@ def test_only_the_end_of_the_log_is_checked(parts: Parts) -> None:
     parts.settled()
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("at", range(6))
 @pytest.mark.parametrize("entry", [(1, 91, 5), (0, 0, 0), (-1, 91, 0), (1 << 50, 91, 0), (0, 0x7FFFFFFF, 0)])
 def test_a_wrong_entry_is_rewritten(parts: Parts, at: int, entry: tuple[int, int, int]) -> None:
@@ -381,7 +382,7 @@ def codec_hash(topic: str, key: str) -> int:
     return index_key_hash(topic, key)
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("seed", range(5))
 def test_any_mixture_can_be_repaired(parts: Parts, seed: int) -> None:
     """Whatever queues and index say, nothing is left to repair afterwards."""

@@ -30,7 +30,7 @@ from librmq.store.recovery.open import clear_leftovers, covered_start
 from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.retention import Retention
 from librmq.testing import FailingFiles, RecordingFiles
-from tests.budget import step
+from tests.budget import many, step
 from tests.stores import (
     ROOT,
     SMALL,
@@ -74,7 +74,7 @@ def kinds(cuts: list[Damage]) -> dict[str, set[str]]:
 MAGIC = record.MESSAGE_MAGIC.to_bytes(4, "big")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @configs
 def test_every_prefix_of_the_writes_recovers(config: StoreConfig) -> None:
     """A store killed between any two writes recovers every record that was written completely, and continues."""
@@ -458,7 +458,7 @@ def test_the_missing_queue_of_the_last_record_is_noticed(config: StoreConfig) ->
         assert verify(ROOT, config, files).sound
 
 
-@pytest.mark.many
+@many
 @configs
 @pytest.mark.parametrize("clean", [True, False])
 @pytest.mark.parametrize(
@@ -646,7 +646,7 @@ def spoil_header(data: bytes) -> bytes:
     return data[:36] + b"\x7f\xff\xff\xff" + data[40:]
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize(
     ("part", "spoil"),
     [

@@ -822,7 +822,7 @@ def recorded(config: StoreConfig) -> tuple[MemoryFiles, list[Event], dict[tuple[
     return before, list(files.trace), offsets
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @configs
 def test_killed_after_any_single_deletion(config: StoreConfig) -> None:
     replay, trace, offsets = recorded(config)
@@ -836,7 +836,7 @@ def test_killed_after_any_single_deletion(config: StoreConfig) -> None:
             check_image(died(replay), config, offsets, (number, event))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @configs
 def test_power_lost_at_any_moment(config: StoreConfig) -> None:
     """Any unflushed deletions may be lost.

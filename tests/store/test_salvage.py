@@ -321,7 +321,7 @@ CHANGING = (
 )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_nothing_is_lost_when_a_call_fails_while_cutting(code: int) -> None:
     found, _ = damaged_in_the_middle()
@@ -449,7 +449,7 @@ REFUSED: dict[str, Damaged] = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("what", REFUSED)
 def test_opening_refuses_to_cut_sound_records(what: str) -> None:
     found, place = REFUSED[what]()

@@ -35,7 +35,7 @@ from librmq.store.recovery.salvage import Gap
 from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.snapshot import Snapshot, rescue, restore, snapshot
 from librmq.testing import FailingFiles
-from tests.budget import examples, some
+from tests.budget import examples, many, some
 from tests.programs import start_program
 from tests.reference import rows, store_folders
 from tests.stores import (
@@ -71,7 +71,7 @@ def raws(store: MessageStore) -> dict[int, bytes]:
 # -------------------------------------------------------------------------------------- snapshots of a store at rest
 
 
-@pytest.mark.many
+@many
 @configs
 @pytest.mark.parametrize("clean", [True, False])
 @pytest.mark.parametrize("count", [0, 1, 30, 300])
@@ -234,7 +234,7 @@ def test_without_links_all_files_are_copied(code: int) -> None:
 # -------------------------------------------------------------------------------------- snapshots of a store in use
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @configs
 def test_writers_continue_meanwhile(config: StoreConfig) -> None:
     files = MemoryFiles()
@@ -286,7 +286,7 @@ with MessageStore.open(sys.argv[1], config) as store:
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.platform
 @pytest.mark.skipif("sys.platform == 'win32'", reason="files in use can't be opened there")
 def test_another_process_continues_writing(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ class Expiring(MemoryFiles):
                 self.delete(f"{ROOT}/{name}")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @configs
 @pytest.mark.parametrize("nth", some(range(1, 12)))
 def test_retention_continues_meanwhile(config: StoreConfig, nth: int) -> None:
@@ -391,7 +391,7 @@ def nothing_left(files: Files) -> bool:
 CALLS = ("open", "create", "reserve", "flush", "flush_folder", "make_folder", "rename", "write", "read", "list", "lock")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_any_failed_call_leaves_the_store_unchanged(code: int) -> None:
     files = in_memory({**filled(SMALL, 60), "config/topics.json": b"{}"})
@@ -514,7 +514,7 @@ def without_places(message: StoredMessage) -> tuple[object, ...]:
     return (message.topic, message.queue_id, message.stored_body, message.properties_raw, message.store_timestamp_ms)
 
 
-@pytest.mark.many
+@many
 @configs
 @pytest.mark.parametrize("seed", range(6))
 def test_every_sound_record_is_copied_to_a_new_store(config: StoreConfig, seed: int) -> None:
@@ -588,7 +588,7 @@ def test_records_that_name_no_queue_are_skipped() -> None:
     assert "can't be the name of a folder" in told[0].what
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_full_disk_leaves_no_partial_rescued_store() -> None:
     files = in_memory(spoilt(filled(SMALL, 60), random.Random(1), 2))
     for number in range(1, 200):

@@ -38,7 +38,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.store import GetStatus, MessageStore
 from librmq.store.recovery.verify import verify
 from librmq.testing import FailingFiles, RecordingFiles
-from tests.budget import step
+from tests.budget import many, step
 from tests.programs import in_child, run_program, start_program
 from tests.stores import (
     ROOT,
@@ -138,7 +138,7 @@ def flag_beyond_32_bits(store: MessageStore) -> None:
 LIMITS["flag beyond 32 bits"] = flag_beyond_32_bits
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("used", [0, 3800, 4088], ids=["fresh", "before a roll", "full"])
 @pytest.mark.parametrize("breach", LIMITS)
 def test_a_message_beyond_a_limit_is_refused_unwritten(files: MemoryFiles, breach: str, used: int) -> None:
@@ -496,7 +496,7 @@ def test_6_000_queues_with_1024_descriptors() -> None:
     many_queues(6_000)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.platform
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs a limit of descriptors")
 def test_more_queues_than_descriptors() -> None:
@@ -559,7 +559,7 @@ def test_one_writer_at_a_time(files: MemoryFiles, store: MessageStore) -> None:
     opened(files).close()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_lock_of_another_process_is_named(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom librmq.store import MessageStore\nfrom librmq.config import StoreConfig\n"
@@ -576,7 +576,7 @@ def test_a_lock_of_another_process_is_named(tmp_path: Path) -> None:
     MessageStore.open(tmp_path / "s", StoreConfig.tiny()).close()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.platform
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -712,7 +712,7 @@ def test_iterating_while_appending(store: MessageStore) -> None:
 # ------------------------------------------------------------------------------------------------------ full disks
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @configs
 @pytest.mark.parametrize("call", ["create", "reserve", "make_folder"])
 def test_a_full_disk_loses_nothing_that_was_acknowledged(call: str, config: StoreConfig) -> None:
@@ -781,7 +781,7 @@ def test_errors_of_the_system_are_reported(call: str) -> None:
 # --------------------------------------------------------------------------------------------------------- threads
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @configs
 def test_many_read_while_one_writes(tmp_path: Path, config: StoreConfig) -> None:
     """Readers see a queue grow without a hole and without anything half written."""

@@ -13,6 +13,7 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message
 from librmq.store.recovery.verify import UNKNOWABLE, Verdict, verify
+from tests.budget import many
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, contents, filled, in_memory, opened
 
 
@@ -82,7 +83,7 @@ FIELDS = {
 }
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_bit_of_a_field_that_can_be_known(found: Contents, field: str) -> None:
     begin, length, kind = FIELDS[field]
@@ -107,7 +108,7 @@ def test_unknown_values_are_named(found: Contents, begin: int, length: int) -> N
         assert "checksum" in verdict.notes[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_byte_of_queue_and_index(found: Contents) -> None:
     index = next(path for path in found if path.startswith("index/"))
     used = {T: 40, U: 20, index: 40 + 4 * 8 + 20 * 5}

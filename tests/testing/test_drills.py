@@ -126,7 +126,7 @@ def test_a_drill_is_the_same_in_each_run() -> None:
     assert (first.timeline(), first.svg()) == (second.timeline(), second.svg())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_more_sites_than_two() -> None:
     sites = ("bj", "hz", "sh")
     for deployment in presets(sites):

@@ -26,7 +26,7 @@ from librmq.testing.exploration import (
     search,
 )
 from librmq.testing.explorer import FAULT, Decision, Explorer, Place
-from tests.budget import examples
+from tests.budget import examples, many
 from tests.conftest import SlowBudget
 from tests.planted import BUGS, Scenario, check_then_act
 
@@ -50,7 +50,7 @@ def run_of(function: Callable[[Kit], None]) -> Callable[[Explorer], BaseExceptio
     return run
 
 
-@pytest.mark.many
+@many
 @LANES
 def test_planted_bugs_pass_in_usual_order_and_are_found(bug: Scenario) -> None:
     with Kit() as rmq:
@@ -62,7 +62,7 @@ def test_planted_bugs_pass_in_usual_order_and_are_found(bug: Scenario) -> None:
         assert result.runs <= 200
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @LANES
 def test_a_seed_fails_again_at_the_same_line(bug: Scenario) -> None:
     with pytest.raises(AssertionError) as first:
@@ -78,7 +78,7 @@ def test_a_seed_fails_again_at_the_same_line(bug: Scenario) -> None:
     assert "on disk" not in second.value.__notes__[-1]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("on_disk", "said"),
     [
@@ -104,7 +104,7 @@ def test_the_result_of_the_schedule_on_disk_is_reported(on_disk: Exception | Non
     assert not Path(folders[0]).exists()
 
 
-@pytest.mark.many
+@many
 @LANES
 def test_fixed_bugs_pass(bug: Scenario) -> None:
     runs = examples(240)
@@ -133,7 +133,7 @@ def booking(rmq: Kit) -> list[bytes]:
     return booked
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_bug_that_needs_a_fault_and_a_pause_is_found() -> None:
     def test(rmq: Kit) -> None:
         booked = booking(rmq)
@@ -172,7 +172,7 @@ def deliver_ten(rmq: Kit) -> None:
     assert not unexplained, "duplicates before anything had failed"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_at_least_once() -> None:
     result = explore(deliver_ten, runs=100)
     assert {"answer", "choose", "fault", "order", "pause", "test"} <= result.reached.keys()
@@ -194,7 +194,7 @@ DECISIONS = (
 )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_schedules_are_written_and_read(tmp_path: Path) -> None:
     seed = encode_schedule(DECISIONS)
     assert decode_schedule(seed) == DECISIONS
@@ -348,7 +348,7 @@ def test_finally_runs_when_a_process_dies() -> None:
     assert left == [1, 1]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_lines_of_a_listener_are_places_to_pause() -> None:
     def test(rmq: Kit) -> None:
         booked: list[bytes] = []
@@ -377,7 +377,7 @@ def test_lines_of_a_listener_are_places_to_pause() -> None:
     assert explore(test, runs=60).found is None
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_coroutines_are_explored() -> None:
     def test(rmq: Kit) -> None:
         booked: list[bytes] = []

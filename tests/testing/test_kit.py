@@ -117,7 +117,7 @@ def test_a_failure_is_logged_once_and_the_rest_continues() -> None:
         assert seen == [b"1", b"2", b"1"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_endless_loop_is_reported_with_its_cause() -> None:
     with pytest.raises(EndlessLoopError) as caught, Kit() as rmq:  # noqa: PT012
         for group, topic, then in (("billing", "orders", "payments"), ("shipping", "payments", "orders")):
@@ -131,7 +131,7 @@ def test_an_endless_loop_is_reported_with_its_cause() -> None:
     assert "more" in caught.value.__notes__[-1]  # the history is truncated
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_many_messages_are_not_an_endless_loop(rmq: Kit) -> None:
     rmq.consumer("copy").subscribe("orders")(lambda message: rmq.producer().send("copies", message.body))
     for number in range(1_100):

@@ -195,7 +195,7 @@ def lost_in_an_outage(rmq: Kit) -> None:
     assert {one.body for one in rmq.delivered("billing")} == {b"0", b"1", b"2", b"3"}, missed
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_schedule_lets_a_broker_fail() -> None:
     with pytest.raises(AssertionError) as caught:
         explore(lost_in_an_outage, runs=300)
@@ -225,7 +225,7 @@ def at_least_once(rmq: Kit) -> None:
     assert set(sent) <= seen
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_nothing_is_lost_in_any_schedule_over_two_sites() -> None:
     result = explore(at_least_once, runs=60)
     assert result.found is None

@@ -217,7 +217,7 @@ def repeats_are_refused(rmq: Kit) -> None:
     assert len(set(got)) == len(got)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", [only_on_the_master, pytest.param(repeats_are_refused, marks=pytest.mark.slow)])
 def test_a_schedule_finds_a_bug_that_needs_a_replica(planted: Callable[[Kit], None]) -> None:
     with pytest.raises(AssertionError) as caught:
@@ -234,7 +234,7 @@ def test_nothing_acknowledged_is_lost_in_any_schedule() -> None:
     assert result.chosen["fault"] > 5
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.rmq(broker_config=BrokerConfig(replication="sync"))
 def test_a_broker_may_wait_for_replicas_from_the_start(rmq: Kit) -> None:
     assert send(rmq).status is SendStatus.SLAVE_NOT_AVAILABLE

@@ -64,7 +64,7 @@ def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     return pytester.runpytest_inprocess("-p", "pytest_librmq", "-p", "no:asyncio", *arguments)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_exploring_shows_and_reruns_the_shortest_schedule(pytester: pytest.Pytester) -> None:
     """Exploring prints the shortest schedule, which can be run again."""
     pytester.makepyfile(TESTS)
@@ -242,14 +242,14 @@ def test_an_unknown_setting_of_the_marker_is_refused(pytester: pytest.Pytester) 
     result.stderr.fnmatch_lines(["*rmq_explore has no setting run; its settings are runs, lines, seed*"])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_threads_end_with_the_run(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(TESTS)
     run(pytester, "-k", "True")
     assert not [thread for thread in threading.enumerate() if thread.name == "librmq-listener"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_without_the_fixture_imports_no_library(tmp_path: Path) -> None:
     """A run without the fixture does not import the library."""
     (tmp_path / "test_nothing.py").write_text(
@@ -337,7 +337,7 @@ def _has(distribution: str) -> bool:
     return any(importlib.metadata.distributions(name=distribution))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plugin", "options"),
     [

@@ -133,7 +133,7 @@ async def accept_later(message: librmq.DeliveredMessage) -> None:
     accept(message)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("listener", "settings", "result", "remark"),
     [

@@ -73,7 +73,7 @@ def changed(data: bytes, chance: random.Random) -> bytes:
     return bytes(found)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", some(range(16)))
 def test_changed_requests_are_answered(server: GrpcServer, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     chance = random.Random(seed)

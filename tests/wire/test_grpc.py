@@ -20,6 +20,7 @@ from librmq.store import verify
 from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc.messages import group_queue
 from librmq.wire.grpc.schema import message_class
+from tests.budget import many
 from tests.wire.stub import Stub, consumer_settings, message, producer_settings, resource
 
 OK, NONE = 20000, 40401
@@ -227,7 +228,7 @@ def test_timed_message_can_be_recalled(stub: Stub, broker: Broker) -> None:
     assert stub.call("RecallMessage", topic=resource("t"), recall_handle="nonsense").status.code == 50001
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize(
     ("sent", "code"),
     [
@@ -382,7 +383,7 @@ def test_unknown_call_is_unimplemented(stub: Stub) -> None:
     assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_random_bytes_do_no_harm(stub: Stub, broker: Broker) -> None:
     draw = random.Random(7)
     names = ["QueryRoute", "SendMessage", "AckMessage", "EndTransaction", "ChangeInvisibleDuration", "RecallMessage"]

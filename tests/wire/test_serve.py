@@ -26,6 +26,7 @@ from librmq.store import verify
 from librmq.wire.certificates import self_signed
 from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc.schema import message_class
+from tests.budget import many
 from tests.reference import CHECKOUT
 from tests.wire.clients import OfficialClient
 from tests.wire.conftest import ready
@@ -49,7 +50,7 @@ def end(serving: subprocess.Popen[str], number: signal.Signals) -> None:
     assert serving.stderr.read() == ""
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_serve_refuses_a_certificate_that_is_not_there(tmp_path: Path) -> None:
     served = subprocess.run(
         [sys.executable, "-m", "librmq", "serve", tmp_path / "store", "--tls", "cert.pem", "key.pem"],
@@ -91,7 +92,7 @@ def test_self_signed_pair_is_made_at_the_start(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"PRIVATE" in path.read_bytes()]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_tls_has_a_port_beside_plain_text(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--grpc-tls", "0"]
@@ -117,7 +118,7 @@ def test_ready_line_comes_at_once_on_a_terminal(tmp_path: Path) -> None:
         assert serving.wait(60) == 0
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signal_ends_it_with_a_sound_store(
     serving: subprocess.Popen[str], tmp_path: Path, number: signal.Signals
@@ -255,7 +256,7 @@ def test_options_that_do_not_go_together_are_refused(
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_page_for_node_passes(node: OfficialClient, tmp_path: Path) -> None:
     page = (CHECKOUT / "docs" / "howto" / "test-in-node-go-java.md").read_text("utf-8")
     (script,) = re.findall(r"^```js\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
@@ -294,7 +295,7 @@ def test_reader_that_does_not_read_stops_no_client(serving: subprocess.Popen[str
     end(serving, signal.SIGTERM)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_both_protocols_serve_one_store(tmp_path: Path) -> None:
     """Each message has the address of the classic port, and the next start reports that the port has changed."""
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--remoting", "0"]

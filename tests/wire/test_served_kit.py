@@ -209,7 +209,7 @@ def test_explored_test_is_refused(pytester: pytest.Pytester) -> None:
     result.stderr.fnmatch_lines(["*a test with rmq_grpc can't be explored*"])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_official_client_keeps_up_with_a_moved_clock(
     python: OfficialClient, tmp_path: Path, figure: Callable[[str], None]
 ) -> None:

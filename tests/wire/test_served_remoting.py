@@ -292,7 +292,7 @@ def test_the_history_shows_pulls_and_progress(rmq_remoting: ServedKit, client: R
     assert [line for line in lines if line in wanted] == wanted
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_librmqs_own_client_keeps_up_with_the_moved_clock(rmq_remoting: ServedKit) -> None:
     """Over TCP, with a lost answer and a listener that fails: hours of retries pass, and nothing is lost."""
     rmq_remoting.kit.broker.create_topic("t", 2)

@@ -28,6 +28,7 @@ from librmq.wire.remoting.headers import REQUESTS, SendHeader
 from librmq.wire.remoting.producing import Producing
 from librmq.wire.remoting.rates import Rates
 from librmq.wire.remoting.server import RemotingServer
+from tests.budget import many
 from tests.wire.remoting_client import RawClient
 
 BEGIN_MS = 1_000_000
@@ -85,7 +86,7 @@ def records(broker: Broker) -> list[bytes]:
     return [message.raw for message in broker.store]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.lists(sends(), max_size=12))
 def test_sends_together_are_as_each_alone(frames: list[Frame]) -> None:
@@ -138,7 +139,7 @@ ODD = {
 }
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize(("old", "new"), ODD.values(), ids=ODD)
 def test_a_known_header_is_read_as_a_new_one(old: str, new: str) -> None:
     """Also if an odd header comes after a usual one."""

@@ -16,6 +16,7 @@ from librmq.wire.remoting import answers as answers_module
 from librmq.wire.remoting.codes import RequestCode as Code
 from librmq.wire.remoting.frames import Frame, encode
 from librmq.wire.remoting.headers import REQUESTS
+from tests.budget import many
 from tests.wire.remoting_client import RawClient
 
 SEND: dict[str, Any] = {"producer_group": "p", "topic": "t", "default_topic": "TBW102", "default_topic_queue_nums": 4}
@@ -414,7 +415,7 @@ def test_a_one_way_request_has_no_answer(client: RawClient, broker: Broker) -> N
     assert broker.consumer_offset("g", "t") == 0
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("seed", range(20))
 def test_rubbish_closes_its_connection_only(client: RawClient, server: RemotingServer, seed: int) -> None:
     draw = random.Random(seed)
@@ -433,7 +434,7 @@ def test_a_frame_without_a_header_closes_its_connection_only(client: RawClient, 
     assert client.put("t", b"x").code == 0
 
 
-@pytest.mark.many
+@many
 @pytest.mark.parametrize("seed", range(20))
 def test_fields_of_any_kind_are_answered(client: RawClient, seed: int) -> None:
     """No request ends the connection."""
