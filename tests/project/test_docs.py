@@ -256,6 +256,10 @@ def test_the_map_is_that_of_the_folder() -> None:
     height = {name: number for number, layer in enumerate(layers) for name in layer}
     assert height.keys() == set(names)
     assert [height[name] for name in names] == sorted(height.values())
+    picture = (CHECKOUT / "CONTRIBUTING.md").read_text("utf-8").partition("```text\n")[2].partition("```")[0]
+    drawn = [row.split() for row in re.findall(r"^ {17}(\w+(?: \| \w+)?)", picture, re.MULTILINE)]
+    shown = [height[name] for row in drawn for name in row if name != "|"]
+    assert (shown, len(shown) > 20) == (sorted(shown), True)
 
 
 # ---------------------------------------------------------------------------------------------------- examples
