@@ -32,8 +32,9 @@ from librmq.config import Config, Seconds, to_seconds
 from librmq.consumer import OrderlyResult
 from librmq.consumer.listeners import refuse_generator
 from librmq.errors import ConfigError, DedupStoreError
-from librmq.idempotence.keep import KEEP_CONSUMED, LONGEST
 from librmq.idempotence.stores import (
+    KEEP_CONSUMED,
+    LONGEST,
     Claim,
     DedupStore,
     dedup_key,

@@ -22,9 +22,8 @@ from typing import Any
 
 from librmq.clock import Clock, SystemClock
 from librmq.errors import ConfigError
-from librmq.idempotence.keep import KEEP_CONSUMED, to_milliseconds
 from librmq.idempotence.sqltables import Link, check_name, is_integrity_error, linked
-from librmq.idempotence.stores import dedup_key, unique_id
+from librmq.idempotence.stores import KEEP_CONSUMED, dedup_key, to_milliseconds, unique_id
 
 
 def transactional(

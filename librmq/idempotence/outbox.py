@@ -32,8 +32,8 @@ from typing import Annotated, Any, Final, NamedTuple, Protocol, TypedDict, TypeV
 from librmq.clock import Clock, SystemClock
 from librmq.config import Config, Seconds, check_now, to_seconds
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
-from librmq.idempotence.keep import LONGEST
 from librmq.idempotence.sqltables import KEY_LIMIT, Link, StatementResult, check_name, is_temporary_error, linked
+from librmq.idempotence.stores import LONGEST
 from librmq.message.message import Message, reserved_topic
 from librmq.message.record import PROPERTY_UNIQUE_KEY
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic

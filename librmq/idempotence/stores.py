@@ -3,8 +3,6 @@
 `librmq.dedup` has the guard itself, and the states of a record.
 """
 
-# ruff: noqa: D102 (the methods of a store are described at DedupStore)
-
 from __future__ import annotations
 
 import enum
@@ -14,6 +12,7 @@ import re
 import sqlite3
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import lru_cache
 from heapq import heappop, heappush
 from os import PathLike
@@ -21,12 +20,16 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 from urllib.parse import quote
 
 from librmq.clock import Clock
+from librmq.config import to_seconds
 from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
 from librmq.idempotence.sqltables import KEY_LIMIT, check_name, upgrade_tables
 from librmq.listener import Delivered
 from librmq.runtime.background import Background
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, critical
+
+# ruff: noqa: D102 (the methods of a store are described at DedupStore)
+
 
 _log = EventLog("librmq.dedup")
 
@@ -406,3 +409,20 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+# ---- how long records are kept, and durations in milliseconds
+
+KEEP_CONSUMED: Final = 72 * 3600.0
+"""Seconds for which a consumed message is recorded: as long as a broker keeps the message."""
+LONGEST: Final = 1e10
+"""The longest duration, in seconds."""
+
+
+def to_milliseconds(name: str, value: float | timedelta) -> int:
+    """Return a duration of at least a millisecond, given in seconds or as a `timedelta`, in milliseconds.
+
+    Raises:
+        ConfigError: It is neither, or out of range.
+    """
+    return round(1000 * to_seconds(name, value, 0.001, LONGEST))
