@@ -6,13 +6,13 @@ from librmq.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
     from librmq.idempotence.dedup_redis import RedisDedupStore as RedisDedupStore
+    from librmq.idempotence.dedup_sql import SeenKeys as SeenKeys
     from librmq.idempotence.dedup_sql import SqlDedupStore as SqlDedupStore
     from librmq.idempotence.inbox import Transactional as Transactional
     from librmq.idempotence.inbox import purge_messages as purge_messages
     from librmq.idempotence.inbox import transactional as transactional
     from librmq.idempotence.outbox import Outbox as Outbox
     from librmq.idempotence.outbox import OutboxSender as OutboxSender
-    from librmq.idempotence.prefilter import SeenKeys as SeenKeys
     from librmq.idempotence.sqltables import upgrade_tables as upgrade_tables
     from librmq.idempotence.stores import Claim as Claim
     from librmq.idempotence.stores import DedupRecord as DedupRecord
