@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from librmq.broker import Broker
 from librmq.clock import ManualClock
@@ -13,12 +14,48 @@ from librmq.cluster.sites import check_site, site_of
 from librmq.errors import BrokerUnreachableError, ConfigError, ReplicaError
 from librmq.files.seam import Files
 from librmq.message.message import StoredMessage
-from librmq.protocol import LogBytes, Request
+from librmq.protocol import Endpoint, LogBytes, Request
 from librmq.testing.kit_runner import KitRunner
 from librmq.testing.network import Network
 from librmq.testing.observer import KitObserver
 from librmq.testing.process_table import ProcessStateError
-from librmq.testing.replica_link import ReplicaLink
+
+# ---- a connection between a replica and its master that can be cut or slowed down
+
+
+class ReplicaLink:
+    """An `Endpoint` in front of a master, for simulating failures. Pass it to `Replica.open` as the master."""
+
+    def __init__(self, master: Endpoint, clock: ManualClock) -> None:
+        self.master = master
+        self.is_cut = False
+        self.seconds = 0.0
+        """Seconds that each copy takes."""
+        self.most_bytes: int | None = None
+        """Number of bytes after which the link breaks, even in the middle of a record."""
+        self._clock = clock
+
+    def call(self, request: Request[R], /) -> R:
+        """Forward a request now or later, or fail."""
+        if self.is_cut:
+            raise BrokerUnreachableError("the master cannot be reached: the link is cut")
+        answer = self.master.call(request)
+        if self.seconds and isinstance(answer, LogBytes) and answer.data:
+            self._clock.advance(seconds=self.seconds)
+        most_bytes = self.most_bytes
+        if most_bytes is not None and isinstance(answer, LogBytes) and len(answer.data) > most_bytes:
+            self.most_bytes, self.is_cut = None, True
+            return cast(R, replace(answer, data=answer.data[:most_bytes]))
+        return answer
+
+    def cut(self) -> None:
+        """Let all calls fail until `restore`."""
+        self.is_cut = True
+
+    def restore(self) -> None:
+        """Let calls through again. The replica notices at its next attempt, or at `Replica.follow`."""
+        self.is_cut, self.most_bytes = False, None
+
 
 R = TypeVar("R")
 
