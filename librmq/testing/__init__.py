@@ -13,6 +13,7 @@ with lazy_exports(globals()):
     from librmq.testing.crash_images import Image as Image
     from librmq.testing.driver import Elapsed as Elapsed
     from librmq.testing.driver import NotAwaitedError as NotAwaitedError
+    from librmq.testing.evidence import UndeliveredWarning as UndeliveredWarning
     from librmq.testing.evidence import UnknownGroupError as UnknownGroupError
     from librmq.testing.exploration import Exploration as Exploration
     from librmq.testing.exploration import explore as explore
@@ -28,4 +29,3 @@ with lazy_exports(globals()):
     from librmq.testing.process import Process as Process
     from librmq.testing.process import ProcessDied as ProcessDied
     from librmq.testing.process_table import ProcessStateError as ProcessStateError
-    from librmq.testing.undelivered import UndeliveredWarning as UndeliveredWarning

@@ -24,7 +24,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.testing.driver import Driver, Elapsed
-from librmq.testing.evidence import Evidence
+from librmq.testing.evidence import Evidence, UndeliveredWarning
 from librmq.testing.faults import Faults
 from librmq.testing.history import DeliveryAttempt, History
 from librmq.testing.kit_replica import KitReplica, open_replica
@@ -33,7 +33,6 @@ from librmq.testing.network import Network, broker_names
 from librmq.testing.observer import KitObserver
 from librmq.testing.process import A_PROCESS, ConsumerArguments, Process, ProducerArguments
 from librmq.testing.process_table import ProcessStateError, ProcessTable
-from librmq.testing.undelivered import UndeliveredWarning
 
 _T = TypeVar("_T")
 
