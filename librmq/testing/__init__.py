@@ -11,8 +11,6 @@ from librmq.lazy_exports import lazy_exports
 with lazy_exports(globals()):
     from librmq.testing.crash_images import CrashImages as CrashImages
     from librmq.testing.crash_images import Image as Image
-    from librmq.testing.driver import Elapsed as Elapsed
-    from librmq.testing.driver import NotAwaitedError as NotAwaitedError
     from librmq.testing.evidence import UndeliveredWarning as UndeliveredWarning
     from librmq.testing.evidence import UnknownGroupError as UnknownGroupError
     from librmq.testing.exploration import Exploration as Exploration
@@ -26,6 +24,8 @@ with lazy_exports(globals()):
     from librmq.testing.history import HistoryLine as HistoryLine
     from librmq.testing.kit import Kit as Kit
     from librmq.testing.kit import UnsoundStoreError as UnsoundStoreError
+    from librmq.testing.kit_runner import Elapsed as Elapsed
+    from librmq.testing.kit_runner import NotAwaitedError as NotAwaitedError
     from librmq.testing.process import Process as Process
     from librmq.testing.process import ProcessDied as ProcessDied
     from librmq.testing.process_table import ProcessStateError as ProcessStateError
