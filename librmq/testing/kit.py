@@ -23,13 +23,12 @@ from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import Files
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.testing.evidence import Evidence, UndeliveredWarning
+from librmq.testing.evidence import Evidence, KitObserver, UndeliveredWarning
 from librmq.testing.faults import Faults
 from librmq.testing.history import DeliveryAttempt, History
 from librmq.testing.kit_replica import KitReplica, open_replica
 from librmq.testing.kit_runner import Driver, Elapsed, KitRunner
 from librmq.testing.network import Network, broker_names
-from librmq.testing.observer import KitObserver
 from librmq.testing.process import A_PROCESS, ConsumerArguments, Process, ProducerArguments
 from librmq.testing.process_table import ProcessStateError, ProcessTable
 

@@ -15,9 +15,9 @@ from librmq.errors import BrokerUnreachableError, ConfigError, ReplicaError
 from librmq.files.seam import Files
 from librmq.message.message import StoredMessage
 from librmq.protocol import Endpoint, LogBytes, Request
+from librmq.testing.evidence import KitObserver
 from librmq.testing.kit_runner import KitRunner
 from librmq.testing.network import Network
-from librmq.testing.observer import KitObserver
 from librmq.testing.process_table import ProcessStateError
 
 # ---- a connection between a replica and its master that can be cut or slowed down
