@@ -26,11 +26,11 @@ from librmq.message.message import MessageQueue, StoredMessage
 from librmq.testing.evidence import Evidence, KitObserver, UndeliveredWarning
 from librmq.testing.faults import Faults
 from librmq.testing.history import DeliveryAttempt, History
-from librmq.testing.kit_replica import KitReplica, open_replica
 from librmq.testing.kit_runner import Driver, Elapsed, KitRunner
 from librmq.testing.network import Network, broker_names
 from librmq.testing.process import A_PROCESS, ConsumerArguments, Process, ProducerArguments
 from librmq.testing.process_table import ProcessStateError, ProcessTable
+from librmq.testing.replica import KitReplica, open_replica
 
 _T = TypeVar("_T")
 

@@ -28,7 +28,7 @@ from librmq.protocol import CopyTables, PullStatus, SendStatus, UpdateOffset
 from librmq.store.format import directory
 from librmq.store.recovery.verify import verify
 from librmq.testing.files import FailingFiles
-from librmq.testing.kit_replica import ReplicaLink
+from librmq.testing.replica import ReplicaLink
 from tests.broker.parties import manual, opened, pull, send
 from tests.cluster.copies import COPY, assert_copies, copy_of, fill, log_files
 from tests.interrupting import at_each_call

@@ -13,7 +13,7 @@ from librmq.cluster import Replica
 from librmq.files.memory import MemoryFiles
 from librmq.protocol import SendStatus, UpdateOffset
 from librmq.store.recovery.verify import verify
-from librmq.testing.kit_replica import ReplicaLink
+from librmq.testing.replica import ReplicaLink
 from tests.broker.parties import send
 from tests.budget import examples
 
