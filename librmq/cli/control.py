@@ -21,9 +21,9 @@ from librmq.message.message import StoredMessage
 from librmq.runtime.event_log import EventLog
 from librmq.testing import Kit
 from librmq.testing.evidence import UnknownGroupError
+from librmq.testing.frame_links import WireClient
 from librmq.testing.served import NotSettledError, ServedKit
 from librmq.testing.served_remoting import ServedRemoting
-from librmq.testing.wire_client import WireClient
 from librmq.wire.remoting import listen
 
 if TYPE_CHECKING:

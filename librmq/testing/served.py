@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from librmq.clock import SystemClock
 from librmq.config import to_seconds
+from librmq.testing.frame_links import WireClient
 from librmq.testing.kit import Kit, to_milliseconds
 from librmq.testing.process import Process
-from librmq.testing.wire_client import WireClient
 
 if TYPE_CHECKING:
     from librmq.testing.served_remoting import ServedRemoting

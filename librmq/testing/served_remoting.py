@@ -28,9 +28,9 @@ from librmq.protocol import (
     Unregister,
     UpdateOffset,
 )
+from librmq.testing.frame_links import WireClient
 from librmq.testing.history import Call, show
 from librmq.testing.kit import Kit
-from librmq.testing.wire_client import WireClient
 from librmq.wire.remoting import RemotingServer
 
 R = TypeVar("R")
