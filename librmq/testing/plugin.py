@@ -19,8 +19,8 @@ from librmq.message.ids import format_host
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing.exploration import Exploration, explored_kit, read_seed, schedule_document, search
 from librmq.testing.explorer import Explorer
+from librmq.testing.explorer import end_threads as end_threads
 from librmq.testing.kit import SMALL_FILES, Kit, KitKeywords
-from librmq.testing.pausable_threads import end_threads as end_threads
 
 if TYPE_CHECKING:
     from librmq.testing.served import ServedKit
