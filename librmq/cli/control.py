@@ -22,8 +22,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.testing import Kit
 from librmq.testing.evidence import UnknownGroupError
 from librmq.testing.frame_links import WireClient
-from librmq.testing.served import NotSettledError, ServedKit
-from librmq.testing.served_remoting import ServedRemoting
+from librmq.testing.served import NotSettledError, ServedKit, ServedRemoting
 from librmq.wire.remoting import listen
 
 if TYPE_CHECKING:

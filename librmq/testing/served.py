@@ -8,19 +8,37 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 from librmq.clock import SystemClock
 from librmq.config import to_seconds
+from librmq.protocol import (
+    ChannelClosed,
+    CheckTransaction,
+    Endpoint,
+    EndTransaction,
+    Heartbeat,
+    MessageModel,
+    PullMessage,
+    PullResponse,
+    PullStatus,
+    Request,
+    SendBack,
+    Unregister,
+    UpdateOffset,
+)
 from librmq.testing.frame_links import WireClient
+from librmq.testing.history import Call, show
 from librmq.testing.kit import Kit, to_milliseconds
 from librmq.testing.process import Process
+from librmq.wire.remoting import RemotingServer
 
 if TYPE_CHECKING:
-    from librmq.testing.served_remoting import ServedRemoting
     from librmq.wire.grpc import GrpcServer
+
 
 _WAIT_S: Final = 20.0
 _BACK_S: Final = 60.0
@@ -63,7 +81,7 @@ def serve_grpc(kit: Kit, port: int, client_of: Callable[[str], WireClient], form
 
 def serve_remoting(listening: socket.socket) -> Serve:
     """Serve clients of RocketMQ 4.x, at first on a socket whose address is the kit's ``store_host``."""
-    from librmq.testing.served_remoting import ServedRemoting
+    from librmq.testing.served import ServedRemoting
     from librmq.wire.remoting import listen
 
     def serve(kit: Kit, port: int, client_of: Callable[[str], WireClient], former: ServedRemoting | None) -> _Server:
@@ -185,3 +203,189 @@ class ServedKit:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# ---- a served kit's server of the 4.x protocol, with a check that its clients are settled
+
+R = TypeVar("R")
+Queue = tuple[str, str, int]
+"""A group, a topic and a queue id."""
+_HELD_S: Final = 10.0
+"""The longest time that a pull is held, by the machine's clock: clients give up after 30 s."""
+
+
+class ServedRemoting:
+    """A name server and broker for clients of 4.x."""
+
+    def __init__(
+        self,
+        kit: Kit,
+        listening: socket.socket,
+        client_of: Callable[[str], WireClient],
+        former: ServedRemoting | None = None,
+        changed: Callable[[str, str, bool], None] | None = None,
+    ) -> None:
+        """Serve the kit's broker, and expect the clients of a ``former`` server to return."""
+        self._kit = kit
+        self._client_of = client_of
+        self._last_clients: set[str] = set()
+        self._pulls = _Pulls(kit, set() if former is None else former._last_clients)
+        self._server = RemotingServer(
+            kit.broker, listening=listening, creates_retry_topics=True, changed=changed, endpoints=self._endpoint
+        )
+        self.port: int = self._server.port
+        self.address = self._server.address
+        self._ended = threading.Event()
+        self._releaser = threading.Thread(target=self._release, name="librmq held pulls", daemon=True)
+        self._releaser.start()
+
+    def _endpoint(self, name: str) -> Endpoint:
+        return _PullingClient(self._kit, self._client_of(name), self._pulls)
+
+    def _release(self) -> None:
+        clock = SystemClock()
+        while not clock.wait(self._ended, _HELD_S):
+            self._server.release_pulls()
+
+    def is_settled(self) -> bool:
+        """Return whether push consumers have consumed everything, and producers answered all checks."""
+        with self._kit.runner.lock:
+            queues = list(self._pulls.unsettled())
+        for queue in queues:
+            self._server.release_pulls(queue)
+        return not queues and not self._pulls.open_checks
+
+    def missing(self) -> list[str]:
+        """Return the clients of the former server that have not registered again."""
+        return list(self._pulls.missing)
+
+    def close(self, timeout: float = 5) -> bool:
+        """Cut all clients off; return whether all requests have ended within ``timeout`` seconds."""
+        if not self._ended.is_set():
+            self._last_clients = {client.client_id for client in self._kit.broker.clients()} | self._pulls.missing
+        self._ended.set()
+        has_ended = self._server.close(timeout)
+        self._releaser.join()
+        return has_ended
+
+
+class _Pulls:
+    """Progress of the clients of one server. Changes only under the runner's lock."""
+
+    def __init__(self, kit: Kit, missing: set[str]) -> None:
+        self._kit = kit
+        self.missing = missing
+        """The ids of clients that were registered before a fault, and are not since."""
+        self.delivered: dict[Queue, tuple[int, _PullingClient]] = {}
+        """The offset after the messages that a client got last, and the client."""
+        self.waiting: dict[Queue, int] = {}
+        """The offset of the pull that was held last."""
+        self.open_checks: set[int] = set()
+        """The physical offsets of half messages whose checks have no answer."""
+
+    def unsettled(self) -> Iterator[Queue]:
+        """Yield the queues whose last messages a group of push consumers has not consumed."""
+        broker = self._kit.broker
+        for group in {data for client in broker.clients() for data in client.consumer_groups}:
+            connections = broker.connections(group)
+            if connections is None or connections.kind != "push" or connections.model is MessageModel.BROADCASTING:
+                continue
+            for topic in connections.subscriptions:
+                for queue_id in range(sum(data.read_queues for data in broker.topic_route(topic))):
+                    end = broker.store.queue_range(topic, queue_id)[1]
+                    consumed = broker.consumer_offset(group, topic, queue_id) or 0
+                    queue = group, topic, queue_id
+                    delivered = self.delivered[queue][0] if queue in self.delivered else 0
+                    if consumed < end and (delivered > consumed or self.waiting.get(queue, -1) < end):
+                        yield queue
+
+
+class _PullingClient:
+    """The endpoint of one connection: records what it pulls. Thread-safe."""
+
+    def __init__(self, kit: Kit, client: WireClient, pulls: _Pulls) -> None:
+        self._kit = kit
+        self._client = client
+        self._pulls = pulls
+        self._calls: dict[Queue, dict[int, tuple[int, Call]]] = {}
+        self._checked_clients: dict[Endpoint, _CheckedClient] = {}
+
+    def call(self, request: Request[R], /) -> R:
+        """Pass a request to the broker, with the kit's history and faults."""
+        if isinstance(request, Heartbeat):
+            endpoint = self._checked_clients.setdefault(
+                request.client, _CheckedClient(request.client, self._pulls.open_checks)
+            )
+            registered = self._client.call(replace(request, client=endpoint))
+            self._pulls.missing.discard(request.client_id)
+            return cast(R, registered)
+        if isinstance(request, SendBack):
+            self._failed(request)
+        answer: Any = self._client.call(request)
+        with self._kit.runner.lock:
+            if isinstance(request, PullMessage):
+                self._pulled(request, answer)
+            elif isinstance(request, UpdateOffset):
+                self._passed((request.group, request.topic, request.queue_id), request.queue_offset)
+            elif isinstance(request, Unregister):
+                self._pulls.missing.discard(request.client_id)
+            elif isinstance(request, EndTransaction):
+                self._pulls.open_checks.discard(request.physical_offset)
+            elif isinstance(request, ChannelClosed):
+                delivered = self._pulls.delivered
+                for queue in [queue for queue, (_, client) in delivered.items() if client is self]:
+                    del delivered[queue]
+        return cast(R, answer)
+
+    def _pulled(self, request: PullMessage, response: PullResponse) -> None:
+        queue = request.group, request.topic, request.queue_id
+        if request.commit_offset is not None:
+            self._passed(queue, request.commit_offset)
+        if response.status is PullStatus.HELD:
+            self._pulls.waiting[queue] = request.queue_offset
+            return
+        self._pulls.waiting.pop(queue, None)
+        if response.status is not PullStatus.FOUND:
+            return
+        self._pulls.delivered[queue] = response.next_offset, self
+        kit, label = self._kit, self._client.process.label
+        kit.observer.noted_remote_receive(request.group, request.topic)
+        for stored in response.messages:
+            where = f"{stored.topic}/{stored.queue_id}:{stored.queue_offset}"
+            call = kit.history().begin_remote(
+                kit.clock.now_ms(), request.group, label, where, (kit.broker.name, stored)
+            )
+            self._calls.setdefault(queue, {})[stored.queue_offset] = stored.physical_offset, call
+            attempt = f", attempt {stored.reconsume_times + 1}" if stored.reconsume_times else ""
+            self._client.note(f"gets {where} {show(stored)}{attempt}", request.group)
+
+    def _passed(self, queue: Queue, queue_offset: int) -> None:
+        """Note that a group's progress has passed the messages before an offset."""
+        calls = self._calls.get(queue, {})
+        for offset in [offset for offset in calls if offset < queue_offset]:
+            self._ended(calls.pop(offset)[1], "returned", "is done")
+
+    def _failed(self, request: SendBack) -> None:
+        with self._kit.runner.lock:
+            for (group, _, _), calls in self._calls.items():
+                for offset, (physical_offset, call) in list(calls.items()):
+                    if group == request.group and physical_offset == request.physical_offset:
+                        del calls[offset]
+                        self._ended(call, "failed", "sends back")
+
+    def _ended(self, call: Call, outcome: str, what: str) -> None:
+        call.ended_ms, call.outcome = self._kit.clock.now_ms() - self._kit.history().begin_ms, outcome
+        self._client.note(f"{what} ({call.where})", call.group)
+
+
+class _CheckedClient:
+    """A client that the broker asks about transactions. Called under the runner's lock."""
+
+    def __init__(self, client: Endpoint, open_checks: set[int]) -> None:
+        self._client = client
+        self._open_checks = open_checks
+
+    def call(self, request: Request[R], /) -> R:
+        if isinstance(request, CheckTransaction):
+            self._open_checks.add(request.message.physical_offset)
+        return self._client.call(request)
