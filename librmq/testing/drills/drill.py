@@ -2,22 +2,180 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Final, Literal, NamedTuple, get_args
 
 from librmq.broker import Broker
 from librmq.client.allocation import allocate_by_site
 from librmq.client.client import Client
 from librmq.client.producer import Producer
 from librmq.cluster import Cluster, Replica, ReplicaRoute, RoutedClient, RouteTable, SiteRoute, SiteRouter, site_of
+from librmq.cluster.sites import check_site
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import ConfigError, RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.runtime.runner import ManualRunner
-from librmq.testing.drills.deployment import Deployment, Fault, Script, check_script, outages
 from librmq.testing.drills.drill_report import DrillReport, Minute, TimelineRow
+
+# ---- the deployments over sites that a drill compares, and the script of their failures
+
+Verb = Literal[
+    "lose consumers",
+    "return consumers",
+    "lose brokers",
+    "return brokers",
+    "lose site",
+    "return site",
+    "cut link",
+    "heal link",
+]
+
+
+class Fault(NamedTuple):
+    """One line of a script: at this minute, a part of a site fails or returns."""
+
+    minute: float
+    verb: Verb
+    site: str
+
+
+Script = Sequence[Fault | tuple[float, Verb, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """Clusters, their sites, and how a site chooses its cluster."""
+
+    name: str
+    title: str
+    clusters: Mapping[str, Sequence[str]]
+    """The sites at which each cluster has brokers."""
+    homes: Mapping[str, str]
+    """The cluster that each site uses."""
+    brokers: int = 2
+    """Number of brokers that a cluster has at each of its sites."""
+    consumers: int = 2
+    """Number of consumers at each site; all are in one group."""
+    switched: Literal["never", "by hand", "by probe", "by promotion"] = "never"
+    """How a site changes to another cluster in an outage; by promotion, replicas take their masters' places."""
+    replicas: Mapping[str, str] = field(default_factory=dict)
+    """The site at which the brokers of a cluster have replicas."""
+    moves_consumers: bool = False
+    """Whether consumers change to another cluster too."""
+    operator_minutes: float = 5
+    """Minutes until an operator switches manually, or promotes replicas."""
+
+
+_TWO: Final = ("hz", "sh")
+
+
+def one_cluster(sites: Sequence[str] = _TWO) -> Deployment:
+    """One cluster over all sites; producers and consumers prefer their own site."""
+    return Deployment(
+        name="one cluster",
+        title="one cluster over all sites",
+        clusters={"main": tuple(sites)},
+        homes=dict.fromkeys(sites, "main"),
+    )
+
+
+def one_active(sites: Sequence[str] = _TWO) -> Deployment:
+    """A cluster at each site. All clients use the first one; an operator switches to the second one manually."""
+    return Deployment(
+        name="one active",
+        title="a cluster at each site, one of them active, switched by hand",
+        clusters={site: (site,) for site in sites},
+        homes=dict.fromkeys(sites, sites[0]),
+        switched="by hand",
+        moves_consumers=True,
+    )
+
+
+def one_active_replicated(sites: Sequence[str] = _TWO) -> Deployment:
+    """A cluster at the first site, whose brokers have replicas at the second; an operator promotes these manually."""
+    return Deployment(
+        name="one active, replicas",
+        title="a cluster at one site, with replicas at another",
+        clusters={sites[0]: (sites[0],)},
+        homes=dict.fromkeys(sites, sites[0]),
+        replicas={sites[0]: sites[1]},
+        switched="by promotion",
+    )
+
+
+def two_active(sites: Sequence[str] = _TWO) -> Deployment:
+    """A cluster at each site, which the site's clients always use."""
+    return Deployment(
+        name="all active",
+        title="a cluster at each site, each active for its site",
+        clusters={site: (site,) for site in sites},
+        homes={site: site for site in sites},
+    )
+
+
+def two_active_routed(sites: Sequence[str] = _TWO) -> Deployment:
+    """A cluster at each site, and a router that directs a site's producers elsewhere while its cluster is down."""
+    return Deployment(
+        name="all active, routed",
+        title="a cluster at each site, and a router that probes",
+        clusters={site: (site,) for site in sites},
+        homes={site: site for site in sites},
+        switched="by probe",
+    )
+
+
+def presets(sites: Sequence[str] = _TWO) -> tuple[Deployment, ...]:
+    """Return the five deployments that are usually compared."""
+    return (
+        one_cluster(sites),
+        one_active(sites),
+        one_active_replicated(sites),
+        two_active(sites),
+        two_active_routed(sites),
+    )
+
+
+def outages(site: str = "hz") -> tuple[Fault, ...]:
+    """Return the script of an hour in which one site loses its consumers, then its brokers, then everything."""
+    return (
+        Fault(5, "lose consumers", site),
+        Fault(12, "return consumers", site),
+        Fault(20, "lose brokers", site),
+        Fault(30, "return brokers", site),
+        Fault(40, "lose site", site),
+        Fault(50, "return site", site),
+    )
+
+
+def check_script(deployment: Deployment, script: Script, minutes: float) -> list[Fault]:
+    """Return the failures in a script, ordered by time.
+
+    Raises:
+        ConfigError: A verb or site is unknown, a minute is outside the drill, or the deployment is impossible.
+    """
+    for site, cluster in deployment.homes.items():
+        check_site(site)
+        if cluster not in deployment.clusters:
+            raise ConfigError(f"site {site!r}: no cluster serves it: found {cluster!r}")
+    for cluster, site in deployment.replicas.items():
+        if cluster not in deployment.clusters or site in deployment.clusters[cluster]:
+            raise ConfigError(f"replicas: expected another site than those of a cluster, found {cluster!r} at {site!r}")
+    if deployment.brokers < 1 or deployment.consumers < 1:
+        raise ConfigError("deployment: expected at least one broker and one consumer at each site")
+    faults = [Fault(*row) for row in script]
+    for fault in faults:
+        if fault.verb not in get_args(Verb):
+            raise ConfigError(f"script: unknown verb {fault.verb!r}; expected one of {', '.join(get_args(Verb))}")
+        if fault.site not in deployment.homes:
+            raise ConfigError(f"script: unknown site {fault.site!r}; expected one of {', '.join(deployment.homes)}")
+        if not 0 <= fault.minute <= minutes:
+            raise ConfigError(f"script: minute {fault.minute:g} is outside the drill of {minutes:g} minutes")
+    return sorted(faults, key=lambda fault: fault.minute)
+
 
 _TOPIC = "orders"
 _MINUTE_MS = 60_000
