@@ -9,8 +9,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from librmq.columns.options import ReadOptions
-from librmq.columns.parts import Part
-from librmq.columns.rows import Rows
+from librmq.columns.parts import Part, Rows
 from librmq.columns.schema import CORRUPT, TYPES
 from librmq.config import ENTRY_SIZE
 from librmq.errors import CorruptionError

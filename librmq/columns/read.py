@@ -21,12 +21,10 @@ import pyarrow as pa
 
 from librmq.columns.arrays import Ints, Mask, keep_freed_memory, numbers, strings
 from librmq.columns.decode import FIXED_COLUMNS, Block
-from librmq.columns.entries import slice_entries
 from librmq.columns.malformed import Malformed
 from librmq.columns.options import ReadOptions
-from librmq.columns.parts import REST, DataLossError, Part
+from librmq.columns.parts import REST, DataLossError, Part, Rows, chunks, slice_entries
 from librmq.columns.remote import RemoteFiles, RemoteStore, fetch
-from librmq.columns.rows import Rows, chunks
 from librmq.columns.schema import CORRUPT
 from librmq.columns.starts import record_starts
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS

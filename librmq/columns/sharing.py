@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from librmq.columns.entries import slice_entries
 from librmq.columns.options import ReadOptions
-from librmq.columns.parts import Part
+from librmq.columns.parts import Part, slice_entries
 from librmq.columns.planner import PARTITION_BYTES, PlannedStore, Ranges, plan
 from librmq.columns.remote import RemoteFiles
 from librmq.files.seam import Files
