@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -17,16 +17,45 @@ from typing import Any, Final, TypedDict, Unpack, cast, get_args
 import pyarrow as pa
 
 from librmq.columns.options import LARGEST_OFFSET, LATEST, Mode, ReadOptions, View, Wanted, check_filters
-from librmq.columns.planner import plan
+from librmq.columns.parts import Part, slice_entries
+from librmq.columns.planner import PARTITION_BYTES, PlannedStore, Ranges, plan
 from librmq.columns.processes import SharedReader
 from librmq.columns.pruning import predicate_of, pruned
 from librmq.columns.read import Reading
 from librmq.columns.remote import RemoteFiles, RemoteStore, check_storage_options, located
 from librmq.columns.schema import TYPES, columns_of, default_columns
-from librmq.columns.sharing import plan_for_others
 from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError
 from librmq.files.seam import Files
+
+# ---- plans of reads whose parts other processes read, wherever the stores are
+
+
+def plan_for_others(
+    options: ReadOptions,
+    files: Files | None = None,
+    *,
+    bytes_a_part: int = PARTITION_BYTES,
+    prune: Callable[[PlannedStore, Ranges, ReadOptions], Ranges] | None = None,
+) -> list[Part]:
+    """Plan a read as `plan` does, in parts that need no mirror of this process."""
+    if not isinstance(files, RemoteFiles):
+        return plan(options, files, bytes_a_part=bytes_a_part, prune=prune)
+    parts = plan(files.mirrored(options), files, bytes_a_part=bytes_a_part, prune=prune)
+    return [_portable(part, files) for part in parts]
+
+
+def _portable(part: Part, files: RemoteFiles) -> Part:
+    """Return a part of a remote store with its entries and the place of the log; others stay as they are."""
+    store = files.store(part.path)
+    if store is None:
+        return part
+    slices = []
+    for share in part.slices:
+        entries = b"".join(block.tobytes() for _, block in slice_entries(part, share, files, []))
+        slices.append(replace(share, inline_from=share.begin, inline=entries))
+    return replace(part, path=store.url, slices=tuple(slices), remote=store.log)
+
 
 Store = str | os.PathLike[str] | RemoteStore
 Stores = Store | Sequence[Store]

@@ -165,8 +165,8 @@ class Reader(DataSourceReader):
 
     def partitions(self) -> list[InputPartition]:
         """Examine the stores, on the driver, and cut the read into tasks."""
+        from librmq.columns.record_batches import plan_for_others
         from librmq.columns.remote import RemoteFiles, RemoteStore, located
-        from librmq.columns.sharing import plan_for_others
 
         remote = [located(path, self._options.storage_options) for path in self._options.paths if "://" in path]
         stores = {store.url: store for store in remote if isinstance(store, RemoteStore)}
