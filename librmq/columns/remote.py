@@ -274,7 +274,7 @@ class RemoteStore:
 
     def _finds_end(self, path: str, logs: list[str]) -> bool:
         """Return whether the queues show where a broker closed the log."""
-        from librmq.columns.clean_end import note_clean_end
+        from librmq.columns.record_starts import note_clean_end
 
         return note_clean_end(path, {name: self._sizes[name] for name in logs}, lambda ranges: self._copy(path, ranges))
 
