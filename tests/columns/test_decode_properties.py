@@ -11,8 +11,7 @@ pytest.importorskip("pyarrow")
 import numpy as np
 import pyarrow as pa
 
-from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block
-from librmq.columns.properties import Properties
+from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block, Properties
 from librmq.errors import RecordError
 from librmq.message.record import (
     COMPRESSED,
