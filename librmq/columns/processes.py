@@ -22,11 +22,11 @@ from typing import IO, Any, Final
 
 import pyarrow as pa
 
-from librmq.columns.child import COMMAND
 from librmq.columns.options import ReadOptions
 from librmq.columns.parts import Part, ReadingProcessError
 from librmq.columns.read import Reading
 from librmq.columns.transfer import (
+    COMMAND,
     END,
     ERROR,
     FRAME,
