@@ -391,9 +391,9 @@ def writing(bench: Bench) -> list[Row]:
 
     import pyarrow as pa
 
-    from librmq.spark.commit import commit
     from librmq.spark.encode import Encoder
     from librmq.spark.staged_records import Staged, job_folder
+    from librmq.spark.write import commit
 
     count = min(bench.count(MESSAGES), 200_000)
     rows = 8192
@@ -488,9 +488,8 @@ def row_writer() -> Any:
     from pyspark.sql.datasource import DataSource, DataSourceWriter, WriterCommitMessage
 
     from librmq.java.lang import index_key_hash
-    from librmq.spark.commit import commit
     from librmq.spark.staged_records import Staged, job_folder
-    from librmq.spark.write import Ready
+    from librmq.spark.write import Ready, commit
 
     class Writer(DataSourceWriter):
         def __init__(self, path: str) -> None:

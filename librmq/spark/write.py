@@ -4,32 +4,318 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from librmq.clock import SystemClock
-from librmq.errors import ConfigError
+from librmq.columns.arrays import Ints
+from librmq.consumequeue import entry_dtype
+from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, StoreLockedError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
-from librmq.spark.commit import commit, wait_until_free
+from librmq.message import record
 from librmq.spark.encode import Encoder, check_columns
 from librmq.spark.names import written_batch, written_schema
 from librmq.spark.options import WriteOptions, local_path
-from librmq.spark.staged_records import Staged, discard, job_folder
+from librmq.spark.staged_records import Staged, StagedBlock, StagedRecords, discard, job_folder
+from librmq.store import MessageStore
+from librmq.store.engine.dispatch import Lane
 from librmq.store.engine.open_store import QueueName
 from librmq.store.format import directory
-from librmq.store.format.job_notes import note_path
+from librmq.store.format.job_notes import FIRST_BYTES, FOLDER, JobNote, note_path
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
+
+
+# ---- the commit of a Spark job: its staged records are added to a store, all of them or none
+
+_T = TypeVar("_T")
+
+CHUNK_BYTES: Final = 2 << 20
+_BETWEEN_TRIES: Final = 0.1
+"""Seconds between two tries to lock the store."""
+_SECTOR: Final = 512
+
+
+def commit(
+    path: str,
+    job: str,
+    staged: Sequence[Staged],
+    folder: str,
+    *,
+    ordered: bool,
+    keep_note: bool,
+    wait_seconds: float = 0,
+) -> int:
+    """Add the records of ``staged`` to the store in ``path``, and return their number; 0 if the job was already done.
+
+    Return when the records are on the device. After an error the store is unchanged, unless the records were already
+    visible: then the next open completes queues and index, and a repeated commit of the job finds them.
+
+    Raises:
+        StoreLockedError: Another process still writes to the store after ``wait_seconds``.
+    """
+    files = DiskFiles()
+    make_folders(files, os.path.join(path, FOLDER))
+    with _when_free(lambda: MessageStore.open(path, background=False), wait_seconds) as store:
+        if _was_committed(store, job):
+            discard(folder)
+            return 0
+        with closing(StagedRecords(folder, sorted(staged, key=lambda file: file.task), ordered)) as records:
+            if len(records):
+                _bring_in(store, job, records, folder)
+                if keep_note:
+                    _mark_done(store, job)
+                else:
+                    files.delete(note_path(path, job))
+            elif keep_note:
+                JobNote(store.log.end, store.log.end, b"", 0).write(note_path(path, job), files)
+                _mark_done(store, job)
+            count = len(records)
+    discard(folder)
+    return count
+
+
+def wait_until_free(path: str, wait_seconds: float) -> None:
+    """Wait until no other process writes to the store in ``path``.
+
+    Raises:
+        StoreLockedError: Another process still writes to it after ``wait_seconds``.
+    """
+
+    def ask() -> None:
+        holder = DiskFiles().lock_holder(directory.lock_path(path))
+        if holder is not None:
+            raise StoreLockedError(
+                f"{path}: locked by {holder}; only one process can write to a store: close it there, "
+                "or raise the option wait"
+            )
+
+    _when_free(ask, wait_seconds)
+
+
+def _when_free(action: Callable[[], _T], wait_seconds: float) -> _T:
+    """Return the result of ``action`` once it raises no `StoreLockedError`, within ``wait_seconds``."""
+    clock = SystemClock()
+    until = clock.monotonic() + wait_seconds
+    while True:
+        try:
+            return action()
+        except StoreLockedError:
+            left = until - clock.monotonic()
+            if left <= 0:
+                raise
+        clock.wait(threading.Event(), min(left, _BETWEEN_TRIES))
+
+
+def _was_committed(store: MessageStore, job: str) -> bool:
+    note = note_path(store.path, job)
+    if store.files.size(note) is None:
+        return False
+    return JobNote.read(note, store.files).is_committed(store.log.begin, store.log.end, store.log.data_at)
+
+
+def _mark_done(store: MessageStore, job: str) -> None:
+    note = note_path(store.path, job)
+    replace(JobNote.read(note, store.files), done=True).write(note, store.files)
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A block with the places of its records."""
+
+    block: StagedBlock
+    places: Ints
+    queue_offsets: Ints
+
+
+def _placed(records: StagedRecords, lanes: Sequence[Lane], end: int, file_size: int) -> Iterator[_Placed]:
+    """Yield all blocks with the places of their records after ``end`` and after the queues' ends."""
+    following = np.array([lane.next_queue_offset for lane in lanes], np.int64)
+    for block in records.blocks():
+        places = _places(block.sizes, end, file_size)
+        end = int(places[-1] + block.sizes[-1])
+        queue_offsets = following[block.lane] + _ranks(block.lane, len(lanes))
+        following += np.bincount(block.lane, minlength=len(lanes))
+        yield _Placed(block, places, queue_offsets)
+
+
+def _extent(records: StagedRecords, end: int, file_size: int) -> tuple[int, int, int]:
+    """Return the start of the first record, and start and end of the last one."""
+    begin = last = -1
+    for block in records.blocks():
+        places = _places(block.sizes, end, file_size)
+        begin = int(places[0]) if begin < 0 else begin
+        last, end = int(places[-1]), int(places[-1] + block.sizes[-1])
+    return begin, last, end
+
+
+def _bring_in(store: MessageStore, job: str, records: StagedRecords, folder: str) -> None:
+    """Write the records, show them, then derive queues and index, and delete the staged files."""
+    log, now_ms = store.log, store.clock.now_ms()
+    old_end = log.end
+    lanes = [store.appender.lane(*lane) for lane in records.lanes]
+    begin, last, end = _extent(records, old_end, log.file_size)
+    try:
+        head = _write(store, job, records, lanes, (begin, end), now_ms)
+        log.flush()
+        log.patch(begin, head)  # within one sector, so it is atomic
+    except BaseException:
+        log.truncate(old_end)
+        store.files.delete(note_path(store.path, job))
+        raise
+    log.last_write = last
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            flushed = executor.submit(log.flush)
+            if not store.config.enable_consumequeue_ext:
+                _derive(store, records, lanes, old_end, now_ms)
+            flushed.result()
+        records.close()
+        discard(folder)
+        if store.config.enable_consumequeue_ext:  # recovery makes the units with their bitmaps
+            store.abandon()
+            MessageStore.open(store.path, background=False).close()
+        else:
+            store.appender.dispatcher.dispatched_timestamp_ms = now_ms
+    except BaseException:
+        store.abandon()  # the records are stored: the next open adds entries and keys
+        raise
+
+
+def _write(
+    store: MessageStore,
+    job: str,
+    records: StagedRecords,
+    lanes: Sequence[Lane],
+    extent: tuple[int, int],
+    now_ms: int,
+) -> bytes:
+    """Write the records except their first bytes, which are returned."""
+    log, (begin, end) = store.log, extent
+    head = b""
+    with ThreadPoolExecutor(1) as executor:  # writes a chunk while the next one is prepared
+        written: Future[None] | None = None
+        for placed in _placed(records, lanes, log.end, log.file_size):
+            places = placed.places
+            for first, until in _chunks(places, placed.block.sizes, log.file_size):
+                data = placed.block.read(first, until)
+                _fill_in(data, places[first:until], placed.queue_offsets[first:until], now_ms)
+                if written is None:
+                    gate = min(len(data), _SECTOR - begin % _SECTOR)
+                    head = bytes(data[:gate])
+                    note = JobNote(begin, end, bytes(data[:FIRST_BYTES]), len(records))
+                    note.write(note_path(store.path, job), store.files)
+                    data[:gate] = bytes(gate)
+                else:
+                    written.result()
+                if log.claim(len(data)) != int(places[first]):
+                    raise CorruptionError(
+                        log.sequence.folder, int(places[first]), "record", "expected the log's end here"
+                    )
+                written = executor.submit(log.append_block, data)
+        assert written is not None
+        written.result()
+    return head
+
+
+def _derive(store: MessageStore, records: StagedRecords, lanes: Sequence[Lane], old_end: int, now_ms: int) -> None:
+    """Write queue entries and keys of all records, block by block, as the store's dispatcher writes its batches."""
+    with ThreadPoolExecutor(1) as executor:
+        indexed: Future[None] | None = None
+        for placed in _placed(records, lanes, old_end, store.log.file_size):
+            block = placed.block
+            if indexed is not None:
+                indexed.result()
+            stored = np.full(len(placed.places), now_ms, np.int64)
+            indexed = executor.submit(
+                store.index.append_block, placed.places, stored, block.record_of_key, block.key_hashes
+            )
+            _derive_queues(store, placed, lanes)
+        if indexed is not None:
+            indexed.result()
+
+
+def _derive_queues(store: MessageStore, placed: _Placed, lanes: Sequence[Lane]) -> None:
+    block = placed.block
+    entries = np.empty(len(placed.places), entry_dtype())
+    entries["physical_offset"], entries["size"], entries["tags_code"] = placed.places, block.sizes, block.codes
+    order = np.argsort(block.lane, kind="stable")
+    numbers, firsts = np.unique(block.lane[order], return_index=True)
+    dispatcher = store.appender.dispatcher
+    for number, first, until in zip(numbers.tolist(), firsts, [*firsts[1:], len(order)], strict=True):
+        lane, records = lanes[number], order[first:until]
+        lane.queue.append_many(lane.next_queue_offset, entries[records].tobytes())
+        lane.next_queue_offset += len(records)
+        dispatcher.unflushed.add(lane.queue)
+    dispatcher.entries += len(order)
+
+
+def _ranks(lane: Ints, lanes: int) -> Ints:
+    """Return each record's rank within its queue."""
+    order = np.argsort(lane, kind="stable")
+    begins = np.searchsorted(lane[order], np.arange(lanes))
+    ranks = np.empty(len(lane), np.int64)
+    ranks[order] = np.arange(len(lane)) - begins[lane[order]]
+    return ranks
+
+
+def _places(sizes: Ints, end: int, file_size: int) -> Ints:
+    """Return the positions of records from ``end`` on; one that does not fit before a blank starts a new file."""
+    if int(sizes.max()) + record.BLANK_SIZE > file_size:
+        raise MessageIllegalError(f"a record of {sizes.max()} bytes does not fit a log file of {file_size} bytes")
+    sums = np.cumsum(sizes)
+    places = np.empty(len(sizes), np.int64)
+    at = 0
+    while at < len(sizes):
+        limit = end - end % file_size + file_size - record.BLANK_SIZE
+        before = int(sums[at - 1]) if at else 0
+        until = int(np.searchsorted(sums, before + max(0, limit - end), "right"))
+        if until == at:
+            end = limit + record.BLANK_SIZE
+            continue
+        places[at:until] = end + (sums[at:until] - sizes[at:until] - before)
+        end = int(places[until - 1] + sizes[until - 1])
+        at = until
+    return places
+
+
+def _chunks(places: Ints, sizes: Ints, file_size: int) -> Iterator[tuple[int, int]]:
+    """Yield runs of records that go into one file, some MiB at a time."""
+    files = places // file_size
+    sums = np.cumsum(sizes)
+    at = 0
+    while at < len(places):
+        before = int(sums[at - 1]) if at else 0
+        until = max(at + 1, int(np.searchsorted(sums, before + CHUNK_BYTES, "right")))
+        until = min(until, int(np.searchsorted(files, files[at], "right")))
+        yield at, until
+        at = until
+
+
+def _fill_in(data: bytearray, places: Ints, queue_offsets: Ints, now_ms: int) -> None:
+    """Fill in the fields that were zero: physical offset, queue offset, store time."""
+    at = places - places[0]
+    raw: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8)
+    window = np.ndarray((len(raw) - 7,), ">i8", raw, strides=(1,))
+    window[at + record.QUEUE_OFFSET_AT] = queue_offsets
+    window[at + record.PHYSICAL_OFFSET_AT] = places
+    wide = (raw[at + record.SYS_FLAG_AT + 3] & record.BORN_HOST_V6) != 0
+    window[at + record.STORE_TIMESTAMP_AT + record.HOST_V6_EXTRA * wide] = now_ms
+
 
 BATCH_ROWS: Final = 8192
 BATCH_BYTES: Final = 64 << 20

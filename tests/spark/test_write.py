@@ -25,11 +25,10 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from librmq.errors import ConfigError, MessageIllegalError, StoreLockedError
 from librmq.message.record import decode_record
-from librmq.spark.commit import commit, wait_until_free
 from librmq.spark.encode import Encoder
 from librmq.spark.options import WriteOptions
 from librmq.spark.staged_records import Staged, StagedRecords, discard, job_folder
-from librmq.spark.write import Writer
+from librmq.spark.write import Writer, commit, wait_until_free
 from tests.spark_session import killing, shared_session
 
 START_MS = 1_700_000_000_000
@@ -331,7 +330,7 @@ from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
 from librmq.store import KeyIndex
 from tests.spark.test_write import stage
-from librmq.spark.commit import commit
+from librmq.spark.write import commit
 from librmq.spark.staged_records import job_folder
 
 left = [0]
