@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from librmq.columns.options import Predicate, ReadOptions, Wanted
     from librmq.columns.parts import Part
-    from librmq.spark.names import Renaming
+    from librmq.spark.options import Renaming
 
 
 # ---- the partition that Spark sends to a worker: a part that `librmq.columns.planner` has planned
@@ -109,8 +109,7 @@ class RocketMQDataSource(DataSource):
     def schema(self) -> StructType:
         """Return the columns of a read without a schema."""
         from librmq.columns.schema import default_columns
-        from librmq.spark.names import kafka_schema
-        from librmq.spark.options import parse_names, parse_read_options
+        from librmq.spark.options import kafka_schema, parse_names, parse_read_options
         from librmq.spark.source import is_progress, progress_schema
 
         options = dict(self.options)
@@ -211,7 +210,7 @@ class PushingReader(Reader):
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 (Spark's)
         """Return the filters that Spark has to apply."""
         from librmq.columns.schema import CORRUPT
-        from librmq.spark.names import plain_name
+        from librmq.spark.options import plain_name
 
         for filter_ in filters:
             name, is_covered = ".".join(getattr(filter_, "attribute", ())), False
@@ -312,7 +311,7 @@ def read_schema(
 
     if parse_names(values) != "kafka":
         return arrow_schema(schema, options), None
-    from librmq.spark.names import Renaming, plain_schema
+    from librmq.spark.options import Renaming, plain_schema
 
     return arrow_schema(plain_schema(schema), options), Renaming(to_arrow_schema(schema, timezone="UTC"))
 

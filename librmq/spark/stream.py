@@ -35,7 +35,7 @@ from librmq.spark.source import PartPartition
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from librmq.spark.names import Renaming
+    from librmq.spark.options import Renaming
 
 SMALLEST_RECORD: Final = 91
 """Bytes of a record with an empty body, topic and properties."""

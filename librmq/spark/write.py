@@ -27,8 +27,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
 from librmq.message import record
 from librmq.spark.encode import Encoder, check_columns
-from librmq.spark.names import written_batch, written_schema
-from librmq.spark.options import WriteOptions, local_path
+from librmq.spark.options import WriteOptions, local_path, written_batch, written_schema
 from librmq.spark.staged_records import Staged, StagedBlock, StagedRecords, discard, job_folder
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Lane
