@@ -163,7 +163,7 @@ def as_store_error(action: Callable[[], T]) -> T:
     """Call ``action``, and raise an error of Spark as a `StoreError` of one line."""
     from pyspark.errors import PySparkException
 
-    from librmq.spark.failures import cause_of
+    from librmq.spark.session import cause_of
 
     try:
         return action()

@@ -25,7 +25,6 @@ from librmq.errors import FilterSyntaxError  # noqa: E402
 from librmq.java.lang import string_hash  # noqa: E402
 from librmq.message.message import MessageQueue  # noqa: E402
 from librmq.spark import register  # noqa: E402
-from librmq.spark.failures import cause_of  # noqa: E402
 from librmq.spark.functions import (  # noqa: E402
     allocate,
     dedup_key,
@@ -35,6 +34,7 @@ from librmq.spark.functions import (  # noqa: E402
     register_functions,
     tags_code,
 )
+from librmq.spark.session import cause_of  # noqa: E402
 from tests.spark_session import assert_native, shared_session  # noqa: E402
 
 NAMES = {"4.9": "match_sql", "5.3": "match_sql_5"}
