@@ -13,6 +13,11 @@
 Every byte string decodes to the same values as by `record.decode_record` and `record.decode_properties`. These
 functions decode the unusual rows one by one: text that is not UTF-8, a property that occurs twice, a compressed body.
 Blocks of 4,000 to 16,000 records fit into the processor's cache.
+
+Property strings: those of a block are laid side by side, and each separator bounds a segment. A named property is found
+by the 8-byte words at the starts of segments. If all rows have the names of the first row in its order, as one producer
+writes them, only its names are read. `record.decode_properties` decodes the unusual rows: text that is not UTF-8, or a
+name that occurs twice.
 """
 
 from __future__ import annotations
@@ -45,7 +50,7 @@ from librmq.message.message import DECOMPRESSED_LIMIT
 from librmq.message.record import crc32
 from librmq.runtime.core import CORE
 
-# ---- the property strings of many records as columns: one named property, or maps of all of them
+# ---- properties: one by its name, or maps of all
 
 _MOST_COMPARED: Final = 24
 """Rows with more properties are decoded one by one; array operations compare the properties of the others."""

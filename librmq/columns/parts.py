@@ -81,7 +81,7 @@ class Part:
     """Where the log is, if another process than the planner reads it; the slices then hold all entries."""
 
 
-# ---- the rows of a part before they are decoded: where their records lie, and in which queues
+# ---- rows
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ def chunks(rows: Rows, file_size: int, most_rows: int, most_bytes: int) -> Itera
         at = until
 
 
-# ---- queue entries of a part, from the files of the queues or from the plan
+# ---- queue entries
 
 
 def slice_entries(part: Part, share: Slice, files: Files, deleted: list[str]) -> Iterator[tuple[int, npt.NDArray[Any]]]:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from librmq.filter.questions import Question
 
 
-# ---- what a read does with damage, by its mode: end with an error, report it in rows of its own, or leave it out
+# ---- modes for damage
 
 _log = EventLog("librmq.columns")
 _MOST_TOLD: Final = 1000

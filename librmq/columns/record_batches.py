@@ -28,7 +28,7 @@ from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError
 from librmq.files.seam import Files
 
-# ---- plans of reads whose parts other processes read, wherever the stores are
+# ---- plans for other processes
 
 
 def plan_for_others(

@@ -185,7 +185,7 @@ def pipe_size(descriptor: Any) -> None:
         fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, 1 << 20)
 
 
-# ---- the program of a process that reads parts of a store for another one; `librmq.columns.transfer` has the prot
+# ---- the reading process
 
 COMMAND: Final = "import sys; sys.path[:] = {path!r}; from librmq.columns.transfer import serve; serve()"
 

@@ -244,7 +244,7 @@ def _mysql_claim(table: str) -> str:
     )
 
 
-# ---- approximate memory of keys, of bounded size: extra ``bloom``
+# ---- a Bloom filter of known keys: extra ``bloom``
 
 try:
     from pybloom_live import ScalableBloomFilter
@@ -255,7 +255,9 @@ except ImportError as error:
 class SeenKeys:
     """Remembers at least the last ``capacity`` keys, in a few bytes each, and drops older ones. Thread-safe.
 
-    ``error_rate`` is the fraction of new keys that count as possibly seen.
+    Its Bloom filter answers "certainly new here" or "perhaps seen". It can't decide for the store: other processes have
+    their own keys, and a restart loses them. It only chooses which statement the store runs first. ``error_rate`` is
+    the fraction of new keys that count as possibly seen.
     """
 
     def __init__(self, capacity: int = 1_000_000, error_rate: float = 0.001) -> None:

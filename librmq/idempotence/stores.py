@@ -411,7 +411,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-# ---- how long records are kept, and durations in milliseconds
+# ---- times
 
 KEEP_CONSUMED: Final = 72 * 3600.0
 """Seconds for which a consumed message is recorded: as long as a broker keeps the message."""

@@ -13,6 +13,10 @@ row to row runs over Arrow.
     bloom_positions(text)               array<int>
     dedup_key(app, group, topic, …)     string, as `librmq.dedup` keeps it
     allocate('AVG', queues, clients)    map<string, array<queue>>; a queue is struct<topic, brokerName, queueId>
+
+Functions of SQL text: Spark passes values to a Python function, in tasks. It passes expressions to the builder of a
+function, so a builder can check a literal text, and return the column that the same function returns in Python. Spark
+calls the builder through py4j, as it calls ``foreachBatch``.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, SparkSession
 
 
-# ---- functions of SQL text that become native columns while Spark analyses a query, on the driver
+# ---- functions of SQL text
 
 
 def register_builder(spark: SparkSession, name: str, function: Any, build: Callable[[Column, str], Column]) -> None:

@@ -1,4 +1,19 @@
-"""Options of the data source: names and values, checked on the driver before any task."""
+"""Options of the data source: names and values, checked on the driver before any task.
+
+The option ``names`` gives columns the names of Spark's source for Kafka:
+
+==============  ==================  ==================
+Kafka's name    librmq's            type
+==============  ==================  ==================
+``key``         ``keys``            binary
+``value``       ``body``            binary
+``partition``   ``queueId``         int
+``offset``      ``queueOffset``     bigint
+``timestamp``   ``storeTimestamp``  timestamp
+==============  ==================  ==================
+
+A written row has no offset, and its ``timestamp`` becomes ``bornTimestamp``. All other columns keep their names.
+"""
 
 from __future__ import annotations
 
@@ -404,7 +419,7 @@ def local_path(text: str) -> str:
     return os.path.abspath(os.path.expanduser(text))
 
 
-# ---- names of columns: librmq's own, or those of Spark's source for Kafka (option ``names``)
+# ---- names of columns
 
 _PLAIN: Final = {
     "key": "keys",

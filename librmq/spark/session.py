@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-# ---- librmq's own sentence in an error of Spark, which wraps it into tracebacks of Python and Java
+# ---- errors of Spark
 
 _CAUSE: Final = re.compile(r"^(?:pyspark\.\S+: )?librmq\.[\w.]+: (.*)", re.MULTILINE)
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from librmq.spark.options import Renaming
 
 
-# ---- the partition that Spark sends to a worker: a part that `librmq.columns.planner` has planned
+# ---- a task's part
 
 
 @dataclass
@@ -110,7 +110,6 @@ class RocketMQDataSource(DataSource):
         """Return the columns of a read without a schema."""
         from librmq.columns.schema import default_columns
         from librmq.spark.options import kafka_schema, parse_names, parse_read_options
-        from librmq.spark.source import is_progress, progress_schema
 
         options = dict(self.options)
         if is_progress(options):
@@ -126,7 +125,6 @@ class RocketMQDataSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch."""
         from librmq.spark.options import parse_read_options, pushes_filters, refuse_for_batches
-        from librmq.spark.source import ProgressReader, is_progress
 
         refuse_for_batches(self.options)  # a table of the catalog can have options for streams
         values = self._options_of(schema)
@@ -141,7 +139,6 @@ class RocketMQDataSource(DataSource):
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
         """Return the reader of a stream."""
         from librmq.spark.options import StreamLimits, parse_read_options, pushes_filters, refuse_urls
-        from librmq.spark.source import is_progress
         from librmq.spark.stream import RefusedStream, StreamReader
 
         try:
@@ -337,7 +334,7 @@ def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
     return to_arrow_schema(schema, timezone="UTC")
 
 
-# ---- the view ``progress`` of the data source: each group's progress in each queue, and the filter that it has re
+# ---- the view ``progress``, whose rows come from ``config/``: no task reads a message
 
 _VIEW: Final = "progress"
 _OPTIONS: Final = ("path", "paths", "view", "topic", "topicPattern", "queueId")

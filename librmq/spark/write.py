@@ -1,4 +1,12 @@
-"""``df.write.format("rocketmq")``: Spark's writer, over `encode` (in workers) and `commit` (on the driver)."""
+"""``df.write.format("rocketmq")``: Spark's writer, over `encode` (in workers) and `commit` (on the driver).
+
+The commit writes everything after the log's end, except the first bytes up to the end of their sector. To readers, the
+log still ends where it did. When the rest has reached the device, the commit writes those first bytes, which makes all
+records visible together. A process that dies before that leaves a sector that was never written; recovery cuts it, as
+after a crash of the broker. A process that dies later leaves records without queue entries and keys, which recovery
+adds. The job's note (`librmq.store.format.job_notes`) distinguishes the two by the first record: is it at its planned
+place? So a commit can be repeated. When retention has deleted that place, only ``done`` in the note counts.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +47,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 
-# ---- the commit of a Spark job: its staged records are added to a store, all of them or none
+# ---- the commit: all staged records of a job, or none
 
 _T = TypeVar("_T")
 

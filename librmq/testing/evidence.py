@@ -28,7 +28,7 @@ from librmq.testing.network import Network
 from librmq.testing.process import Process, Repeated
 from librmq.testing.process_table import ProcessStateError, ProcessTable
 
-# ---- undelivered messages and unmatched subscriptions at the end of a test, with the reasons
+# ---- undelivered messages and unmatched subscriptions
 
 _MOST_TAGS = 5
 
@@ -339,7 +339,7 @@ class Evidence:
         )
 
 
-# ---- the observer of a kit: runner, processes and replicas report to it, for history and evidence, and for due fa
+# ---- the observer, to which runner, processes and replicas report
 
 
 class _Observed(Protocol):

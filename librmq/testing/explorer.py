@@ -15,6 +15,11 @@ choose   random choices of clients: a producer's first queue, the order of clien
 
 A decision is identified by its usual choice and how often that had occurred; both use labels without random ids. So a
 schedule stays valid after the test was edited, as far as it has the same places; elsewhere the usual choice is made.
+
+Threads pass a baton, so that user code can pause and continue later, one piece at a time: a listener runs in a pooled
+thread while the thread that takes turns waits; at a pause or its end the baton goes back. So thread-locals, locks and
+event loops in listeners work as in production, and still nothing runs in parallel. A listener that waits for a lock of
+a paused one stays waiting, and the others continue.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ from librmq.runtime.runner import Runner, Step, Turn, Work
 from librmq.testing.kit_runner import KitRunner, current_work, is_dead
 from librmq.testing.process import LIBRARY, Process, ProcessDied
 
-# ---- threads that pass a baton: user code can pause and continue later, one piece at a time
+# ---- threads that pass a baton
 
 PATIENCE_S: Final = 0.05
 """A piece of user code without progress for two such periods counts as waiting for a paused one."""

@@ -266,7 +266,7 @@ def _run_locked(runner: Runner, call: Callable[[], None]) -> None:
         call()
 
 
-# ---- records and fails requests of a client that is connected over the wire, as the kit does for its own clients
+# ---- clients that are connected over the wire
 
 R = TypeVar("R")
 _LATE_S: Final = 20.0

@@ -302,7 +302,7 @@ def group_of(work: Work) -> str:
     return work.label.partition(" ")[0].partition("@")[0]
 
 
-# ---- time for the kit: takes turns up to a time, and finds calls that a test in an event loop did not await
+# ---- time of the kit
 
 _T = TypeVar("_T")
 

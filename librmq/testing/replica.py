@@ -20,7 +20,7 @@ from librmq.testing.kit_runner import KitRunner
 from librmq.testing.network import Network
 from librmq.testing.process_table import ProcessStateError
 
-# ---- a connection between a replica and its master that can be cut or slowed down
+# ---- the link to the master
 
 
 class ReplicaLink:

@@ -2,6 +2,9 @@
 
 The clients run in threads or processes of their own and time some things by the wall clock. So each hop of the clock
 waits until they are settled: push consumers wait for messages, and no client still owes an answer.
+
+Clients of 4.x do not acknowledge messages: they store a group's progress together with their next pull. So a held pull
+ends as soon as its client owes progress, and its next pull stores it.
 """
 
 from __future__ import annotations
@@ -81,7 +84,6 @@ def serve_grpc(kit: Kit, port: int, client_of: Callable[[str], WireClient], form
 
 def serve_remoting(listening: socket.socket) -> Serve:
     """Serve clients of RocketMQ 4.x, at first on a socket whose address is the kit's ``store_host``."""
-    from librmq.testing.served import ServedRemoting
     from librmq.wire.remoting import listen
 
     def serve(kit: Kit, port: int, client_of: Callable[[str], WireClient], former: ServedRemoting | None) -> _Server:
@@ -205,7 +207,7 @@ class ServedKit:
         self.close()
 
 
-# ---- a served kit's server of the 4.x protocol, with a check that its clients are settled
+# ---- the server of the 4.x protocol
 
 R = TypeVar("R")
 Queue = tuple[str, str, int]

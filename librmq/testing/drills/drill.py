@@ -1,4 +1,4 @@
-"""A drill: a deployment runs with a manual clock, and parts of its sites fail as a script says."""
+"""A drill: deployments over sites run with a manual clock, and parts of their sites fail as a script says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.runtime.runner import ManualRunner
 from librmq.testing.drills.drill_report import DrillReport, Minute, TimelineRow
 
-# ---- the deployments over sites that a drill compares, and the script of their failures
+# ---- deployments over sites, and the script of their failures
 
 Verb = Literal[
     "lose consumers",
