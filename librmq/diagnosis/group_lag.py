@@ -315,24 +315,26 @@ class Lag:
             return []
         seconds = (self.now_ms - earlier.now_ms) / 1000
         before = {columns[:2]: columns for columns in earlier.topics}
-        rates = []
-        for columns in self.topics:
-            old_topic = before.get(columns[:2])
-            pairs = [] if old_topic is None else list(_pairs(old_topic, columns))
-            if not pairs:
-                continue
-            stored = sum(max(0, row.max_offset - old.max_offset) for old, row in pairs) / seconds
-            moved = [
-                max(0, row.consumer_offset - max(old.consumer_offset or 0, old.min_offset))
-                for old, row in pairs
-                if row.consumer_offset is not None
-            ]
-            consumed = sum(moved) / seconds if moved else None
-            waiting = sum(row.lag for _, row in pairs)
-            gain = 0.0 if consumed is None else consumed - stored
-            drain = 0.0 if not waiting else waiting / gain if gain > 0 else None
-            rates.append(GroupRate(columns.group, columns.topic, seconds, stored, consumed, waiting, drain))
-        return rates
+        pairs = [(before[columns[:2]], columns) for columns in self.topics if columns[:2] in before]
+        return [rate for old, columns in pairs if (rate := rate_between(old, columns, seconds)) is not None]
+
+
+def rate_between(earlier: TopicProgress, later: TopicProgress, seconds: float) -> GroupRate | None:
+    """Return the rates of a group and topic between two measurements; None if no queue is in both."""
+    pairs = list(_pairs(earlier, later))
+    if not pairs:
+        return None
+    stored = sum(max(0, row.max_offset - old.max_offset) for old, row in pairs) / seconds
+    moved = [
+        max(0, row.consumer_offset - max(old.consumer_offset or 0, old.min_offset))
+        for old, row in pairs
+        if row.consumer_offset is not None
+    ]
+    consumed = sum(moved) / seconds if moved else None
+    waiting = sum(row.lag for _, row in pairs)
+    gain = 0.0 if consumed is None else consumed - stored
+    drain = 0.0 if not waiting else waiting / gain if gain > 0 else None
+    return GroupRate(later.group, later.topic, seconds, stored, consumed, waiting, drain)
 
 
 def _pairs(earlier: TopicProgress, later: TopicProgress) -> Iterator[tuple[QueueLag, QueueLag]]:

@@ -136,7 +136,7 @@ def _known(
 
 def _message(view: StoreView, topic: str, queue_id: int, queue_offset: int) -> StoredMessage | None:
     with suppress(CorruptionError):
-        return next(view.store.messages(topic, queue_id, queue_offset, queue_offset + 1), None)
+        return view.message(topic, queue_id, queue_offset)
     return None
 
 

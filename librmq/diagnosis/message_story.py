@@ -26,10 +26,10 @@ from typing import Final, Literal, NamedTuple
 
 from librmq.diagnosis.deadletters import given_up
 from librmq.diagnosis.findings import counted
+from librmq.diagnosis.pending import check_times
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.filter.filters import TagFilter
 from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type
-from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import StoredMessage
@@ -159,14 +159,14 @@ def _of_brokers_topic(message: StoredMessage) -> tuple[EventKind, str | None, st
     properties, topic = message.properties, message.topic
     if topic == HALF_TOPIC:
         group, real = properties.get(record.PROPERTY_PRODUCER_GROUP), properties.get(record.PROPERTY_REAL_TOPIC)
-        if record.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET in properties or _times_checked(message):
-            return "checked", group, f"check {_times_checked(message)} put it back"
+        if record.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET in properties or check_times(message):
+            return "checked", group, f"check {check_times(message)} put it back"
         return "half", group, f"for topic {real}"
     if topic == CHECK_MAX_TIME_TOPIC:
         return (
             "given_up",
             properties.get(record.PROPERTY_PRODUCER_GROUP),
-            f"after {counted(_times_checked(message), 'check')}",
+            f"after {counted(check_times(message), 'check')}",
         )
     if topic.startswith(DEAD_LETTER_PREFIX):
         cause = (
@@ -187,10 +187,6 @@ def _delayed(message: StoredMessage, real: str) -> tuple[str | None, str]:
         return group, "cancels a timer"
     level = f", level {level_of_queue_id(message.queue_id)}" if message.topic == SCHEDULE_TOPIC else ""
     return group, f"for topic {real}{level}"
-
-
-def _times_checked(message: StoredMessage) -> int:
-    return java_int(message.properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0
 
 
 def _identity(message: StoredMessage) -> str:

@@ -109,11 +109,15 @@ def _pending(kind: Kind, due_ms: int | None, message: StoredMessage) -> PendingM
     target = topic = properties.get(record.PROPERTY_REAL_TOPIC, "")
     if target.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX)):
         kind, topic = "retry", properties.get(record.PROPERTY_RETRY_TOPIC) or target
-    checks = java_int(properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0
     return PendingMessage(
         kind, topic, target, due_ms, message.unique_key, message.physical_offset,
-        checks if kind in ("half", "given_up") else 0,
+        check_times(message) if kind in ("half", "given_up") else 0,
     )  # fmt: skip
+
+
+def check_times(half: StoredMessage) -> int:
+    """Return how many checks have asked about a half message."""
+    return java_int(half.properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0
 
 
 def given_up_halves(store: MessageStore) -> Iterator[StoredMessage]:
@@ -297,7 +301,7 @@ def given_up(source: Source) -> list[GivenUpHalf]:
                 half.properties.get(record.PROPERTY_PRODUCER_GROUP, ""),
                 half.properties.get(record.PROPERTY_REAL_TOPIC, ""),
                 half.unique_key,
-                java_int(half.properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0,
+                check_times(half),
                 half.born_timestamp_ms,
                 half.store_timestamp_ms,
                 half.physical_offset,
@@ -382,8 +386,7 @@ def _unchecked(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     halves_by_topic: dict[tuple[str, str], list[tuple[int, StoredMessage]]] = {}
     for check_ms, half in open_halves(view.store, view.tables):
         due_ms = max(check_ms, half.store_timestamp_ms)  # the producer's clock can be wrong
-        checks = java_int(half.properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0"))
-        if not checks and (view.age_s(due_ms) or 0) > limits.unchecked_s:
+        if not check_times(half) and (view.age_s(due_ms) or 0) > limits.unchecked_s:
             group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
             halves_by_topic.setdefault((group, half.properties.get(record.PROPERTY_REAL_TOPIC, "")), []).append(
                 (due_ms, half)

@@ -130,16 +130,12 @@ def _target(view: StoreView, row: QueueLag, older_than: float | None, lag_above:
         return row.min_offset
     from_ms = now_ms - round(1000 * older_than)
     queue_offset = view.store.queue_offset_at(row.topic, row.queue_id, from_ms)
-    message = _message(view, row, queue_offset)
+    message = view.message(row.topic, row.queue_id, queue_offset)
     return queue_offset + 1 if message is not None and message.store_timestamp_ms < from_ms else queue_offset
 
 
-def _message(view: StoreView, row: QueueLag, queue_offset: int) -> StoredMessage | None:
-    return next(view.store.messages(row.topic, row.queue_id, queue_offset, queue_offset + 1), None)
-
-
 def _skipped_queue(view: StoreView, row: QueueLag, begin: int, end: int) -> SkippedQueue:
-    first, last = _message(view, row, begin), _message(view, row, end - 1)
+    first, last = view.message(row.topic, row.queue_id, begin), view.message(row.topic, row.queue_id, end - 1)
     return SkippedQueue(
         row.queue_id, begin, end,
         None if first is None else first.store_timestamp_ms, None if last is None else last.store_timestamp_ms,

@@ -12,7 +12,7 @@ Nothing is locked and no byte of a file changes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Self, TypeAlias
@@ -21,6 +21,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
+from librmq.message.message import StoredMessage
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 from librmq.store import MessageStore
 from librmq.store.engine.open_store import QueueName, QueueState
@@ -128,11 +129,11 @@ class StoreView:
         """
         broker = self.broker
         if broker is None:
-            return _by_group_and_topic(self.tables.offsets.rows)
+            return self.tables.progress()
         from librmq.protocol import MessageModel  # asyncio comes with it, which a folder does not need
 
         with broker.runner.lock:
-            progress = _by_group_and_topic(self.tables.offsets.rows)
+            progress = self.tables.progress()
             for group in sorted({group for client in broker.clients() for group in client.consumer_groups}):
                 connections = broker.connections(group)
                 if connections is not None and connections.model is MessageModel.CLUSTERING:
@@ -171,6 +172,10 @@ class StoreView:
         for topic, queue_id in self.ranges:
             queue_ids.setdefault(topic, []).append(queue_id)
         return queue_ids
+
+    def message(self, topic: str, queue_id: int, queue_offset: int) -> StoredMessage | None:
+        """Return a message of a queue; None if it is deleted."""
+        return next(self.store.messages(topic, queue_id, queue_offset, queue_offset + 1), None)
 
     def message_count(self, topic: str) -> int:
         """Return the number of messages of a topic."""
@@ -225,14 +230,6 @@ class StoreView:
 
 Source: TypeAlias = "StoreView | Broker | str | os.PathLike[str]"
 """The source of a diagnosis: a view, a running broker, or the folder of a store."""
-
-
-def _by_group_and_topic(rows: Mapping[str, Mapping[int, int]]) -> dict[tuple[str, str], dict[int, int]]:
-    progress = {}
-    for name, offsets in rows.items():
-        topic, _, group = name.rpartition("@")
-        progress[group, topic] = dict(offsets)
-    return progress
 
 
 @contextmanager

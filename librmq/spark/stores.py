@@ -76,10 +76,7 @@ def offsets(spark: SparkSession, paths: Paths) -> DataFrame:
 def _progress(path: str) -> dict[tuple[str, str], dict[int, int]]:
     """Return the offsets of queues by group and topic."""
     config = BrokerTables.open(os.path.join(path, directory.CONFIG))
-    progress: dict[tuple[str, str], dict[int, int]] = {}
-    for name, of_queue in config.offsets.rows.items():
-        topic, _, group = name.rpartition("@")
-        progress[group, topic] = dict(of_queue)
+    progress = config.progress()
     if config.delays.rows:
         levels = {queue_id_of_level(level): queue_offset for level, queue_offset in config.delays.rows.items()}
         progress[DELAY_GROUP, SCHEDULE_TOPIC] = levels

@@ -486,8 +486,8 @@ def _damage(report: Report, several: bool) -> Section:
         )
         return Section("damage", "Damage", verdict)
     about = (
-        "What librmq verify finds wrong. Records that cannot be read are in none of the numbers. librmq recover mends "
-        "what a crash leaves; librmq salvage saves what can be read of the rest."
+        "What librmq verify finds wrong. Records that cannot be read are in none of the numbers. librmq recover "
+        "repairs what a crash leaves; librmq salvage saves what can be read of the rest."
     )
     names = (Column("file"), Column("offset", _N), Column("kind"), Column("what"))
     table_rows = ((row.store, row.file, number(row.offset), row.kind, row.what) for row in report.damage)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, NamedTuple, Self
 
+from librmq.diagnosis.group_lag import TopicProgress, rate_between
 from librmq.errors import InputError
 
 VERSION: Final = 2
@@ -419,19 +420,15 @@ def _lag_changes(earlier: Report, later: Report) -> Iterator[GroupLagChange]:
 
 
 def _lag_change(old: GroupTopicLag | None, row: GroupTopicLag, seconds: float | None) -> GroupLagChange:
+    change = GroupLagChange(*row[:3], None if old is None else old.lag, row.lag, seconds, None, None, None)
     if old is None or seconds is None or seconds <= 0:
-        return GroupLagChange(*row[:3], None if old is None else old.lag, row.lag, seconds, None, None, None)
-    offsets = zip(old.queue_ids, old.min_offsets, old.max_offsets, old.consumer_offsets, strict=True)
-    queues = {queue_id: offsets for queue_id, *offsets in offsets}
-    stored, consumed, has_progress = 0, 0, False
-    for queue_id, end, offset in zip(row.queue_ids, row.max_offsets, row.consumer_offsets, strict=True):
-        if queue_id in queues:
-            begin, end_then, offset_then = queues[queue_id]
-            stored += max(0, end - (end_then or 0))
-            if offset is not None:
-                has_progress = True
-                consumed += max(0, offset - max(offset_then or 0, begin or 0))
-    gain = (consumed - stored) / seconds if has_progress else 0.0
-    drain_s = 0.0 if not row.lag else row.lag / gain if gain > 0 else None
-    consumed_per_s = consumed / seconds if has_progress else None
-    return GroupLagChange(*row[:3], old.lag, row.lag, seconds, stored / seconds, consumed_per_s, drain_s)
+        return change
+    rate = rate_between(_progress(old), _progress(row), seconds)
+    if rate is None:
+        return change
+    return change._replace(stored_per_s=rate.stored_per_s, consumed_per_s=rate.consumed_per_s, drain_s=rate.drain_s)
+
+
+def _progress(row: GroupTopicLag) -> TopicProgress:
+    offsets = row.queue_ids, row.min_offsets, row.max_offsets, row.consumer_offsets, row.lags
+    return TopicProgress(row.group, row.topic, *offsets, [None] * len(row.queue_ids))

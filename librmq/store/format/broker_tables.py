@@ -69,6 +69,11 @@ class BrokerTables:
     def _table(self, file: str, name: str, check: Callable[[Rows], Rows], *, versioned: bool = False) -> ConfigTable:
         return ConfigTable(os.path.join(self._folder, file), name, check, versioned, self._files)
 
+    def progress(self) -> dict[tuple[str, str], dict[int, int]]:
+        """Return a copy of all groups' queue offsets by queue id, by group and topic."""
+        names = {name: name.rpartition("@") for name in self.offsets.rows}
+        return {(group, topic): dict(self.offsets.rows[name]) for name, (topic, _, group) in names.items()}
+
     def persist(self, now_ms: int) -> None:
         """Write the tables that have changed; durable when it returns.
 
