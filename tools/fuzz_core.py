@@ -71,9 +71,9 @@ class Fuzzer:
         from librmq.runtime.core import CORE, CORE_STATE
         from librmq.store import MessageStore
 
-        if CORE is None:
+        if CORE.module is None:
             raise SystemExit(f"the core that was just built does not run: {CORE_STATE}")
-        self.core = CORE
+        self.core = CORE.module
         self.chance = random.Random(seed)
         config = StoreConfig.tiny(commitlog_file_size=1 << 20)
         self.store = MessageStore.open("/store", config, files=MemoryFiles(), background=False)

@@ -462,7 +462,7 @@ class Block:
     def _checksums(self) -> npt.NDArray[np.uint32]:
         """Return the CRC-32 of each stored body."""
         begins, ends = self._body
-        if CORE is not None:
+        if CORE.checksums is not None:
             return np.frombuffer(CORE.checksums(self._raw, begins, ends), np.uint32)
         offsets, data = offsets_and_bytes(self.stored_body)
         if len(data) > _SHORT_BODY * len(self):

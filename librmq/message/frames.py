@@ -59,8 +59,8 @@ def items(
     Raises:
         CorruptionError: The bytes are neither a record nor a blank.
     """
-    if CORE is not None:
-        records: Iterator[LogItem] = CORE.Items(
+    if CORE.items is not None:
+        records: Iterator[LogItem] = CORE.items(
             buffer, start, place, end, file_size, check_body,
             lambda place: _item(buffer, path, start, place, file_size, check_body), advance,
         )  # fmt: skip

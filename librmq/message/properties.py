@@ -144,13 +144,12 @@ def _property_shape(names: tuple[str, ...]) -> _Shape:
         return lambda properties: "".join(
             chain.from_iterable((before, properties[name]) for before, name in zip(befores, ordered, strict=True))
         )
-    shapes: dict[tuple[str, ...], object] = {} if CORE is None else CORE.shapes
     if len(_shapes) >= _SHAPES_KEPT:
         _shapes.clear()
-        shapes.clear()
+        CORE.shapes.clear()
     shape = _shapes[names] = _make_shape(len(names))(*befores, *ordered)
     if text.isascii():
-        shapes[names] = list(zip(map(str.encode, befores), hash_map_order(names), strict=True))
+        CORE.shapes[names] = list(zip(map(str.encode, befores), hash_map_order(names), strict=True))
     return shape
 
 

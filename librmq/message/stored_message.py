@@ -65,7 +65,7 @@ class StoredMessage(StoredState):
     """
 
     __slots__: tuple[str, ...] = (  # with the core its base has them
-        ("_frame", "_properties", "raw") if CORE is None else ()
+        ("_frame", "_properties", "raw") if CORE.module is None else ()
     )
 
     raw: bytes
@@ -314,6 +314,6 @@ class StoredMessage(StoredState):
             return f"StoredMessage({len(self.raw)} bytes, damaged: {error.reason})"
 
 
-if CORE is not None:
+if CORE.use_stored_messages is not None:
     CORE.use_stored_messages(StoredMessage, DECOMPRESSED_LIMIT)
-    StoredMessage.body = CORE.StoredState.body  # type: ignore[method-assign]
+    StoredMessage.body = CORE.module.StoredState.body  # type: ignore[method-assign]

@@ -32,7 +32,7 @@ from librmq.store.format.index_layout import HEADER, IndexHeader, IndexWriter
 from librmq.store.format.keyindex import KeyIndex
 from tests.stores import contents
 
-CORE = core.CORE
+CORE = core.CORE.module
 
 
 def needs_core(test: Any) -> Any:
@@ -42,7 +42,7 @@ def needs_core(test: Any) -> Any:
 
 def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the store run its Python code."""
-    monkeypatch.setattr("librmq.message.frames.CORE", None)
+    monkeypatch.setattr("librmq.message.frames.CORE", core.PURE)
 
 
 @needs_core
@@ -78,7 +78,7 @@ def test_columns_find_wrong_bodies_alike(tmp_path: Path, monkeypatch: pytest.Mon
     compiled = reader(tmp_path, mode="PERMISSIVE").read_all()
     assert CORE.counts()["checksums"] == before + 50
     assert compiled.num_rows - compiled["body"].null_count == 48
-    monkeypatch.setattr("librmq.columns.decode.CORE", None)
+    monkeypatch.setattr("librmq.columns.decode.CORE", core.PURE)
     assert reader(tmp_path, mode="PERMISSIVE").read_all() == compiled
 
 
@@ -163,7 +163,7 @@ def test_pulls_are_equal(sizes: list[int], flips: list[tuple[int, int]], most: i
         if not flips:
             assert CORE.counts()["pull"] > before
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("librmq.store.engine.read.CORE", None)
+            patch.setattr("librmq.store.engine.read.CORE", core.PURE)
             assert pulled(store, most) == compiled
 
 
@@ -368,7 +368,7 @@ def test_hashes_of_keys_are_equal(keys: list[tuple[int, str | None, str | None]]
     records = [(100 * n, 7 * n, prefix, stored(one), stored(two)) for n, (prefix, one, two) in enumerate(keys)]
     compiled = [array.tolist() for array in key_block(records)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("librmq.store.engine.dispatch.CORE", None)
+        patch.setattr("librmq.store.engine.dispatch.CORE", core.PURE)
         assert [array.tolist() for array in key_block(records)] == compiled
 
 
@@ -399,7 +399,7 @@ def test_blocks_of_keys_are_written_alike(records: list[tuple[int, int]], before
     """Also where a record is before another one, or before those that are in the index; such keys are left out."""
     owners = [number for number, (_, keys) in enumerate(records) for _ in range(keys)]
     folders = []
-    for patched in (CORE, None):
+    for patched in (core.CORE, core.PURE):
         files = MemoryFiles()
         with pytest.MonkeyPatch.context() as patch, KeyIndex.open("/index", slots=7, entries=30, files=files) as index:
             patch.setattr("librmq.store.format.keyindex.CORE", patched)

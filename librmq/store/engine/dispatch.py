@@ -73,7 +73,7 @@ class Lane(LaneState):
 
     __slots__: tuple[str, ...] = (
         "next_queue_offset", "pending", "pending_from", "prefix_hash", "queue", "queue_id", "topic", "topic_field"
-    ) if CORE is None else ()  # fmt: skip  # with the core its base has them
+    ) if CORE.module is None else ()  # fmt: skip  # with the core its base has them
 
     def __init__(self, topic: str, queue_id: int, queue: ConsumeQueue) -> None:
         self.topic = topic
@@ -256,7 +256,7 @@ class KeyBlock(NamedTuple):
 
 def key_block(records: Sequence[Pending | RawPending]) -> KeyBlock:
     """Return the keys of many records (`Pending`); texts can be in stored form, in all or in none."""
-    columns = None if CORE is None or type(records) is not list else CORE.key_hashes(records)
+    columns = None if CORE.key_hashes is None or type(records) is not list else CORE.key_hashes(records)
     if columns is not None:
         return KeyBlock(*(np.frombuffer(column, np.int64) for column in columns))
     places, stored, prefixes, uniques, keys = zip(*records, strict=True)

@@ -193,7 +193,7 @@ def _read_all(
         return None
     limit = min(start + file_size, log_end)
     batch = None
-    if CORE is not None:
+    if CORE.pull is not None:
         batch = CORE.pull(raw_entries, file.buffer, start, limit, max_count, max_bytes)
     if batch is None:
         batch = _cut_out(raw_entries, file.buffer, start, limit, max_count, max_bytes)

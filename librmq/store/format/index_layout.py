@@ -256,7 +256,7 @@ class IndexWriter:
         if number <= 1:
             begin_timestamp, begin_physical = int(timestamps[0]), int(physical[0])
         end_timestamp, end_physical = int(timestamps[-1]), int(physical[-1])
-        put = self._put_entries if CORE is None or type(buffer) is not mmap.mmap else CORE.put_entries
+        put = CORE.put_entries if CORE.put_entries and type(buffer) is mmap.mmap else self._put_entries
         fresh = put(buffer, self.max_slots, number, physical, timestamps, hashes, begin_timestamp, first_seconds)
         slot_count = self.slot_count + fresh
         buffer[:HEADER_SIZE] = _pack_header(

@@ -255,7 +255,7 @@ class KeyIndex:
             np.ascontiguousarray(numbers, np.int64)
             for numbers in (physical_offsets, timestamps, record_of_key, key_hashes)
         )
-        spread = None if CORE is None else CORE.spread(places, stored, record_of_key, tail.end_physical)
+        spread = None if CORE.spread is None else CORE.spread(places, stored, record_of_key, tail.end_physical)
         physical, times = (
             (places[record_of_key], stored[record_of_key])
             if spread is None
