@@ -29,7 +29,7 @@ from librmq.message.record import (
 from librmq.message.topics import NOT_FOR_SENDING, TopicType, is_system_topic, validate_client_topic, validate_group
 from librmq.protocol import Received
 from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELIVER_MS
-from librmq.wire.grpc.codes import Code, Refusal
+from librmq.wire.grpc.calls import Code, Refusal
 from librmq.wire.grpc.schema import message_class
 
 MAX_BODY: Final = 4 << 20

@@ -21,8 +21,7 @@ from librmq.protocol import (
     Subscription,
 )
 from librmq.runtime.event_log import EventLog
-from librmq.wire.grpc.calls import Context, Endpoints, answers, client_id_of, refuse, sum_up
-from librmq.wire.grpc.codes import Code, Refusal
+from librmq.wire.grpc.calls import Code, Context, Endpoints, Refusal, answers, client_id_of, refuse, sum_up
 from librmq.wire.grpc.messages import check_group, check_topic, milliseconds, to_received
 from librmq.wire.grpc.polls import Polls
 from librmq.wire.grpc.renewals import FIRST_MS, Renewals

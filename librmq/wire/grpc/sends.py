@@ -10,8 +10,7 @@ from librmq.errors import RmqError
 from librmq.message.message import Message
 from librmq.protocol import EndTransaction, SendMessage, TransactionState
 from librmq.scheduling.timer_config import DELETE_KEY, DELIVER_MS, delete_key
-from librmq.wire.grpc.calls import Context, Endpoints, answers, client_id_of, refuse, sum_up
-from librmq.wire.grpc.codes import SEND_CODES, Code, Refusal
+from librmq.wire.grpc.calls import SEND_CODES, Code, Context, Endpoints, Refusal, answers, client_id_of, refuse, sum_up
 from librmq.wire.grpc.messages import (
     MAX_DELAY_MS,
     MessageType,

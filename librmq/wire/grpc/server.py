@@ -13,8 +13,7 @@ from librmq.errors import ConfigError, MissingExtraError, RmqError
 from librmq.protocol import Endpoint
 from librmq.runtime.event_log import EventLog
 from librmq.wire.certificates import server_context
-from librmq.wire.grpc.call_bounds import CallBounds
-from librmq.wire.grpc.codes import Code, Refusal
+from librmq.wire.grpc.calls import CallBounds, Code, Refusal
 from librmq.wire.grpc.schema import SERVICE, message_class
 from librmq.wire.grpc.service import Service
 from librmq.wire.grpc.sessions import FormerClient

@@ -12,9 +12,7 @@ from typing import Any, Final
 from librmq.broker import Broker
 from librmq.errors import RmqError
 from librmq.runtime.event_log import EventLog
-from librmq.wire.grpc.call_bounds import CallBounds
-from librmq.wire.grpc.calls import Context, Endpoints, answers, client_id_of, header
-from librmq.wire.grpc.codes import Code, Refusal
+from librmq.wire.grpc.calls import CallBounds, Code, Context, Endpoints, Refusal, answers, client_id_of, header
 from librmq.wire.grpc.commands import Commands
 from librmq.wire.grpc.receives import Receives
 from librmq.wire.grpc.routes import Routes

@@ -25,8 +25,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock
-from librmq.wire.grpc.calls import Endpoints
-from librmq.wire.grpc.codes import Code, Refusal
+from librmq.wire.grpc.calls import Code, Endpoints, Refusal
 from librmq.wire.grpc.commands import Commands
 from librmq.wire.grpc.messages import MAX_BODY, check_group, to_message
 from librmq.wire.grpc.schema import message_class
