@@ -13,11 +13,10 @@ from librmq.broker import Broker
 from librmq.errors import RmqError
 from librmq.runtime.event_log import EventLog
 from librmq.wire.grpc.calls import CallBounds, Code, Context, Endpoints, Refusal, answers, client_id_of, header
-from librmq.wire.grpc.commands import Commands
 from librmq.wire.grpc.receives import Receives
 from librmq.wire.grpc.routes import Routes
 from librmq.wire.grpc.sends import Sends
-from librmq.wire.grpc.sessions import FormerClient, Sessions
+from librmq.wire.grpc.sessions import Commands, FormerClient, Sessions
 
 _log = EventLog("librmq.wire")
 
