@@ -20,7 +20,7 @@ from librmq.wire.grpc import messages as messages_module
 from librmq.wire.grpc import receives as receives_module
 from librmq.wire.grpc import server as server_module
 from librmq.wire.grpc import service as service_module
-from librmq.wire.grpc.polls import Poll
+from librmq.wire.grpc.receives import Poll
 from librmq.wire.grpc.schema import SERVICE, message_class
 from librmq.wire.grpc.service import Service
 from librmq.wire.grpc.sessions import Commands

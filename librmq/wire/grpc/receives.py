@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from librmq.broker import Broker
@@ -15,19 +16,200 @@ from librmq.protocol import (
     Acknowledge,
     CancelReceive,
     ChangeInvisible,
+    Endpoint,
     ForwardToDeadLetters,
     Receive,
     Received,
     Subscription,
 )
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
+from librmq.runtime.runner import Runner, Step
 from librmq.wire.grpc.calls import Code, Context, Endpoints, Refusal, answers, client_id_of, refuse, sum_up
 from librmq.wire.grpc.messages import check_group, check_topic, milliseconds, to_received
-from librmq.wire.grpc.polls import Polls
-from librmq.wire.grpc.renewals import FIRST_MS, Renewals
 from librmq.wire.grpc.routes import Routes
 from librmq.wire.grpc.schema import message_class
 from librmq.wire.grpc.sessions import LONG_POLL_S, FormerClient, Sessions
+
+# ---- the receives under way: which wait for a message, and which have something to do
+
+Place = tuple[str, int]
+"""The topic and queue id that a receive names."""
+
+
+class Poll:
+    """One receive."""
+
+    def __init__(self, polls: Polls, client_id: str, place: Place, arrived: threading.Event) -> None:
+        self._polls = polls
+        self.client_id = client_id
+        self.place = place
+        self._arrived = arrived
+        self._is_held = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits, and nothing has arrived."""
+        return self._is_held and not self._arrived.is_set()
+
+    def hold(self) -> None:
+        """Note that it waits until something arrives."""
+        self._is_held = True
+
+    def wake(self) -> None:
+        """Note that it looks again."""
+        self._is_held = False
+
+    def end(self) -> None:
+        """Note that it is answered."""
+        self._polls.close(self)
+
+
+class Polls:
+    """The receives of one server. Thread-safe."""
+
+    def __init__(self, former: Mapping[str, Collection[Place]]) -> None:
+        """``former`` are the places from which clients of the server before received, and to which they return."""
+        self._lock = Lock()
+        self._open: set[Poll] = set()
+        self._places: dict[str, set[Place]] = {client_id: set(places) for client_id, places in former.items()}
+        self._missing: dict[str, set[Place]] = {client_id: set(places) for client_id, places in former.items()}
+
+    def open(self, client_id: str, place: Place, arrived: threading.Event, *, is_push: bool) -> Poll:
+        """Note a receive that waits for ``arrived``, and the place of a known push consumer, until `remove_client`."""
+        poll = Poll(self, client_id, place, arrived)
+        with self._lock:
+            self._open.add(poll)
+            if is_push:
+                self._places.setdefault(client_id, set()).add(place)
+            if client_id in self._missing:
+                self._missing[client_id].discard(place)
+                if not self._missing[client_id]:
+                    del self._missing[client_id]
+        return poll
+
+    def close(self, poll: Poll) -> None:
+        """Note that a receive is answered."""
+        with self._lock:
+            self._open.discard(poll)
+
+    def remove_client(self, client_id: str) -> None:
+        """Remove the places from which a client has received."""
+        with self._lock:
+            self._places.pop(client_id, None)
+            self._missing.pop(client_id, None)
+
+    def places(self, client_id: str) -> frozenset[Place]:
+        """Return where a known push consumer has received from."""
+        with self._lock:
+            return frozenset(self._places.get(client_id, ()))
+
+    def missing(self) -> list[str]:
+        """Return the former clients that do not receive from all their places yet."""
+        with self._lock:
+            return list(self._missing)
+
+    def all_wait(self, push_consumers: Iterable[str]) -> bool:
+        """Return whether all receives wait, and each push consumer has one at each place that it receives from."""
+        with self._lock:
+            if not all(poll.waits for poll in self._open):
+                return False
+            waiting = {(poll.client_id, poll.place) for poll in self._open}
+            return all(
+                client_id in self._places and all((client_id, place) in waiting for place in self._places[client_id])
+                for client_id in push_consumers
+            )
+
+
+# ---- renewal of invisible times for push consumers, whose messages stay hidden while their client lives
+
+FIRST_MS: Final = 60_000
+_LOOK_MS: Final = 5_000
+_RENEW_BEFORE_MS: Final = 10_000
+_STEPS_MS: Final = tuple(60_000 * minutes for minutes in (1, 3, 5, 10, 30, 60))
+_LONGEST_MS: Final = 3 * 3_600_000
+_GONE_MS: Final = 1_000
+
+
+@dataclass(slots=True)
+class _Held:
+    client_id: str
+    begin_ms: int
+    visible_ms: int
+    renewals: int = 0
+
+
+class Renewals:
+    """The receipts that one server renews. Called under the runner's lock."""
+
+    dead = False
+
+    def __init__(self, broker: Endpoint, runner: Runner) -> None:
+        self._broker = broker
+        self._runner = runner
+        self._held: dict[tuple[str, str, str], _Held] = {}
+        self._step = Step("renew invisible times", self._run_due, self)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, client_id: str, group: str, topic: str, receipt: str, visible_ms: int) -> None:
+        """Renew a receipt until `remove`."""
+        now_ms = self._runner.now_ms()
+        self._held[group, topic, receipt] = _Held(client_id, now_ms, visible_ms)
+        self._runner.wake(self._step, now_ms + _LOOK_MS)
+
+    def remove(self, group: str, topic: str, receipt: str) -> None:
+        """Renew a receipt no longer."""
+        self._held.pop((group, topic, receipt), None)
+
+    def client_gone(self, client_id: str) -> None:
+        """Let what a client had come again in a second."""
+        self._give_back([key for key, held in self._held.items() if held.client_id == client_id])
+
+    def _give_back(self, keys: list[tuple[str, str, str]]) -> None:
+        for key in keys:
+            del self._held[key]
+            self._change(key, _GONE_MS)
+
+    def _run_due(self, now_ms: int) -> int | None:
+        for key, held in list(self._held.items()):
+            if held.visible_ms - now_ms >= _RENEW_BEFORE_MS:
+                continue
+            if now_ms - held.begin_ms >= _LONGEST_MS:
+                del self._held[key]
+                _log.warning(
+                    "group %(group)s: a message of topic %(topic)s was renewed for 3 hours: it comes again",
+                    group=key[0],
+                    topic=key[1],
+                )
+                continue
+            longer_ms = _STEPS_MS[min(held.renewals, len(_STEPS_MS) - 1)]
+            held.renewals += 1
+            held.visible_ms = now_ms + longer_ms
+            if not self._change(key, longer_ms):
+                del self._held[key]
+        return now_ms + _LOOK_MS if self._held else None
+
+    def _change(self, key: tuple[str, str, str], invisible_ms: int) -> bool:
+        group, topic, receipt = key
+        try:
+            self._broker.call(ChangeInvisible(group, topic, receipt, invisible_ms, keeps_receipt=True))
+        except RmqError as error:
+            _log.info(
+                "group %(group)s: a message of topic %(topic)s is not renewed: %(error)s",
+                group=group,
+                topic=topic,
+                error=error,
+            )
+            return False
+        return True
+
+    def close(self) -> None:
+        """Renew nothing any more; all clients are cut off."""
+        self.dead = True
+        self._give_back(list(self._held))
+
 
 _log = EventLog("librmq.wire")
 
