@@ -1,4 +1,8 @@
-"""Calls of consumers: receive, acknowledge, change the invisible time, forward to the dead letters."""
+"""Calls of consumers: receive, acknowledge, change the invisible time, forward to the dead letters.
+
+While a push consumer lives, the invisible times of its messages are renewed. Mirrors ``DefaultReceiptHandleManager``
+of 5.3.3's proxy.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ from librmq.wire.grpc.routes import Routes
 from librmq.wire.grpc.schema import message_class
 from librmq.wire.grpc.sessions import LONG_POLL_S, FormerClient, Sessions
 
-# ---- the receives under way: which wait for a message, and which have something to do
+# ---- receives that wait
 
 Place = tuple[str, int]
 """The topic and queue id that a receive names."""
@@ -121,7 +125,7 @@ class Polls:
             )
 
 
-# ---- renewal of invisible times for push consumers, whose messages stay hidden while their client lives
+# ---- renewal of invisible times
 
 FIRST_MS: Final = 60_000
 _LOOK_MS: Final = 5_000

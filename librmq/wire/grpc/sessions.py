@@ -31,7 +31,7 @@ from librmq.wire.grpc.calls import Code, Endpoints, Refusal
 from librmq.wire.grpc.messages import MAX_BODY, check_group, to_message
 from librmq.wire.grpc.schema import message_class
 
-# ---- commands that the server sends to a client over its stream
+# ---- commands of the server to a client
 
 _MAX_COMMANDS: Final = 1_000
 _MAX_SIZE: Final = 16 << 20
