@@ -35,9 +35,9 @@ from librmq.scheduling.timer_config import DELETE_KEY
 from librmq.testing.history import Call, show
 from librmq.testing.kit import Kit
 from librmq.testing.process import Process
+from librmq.wire.remote.connection import Ended, Requested, Transport
 from librmq.wire.remote.connections import Connections
 from librmq.wire.remote.remote_broker import RemoteBroker
-from librmq.wire.remote.transport import Ended, Requested, Transport
 from librmq.wire.remoting.answers import FrameAnswers
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.client_channels import ClientChannels

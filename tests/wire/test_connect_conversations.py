@@ -32,7 +32,7 @@ from librmq.protocol import (
     ResponseCode,
 )
 from librmq.wire.remote import ClusterAdmin, RemoteRoute
-from librmq.wire.remote.signing import AccessKeys
+from librmq.wire.remote.connection import AccessKeys
 from librmq.wire.remoting.bodies import heartbeat_of
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame, answer_to, encode

@@ -15,11 +15,10 @@ from librmq.clock import ManualClock
 from librmq.protocol import PullMessage, PullStatus
 from librmq.runtime.locks import RLock
 from librmq.runtime.threads import ThreadRunner
-from librmq.wire.remote.connection import dial_by_tcp
+from librmq.wire.remote.connection import Ended, Requested, Transport, dial_by_tcp
 from librmq.wire.remote.connections import Connections, is_held_here
 from librmq.wire.remote.long_pulls import LongPulls
 from librmq.wire.remote.remote_broker import RemoteBroker
-from librmq.wire.remote.transport import Ended, Requested, Transport
 from librmq.wire.remoting.frames import Frame
 from tests.interrupting import at_each_call
 from tests.wire.fake_servers import FakeServer

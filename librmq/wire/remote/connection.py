@@ -2,22 +2,233 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
+import ipaddress
 import itertools
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Final
+from typing import Final, Protocol
 
-from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
+from librmq.clock import Clock
+from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.wire.remote.host_names import split_address
-from librmq.wire.remote.signing import AccessKeys
-from librmq.wire.remote.transport import Dial, Ended, Requested, Transport
 from librmq.wire.remoting.frames import Frame, FrameReader, encode
 from librmq.wire.remoting.sockets import FrameSocket, limit_time
+
+# ---- a connection to a server as the rest of the client sees it: requests out, answers and the server's requests
+
+Ended = Callable[[Frame | RmqError], None]
+"""Gets the answer to a request, or the error that took its place. Called by any thread, and must not wait."""
+
+
+class Transport(Protocol):
+    """One open connection. Thread-safe."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests can be sent."""
+        ...
+
+    def request(self, frame: Frame, timeout_s: float) -> Frame:
+        """Send a request, and wait for its answer.
+
+        Raises:
+            BrokerUnreachableError: No answer came in time, or the connection has ended.
+            MalformedError: The request does not fit into a frame; nothing was sent.
+        """
+        ...
+
+    def send(self, frame: Frame, ended: Ended) -> None:
+        """Send a request, and let ``ended`` have its outcome.
+
+        Raises:
+            BrokerUnreachableError: The connection has ended; ``ended`` is not called.
+        """
+        ...
+
+    def send_one_way(self, frame: Frame) -> None:
+        """Send a request without an answer.
+
+        Raises:
+            BrokerUnreachableError: The connection has ended.
+        """
+        ...
+
+    def send_answer(self, frame: Frame) -> None:
+        """Send the answer to a request of the server; it is lost with the connection."""
+        ...
+
+    def close(self) -> None:
+        """End the connection. A repetition does nothing."""
+        ...
+
+
+Requested = Callable[[Transport, Frame], None]
+"""Gets a request of the server. Must not wait."""
+Dial = Callable[[str, Requested, Callable[[Transport], None]], Transport]
+"""Opens a connection to ``host:port``; ``lost(transport)`` is called once at its end.
+
+Raises:
+    BrokerUnreachableError: There is nothing at that address.
+"""
+
+
+# ---- access keys: each request carries the key's name and an HMAC-SHA1 of its fields and body
+
+_KEY: Final = "AccessKey"
+_TOKEN: Final = "SecurityToken"
+_SIGNATURE: Final = "Signature"
+_UNSIGNED: Final = frozenset((_SIGNATURE, "_UNIQUE_KEY_QUERY"))
+
+
+class AccessKeys:
+    """An access key with its secret, which signs requests. Thread-safe."""
+
+    def __init__(self, access_key: str, secret_key: str, security_token: str | None = None) -> None:
+        for name, value in (("access_key", access_key), ("secret_key", secret_key)):
+            if not value:
+                raise ConfigError(f"{name}: expected text, because a key has a name and a secret: found none")
+        self.access_key = access_key
+        self._secret = secret_key.encode()
+        self._token = security_token
+
+    def __repr__(self) -> str:
+        return f"AccessKeys({self.access_key!r})"
+
+    def sign(self, frame: Frame) -> None:
+        """Add key and signature to the fields of a request."""
+        fields = frame.fields
+        fields[_KEY] = self.access_key
+        if self._token is not None:
+            fields[_TOKEN] = self._token
+        signed = "".join(fields[name] for name in sorted(fields) if name not in _UNSIGNED).encode("utf-8", "replace")
+        digest = hmac.new(self._secret, signed + frame.body, hashlib.sha1).digest()
+        fields[_SIGNATURE] = base64.b64encode(digest).decode()
+
+
+# ---- names of hosts, looked up in threads of their own, because a look-up has no time limit
+
+_FRESH_S: Final = 5.0
+"""So long a look-up counts, since the route of each topic names the same brokers."""
+_MOST_AT_ONCE: Final = 64
+
+
+class _Known:
+    """What is known of one name."""
+
+    __slots__ = ("begin_s", "ended", "error", "found", "is_late")
+
+    def __init__(self) -> None:
+        self.begin_s = 0.0
+        """When the last look-up began."""
+        self.found: tuple[str, ...] = ()
+        self.error: OSError | None = None
+        self.ended: threading.Event | None = None
+        """Set when the look-up under way ends; None if none is."""
+        self.is_late = False
+        """Whether a caller has waited in vain for the look-up under way."""
+
+
+class HostNames:
+    """Addresses by name, kept until a later look-up finds others. Thread-safe."""
+
+    def __init__(self, timeout_s: float, clock: Clock) -> None:
+        """Wait up to ``timeout_s`` for a look-up."""
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._lock = Lock()
+        self._known: dict[str, _Known] = {}
+
+    def prepare(self, addresses: Iterable[str]) -> None:
+        """Look up the names in ``host:port`` again, so that later connections need not wait for that.
+
+        Waits for all of them together up to the time of one look-up; what is not known by then is left to `find`.
+        """
+        rest_s = self._timeout_s
+        deadline = self._clock.monotonic() + rest_s
+        hosts = list(filter(self._is_old, dict.fromkeys(split_address(address)[0] for address in addresses)))
+        for begin in range(0, len(hosts), _MOST_AT_ONCE):
+            begun = [self._begin(host) for host in hosts[begin : begin + _MOST_AT_ONCE]]
+            for lookup, ended in begun:
+                if ended is not None:
+                    lookup.is_late = not self._clock.wait(ended, rest_s)
+                    rest_s = max(0.0, deadline - self._clock.monotonic())
+            if not rest_s:
+                return
+
+    def _is_old(self, host: str) -> bool:
+        lookup = self._known.get(host)
+        is_fresh = lookup is not None and 0 <= self._clock.monotonic() - lookup.begin_s < _FRESH_S
+        return not is_fresh and not _is_number(host)
+
+    def find(self, host: str) -> tuple[str, ...]:
+        """Return the addresses of a host: a number itself, or what was found of a name last.
+
+        Raises:
+            BrokerUnreachableError: The name is unknown, or its look-up takes too long.
+        """
+        if _is_number(host):
+            return (host,)
+        lookup = self._known.get(host)
+        if lookup is None or not lookup.found:
+            lookup = self._look_up(host)
+        if lookup.found:
+            return lookup.found
+        why = f"its look-up takes more than {self._timeout_s:.3g} s" if lookup.error is None else str(lookup.error)
+        raise BrokerUnreachableError(f"the host {host} can't be found: {why}")
+
+    def _look_up(self, host: str) -> _Known:
+        lookup, ended = self._begin(host)
+        if ended is not None:
+            lookup.is_late = not self._clock.wait(ended, self._timeout_s)
+        return lookup
+
+    def _begin(self, host: str) -> tuple[_Known, threading.Event | None]:
+        """Begin to look a name up, or join the look-up under way, and return its end; None after a wait in vain."""
+        with self._lock:
+            lookup = self._known.setdefault(host, _Known())
+            if lookup.ended is None:
+                ended = lookup.ended = threading.Event()
+                lookup.is_late, lookup.begin_s = False, self._clock.monotonic()
+                thread = threading.Thread(
+                    target=self._run, args=(host, lookup, ended), daemon=True, name=f"find {host}"
+                )
+                thread.start()
+            elif lookup.is_late:
+                return lookup, None
+            return lookup, lookup.ended
+
+    def _run(self, host: str, lookup: _Known, ended: threading.Event) -> None:
+        try:
+            rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            lookup.error = error if isinstance(error, OSError) else OSError(str(error))
+        else:
+            lookup.found, lookup.error = tuple(dict.fromkeys(str(row[4][0]) for row in rows)), None
+        with self._lock:
+            lookup.ended = None
+        ended.set()
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """Return the host and the port of ``host:port``, where an IPv6 host may have brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), port
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
 
 _log = EventLog("librmq.wire")
 _RECEIVED: Final = 256 << 10

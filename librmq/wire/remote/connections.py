@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from librmq.errors import BrokerUnreachableError
 from librmq.runtime.locks import Lock, RLock
-from librmq.wire.remote.transport import Dial, Transport
+from librmq.wire.remote.connection import Dial, Transport
 from librmq.wire.remoting.frames import Frame
 
 FIRST_BACK_OFF_S: Final = 0.1

@@ -13,11 +13,9 @@ from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, ConfigError
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
-from librmq.wire.remote.connection import dial_by_tcp
-from librmq.wire.remote.host_names import HostNames, split_address
+from librmq.wire.remote.connection import AccessKeys, HostNames, dial_by_tcp, split_address
 from librmq.wire.remote.name_servers import addresses_of
 from librmq.wire.remote.remote_route import Notices, RemoteRoute
-from librmq.wire.remote.signing import AccessKeys
 
 
 def connect(

@@ -17,8 +17,8 @@ from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
 from librmq.message.message import StoredMessage
 from librmq.protocol import PullMessage, PullResponse, PullStatus
 from librmq.runtime.locks import Lock
+from librmq.wire.remote.connection import Transport
 from librmq.wire.remote.forms import frame_of, header_of, messages_of, refusal
-from librmq.wire.remote.transport import Transport
 from librmq.wire.remoting.codes import PULL_CODES, PULL_COMMITS, PULL_SUBSCRIBES, PULL_WAITS, RequestCode
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import GroupProgressHeader, PullHeader

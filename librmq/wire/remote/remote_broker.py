@@ -37,11 +37,11 @@ from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner, Step
 from librmq.wire.remote.broker_delays import BrokerDelays
 from librmq.wire.remote.client_requests import ClientRequests
+from librmq.wire.remote.connection import Transport
 from librmq.wire.remote.connections import Connections
 from librmq.wire.remote.forms import FORMS, Form, check, frame_of
 from librmq.wire.remote.group_clients import consumer_data, group_names
 from librmq.wire.remote.long_pulls import LongPulls
-from librmq.wire.remote.transport import Transport
 from librmq.wire.remoting.bodies import read_body
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame

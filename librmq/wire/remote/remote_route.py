@@ -15,10 +15,10 @@ from librmq.protocol.endpoint import Watchers
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Runner, Step, Work
 from librmq.wire.remote.broker_group import BrokerGroup
+from librmq.wire.remote.connection import Dial, Transport
 from librmq.wire.remote.connections import FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S, Connections, is_held_here
 from librmq.wire.remote.name_servers import LearntRoute, NameServers
 from librmq.wire.remote.remote_broker import RemoteBroker
-from librmq.wire.remote.transport import Dial, Transport
 from librmq.wire.remoting.frames import Frame
 
 R = TypeVar("R")
