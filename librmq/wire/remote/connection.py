@@ -21,7 +21,7 @@ from librmq.runtime.locks import Lock
 from librmq.wire.remoting.frames import Frame, FrameReader, encode
 from librmq.wire.remoting.sockets import FrameSocket, limit_time
 
-# ---- a connection to a server as the rest of the client sees it: requests out, answers and the server's requests
+# ---- the seam of the client: requests out, answers and the server's requests in
 
 Ended = Callable[[Frame | RmqError], None]
 """Gets the answer to a request, or the error that took its place. Called by any thread, and must not wait."""
@@ -79,7 +79,7 @@ Raises:
 """
 
 
-# ---- access keys: each request carries the key's name and an HMAC-SHA1 of its fields and body
+# ---- access keys
 
 _KEY: Final = "AccessKey"
 _TOKEN: Final = "SecurityToken"
@@ -112,7 +112,7 @@ class AccessKeys:
         fields[_SIGNATURE] = base64.b64encode(digest).decode()
 
 
-# ---- names of hosts, looked up in threads of their own, because a look-up has no time limit
+# ---- host names, looked up in threads, because a look-up has no time limit
 
 _FRESH_S: Final = 5.0
 """So long a look-up counts, since the route of each topic names the same brokers."""

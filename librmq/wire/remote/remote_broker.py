@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
-from librmq.errors import BrokerError, BrokerUnreachableError, ClientError, MalformedError, MessageIllegalError
+from librmq.errors import (
+    BrokerError,
+    BrokerUnreachableError,
+    ClientError,
+    ConfigError,
+    MalformedError,
+    MessageIllegalError,
+)
+from librmq.message.delay_levels import DelayLevels
+from librmq.message.message import Message
+from librmq.message.properties import PROPERTY_DELAY
 from librmq.protocol import (
     ChannelClosed,
     CheckSubscription,
+    ConsumeFrom,
     ConsumerData,
     Endpoint,
     EndTransaction,
     GroupSubscriptions,
     Heartbeat,
     LockQueues,
+    MessageModel,
     PullMessage,
     Request,
     ResponseCode,
@@ -35,20 +47,110 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner, Step
-from librmq.wire.remote.broker_delays import BrokerDelays
+from librmq.scheduling.timer_config import time_properties
 from librmq.wire.remote.client_requests import ClientRequests
 from librmq.wire.remote.connection import Transport
 from librmq.wire.remote.connections import Connections
 from librmq.wire.remote.forms import FORMS, Form, check, frame_of
-from librmq.wire.remote.group_clients import consumer_data, group_names
 from librmq.wire.remote.long_pulls import LongPulls
-from librmq.wire.remoting.bodies import read_body
+from librmq.wire.remoting.bodies import read_body, subscription_of
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import (
     ConsumerGroupHeader,
     TopicNameHeader,
 )
+
+# ---- delays: brokers of 4.9 have levels, those of 5.x a timer as well
+
+_FIRST_WITH_TIMER: Final = 413
+"""The version of 5.0.0 in answers."""
+
+
+class BrokerDelays(NamedTuple):
+    """The delay levels of a broker, and whether it has a timer."""
+
+    level_text: str
+    """Its setting ``messageDelayLevel``."""
+    has_timer: bool
+    """Its setting ``timerWheelEnable``, which a broker of 4.9 lacks."""
+
+    @classmethod
+    def from_settings(cls, answer: Frame) -> BrokerDelays:
+        """Read the settings of a broker; one of 5.x that refuses to say them is asked for its timer.
+
+        Raises:
+            BrokerError: A broker of 4.x refuses.
+        """
+        if answer.code and answer.version >= _FIRST_WITH_TIMER:  # without a timer, it refuses the message itself
+            return cls("", True)
+        lines = check(answer).body.decode("utf-8", "replace").splitlines()
+        settings = {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines)}
+        return cls(settings.get("messageDelayLevel", ""), settings.get("timerWheelEnable", "").lower() == "true")
+
+    def waiting_form(self, message: Message, broker_name: str, now_ms: int) -> Message:
+        """Return the message to send in place of one with ``delay`` or ``deliver_at``: with a level or 5.x's property.
+
+        Raises:
+            MessageIllegalError: The broker has neither a level of that length nor a timer.
+        """
+        try:
+            levels_ms = DelayLevels.parse(self.level_text).delays_ms
+        except ConfigError:  # a level that librmq does not know
+            levels_ms = ()
+        delay_s, at_ms = message.delay_s, message.deliver_at_ms
+        delay_ms = round(1000 * (delay_s or 0)) if at_ms is None else at_ms - now_ms
+        added = time_properties(message)
+        if delay_s is not None and delay_ms in levels_ms:
+            added = {PROPERTY_DELAY: str(levels_ms.index(delay_ms) + 1)}
+        elif delay_ms > 0 and not self.has_timer:
+            raise MessageIllegalError(
+                f"topic {message.topic!r}: the message is to wait {delay_ms / 1000:,.15g} s, but broker {broker_name} "
+                f"has no timer, and none of its delay levels, {self.level_text or 'which it hides'}, is that long: "
+                "give delay= the length of a level, or send to a broker with a timer (RocketMQ 5 with "
+                "timerWheelEnable=true, or librmq's with BrokerConfig(timers=TimerConfig()))"
+            )
+        return Message._from_parts(message.topic, message.body, message.flag, message.properties | added)
+
+
+# ---- clients of a group
+
+
+def consumer_data(group: str, body: Mapping[str, Any]) -> tuple[ConsumerData, tuple[str, ...]]:
+    """Return a group as its clients describe it, and the ids of the clients.
+
+    Raises:
+        MalformedError: This is no list of connections.
+    """
+    rows = body.get("connectionSet") or []
+    ids = [row.get("clientId") if isinstance(row, dict) else None for row in rows] if isinstance(rows, list) else [None]
+    if not all(isinstance(client_id, str) for client_id in ids):
+        raise MalformedError(f"connectionSet: expected objects with a clientId, found {rows!r:.80}")
+    table = body.get("subscriptionTable") or {}
+    if not isinstance(table, dict):
+        raise MalformedError(f"subscriptionTable: expected an object, found {table!r:.80}")
+    begin, model = body.get("consumeFromWhere"), body.get("messageModel")
+    data = ConsumerData(
+        group,
+        "pull" if body.get("consumeType") == "CONSUME_ACTIVELY" else "push",
+        MessageModel.BROADCASTING if model == MessageModel.BROADCASTING.value else MessageModel.CLUSTERING,
+        next((start for start in ConsumeFrom if start.value == begin), ConsumeFrom.LAST),
+        {str(topic): subscription_of(row) for topic, row in table.items()},
+    )
+    return data, tuple(map(str, ids))
+
+
+def group_names(body: bytes) -> list[str]:
+    """Return the groups of a topic from the body of an answer.
+
+    Raises:
+        MalformedError: This is no list of groups.
+    """
+    names = read_body(body, "the groups of a topic").get("groupList") or []
+    if not isinstance(names, list):
+        raise MalformedError(f"groupList: expected a list, found {names!r:.80}")
+    return [str(name) for name in names]
+
 
 R = TypeVar("R")
 _log = EventLog("librmq.wire")
