@@ -73,4 +73,4 @@ with lazy_exports(globals()):
     from librmq.scheduling.timer_config import TimerConfig as TimerConfig
     from librmq.store import MessageStore as MessageStore
     from librmq.txn import TransactionConfig as TransactionConfig
-    from librmq.wire.remote.connector import connect as connect
+    from librmq.wire.remote.remote_route import connect as connect

@@ -164,7 +164,7 @@ def patience() -> Iterator[None]:
     """
     from librmq.client.producer import Producer
     from librmq.clock import moves_by_itself
-    from librmq.wire.remote.connector import connect
+    from librmq.wire.remote.remote_route import connect
 
     make, defaults = Producer.__init__, connect.__kwdefaults__
     assert defaults is not None

@@ -8,5 +8,5 @@ with lazy_exports(globals()):
     from librmq.wire.remote.cluster_admin import ClusterAdmin as ClusterAdmin
     from librmq.wire.remote.cluster_admin import GroupProgress as GroupProgress
     from librmq.wire.remote.cluster_admin import QueueBounds as QueueBounds
-    from librmq.wire.remote.connector import connect as connect
     from librmq.wire.remote.remote_route import RemoteRoute as RemoteRoute
+    from librmq.wire.remote.remote_route import connect as connect
