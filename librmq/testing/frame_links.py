@@ -36,7 +36,7 @@ from librmq.testing.history import Call, show
 from librmq.testing.kit import Kit
 from librmq.testing.process import Process
 from librmq.wire.remote.connection import Ended, Requested, Transport
-from librmq.wire.remote.connections import Connections
+from librmq.wire.remote.connection_pool import Connections
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remoting.answers import FrameAnswers
 from librmq.wire.remoting.channels import Channel

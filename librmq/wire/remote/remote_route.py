@@ -22,7 +22,7 @@ from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.broker_group import BrokerGroup
 from librmq.wire.remote.connection import AccessKeys, Dial, HostNames, Transport, dial_by_tcp, split_address
-from librmq.wire.remote.connections import FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S, Connections, is_held_here
+from librmq.wire.remote.connection_pool import FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S, Connections, is_held_here
 from librmq.wire.remote.name_servers import LearntRoute, NameServers, addresses_of
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remoting.frames import Frame
