@@ -19,8 +19,7 @@ from typing import Final, Self
 
 from benchmarks.common import CHECKOUT, Bench, Measure, Row, Run, Target, compare, rate
 from librmq.wire.remoting.codes import RequestCode
-from librmq.wire.remoting.fields import to_fields
-from librmq.wire.remoting.frames import Frame, FrameReader, encode
+from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
 from librmq.wire.remoting.headers import PulledHeader, PullHeader, SendHeader, SentHeader
 
 SENDS: Final = 5_000

@@ -13,8 +13,7 @@ from typing import Any, Final, Self
 from librmq.errors import MalformedError
 from librmq.java import json as java_json
 from librmq.wire.remoting.codes import RequestCode
-from librmq.wire.remoting.fields import to_fields
-from librmq.wire.remoting.frames import Frame, FrameReader, encode
+from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
 from librmq.wire.remoting.headers import REQUESTS
 
 _WAIT_S: Final = 60

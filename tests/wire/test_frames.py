@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from librmq.errors import MalformedError
 from librmq.wire.remoting.codes import RequestCode
-from librmq.wire.remoting.fields import from_fields, to_fields
-from librmq.wire.remoting.frames import LANGUAGES, Frame, FrameReader, answer_to, encode
+from librmq.wire.remoting.frames import LANGUAGES, Frame, FrameReader, answer_to, encode, from_fields, to_fields
 from librmq.wire.remoting.headers import REQUESTS
 from tests.reference import existing, jsonl
 

@@ -37,8 +37,7 @@ from librmq.wire.remoting.calls import Handlers, RemotingCall, refused
 from librmq.wire.remoting.client_channels import ClientChannel, ClientChannels
 from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.consuming import stored_ms
-from librmq.wire.remoting.fields import to_fields
-from librmq.wire.remoting.frames import VERSION, Frame
+from librmq.wire.remoting.frames import VERSION, Frame, to_fields
 from librmq.wire.remoting.headers import (
     ClientOfGroupHeader,
     ClientStatusHeader,

@@ -17,8 +17,7 @@ from librmq.protocol import Request, ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.codes import ERROR_FIELD, RequestCode
-from librmq.wire.remoting.fields import from_fields, to_fields, to_text
-from librmq.wire.remoting.frames import Frame, answer_to, encode, encode_answer
+from librmq.wire.remoting.frames import Frame, answer_to, encode, encode_answer, from_fields, to_fields, to_text
 from librmq.wire.remoting.headers import REQUESTS, RequestForm
 
 R = TypeVar("R")

@@ -21,8 +21,7 @@ from librmq.message.properties import decode_properties
 from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol import SendMessage, SendResponse, SendStatus
 from librmq.wire.remoting.codes import RequestCode
-from librmq.wire.remoting.fields import SMALL_NUMBERS, to_text
-from librmq.wire.remoting.frames import Frame, encode_answer, read_json
+from librmq.wire.remoting.frames import SMALL_NUMBERS, Frame, encode_answer, read_json, to_text
 from librmq.wire.remoting.headers import SentHeader
 
 _string: Final[Callable[[str, int], tuple[str, int]]] = json.decoder.scanstring  # type: ignore[attr-defined]

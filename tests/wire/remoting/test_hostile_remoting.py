@@ -21,8 +21,7 @@ from librmq.wire.remoting import RemotingServer, budgets
 from librmq.wire.remoting import pulling as pulling_module
 from librmq.wire.remoting import server as server_module
 from librmq.wire.remoting.codes import RequestCode as Code
-from librmq.wire.remoting.fields import to_fields
-from librmq.wire.remoting.frames import Frame, FrameReader, encode
+from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
 from librmq.wire.remoting.headers import ClientOfGroupHeader
 from tests.reference import existing, jsonl
 from tests.wire.remoting_client import RawClient
