@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Final, Self
 
 from benchmarks.common import CHECKOUT, Bench, Measure, Row, Run, Target, compare, rate
-from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
-from librmq.wire.remoting.headers import PulledHeader, PullHeader, SendHeader, SentHeader
+from librmq.wire.remoting.headers import PulledHeader, PullHeader, RequestCode, SendHeader, SentHeader
 
 SENDS: Final = 5_000
 PULLS: Final = 1_000

@@ -37,8 +37,8 @@ from librmq.wire.remote import ClusterAdmin, RemoteRoute
 from librmq.wire.remote.connection_pool import Connections
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting.bodies import write_body
-from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame, answer_to, encode
+from librmq.wire.remoting.headers import RequestCode
 from tests.wire.fake_servers import FakeServer, Relay
 from tests.wire.test_connect import WAIT_S, Inbox, Served, until
 

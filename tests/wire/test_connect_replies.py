@@ -14,7 +14,7 @@ from librmq.clock import SystemClock
 from librmq.message.properties import decode_properties
 from librmq.protocol import Route
 from librmq.runtime.threads import ThreadRunner
-from librmq.wire.remoting.codes import RequestCode
+from librmq.wire.remoting.headers import RequestCode
 from tests.wire.remoting_client import RawClient
 from tests.wire.test_connect import WAIT_S, Served, until
 

@@ -20,8 +20,8 @@ from librmq.wire.remote.connection import HostNames
 from librmq.wire.remote.name_servers import LearntRoute
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting.bodies import write_body
-from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame, answer_to
+from librmq.wire.remoting.headers import RequestCode
 from tests.wire.fake_servers import FakeServer
 from tests.wire.test_connect import WAIT_S, Inbox, Served, until
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from librmq.errors import MalformedError
-from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import LANGUAGES, Frame, FrameReader, answer_to, encode, from_fields, to_fields
-from librmq.wire.remoting.headers import REQUESTS
+from librmq.wire.remoting.headers import REQUESTS, RequestCode
 from tests.reference import existing, jsonl
 
 INT = st.integers(-(1 << 31), (1 << 31) - 1)

@@ -40,8 +40,8 @@ from librmq.protocol import (
 from librmq.wire.remote import ClusterAdmin
 from librmq.wire.remote.forms import FORMS, messages_of
 from librmq.wire.remoting import RemotingServer
-from librmq.wire.remoting.codes import RequestCode as Code
 from librmq.wire.remoting.frames import Frame, FrameReader, answer_to
+from librmq.wire.remoting.headers import RequestCode as Code
 from tests.reference import existing, jsonl
 from tests.wire.fake_servers import FakeServer
 from tests.wire.remoting_client import RawClient

@@ -29,9 +29,8 @@ from librmq.wire.remote.forms import FORMS, check, frame_of
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remote.remote_route import RemoteRoute
 from librmq.wire.remoting.bodies import queues_of, read_body
-from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame
-from librmq.wire.remoting.headers import GroupAndTopicHeader, TopicNameHeader, TopicOfClusterHeader
+from librmq.wire.remoting.headers import GroupAndTopicHeader, RequestCode, TopicNameHeader, TopicOfClusterHeader
 
 T = TypeVar("T")
 _MOST_FOUND = 64

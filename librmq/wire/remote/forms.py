@@ -51,10 +51,11 @@ from librmq.protocol import (
 )
 from librmq.store.format.broker_tables import group_row
 from librmq.wire.remoting.bodies import heartbeat_body, queue_row, queues_of, read_body, subscription_row, write_body
-from librmq.wire.remoting.codes import ERROR_FIELD, SEND_CODES, RequestCode
 from librmq.wire.remoting.frames import Frame, from_fields, to_fields
 from librmq.wire.remoting.headers import (
+    ERROR_FIELD,
     REQUESTS,
+    SEND_CODES,
     ConsumerGroupHeader,
     CreateTopicHeader,
     EndTransactionHeader,
@@ -66,6 +67,7 @@ from librmq.wire.remoting.headers import (
     QueryByKeyHeader,
     QueueAtTimeHeader,
     QueueOfTopicHeader,
+    RequestCode,
     ResetOffsetHeader,
     SendBackHeader,
     TopicNameHeader,

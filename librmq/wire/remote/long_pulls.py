@@ -19,9 +19,16 @@ from librmq.protocol import PullMessage, PullResponse, PullStatus
 from librmq.runtime.locks import Lock
 from librmq.wire.remote.connection import Transport
 from librmq.wire.remote.forms import frame_of, header_of, messages_of, refusal
-from librmq.wire.remoting.codes import PULL_CODES, PULL_COMMITS, PULL_SUBSCRIBES, PULL_WAITS, RequestCode
 from librmq.wire.remoting.frames import Frame
-from librmq.wire.remoting.headers import GroupProgressHeader, PullHeader
+from librmq.wire.remoting.headers import (
+    PULL_CODES,
+    PULL_COMMITS,
+    PULL_SUBSCRIBES,
+    PULL_WAITS,
+    GroupProgressHeader,
+    PullHeader,
+    RequestCode,
+)
 
 SUSPEND_MS: Final = 15_000
 _ANSWER_WITHIN_MS: Final = 30_000

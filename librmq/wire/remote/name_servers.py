@@ -12,9 +12,8 @@ from librmq.runtime.event_log import EventLog
 from librmq.wire.remote.connection_pool import Connections
 from librmq.wire.remote.forms import frame_of, refusal
 from librmq.wire.remoting.bodies import read_body
-from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame
-from librmq.wire.remoting.headers import RouteOfTopicHeader
+from librmq.wire.remoting.headers import RequestCode, RouteOfTopicHeader
 
 _log = EventLog("librmq.wire")
 _MASTER = 0

@@ -54,10 +54,10 @@ from librmq.wire.remote.connection_pool import Connections
 from librmq.wire.remote.forms import FORMS, Form, check, frame_of
 from librmq.wire.remote.long_pulls import LongPulls
 from librmq.wire.remoting.bodies import read_body, subscription_of
-from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import (
     ConsumerGroupHeader,
+    RequestCode,
     TopicNameHeader,
 )
 

@@ -35,7 +35,6 @@ from librmq.store.format.broker_tables import group_row
 from librmq.wire.remoting.bodies import queue_key, read_body, read_request, records_body, subscription_row, write_body
 from librmq.wire.remoting.calls import Handlers, RemotingCall, refused
 from librmq.wire.remoting.client_channels import ClientChannel, ClientChannels
-from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.consuming import stored_ms
 from librmq.wire.remoting.frames import VERSION, Frame, to_fields
 from librmq.wire.remoting.headers import (
@@ -53,6 +52,7 @@ from librmq.wire.remoting.headers import (
     ProducerGroupHeader,
     QueryByKeyHeader,
     QueueEntriesHeader,
+    RequestCode,
     ResetOffsetHeader,
     TopicNameHeader,
 )

@@ -16,9 +16,8 @@ from librmq.errors import (
 from librmq.protocol import Request, ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.wire.remoting.channels import Channel
-from librmq.wire.remoting.codes import ERROR_FIELD, RequestCode
 from librmq.wire.remoting.frames import Frame, answer_to, encode, encode_answer, from_fields, to_fields, to_text
-from librmq.wire.remoting.headers import REQUESTS, RequestForm
+from librmq.wire.remoting.headers import ERROR_FIELD, REQUESTS, RequestCode, RequestForm
 
 R = TypeVar("R")
 T = TypeVar("T")

@@ -34,12 +34,12 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting.bodies import heartbeat_of, queue_key, write_body
 from librmq.wire.remoting.channels import Channel
-from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame, to_fields
 from librmq.wire.remoting.headers import (
     CheckTransactionHeader,
     ConsumerGroupHeader,
     PushedReplyHeader,
+    RequestCode,
     ResetOffsetHeader,
 )
 

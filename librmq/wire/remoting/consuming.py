@@ -23,7 +23,6 @@ from librmq.protocol import (
 from librmq.wire.remoting.bodies import queue_row, queues_of, read_request, subscription_of, write_body
 from librmq.wire.remoting.calls import Handlers, RemotingCall
 from librmq.wire.remoting.client_channels import ClientChannels
-from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.headers import (
     ConsumerGroupHeader,
     GroupProgressHeader,
@@ -32,6 +31,7 @@ from librmq.wire.remoting.headers import (
     QueueAtTimeHeader,
     QueueOffsetHeader,
     QueueOfTopicHeader,
+    RequestCode,
     SendBackHeader,
     TimestampHeader,
 )

@@ -17,9 +17,8 @@ from librmq.protocol import PERM_READ, PERM_WRITE, ResponseCode
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.calls import Handlers, RemotingCall
 from librmq.wire.remoting.channels import Channel
-from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import VERSION
-from librmq.wire.remoting.headers import ConfigVersionHeader, RefusedSendHeader, StatsOfHeader
+from librmq.wire.remoting.headers import ConfigVersionHeader, RefusedSendHeader, RequestCode, StatsOfHeader
 from librmq.wire.remoting.name_server import NameServer
 from librmq.wire.remoting.rates import Rates
 

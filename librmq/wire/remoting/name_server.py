@@ -16,7 +16,6 @@ from librmq.runtime.locks import Lock
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.calls import Handlers, RemotingCall
 from librmq.wire.remoting.channels import Channel
-from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.headers import (
     AddedTopicsHeader,
     BrokerNameHeader,
@@ -25,6 +24,7 @@ from librmq.wire.remoting.headers import (
     KvNamespaceHeader,
     KvPairHeader,
     KvValueHeader,
+    RequestCode,
     RouteOfTopicHeader,
     WipedTopicsHeader,
 )

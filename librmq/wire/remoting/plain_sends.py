@@ -20,9 +20,8 @@ from librmq.message.message import Message
 from librmq.message.properties import decode_properties
 from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol import SendMessage, SendResponse, SendStatus
-from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import SMALL_NUMBERS, Frame, encode_answer, read_json, to_text
-from librmq.wire.remoting.headers import SentHeader
+from librmq.wire.remoting.headers import RequestCode, SentHeader
 
 _string: Final[Callable[[str, int], tuple[str, int]]] = json.decoder.scanstring  # type: ignore[attr-defined]
 _BY_LETTERS: Final = int(RequestCode.SEND_MESSAGE_V2)

@@ -27,9 +27,16 @@ from librmq.protocol import (
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting.calls import Handlers, RemotingCall, refused, tried
 from librmq.wire.remoting.channels import Channel
-from librmq.wire.remoting.codes import SEND_CODES, RequestCode
 from librmq.wire.remoting.frames import Frame, from_fields
-from librmq.wire.remoting.headers import REQUESTS, EndTransactionHeader, RefusedSendHeader, SendHeader, SentHeader
+from librmq.wire.remoting.headers import (
+    REQUESTS,
+    SEND_CODES,
+    EndTransactionHeader,
+    RefusedSendHeader,
+    RequestCode,
+    SendHeader,
+    SentHeader,
+)
 from librmq.wire.remoting.plain_sends import KnownSends, SendFrame, plain_answer, plain_request
 from librmq.wire.remoting.rates import Rates
 

@@ -18,8 +18,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Step
 from librmq.wire.remoting.calls import RemotingCall, refused
 from librmq.wire.remoting.channels import Channel
-from librmq.wire.remoting.codes import PULL_CODES, PULL_COMMITS, PULL_SUBSCRIBES, PULL_WAITS
-from librmq.wire.remoting.headers import PulledHeader, PullHeader
+from librmq.wire.remoting.headers import PULL_CODES, PULL_COMMITS, PULL_SUBSCRIBES, PULL_WAITS, PulledHeader, PullHeader
 from librmq.wire.remoting.rates import Rates
 
 _log = EventLog("librmq.wire")

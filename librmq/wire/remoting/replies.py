@@ -19,9 +19,8 @@ from librmq.message.properties import (
 from librmq.protocol import ResponseCode, SendBatch, SendReply
 from librmq.wire.remoting.calls import Handlers, RemotingCall, refused
 from librmq.wire.remoting.client_channels import ClientChannels
-from librmq.wire.remoting.codes import RequestCode
 from librmq.wire.remoting.frames import Frame, to_fields
-from librmq.wire.remoting.headers import PushedReplyHeader, SendHeader, SentHeader
+from librmq.wire.remoting.headers import PushedReplyHeader, RequestCode, SendHeader, SentHeader
 from librmq.wire.remoting.producing import Producing
 
 _PUSH_S: Final = 3.0

@@ -20,9 +20,9 @@ from librmq.wire.certificates import self_signed
 from librmq.wire.remoting import RemotingServer, budgets
 from librmq.wire.remoting import pulling as pulling_module
 from librmq.wire.remoting import server as server_module
-from librmq.wire.remoting.codes import RequestCode as Code
 from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
 from librmq.wire.remoting.headers import ClientOfGroupHeader
+from librmq.wire.remoting.headers import RequestCode as Code
 from tests.reference import existing, jsonl
 from tests.wire.remoting_client import RawClient
 

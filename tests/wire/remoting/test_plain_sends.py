@@ -21,9 +21,9 @@ from librmq.runtime.runner import ManualRunner
 from librmq.testing import FailingFiles
 from librmq.wire.remoting.calls import answer_of, answering, tried
 from librmq.wire.remoting.channels import Channel
-from librmq.wire.remoting.codes import RequestCode as Code
 from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
 from librmq.wire.remoting.headers import REQUESTS, SendHeader
+from librmq.wire.remoting.headers import RequestCode as Code
 from librmq.wire.remoting.producing import Producing
 from librmq.wire.remoting.rates import Rates
 from librmq.wire.remoting.server import RemotingServer

@@ -13,9 +13,9 @@ from librmq.message.message import StoredMessage
 from librmq.store import verify
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting import answers as answers_module
-from librmq.wire.remoting.codes import RequestCode as Code
 from librmq.wire.remoting.frames import Frame, encode
 from librmq.wire.remoting.headers import REQUESTS
+from librmq.wire.remoting.headers import RequestCode as Code
 from tests.budget import many
 from tests.wire.remoting_client import RawClient
 
