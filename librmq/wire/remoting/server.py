@@ -18,12 +18,11 @@ from librmq.runtime.locks import Lock
 from librmq.wire.certificates import server_context
 from librmq.wire.remoting.answers import FrameAnswers
 from librmq.wire.remoting.budgets import CONNECTIONS, FRAME_SECONDS, Budgets
-from librmq.wire.remoting.channels import Channel
+from librmq.wire.remoting.channels import Channel, limit_time
 from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.frames import Frame, FrameReader
 from librmq.wire.remoting.pulling import Pulling
 from librmq.wire.remoting.rates import Rates
-from librmq.wire.remoting.sockets import limit_time
 
 _log = EventLog("librmq.wire")
 
