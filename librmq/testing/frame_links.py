@@ -42,9 +42,9 @@ from librmq.wire.remoting.answers import FrameAnswers
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.frames import Frame, FrameReader, encode
-from librmq.wire.remoting.producing import SENDS
 from librmq.wire.remoting.pulling import Pulling
 from librmq.wire.remoting.rates import Rates
+from librmq.wire.remoting.sends import SENDS
 
 _PIECE: Final = 32 << 10
 """Bytes that fit into the buffers of a connection."""

@@ -18,10 +18,9 @@ from librmq.wire.remoting.consuming import Consuming
 from librmq.wire.remoting.description import Description
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.name_server import NameServer
-from librmq.wire.remoting.producing import SENDS, Producing
 from librmq.wire.remoting.pulling import Pulling
 from librmq.wire.remoting.rates import Rates
-from librmq.wire.remoting.replies import Replies
+from librmq.wire.remoting.sends import SENDS, Producing, Replies
 
 _ANSWERED: Final = 1 << 20
 """Bytes of answers that are collected to be sent together."""
