@@ -41,8 +41,8 @@ from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remoting.answers import FrameAnswers
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.client_channels import ClientChannels
+from librmq.wire.remoting.consuming import Pulling
 from librmq.wire.remoting.frames import Frame, FrameReader, encode
-from librmq.wire.remoting.pulling import Pulling
 from librmq.wire.remoting.rates import Rates
 from librmq.wire.remoting.sends import SENDS
 

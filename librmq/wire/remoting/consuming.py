@@ -5,29 +5,49 @@ Mirrors ``ClientManageProcessor``, ``ConsumerManageProcessor`` and the queue off
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
 from librmq.broker import Broker
-from librmq.errors import BrokerError, MalformedError
+from librmq.errors import BrokerError, MalformedError, RmqError
 from librmq.protocol import (
     CheckSubscription,
     ConsumerIds,
     LockQueues,
     MaxOffset,
+    MessageModel,
     MinOffset,
+    PullMessage,
+    PullResponse,
+    PullStatus,
     QueryOffset,
     QueueOffsetAt,
     ResponseCode,
     SendBack,
+    Subscription,
     UnlockQueues,
     UpdateOffset,
 )
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.runner import Step
 from librmq.wire.remoting.bodies import queue_row, queues_of, read_request, subscription_of, write_body
-from librmq.wire.remoting.calls import Handlers, RemotingCall
+from librmq.wire.remoting.calls import Handlers, RemotingCall, refused
+from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.headers import (
+    PULL_CODES,
+    PULL_COMMITS,
+    PULL_SUBSCRIBES,
+    PULL_WAITS,
     ConsumerGroupHeader,
     GroupProgressHeader,
     GroupQueueHeader,
     LeavingClientHeader,
+    PulledHeader,
+    PullHeader,
     QueueAtTimeHeader,
     QueueOffsetHeader,
     QueueOfTopicHeader,
@@ -35,8 +55,220 @@ from librmq.wire.remoting.headers import (
     SendBackHeader,
     TimestampHeader,
 )
-from librmq.wire.remoting.pulling import Pulling
 from librmq.wire.remoting.rates import Rates
+
+# ---- pulls, which are answered when there is a message or when the client's time is over
+
+_log = EventLog("librmq.wire")
+_REMARKS: Final = {
+    PullStatus.FOUND: "FOUND",
+    PullStatus.NO_NEW_MESSAGE: "OFFSET_OVERFLOW_ONE",
+    PullStatus.HELD: "OFFSET_OVERFLOW_ONE",
+    PullStatus.NO_MATCHED_MESSAGE: "NO_MATCHED_MESSAGE",
+}
+_LONGEST_WAIT_MS: Final = 120_000
+_MOST_HELD: Final = 10_000
+"""The held pulls of one connection."""
+_MOST_HELD_IN_ALL: Final = 100_000
+_MOST_STARTED: Final = 100_000
+_SORT_OUT_AT: Final = 1_000
+
+
+class _Waiting:
+    """A pull that is answered later. Changes only under the runner's lock."""
+
+    __slots__ = ("call", "is_answered", "is_asking")
+
+    def __init__(self, call: RemotingCall) -> None:
+        self.call = call
+        self.is_answered = False
+        self.is_asking = False
+        """Whether its connection's thread is about to ask again."""
+
+
+class Pulling:
+    """The pulls of one server's clients. Thread-safe."""
+
+    def __init__(self, broker: Broker, rates: Rates, *, ends_holds: bool = True) -> None:
+        """With ``ends_holds`` False, held pulls end by `release` alone and not as the broker's clock moves."""
+        self._broker = broker
+        self._runner = broker.runner
+        self._step = Step(f"{broker.name}: pulls of the wire", self._run_due)
+        self._due: list[tuple[int, int, _Waiting]] = []
+        self._sort_out_at = _SORT_OUT_AT
+        self._number = itertools.count()
+        self._held: dict[Channel, set[_Waiting]] = {}
+        self._count = 0
+        self._ends_holds = ends_holds
+        self._rates = rates
+        self._started: set[tuple[str, str, int]] = set()
+        """Groups with the queues that they have pulled from."""
+
+    def pull(self, call: RemotingCall) -> bytes | None:
+        """Answer a pull, or hold it."""
+        header: PullHeader = call.header
+        if (header.consumer_group, header.topic, header.queue_id) not in self._started:
+            self._warn_of_skipped(header)
+        waits_ms = min(header.suspend_timeout_millis, _LONGEST_WAIT_MS)
+        begin_ms = self._runner.now_ms()
+        if not header.sys_flag & PULL_WAITS or waits_ms <= 0:
+            return self._answer(call, call.call_broker(_request(call, commits=True)), begin_ms)
+        waiting = _Waiting(call)
+        with self._runner.lock:  # so that the hold is known before it can end
+            response = call.call_broker(_request(call, lambda: self._woken(waiting), commits=True))
+            if response.status is PullStatus.HELD:
+                held = self._held.setdefault(call.channel, set())
+                if len(held) < _MOST_HELD and self._count < _MOST_HELD_IN_ALL:
+                    held.add(waiting)
+                    self._count += 1
+                    self._note(self._runner.now_ms() + waits_ms, waiting)
+                    return None
+            waiting.is_answered = True
+        return self._answer(call, response, begin_ms)
+
+    def _warn_of_skipped(self, header: PullHeader) -> None:
+        """Warn if the first pull of a clustering group without saved progress begins after a queue's first message.
+
+        Clients of 4.x choose the offset themselves. It is checked before the pull saves the group's progress.
+        """
+        broker, group, start = self._broker, header.consumer_group, header.queue_offset
+        topic, queue_id = header.topic, header.queue_id
+        members = broker.connections(group)
+        if members is None:
+            return
+        if len(self._started) >= _MOST_STARTED:
+            self._started.clear()
+        self._started.add((group, topic, queue_id))
+        is_new = broker.consumer_offset(group, topic, queue_id) is None
+        begin, end = broker.store.queue_range(topic, queue_id)
+        skipped = min(start, end) - begin
+        if is_new and skipped > 0 and members.model is MessageModel.CLUSTERING:
+            _log.warning(
+                "group %(group)s is new in %(topic)s/%(queue_id)d and skips its first %(skipped)d messages: it starts "
+                "at %(queue_offset)d, because consume_from of its clients (consumeFromWhere) is %(consume_from)s; "
+                "FIRST would read all, and reset_group moves the group back",
+                group=group,
+                topic=topic,
+                queue_id=queue_id,
+                skipped=skipped,
+                queue_offset=start,
+                consume_from=members.consume_from.name,
+            )
+
+    def _note(self, deadline_ms: int, waiting: _Waiting) -> None:
+        if not self._ends_holds:
+            return
+        if len(self._due) >= self._sort_out_at:
+            self._due = [entry for entry in self._due if not entry[2].is_answered]
+            heapq.heapify(self._due)
+            self._sort_out_at = max(_SORT_OUT_AT, 2 * len(self._due))
+        heapq.heappush(self._due, (deadline_ms, next(self._number), waiting))
+        self._runner.wake(self._step, deadline_ms)
+
+    def drop_pulls(self, channel: Channel, group: str | None = None) -> None:
+        """Drop the pulls of a connection that has ended, or of a group that its client has left."""
+        with self._runner.lock:
+            held = self._held.get(channel, set())
+            for waiting in [pull for pull in held if group in (None, pull.call.header.consumer_group)]:
+                self._end(waiting)
+
+    def _end(self, waiting: _Waiting) -> None:
+        """Hold a pull no longer."""
+        waiting.is_answered = True
+        channel = waiting.call.channel
+        held = self._held.get(channel, set())
+        if waiting in held:
+            held.discard(waiting)
+            self._count -= 1
+        if not held:
+            self._held.pop(channel, None)
+
+    def release(self, queue: tuple[str, str, int] | None = None) -> None:
+        """Answer the held pulls now, or those of one queue: of a group, a topic and a queue id."""
+        with self._runner.lock:
+            for waiting in [pull for held in self._held.values() for pull in held]:
+                header: PullHeader = waiting.call.header
+                place = header.consumer_group, header.topic, header.queue_id
+                if queue in (None, place) and not waiting.is_asking:
+                    waiting.is_asking = True
+                    waiting.call.channel.run_later(partial(self._ask_again, waiting, is_last=True))
+
+    def _woken(self, waiting: _Waiting) -> None:
+        """Let the connection's thread ask again. Called under the runner's lock."""
+        if not waiting.is_answered and not waiting.is_asking:
+            waiting.is_asking = True
+            waiting.call.channel.run_later(partial(self._ask_again, waiting, is_last=False))
+
+    def _run_due(self, now_ms: int) -> int | None:
+        """Answer the pulls whose clients have waited long enough."""
+        due = self._due
+        if due and due[0][0] > now_ms + _LONGEST_WAIT_MS:  # the clock was set back
+            now_ms = max(due)[0]
+        while due and (due[0][0] <= now_ms or due[0][2].is_answered):
+            waiting = heapq.heappop(due)[2]
+            if not waiting.is_answered:
+                waiting.is_asking = True
+                waiting.call.channel.run_later(partial(self._ask_again, waiting, is_last=True))
+        return due[0][0] if due else None
+
+    def _ask_again(self, waiting: _Waiting, *, is_last: bool) -> None:
+        call = waiting.call
+        notify: Callable[[], None] | None = None if is_last else lambda: self._woken(waiting)
+        with self._runner.lock:
+            waiting.is_asking = False
+            if waiting.is_answered:
+                return
+            begin_ms = self._runner.now_ms()
+            try:
+                response = call.call_broker(_request(call, notify))
+                if response.status is PullStatus.HELD:
+                    return
+                frame = self._answer(call, response, begin_ms)
+            except RmqError as error:  # the client has left the group, or the broker is closed
+                frame = refused(call.frame, error)
+            self._end(waiting)
+        call.channel.write(frame)
+
+    def _answer(self, call: RemotingCall, response: PullResponse, begin_ms: int) -> bytes:
+        suggested = int(response.suggests_replica)  # the id of a slave
+        header = PulledHeader(response.next_offset, response.min_offset, response.max_offset, suggested)
+        status = response.status
+        records = [message.raw for message in response.messages]
+        now_ms, rates = self._runner.now_ms(), self._rates
+        if status is PullStatus.FOUND:
+            key, took_ms = f"{call.header.topic}@{call.header.consumer_group}", now_ms - begin_ms
+            rates.add("get", key, now_ms, len(records), sum(map(len, records)))
+            rates.add("latency", f"{call.header.queue_id}@{key}", now_ms, took_ms)
+            rates.took("get", took_ms)
+        else:
+            rates.add("miss", "", now_ms)
+        if status is PullStatus.OFFSET_ILLEGAL:
+            is_early = call.header.queue_offset < response.min_offset
+            remark = "OFFSET_TOO_SMALL" if is_early else "OFFSET_OVERFLOW_BADLY"
+        else:
+            remark = _REMARKS[status]
+        return call.answer_with(header, records, code=PULL_CODES[status], remark=remark)
+
+
+def _request(call: RemotingCall, notify: Callable[[], None] | None = None, *, commits: bool = False) -> PullMessage:
+    """Return the broker's request. Only the first try of a pull commits, since progress can move during a hold."""
+    header: PullHeader = call.header
+    subscription = None
+    if header.sys_flag & PULL_SUBSCRIBES:
+        expression, kind = header.subscription or "*", header.expression_type or "TAG"
+        subscription = Subscription(header.topic, expression, kind, header.sub_version)
+    return PullMessage(
+        call.channel.client_id or f"{call.channel.peer[0]}:{call.channel.peer[1]}",
+        header.consumer_group,
+        header.topic,
+        header.queue_id,
+        header.queue_offset,
+        header.max_msg_nums,
+        subscription,
+        header.commit_offset if commits and header.sys_flag & PULL_COMMITS else None,
+        notify,
+        subscription_version=header.sub_version,
+    )
 
 
 class Consuming:

@@ -20,8 +20,8 @@ from librmq.wire.remoting.answers import FrameAnswers
 from librmq.wire.remoting.budgets import CONNECTIONS, FRAME_SECONDS, Budgets
 from librmq.wire.remoting.channels import Channel, limit_time
 from librmq.wire.remoting.client_channels import ClientChannels
+from librmq.wire.remoting.consuming import Pulling
 from librmq.wire.remoting.frames import Frame, FrameReader
-from librmq.wire.remoting.pulling import Pulling
 from librmq.wire.remoting.rates import Rates
 
 _log = EventLog("librmq.wire")
