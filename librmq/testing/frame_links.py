@@ -43,7 +43,7 @@ from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.consuming import Pulling
 from librmq.wire.remoting.frames import Frame, FrameReader, encode
-from librmq.wire.remoting.rates import Rates
+from librmq.wire.remoting.runtime_info import Rates
 from librmq.wire.remoting.sends import SENDS
 
 _PIECE: Final = 32 << 10

@@ -57,7 +57,7 @@ from librmq.wire.remoting.headers import (
     TopicNameHeader,
 )
 from librmq.wire.remoting.name_server import NameServer
-from librmq.wire.remoting.rates import Rates
+from librmq.wire.remoting.runtime_info import Rates
 
 ADMINISTRATIVE: Final = frozenset(
     {

@@ -15,10 +15,9 @@ from librmq.wire.remoting.calls import answer_of, answering, refused
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.consuming import Consuming, Pulling
-from librmq.wire.remoting.description import Description
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.name_server import NameServer
-from librmq.wire.remoting.rates import Rates
+from librmq.wire.remoting.runtime_info import Description, Rates
 from librmq.wire.remoting.sends import SENDS, Producing, Replies
 
 _ANSWERED: Final = 1 << 20

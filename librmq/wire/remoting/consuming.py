@@ -55,7 +55,7 @@ from librmq.wire.remoting.headers import (
     SendBackHeader,
     TimestampHeader,
 )
-from librmq.wire.remoting.rates import Rates
+from librmq.wire.remoting.runtime_info import Rates
 
 # ---- pulls, which are answered when there is a message or when the client's time is over
 

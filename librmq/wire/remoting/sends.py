@@ -47,7 +47,7 @@ from librmq.wire.remoting.headers import (
     SendHeader,
     SentHeader,
 )
-from librmq.wire.remoting.rates import Rates
+from librmq.wire.remoting.runtime_info import Rates
 
 # ---- fast paths of sends: from the fields of a usual request to the broker's request, and from its response to by
 

@@ -22,7 +22,7 @@ from librmq.wire.remoting.channels import Channel, limit_time
 from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.consuming import Pulling
 from librmq.wire.remoting.frames import Frame, FrameReader
-from librmq.wire.remoting.rates import Rates
+from librmq.wire.remoting.runtime_info import Rates
 
 _log = EventLog("librmq.wire")
 
