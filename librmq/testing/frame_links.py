@@ -38,13 +38,13 @@ from librmq.testing.process import Process
 from librmq.wire.remote.connection import Ended, Requested, Transport
 from librmq.wire.remote.connection_pool import Connections
 from librmq.wire.remote.remote_broker import RemoteBroker
-from librmq.wire.remoting.answers import FrameAnswers
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.client_channels import ClientChannels
 from librmq.wire.remoting.consuming import Pulling
 from librmq.wire.remoting.frames import Frame, FrameReader, encode
 from librmq.wire.remoting.runtime_info import Rates
 from librmq.wire.remoting.sends import SENDS
+from librmq.wire.remoting.server import FrameAnswers
 
 _PIECE: Final = 32 << 10
 """Bytes that fit into the buffers of a connection."""

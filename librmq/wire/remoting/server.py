@@ -2,27 +2,212 @@
 
 from __future__ import annotations
 
+import ipaddress
+import itertools
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Self
 
 from librmq.broker import Broker
 from librmq.clock import SystemClock
-from librmq.errors import ConfigError, MalformedError
+from librmq.errors import BrokerError, ConfigError, MalformedError
 from librmq.message.ids import Host, format_host
-from librmq.protocol import Endpoint
+from librmq.protocol import Endpoint, ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.certificates import server_context
-from librmq.wire.remoting.answers import FrameAnswers
-from librmq.wire.remoting.budgets import CONNECTIONS, FRAME_SECONDS, Budgets
+from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
+from librmq.wire.remoting.calls import answer_of, answering, refused
 from librmq.wire.remoting.channels import Channel, limit_time
 from librmq.wire.remoting.client_channels import ClientChannels
-from librmq.wire.remoting.consuming import Pulling
+from librmq.wire.remoting.consuming import Consuming, Pulling
 from librmq.wire.remoting.frames import Frame, FrameReader
-from librmq.wire.remoting.runtime_info import Rates
+from librmq.wire.remoting.name_server import NameServer
+from librmq.wire.remoting.runtime_info import Description, Rates
+from librmq.wire.remoting.sends import SENDS, Producing, Replies
+
+# ---- what all connections of one server may hold together, and which one goes first when that is too much
+
+CONNECTIONS: Final = 1_000
+"""Connections of one server."""
+HELD_BYTES: Final = 256 << 20
+"""Bytes of frames that are incomplete or being answered, over all connections."""
+FRAME_SECONDS: Final = 60
+"""Seconds from the first byte of a frame to its last."""
+
+
+@dataclass(slots=True)
+class _Share:
+    number: int
+    """Connections are numbered in the order in which they come."""
+    held: int = 0
+    """Bytes of frames that are incomplete or being answered."""
+    has_asked: bool = False
+    """Whether a whole frame has come."""
+    is_ending: bool = False
+    """Whether it was closed to make room for others."""
+
+
+class Budgets:
+    """The shares of all connections of one server. Thread-safe.
+
+    A connection beyond a limit does not stop the others. Room is made at the expense of the address with the most,
+    where addresses differ, and there of the connection that holds the most bytes, or that has never asked anything.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._shares: dict[Channel, _Share] = {}
+        self._numbers = itertools.count()
+        self._held = 0
+        self._ending = 0
+
+    def add(self, channel: Channel) -> Channel | None:
+        """Add a connection; return the one to close for it, which is ``channel`` if no other has to make room."""
+        with self._lock:
+            self._shares[channel] = _Share(next(self._numbers))
+            if len(self._shares) - self._ending <= CONNECTIONS:
+                return None
+            counts = Counter(other.peer[0] for other, share in self._shares.items() if not share.is_ending)
+            own_count = counts[channel.peer[0]]
+
+            def rank(item: tuple[Channel, _Share]) -> tuple[int, bool, int]:
+                other, share = item
+                return counts[other.peer[0]], not share.has_asked, share.number if share.has_asked else -share.number
+
+            others = [
+                (other, share)
+                for other, share in self._shares.items()
+                if other is not channel
+                and not share.is_ending
+                and (not share.has_asked or counts[other.peer[0]] > own_count)
+            ]
+            excess = max(others, key=rank)[0] if others else channel
+            self._end(excess)
+            return excess
+
+    def hold(self, channel: Channel, held: int, *, has_asked: bool) -> Channel | None:
+        """Set the bytes that a connection holds; return the connection to close because of them."""
+        with self._lock:
+            share = self._shares.get(channel)
+            if share is None or share.is_ending:
+                return None
+            share.has_asked |= has_asked
+            self._held += held - share.held
+            share.held = held
+            if self._held <= HELD_BYTES:
+                return None
+            sums: Counter[str] = Counter()
+            for other, its in self._shares.items():
+                sums[other.peer[0]] += its.held
+            largest = max(self._shares, key=lambda other: (sums[other.peer[0]], self._shares[other].held))
+            self._end(largest)
+            return largest
+
+    def remove(self, channel: Channel) -> None:
+        """Remove a connection that has ended."""
+        with self._lock:
+            self._end(channel)
+            self._ending -= channel in self._shares
+            self._shares.pop(channel, None)
+
+    def channels(self) -> list[Channel]:
+        """Return all connections."""
+        with self._lock:
+            return list(self._shares)
+
+    def _end(self, channel: Channel) -> None:
+        share = self._shares.get(channel)
+        if share is not None and not share.is_ending:
+            share.is_ending = True
+            self._ending += 1
+            self._held -= share.held
+            share.held = 0
+
+
+# ---- everything that one server answers: its requests by code, and how frames that came together are answered
+
+_ANSWERED: Final = 1 << 20
+"""Bytes of answers that are collected to be sent together."""
+
+
+class FrameAnswers:
+    """The answers of one server. Thread-safe."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        sessions: ClientChannels,
+        pulling: Pulling,
+        rates: Rates,
+        *,
+        advertise: str | None = None,
+        creates_retry_topics: bool = False,
+        allows_admin: bool = False,
+    ) -> None:
+        """The last three arguments are those of `RemotingServer`."""
+        self._allows_admin = allows_admin
+        names, self._producing = NameServer(broker, advertise, creates_retry_topics), Producing(broker, rates)
+        self.known = self._producing.known
+        parts: list[Any] = [
+            names,
+            self._producing,
+            Replies(broker, sessions, self._producing),
+            Consuming(broker, sessions, pulling, rates),
+            AdminRequests(broker, sessions, names, rates),
+            Description(broker, names, rates),
+        ]
+        self._handlers = answering(part.handlers for part in parts)
+
+    def write(self, channel: Channel, frames: list[Frame]) -> None:
+        """Answer frames that came together, by writing to their channel."""
+        answers: list[bytes] = []
+        size = 0
+        for is_send, run in itertools.groupby(frames, _is_send):
+            together = list(run)
+            answered = (
+                self._producing.send_all(channel, together)
+                if is_send
+                else map(partial(self._answer, channel), together)
+            )
+            for frame, answer in answered:
+                if answer is not None and not frame.is_one_way:
+                    answers.append(answer)
+                    size += len(answer)
+                if size > _ANSWERED:  # small requests may have large answers
+                    channel.write(b"".join(answers))
+                    answers, size = [], 0
+        if answers:
+            channel.write(b"".join(answers))
+
+    def _answer(self, channel: Channel, frame: Frame) -> tuple[Frame, bytes | None]:
+        """Return a frame and the bytes of its answer; None if no answer is expected or if it comes later."""
+        if frame.is_answer:
+            channel.accept_answer(frame)
+            return frame, None
+        if frame.code in ADMINISTRATIVE and not self._allows_admin and not _is_local(channel.peer[0]):
+            error = BrokerError(
+                ResponseCode.NO_PERMISSION, "administration from another machine is off: librmq serve --admin"
+            )
+            return frame, refused(frame, error)
+        return frame, answer_of(self._handlers, channel, frame)
+
+
+def _is_send(frame: Frame) -> bool:
+    return frame.code in SENDS and not frame.is_answer
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
 
 _log = EventLog("librmq.wire")
 

@@ -12,7 +12,7 @@ from librmq import Broker, ConfigError, ManualRunner, StoreConfig
 from librmq.message.message import StoredMessage
 from librmq.store import verify
 from librmq.wire.remoting import RemotingServer, listen
-from librmq.wire.remoting import answers as answers_module
+from librmq.wire.remoting import server as answers_module
 from librmq.wire.remoting.frames import Frame, encode
 from librmq.wire.remoting.headers import REQUESTS
 from librmq.wire.remoting.headers import RequestCode as Code
