@@ -1,4 +1,8 @@
-"""One connection over TCP, with a thread that reads it. Mirrors the client's half of ``NettyRemotingAbstract``."""
+"""One connection over TCP, with a thread that reads it.
+
+Access keys sign each request: it carries the key's name and an HMAC-SHA1 of its fields and body. Mirrors the client's
+half of ``NettyRemotingAbstract``, ``AclClientRPCHook`` and ``AclUtils``.
+"""
 
 from __future__ import annotations
 

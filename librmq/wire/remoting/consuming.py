@@ -1,6 +1,7 @@
 """Requests of consumers, and requests that all clients make about themselves.
 
-Mirrors ``ClientManageProcessor``, ``ConsumerManageProcessor`` and the queue offsets of ``AdminBrokerProcessor``.
+Mirrors ``ClientManageProcessor``, ``ConsumerManageProcessor``, the queue offsets of ``AdminBrokerProcessor``, and
+``PullMessageProcessor`` and ``PullRequestHoldService`` as clients see them.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from librmq.wire.remoting.headers import (
 )
 from librmq.wire.remoting.runtime_info import Rates
 
-# ---- pulls, which are answered when there is a message or when the client's time is over
+# ---- pulls, answered when there is a message or when the client's time is over
 
 _log = EventLog("librmq.wire")
 _REMARKS: Final = {

@@ -1,6 +1,9 @@
 """What a broker says about itself: its state, its settings and its rates.
 
-Mirrors ``prepareRuntimeInfo`` and the settings of ``AdminBrokerProcessor``.
+Rates count by minute, hour and day. Nothing runs periodically: the first event in a slot of time notes the totals
+before it, and a question subtracts them from the totals now.
+
+Mirrors ``prepareRuntimeInfo`` and the settings of ``AdminBrokerProcessor``, ``BrokerStatsManager`` and ``StatsItem``.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from librmq.wire.remoting.frames import VERSION
 from librmq.wire.remoting.headers import ConfigVersionHeader, RefusedSendHeader, RequestCode, StatsOfHeader
 from librmq.wire.remoting.name_server import NameServer
 
-# ---- rates by minute, hour and day: what the clients of one server have sent, got and sent back
+# ---- rates of what clients have sent, got and sent back
 
 Kind = Literal["put", "get", "back", "latency", "miss", "failed"]
 """``latency`` counts milliseconds of found pulls, ``miss`` pulls without a message, ``failed`` refused messages."""

@@ -1,4 +1,11 @@
-"""Requests of producers. Mirrors ``SendMessageProcessor`` and ``EndTransactionProcessor``."""
+"""Requests of producers, and replies.
+
+Most sends take fast paths, which give what `from_fields` and `RemotingCall.answer` give, in a third of the time; a
+server spends most of its time on sends. The headers of one producer differ in four values: queue, born time,
+properties and the number of the request. `KnownSends` cuts these out, and reads the rest once.
+
+Mirrors ``SendMessageProcessor``, ``EndTransactionProcessor`` and ``ReplyMessageProcessor``.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +56,7 @@ from librmq.wire.remoting.headers import (
 )
 from librmq.wire.remoting.runtime_info import Rates
 
-# ---- fast paths of sends: from the fields of a usual request to the broker's request, and from its response to by
+# ---- fast paths
 
 _string: Final[Callable[[str, int], tuple[str, int]]] = json.decoder.scanstring  # type: ignore[attr-defined]
 _BY_LETTERS: Final = int(RequestCode.SEND_MESSAGE_V2)
@@ -422,7 +429,7 @@ def _answer(call: RemotingCall, response: SendResponse, code: int = 0, remark: s
     return call.answer(sent, code=code or SEND_CODES[status], remark=remark)
 
 
-# ---- replies: what a consumer answers to the sender of a request is pushed to that sender, and stored
+# ---- replies, which are pushed to the sender of the request, and stored
 
 _PUSH_S: Final = 3.0
 

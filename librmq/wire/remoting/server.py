@@ -31,7 +31,7 @@ from librmq.wire.remoting.name_server import NameServer
 from librmq.wire.remoting.runtime_info import Description, Rates
 from librmq.wire.remoting.sends import SENDS, Producing, Replies
 
-# ---- what all connections of one server may hold together, and which one goes first when that is too much
+# ---- budgets of all connections together
 
 CONNECTIONS: Final = 1_000
 """Connections of one server."""
@@ -130,7 +130,7 @@ class Budgets:
             share.held = 0
 
 
-# ---- everything that one server answers: its requests by code, and how frames that came together are answered
+# ---- answers to frames that came together
 
 _ANSWERED: Final = 1 << 20
 """Bytes of answers that are collected to be sent together."""

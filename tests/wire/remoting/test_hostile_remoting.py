@@ -18,7 +18,7 @@ from librmq import Broker, ManualRunner
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.wire.certificates import self_signed
 from librmq.wire.remoting import RemotingServer
-from librmq.wire.remoting import consuming as pulling_module
+from librmq.wire.remoting import consuming as consuming_module
 from librmq.wire.remoting import server as server_module
 from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
 from librmq.wire.remoting.headers import ClientOfGroupHeader
@@ -109,7 +109,7 @@ def part_of_a_heartbeat(size: int) -> bytes:
 
 
 def test_the_connection_that_holds_most_makes_room(server: RemotingServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HELD_BYTES", 900)
+    monkeypatch.setattr(server_module, "HELD_BYTES", 900)
     monkeypatch.setattr(server_module, "_COUNTED", 0)
     with RawClient(server.port) as client, RawClient(server.port) as filling, RawClient(server.port) as small:
         filling.write(part_of_a_heartbeat(600))
@@ -123,7 +123,7 @@ def test_the_connection_that_holds_most_makes_room(server: RemotingServer, monke
 @pytest.mark.platform
 def test_the_address_that_holds_most_makes_room(server: RemotingServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several connections of one address together hold more than the largest one."""
-    monkeypatch.setattr(server, "HELD_BYTES", 1_000)
+    monkeypatch.setattr(server_module, "HELD_BYTES", 1_000)
     monkeypatch.setattr(server_module, "_COUNTED", 0)
     with (
         RawClient(server.port, "127.0.0.2") as large,
@@ -140,7 +140,7 @@ def test_the_address_that_holds_most_makes_room(server: RemotingServer, monkeypa
 
 def test_silent_connections_make_room(server: RemotingServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one that has never asked anything is closed for a new one, and clients at work stay."""
-    monkeypatch.setattr(server, "CONNECTIONS", 3)
+    monkeypatch.setattr(server_module, "CONNECTIONS", 3)
     with RawClient(server.port) as client:
         assert client.put("t", b"x").code == 0
         with RawClient(server.port) as silent, RawClient(server.port), RawClient(server.port) as late:
@@ -150,7 +150,7 @@ def test_silent_connections_make_room(server: RemotingServer, monkeypatch: pytes
 
 def test_connections_are_bounded(server: RemotingServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """If all clients are at work, one too many is closed; one that leaves makes room."""
-    monkeypatch.setattr(server, "CONNECTIONS", 2)
+    monkeypatch.setattr(server_module, "CONNECTIONS", 2)
     with RawClient(server.port) as first:
         first.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0)
         with RawClient(server.port) as second:
@@ -163,7 +163,7 @@ def test_connections_are_bounded(server: RemotingServer, monkeypatch: pytest.Mon
 @pytest.mark.platform
 def test_another_address_gets_a_place(server: RemotingServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """One address that takes all places with clients at work gives one up for another address."""
-    monkeypatch.setattr(server, "CONNECTIONS", 2)
+    monkeypatch.setattr(server_module, "CONNECTIONS", 2)
     with RawClient(server.port) as first, RawClient(server.port) as second:
         for client in (first, second):
             client.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0)
@@ -216,7 +216,7 @@ def test_a_large_header_is_refused(client: RawClient) -> None:
 @pytest.mark.parametrize("bound", ["_MOST_HELD", "_MOST_HELD_IN_ALL"])
 def test_held_pulls_are_bounded(client: RawClient, monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
     """A pull too many is answered immediately; one that is answered makes room."""
-    monkeypatch.setattr(pulling_module, bound, 2)
+    monkeypatch.setattr(consuming_module, bound, 2)
     client.beat("c", "g", topics=("t",))
     client.put("t", b"x")
     held = [client.pull("g", "t", 0, 15_000, queue_id=number) for number in (1, 2)]

@@ -12,7 +12,7 @@ from librmq import Broker, ConfigError, ManualRunner, StoreConfig
 from librmq.message.message import StoredMessage
 from librmq.store import verify
 from librmq.wire.remoting import RemotingServer, listen
-from librmq.wire.remoting import server as answers_module
+from librmq.wire.remoting import server as server_module
 from librmq.wire.remoting.frames import Frame, encode
 from librmq.wire.remoting.headers import REQUESTS
 from librmq.wire.remoting.headers import RequestCode as Code
@@ -397,7 +397,7 @@ def test_what_is_unknown_is_answered_as_unsupported(client: RawClient) -> None:
 
 def test_other_machines_administrate_only_if_allowed(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test makes the connection look like one from another machine."""
-    monkeypatch.setattr(answers_module, "_is_local", lambda host: False)
+    monkeypatch.setattr(server_module, "_is_local", lambda host: False)
     with RemotingServer(broker) as server, RawClient(server.port) as client:
         assert client.call(Code.DELETE_TOPIC_IN_BROKER, topic="t").code == 16
         assert client.put("t", b"x").code == 0
