@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, Self, TextIO
 
 from librmq.clock import Clock, SystemClock
 from librmq.files.disk import DiskFiles
-from librmq.runtime.headway import watched
+from librmq.runtime.call_progress import watched
 from librmq.store.format.directory import COMMITLOG
 
 _FIRST_S: Final = 1.0
@@ -109,12 +109,12 @@ class ProgressBar:
 
 @contextmanager
 def watching_bar(what: str, total: int, unit: Unit = "bytes", *, quiet: bool = False) -> Iterator[None]:
-    """Show the headway that calls inside the block report."""
+    """Show the progress that calls inside the block report."""
     with ProgressBar(what, total, unit, quiet=quiet) as bar, watched(bar.advance):
         yield
 
 
 def log_bar(what: str, store: str, passes: int, *, quiet: bool = False) -> AbstractContextManager[None]:
-    """Show the headway of calls that walk over the log of a store some times."""
+    """Show the progress of calls that walk over the log of a store some times."""
     files = DiskFiles().list(os.path.join(store, COMMITLOG))
     return watching_bar(what, passes * sum(file.size for file in files), quiet=quiet)

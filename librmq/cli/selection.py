@@ -16,7 +16,7 @@ from librmq.errors import BodyCompressionError, InputError, MissingExtraError
 from librmq.message.message import StoredMessage
 from librmq.message.topics import is_system_topic
 from librmq.runtime import lazy_numpy as np
-from librmq.runtime.headway import advance
+from librmq.runtime.call_progress import advance
 
 if TYPE_CHECKING:  # a search of the log alone needs none of these
     from librmq.consumequeue import ConsumeQueue

@@ -35,7 +35,7 @@ from librmq.columns.schema import CORRUPT, TYPES
 from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import make_folders
-from librmq.runtime.headway import advance
+from librmq.runtime.call_progress import advance
 from librmq.store.format import directory
 
 ExportFormat = Literal["parquet", "csv", "jsonl"]

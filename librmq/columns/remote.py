@@ -32,7 +32,7 @@ from librmq.errors import ConfigError, CorruptionError, MissingExtraError, NotAS
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import file_name
 from librmq.files.seam import Files, make_folders
-from librmq.runtime.headway import advance
+from librmq.runtime.call_progress import advance
 from librmq.store.format import directory
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::|://).")

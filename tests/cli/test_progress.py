@@ -93,7 +93,7 @@ def test_work_of_unknown_length_shows_its_amount_and_rate() -> None:
         "load",
     ],
 )
-def test_every_long_command_reports_its_headway(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_long_command_reports_its_progress(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal shows the bar after a second; the clock of this test advances a second each time it is read."""
     pytest.importorskip("rich")
     store, target = str(tmp_path / "store"), str(tmp_path / "target.jsonl")

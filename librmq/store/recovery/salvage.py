@@ -30,7 +30,7 @@ from librmq.files.rolling import MappedFileQueue, file_name
 from librmq.files.seam import Buffer, Files, copy_file, link_file
 from librmq.message import record
 from librmq.message.message import StoredMessage
-from librmq.runtime.headway import advance
+from librmq.runtime.call_progress import advance
 from librmq.store.format.directory import COMMITLOG, OWN, check_kind
 from librmq.store.format.documents import read_document, write_document
 

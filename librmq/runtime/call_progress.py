@@ -1,4 +1,4 @@
-"""Headway of a long call: how much it has done so far, for callers that show it.
+"""Progress of a long call: how much it has done so far, for callers that show it.
 
 ::
 
@@ -16,12 +16,12 @@ from typing import Final, TypeAlias
 Watcher: TypeAlias = Callable[[int, int | None], object]
 """Receives the amount just done, and the total if the call knows it."""
 
-_watcher: Final[ContextVar[Watcher | None]] = ContextVar("librmq_headway", default=None)
+_watcher: Final[ContextVar[Watcher | None]] = ContextVar("librmq_call_progress", default=None)
 
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Report the headway of calls inside the block, in the current thread or task, to ``watcher``."""
+    """Report the progress of calls inside the block, in the current thread or task, to ``watcher``."""
     before = _watcher.set(watcher)
     try:
         yield
