@@ -186,17 +186,7 @@ class Progress:
         by_queue = {
             MessageQueue(topic, self._broker_name, queue_id): queue_offset for queue_id, queue_offset in offsets.items()
         }
-        members = self._clients.consumers.get(group)
-        for client in [] if members is None else list(members.clients.values()):
-            try:
-                client.call(ResetOffsets(group, topic, by_queue))
-            except RmqError as error:
-                _log.info(
-                    "group %(group)s: a leaving client was not notified of the reset: %(error)s",
-                    group=group,
-                    error=error,
-                    topic=topic,
-                )
+        self._clients.notify_group(group, ResetOffsets(group, topic, by_queue))
         for queue_id, queue_offset in offsets.items():
             self._offsets.set(group, topic, queue_id, queue_offset)
 
@@ -293,16 +283,11 @@ class Progress:
                 target = self._store.queue_offset_at(name, queue_id, request.timestamp_ms)
             queue = MessageQueue(name, self._broker_name, queue_id)
             offsets[queue] = target if request.force or target < stored else stored
-        members = self._clients.consumers.get(group)
-        if members is None:
+        if group not in self._clients.consumers:
             raise BrokerError(
                 ResponseCode.CONSUMER_NOT_ONLINE, f"no client of group {group!r} runs: use Broker.reset_group"
             )
-        for client in list(members.clients.values()):
-            try:
-                client.call(ResetOffsets(group, name, offsets))
-            except RmqError:
-                continue  # the instance is leaving
+        self._clients.notify_group(group, ResetOffsets(group, name, offsets))
         return offsets
 
 

@@ -316,11 +316,15 @@ class Clients:
         for name in changed:
             if name not in self.consumers:
                 continue  # it has ended, perhaps by an earlier notification
-            clients = list(self.consumers[name].clients.values())
             if self._metrics is not None:
-                self._metrics.gauge("clients", len(clients), group=name)
-            for client in clients:
-                self._call(client, ConsumersChanged(name))
+                self._metrics.gauge("clients", len(self.consumers[name].clients), group=name)
+            self.notify_group(name, ConsumersChanged(name))
+
+    def notify_group(self, name: str, request: Request[None]) -> None:
+        """Send a request to all members of a consumer group."""
+        group = self.consumers.get(name)
+        for client in () if group is None else tuple(group.clients.values()):
+            self._call(client, request)
 
     @staticmethod
     def _call(client: Endpoint, request: Request[None]) -> None:
