@@ -269,9 +269,8 @@ class BrokerParts:
 
     def save(self) -> None:
         """Save all progress, of each part even if another part fails."""
-        now_ms = self._runner.now_ms()
         with self._runner.lock, ExitStack() as saves:
-            saves.callback(self.context.saving.save_all, now_ms, self._life.why_dead)
+            saves.callback(self.context.saving.save_all, self._life.why_dead)
             if not self._is_replica:
                 saves.callback(self.transactions.save)
                 saves.callback(self.handlers.receives.save_all)

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from librmq.broker.context import BrokerContext
+from librmq.broker.offsets import DelayedSave
 from librmq.errors import BrokerError, CorruptionError
 from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import ResponseCode
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.flush_aside import FlushAside
 from librmq.store.format.broker_tables import ConfigTable
 
 _IN_ORDER: Final = 999
@@ -265,16 +265,16 @@ class SavedFlights:
         self._queues = queues
         self._table = _table(context)
         self._rows: dict[str, Any] = dict(self._table.rows["queues"])  # rows that were not taken yet
-        self._has_changed = False
-        self._saver = FlushAside(
+        runner = context.runner
+        self._saving = DelayedSave(
             "what is in flight",
-            flush=lambda reached: None,  # `TableWriter` flushes the store before this table
-            reached=lambda: self._has_changed or None,
-            note=lambda reached: self._save(),
-            now_ms=context.runner.now_ms,
-            save_every_s=context.config.save_offsets_every_s,
+            self._save,
+            runner.now_ms,
+            context.config.save_offsets_every_s,
+            lambda at: runner.wake(self._step, at),
         )
-        self._step = context.steps.step("saves what is in flight", self._saver.run_due)
+        self._step = context.steps.step("saves what is in flight", self._saving.run_due)
+        self.changed = self._saving.changed
 
     def __iter__(self) -> Iterator[QueueKey]:
         """Iterate over the queues in the file."""
@@ -288,18 +288,9 @@ class SavedFlights:
         """Return the row of a queue, once; None if there is none."""
         return self._rows.pop(_name(key), None)
 
-    def changed(self) -> None:
-        """Save the file soon."""
-        if not self._has_changed:
-            self._has_changed = True
-            due = self._saver.changed()
-            if due is not None:
-                self._context.runner.wake(self._step, due)
-
     def _save(self) -> None:
         self._fill()
         self._context.writing.save(self._table, self._context.runner.now_ms(), after_flush=True)
-        self._has_changed = False
 
     def _fill(self) -> None:
         rows = {_name(key): queue.to_row() for key, queue in self._queues.items() if queue.has_notes}
@@ -307,7 +298,7 @@ class SavedFlights:
 
     def save_all(self) -> None:
         """Save for the last time."""
-        if self._has_changed:
+        if self._saving.has_changed:
             self._fill()
             self._context.store.flush()
             self._table.persist(self._context.runner.now_ms())

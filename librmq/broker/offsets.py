@@ -11,7 +11,6 @@ Mirrors ``ConsumerOffsetManager`` and the schedule of ``BrokerController``. Call
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from librmq.errors import BrokerError, StoreClosedError
@@ -32,21 +31,10 @@ _log = EventLog("librmq.broker")
 class GroupOffsets:
     """The queue offset of the next message, by group, topic and queue."""
 
-    def __init__(
-        self, table: ConfigTable, save: Callable[[ConfigTable, int], None], changed: Callable[[], None]
-    ) -> None:
-        """Use a table, and report its changes.
-
-        Args:
-            table: The rows of ``consumerOffset.json``.
-            save: ``save(table, now_ms)`` writes a table.
-            changed: Called after the first change since the last `save`.
-        """
+    def __init__(self, table: ConfigTable, saving: DelayedSave) -> None:
+        """``table`` has the rows of ``consumerOffset.json``, and ``saving`` saves it."""
         self._table = table
-        self._save = save
-        self._changed = changed
-        self.has_changed = False
-        """Whether there are unsaved changes."""
+        self._saving = saving
         self.moved_back = set[tuple[str, str]]()
         """Groups and topics in which progress went back, as after a reset."""
         self._rows: dict[tuple[str, str], dict[int, int]] = {}  # rows of the table in use
@@ -89,9 +77,8 @@ class GroupOffsets:
                 queue_offset=queue_offset,
             )
         row[queue_id] = queue_offset
-        if not self.has_changed:
-            self._changed()
-            self.has_changed = True
+        if not self._saving.has_changed:
+            self._saving.changed()
 
     def merge(self, rows: Mapping[str, Mapping[int, int]]) -> None:
         """Merge a master's progress, by ``topic@group``; progress that only this table has stays."""
@@ -100,17 +87,14 @@ class GroupOffsets:
                 topic, _, group = name.rpartition("@")
                 self._rows.pop((group, topic), None)
                 self._table.rows[name] = dict(row)
-                if not self.has_changed:
-                    self._changed()
-                    self.has_changed = True
+                self._saving.changed()
 
     def delete_queue(self, topic: str, queue_id: int) -> None:
         """Delete the groups' progress in a deleted queue."""
         for group in self.groups(topic):
             row = self._table.rows[f"{topic}@{group}"]
-            if row.pop(queue_id, None) is not None and not self.has_changed:
-                self._changed()
-                self.has_changed = True
+            if row.pop(queue_id, None) is not None:
+                self._saving.changed()
             if not row:
                 self._table.remove(f"{topic}@{group}")
                 self._rows.pop((group, topic), None)
@@ -120,9 +104,7 @@ class GroupOffsets:
         for name in [name for name in self._table.rows if name.rpartition("@")[2] == group]:
             self._table.remove(name)
             self._rows.pop((group, name.rpartition("@")[0]), None)
-            if not self.has_changed:
-                self._changed()
-                self.has_changed = True
+            self._saving.changed()
 
     def clamp(self, end_of: Callable[[str, int], int]) -> None:
         """Limit all progress to the ends of the queues.
@@ -145,12 +127,6 @@ class GroupOffsets:
                         queue_offset=end,
                     )
                     self.set(group, topic, queue_id, end)
-
-    def save(self, now_ms: int) -> None:
-        """Save changes, if there are any."""
-        if self.has_changed:
-            self._save(self._table, now_ms)
-            self.has_changed = False
 
 
 # ---- saving
@@ -269,6 +245,47 @@ class TableWriter:
             raise StoreClosedError(self._end_reason)
 
 
+class DelayedSave:
+    """Saves one table of a broker some time after its first change. Called under the runner's lock."""
+
+    def __init__(
+        self,
+        what: str,
+        save: Callable[[], None],
+        now_ms: Callable[[], int],
+        save_every_s: float,
+        wake: Callable[[int], object],
+    ) -> None:
+        """``save()`` writes the table, and ``wake(at_ms)`` makes the runner call `run_due` by then."""
+        self.has_changed = False
+        """Whether there are unsaved changes."""
+        self._save = save
+        self._wake = wake
+        self._saver = FlushAside(
+            what,
+            flush=lambda reached: None,  # `TableWriter` flushes the store where a table needs it
+            reached=lambda: self.has_changed or None,
+            note=lambda reached: self.save(),
+            now_ms=now_ms,
+            save_every_s=save_every_s,
+        )
+        self.run_due = self._saver.run_due
+
+    def changed(self) -> None:
+        """Save soon."""
+        if not self.has_changed:
+            due = self._saver.changed()
+            if due is not None:
+                self._wake(due)
+            self.has_changed = True
+
+    def save(self) -> None:
+        """Save changes, if there are any."""
+        if self.has_changed:
+            self._save()
+            self.has_changed = False
+
+
 class Persistence:
     """Saving of one broker's tables. Called under the runner's lock."""
 
@@ -284,65 +301,46 @@ class Persistence:
     ) -> None:
         """``wake(at_ms)`` makes the runner call `run_due` by then."""
         self._flush = flush
-        self.offsets = GroupOffsets(tables.offsets, partial(writing.save, after_flush=True), self._offsets_changed)
         self._tables = tables
         self._writing = writing
         self._registrations = registrations
-        self._wake = wake
-        self._has_filter_changes = False  # the filters have unsaved changes
-        self._offsets_saver = FlushAside(
-            "the progress of consumers",
-            flush=_flush_nothing,  # by itself: `TableWriter` flushes the store before this table
-            reached=lambda: self.offsets.has_changed or None,
-            note=lambda reached: self.offsets.save(now_ms()),
-            now_ms=now_ms,
-            save_every_s=save_offsets_every_s,
-        )
-        self._filters_saver = FlushAside(
-            "the filters of consumers",
-            flush=_flush_nothing,
-            reached=lambda: self._has_filter_changes or None,
-            note=lambda reached: self._save_filters(now_ms()),
-            now_ms=now_ms,
-            save_every_s=_FILTERS_S,
-        )
+        self._now_ms = now_ms
 
-    def _offsets_changed(self) -> None:
-        self._writing.changed()
-        self._wake_for(self._offsets_saver)
+        def wake_for_offsets(at_ms: int) -> None:
+            writing.changed()
+            wake(at_ms)
+
+        self.offsets_saving = DelayedSave(
+            "the progress of consumers", self._save_offsets, now_ms, save_offsets_every_s, wake_for_offsets
+        )
+        self._filters_saving = DelayedSave("the filters of consumers", self._save_filters, now_ms, _FILTERS_S, wake)
+        self.offsets = GroupOffsets(tables.offsets, self.offsets_saving)
 
     def filters_changed(self) -> None:
         """Note that the filters may differ from the saved ones."""
-        if not self._has_filter_changes and (self._tables.filters or any(True for _ in self._registrations)):
-            self._wake_for(self._filters_saver)
-            self._has_filter_changes = True
-
-    def _wake_for(self, saver: FlushAside[bool]) -> None:
-        due = saver.changed()
-        if due is not None:
-            self._wake(due)
+        if self._tables.filters or any(True for _ in self._registrations):
+            self._filters_saving.changed()
 
     def run_due(self, now_ms: int) -> int | None:
         """Save due tables, and return the time of the next save."""
-        dues = self._offsets_saver.run_due(now_ms), self._filters_saver.run_due(now_ms)
+        dues = self.offsets_saving.run_due(now_ms), self._filters_saving.run_due(now_ms)
         return min((due for due in dues if due is not None), default=None)
 
-    def save_all(self, now_ms: int, why: str) -> None:
+    def save_all(self, why: str) -> None:
         """Save every changed table for the last time; later callers get ``why``."""
-        self.offsets.save(now_ms)
-        self._save_filters(now_ms)
+        self.offsets_saving.save()
+        self._save_filters()
         self._writing.end_writing(why)
         self._flush()
-        self._tables.persist(now_ms)
+        self._tables.persist(self._now_ms())
 
-    def _save_filters(self, now_ms: int) -> None:
+    def _save_offsets(self) -> None:
+        self._writing.save(self._tables.offsets, self._now_ms(), after_flush=True)
+
+    def _save_filters(self) -> None:
+        now_ms = self._now_ms()
         self._tables.set_filters(self._registrations.to_document(now_ms)["filterDataByTopic"])
         self._writing.save(self._tables.filter_table, now_ms)
-        self._has_filter_changes = False
-
-
-def _flush_nothing(reached: bool) -> None:
-    """Flush nothing."""
 
 
 class DelayProgress:
