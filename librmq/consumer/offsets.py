@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Final, Protocol
+from typing import Final
 
 from librmq.client.client import Client
 from librmq.consumer.assignment import AssignedQueue
@@ -27,26 +27,6 @@ from librmq.runtime.runner import Aside
 
 _log = EventLog("librmq.consumer")
 _RETRY_S: Final = 2  # within the time of two saves
-
-
-class Offsets(Protocol):
-    """Store of the progress of one instance. Called under the runner's lock."""
-
-    def read(self, queue: MessageQueue) -> int | None:
-        """Return the stored progress, None if there is none.
-
-        Raises:
-            RmqError: It cannot be read.
-        """
-        ...
-
-    def save(self, queues: Iterable[AssignedQueue]) -> bool:
-        """Store unstored progress, and return whether all of it is stored."""
-        ...
-
-    def save_soon(self, queues: Iterable[AssignedQueue]) -> bool:
-        """Begin to store progress without waiting for a disk, and return whether all of it is stored."""
-        ...
 
 
 class BrokerOffsets:
@@ -192,6 +172,10 @@ class LocalOffsets:
             assigned.stored_progress = progress
             if self._unwritten.get(assigned) == progress:
                 del self._unwritten[assigned]
+
+
+Offsets = BrokerOffsets | LocalOffsets
+"""Store of the progress of one instance. Called under the runner's lock."""
 
 
 def _key(queue: MessageQueue) -> tuple[str, ...]:
