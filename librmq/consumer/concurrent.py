@@ -164,7 +164,7 @@ class ConcurrentDelivery(Delivery):
         if progress is not None and (assigned.progress is None or progress > assigned.progress):
             self.consumer.progressed(assigned, progress)
         if assigned.throttled:
-            self.consumer.pull_requests.resume_throttled(assigned)
+            self.consumer.fetcher.resume_throttled(assigned)
 
     # ---- messages that could not be sent back
 
@@ -210,7 +210,7 @@ class ConcurrentDelivery(Delivery):
                     self.retries.log_dead_letter(assigned, first, TimeoutError(cause))
                 assigned.messages.remove((first,))  # the next message that ends, or an empty queue, moves the progress
                 if assigned.throttled:
-                    self.consumer.pull_requests.resume_throttled(assigned)
+                    self.consumer.fetcher.resume_throttled(assigned)
                 elif not len(assigned.messages):
                     self.runner.wake(assigned.pull)
         if any(assigned.messages.begun for assigned in self.consumer.assigned.values()):

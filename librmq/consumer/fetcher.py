@@ -22,7 +22,7 @@ CORRECTION_MS: Final = 10_000
 """Time until a position that the queue does not have is corrected."""
 
 
-class PullRequests:
+class Fetcher:
     """The pulls of a push consumer. Called under the runner's lock."""
 
     def __init__(self, consumer: PushInstance) -> None:

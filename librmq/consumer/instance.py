@@ -80,7 +80,7 @@ class _Rebalancing(Protocol):
     def wake_on_grid(self) -> None: ...
 
 
-class _PullRequests(Protocol):
+class _Fetcher(Protocol):
     def resume_throttled(self, assigned: AssignedQueue, /) -> None: ...
 
 
@@ -110,7 +110,7 @@ class PushInstance(Instance, Protocol):
         ...
 
     @property
-    def pull_requests(self) -> _PullRequests:
+    def fetcher(self) -> _Fetcher:
         """Pulls the assigned queues."""
         ...
 

@@ -336,7 +336,7 @@ class OrderlyDelivery(Delivery):
         else:
             rest_ms = self._apply(assigned, messages, listener, result, error)
             if assigned.throttled:
-                self.consumer.pull_requests.resume_throttled(assigned)
+                self.consumer.fetcher.resume_throttled(assigned)
             if rest_ms is None and now_ms - assigned.since_ms > MAX_WITHOUT_REST_MS:
                 rest_ms = REST_MS
             if rest_ms is not None:

@@ -14,7 +14,7 @@ from librmq.consumer.base import Consumer
 from librmq.consumer.concurrent import ConcurrentDelivery
 from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
 from librmq.consumer.delivery import Delivery, consume_directly
-from librmq.consumer.fetcher import PullRequests
+from librmq.consumer.fetcher import Fetcher
 from librmq.consumer.instance import BlockedQueue, ConsumeHook, instance_state, listener_calls, show_gauges
 from librmq.consumer.listeners import (
     BatchListener,
@@ -95,7 +95,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         self._subscribed: list[tuple[str, Callable[..., Any], dict[str, Any]]] = []
         self.predicates: list[tuple[str, WatchedPredicate[DeliveredMessage]]] = []
         """The predicates of its listeners, which count their answers, by topic."""
-        self.pull_requests = PullRequests(self)
+        self.fetcher = Fetcher(self)
         self.delivery: Delivery = OrderlyDelivery(self) if self.config.orderly else ConcurrentDelivery(self)
 
     # ---- subscribing
@@ -257,7 +257,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         """Pull again."""
         with self.runner.lock:
             self.is_paused = False
-            self.pull_requests.wake_all()
+            self.fetcher.wake_all()
             if self.is_running:
                 self.rebalancing.wake()
 
@@ -265,18 +265,18 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
         """Create the state of a queue before taking it."""
-        step = self.pull_requests.make_step(f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}")
+        step = self.fetcher.make_step(f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}")
         return AssignedQueue(queue, next_offset, progress, step)
 
     def _lock(self, queue: MessageQueue) -> bool:
         return self.delivery.lock_queue(queue)
 
     def _take(self, assigned: AssignedQueue) -> None:
-        self.pull_requests.share_limits()
+        self.fetcher.share_limits()
         if assigned.progress is not None:
             self.progressed(assigned, assigned.progress)
         self.delivery.take_queue(assigned)
-        self.pull_requests.start(assigned)
+        self.fetcher.start(assigned)
 
     def _may_store(self, assigned: AssignedQueue) -> bool:
         is_reset = any(queue is assigned for reset in self._resets for queue, _ in reset)  # its earlier work has ended
