@@ -14,7 +14,7 @@ from typing import Any, Final, Self, TypeVar, Unpack
 
 from librmq.client.client import Client, LifeCycle, Startable, State, client_of
 from librmq.client.queue_selectors import QueueSelector
-from librmq.client.sender import ProducerConfig, ProducerKeywords, PublishRoutes, SendAttempts, SendHook, SendResult
+from librmq.client.sender import ProducerConfig, ProducerKeywords, PublishRoutes, Sender, SendHook, SendResult
 from librmq.clock import moves_by_itself
 from librmq.config import check_kind, to_seconds
 from librmq.errors import (
@@ -115,7 +115,7 @@ class Producer(Startable):
         self._routes = PublishRoutes(self.client, group, config.default_topic_queues)
         self._topics = self._routes.topics  # asked by every send
         self._life = LifeCycle(f"producer of group {group!r}")
-        self._attempts = SendAttempts(self._routes, config, self._life, self._start_or_refuse, self.hooks, metrics)
+        self._sender = Sender(self._routes, config, self._life, self._start_or_refuse, self.hooks, metrics)
         self._unwatch: Callable[[], None] | None = None
         self.config = config
 
@@ -126,7 +126,7 @@ class Producer(Startable):
 
     @config.setter
     def config(self, config: ProducerConfig) -> None:
-        self._config = self._attempts.config = config
+        self._config = self._sender.config = config
         self._timeout_ms = 1000 * config.timeout
         self._routes.default_topic_queues = config.default_topic_queues
         if config.nearby and self.client.site is None:
@@ -220,10 +220,10 @@ class Producer(Startable):
         if queue is not None:
             if selector is not None:
                 raise _both_queue_and_selector(prepared.topic)
-            return self._attempts.send_to(prepared, self._routes.named_queue(prepared.topic, queue), timeout_ms)
+            return self._sender.send_to(prepared, self._routes.named_queue(prepared.topic, queue), timeout_ms)
         if selector is not None:
             return self._send_selected(prepared, selector, arg, timeout_ms)
-        return self._attempts.in_turn(prepared, timeout_ms)
+        return self._sender.in_turn(prepared, timeout_ms)
 
     def send_batch(self, messages: Iterable[Message], *, queue: MessageQueue | int | None = None) -> SendResult:
         """Send messages of one topic as one batch: either all are stored, in order in one queue, or none.
@@ -237,10 +237,10 @@ class Producer(Startable):
         batch = tuple(self._prepare(message, None, {}) for message in map(_checked, messages))
         _check_batch(batch, self.config.max_message_size)
         if queue is not None:
-            return self._attempts.send_to(
+            return self._sender.send_to(
                 batch[0], self._routes.named_queue(batch[0].topic, queue), self._timeout_ms, batch
             )
-        return self._attempts.in_turn(batch[0], self._timeout_ms, batch)
+        return self._sender.in_turn(batch[0], self._timeout_ms, batch)
 
     def send_oneway(
         self,
@@ -264,9 +264,9 @@ class Producer(Startable):
         elif queue is not None:
             target = self._routes.named_queue(prepared.topic, queue)
         else:
-            target = self._attempts.next_queue(self._attempts.queues(prepared.topic))
+            target = self._sender.next_queue(self._sender.queues(prepared.topic))
         try:
-            self._attempts.send_to(prepared, target, self._timeout_ms, is_one_way=True)
+            self._sender.send_to(prepared, target, self._timeout_ms, is_one_way=True)
         except (BrokerError, BrokerUnreachableError, SendTimeoutError) as error:
             _log.warning(
                 "group %(group)s: a one-way message to %(queue)s was not stored: %(error)s",
@@ -379,7 +379,7 @@ class Producer(Startable):
         Raises:
             NoRouteError: No broker has the topic, and none creates it.
         """
-        return self._attempts.queues(topic).queues
+        return self._sender.queues(topic).queues
 
     # --------------------------------------------------------------------------------------------------------- details
 
@@ -421,7 +421,7 @@ class Producer(Startable):
     def _send_selected(self, message: Message, selector: QueueSelector, arg: object, timeout_ms: float) -> SendResult:
         if not self._life.is_running:
             self._start_or_refuse()
-        return self._attempts.selected(message, selector, arg, timeout_ms)
+        return self._sender.selected(message, selector, arg, timeout_ms)
 
     def _selected(self, message: Message, selector: QueueSelector, arg: object) -> MessageQueue:
         if not self._life.is_running:

@@ -275,7 +275,7 @@ _RUNNING: Final = State.RUNNING
 _new_result = tuple.__new__  # in half the time
 
 
-class SendAttempts:
+class Sender:
     """The tries of one producer's sends. Thread-safe."""
 
     def __init__(
