@@ -36,7 +36,7 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id, queue
 from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC
 from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.flush_aside import FlushAside
+from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.store import MessageStore
@@ -200,7 +200,7 @@ class DelaySchedule:
         self._first_look_ms = round(1000 * config.first_look_s)
         self._every_ms = round(1000 * config.look_every_s)
         self._retry_ms = round(1000 * config.retry_s)
-        self._saver = FlushAside(
+        self._saver = ProgressSaver(
             "the progress of the delay levels",
             flush=lambda reached: store.flush(),
             reached=lambda: (self._unsaved_offsets() or None) if self._unsaved else None,

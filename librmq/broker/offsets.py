@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 from librmq.errors import BrokerError, StoreClosedError
 from librmq.protocol import ResponseCode
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.flush_aside import FlushAside
 from librmq.runtime.locks import Lock
+from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside
 from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 
@@ -161,7 +161,7 @@ class TableWriter:
         self._write_lock = Lock()
         self._watchers: list[Callable[[], None]] = []
         self._end_reason: str | None = None
-        self.run_due = FlushAside(
+        self.run_due = ProgressSaver(
             "topics, groups, progress and filters",
             flush=lambda pending: self.write(),
             reached=lambda: self._pending() or None,
@@ -261,7 +261,7 @@ class DelayedSave:
         """Whether there are unsaved changes."""
         self._save = save
         self._wake = wake
-        self._saver = FlushAside(
+        self._saver = ProgressSaver(
             what,
             flush=lambda reached: None,  # `TableWriter` flushes the store where a table needs it
             reached=lambda: self.has_changed or None,

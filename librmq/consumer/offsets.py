@@ -22,7 +22,7 @@ from librmq.java.json import ObjectKey, dumps, loads
 from librmq.message.message import MessageQueue
 from librmq.protocol import QueryOffset, UpdateOffset
 from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.flush_aside import FlushAside
+from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside
 
 _log = EventLog("librmq.consumer")
@@ -96,7 +96,7 @@ class LocalOffsets:
         self._now_ms = now_ms
         self._process = os.getpid()
         self._unwritten: dict[AssignedQueue, int] = {}
-        self._saver = FlushAside(
+        self._saver = ProgressSaver(
             f"progress in {self.path}",
             flush=self._write_file,
             reached=self._reached,

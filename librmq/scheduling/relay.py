@@ -27,7 +27,7 @@ from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLev
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_topic
 from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.flush_aside import FlushAside
+from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.scheduling.half_messages import TransactionOffsets
@@ -164,7 +164,7 @@ class HopProxy:
         self._earlier = EarlierCopies(store)
         self._next_offset = offsets.consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE) or 0
         self._saved_offset = self._next_offset
-        self._saver = FlushAside(
+        self._saver = ProgressSaver(
             "the relay's progress",
             flush=lambda reached: store.flush(),
             reached=lambda: self._next_offset if self._next_offset != self._saved_offset else None,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from librmq.files.seam import Files
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.flush_aside import FlushAside
+from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
@@ -253,7 +253,7 @@ class TimerProgress:
         self._saved_changes = 0
         self._store = store
         self._slots = slots
-        saver = FlushAside(
+        saver = ProgressSaver(
             "the timer's progress",
             flush=self._write_checkpoint,
             reached=self._reached,

@@ -21,7 +21,7 @@ from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.flush_aside import FlushAside
+from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside
 from librmq.scheduling.half_messages import CHECK_GROUP, QUEUE, TransactionOffsets, half_of, progress
 from librmq.store import MessageStore
@@ -421,7 +421,7 @@ class CheckSchedule:
         self._pass: CheckPass | None = None
         self._is_over = False  # the pass is over: its halves count as judged, though its progress is not saved
         self._states = StateLog(_log, "transactions")
-        self._saver = FlushAside(
+        self._saver = ProgressSaver(
             "the progress of the check of half messages",
             flush=lambda reached: store.flush(),
             reached=lambda: self._pass if self._is_over else None,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from librmq.errors import StoreClosedError, StoreIOError
-from librmq.runtime.flush_aside import FlushAside
+from librmq.runtime.progress_saver import ProgressSaver
 
 
 class Owner:
@@ -18,7 +18,7 @@ class Owner:
         self.at = self.saved = self.now = 0
         self.error: Exception | None = None
         self.waiting: list[tuple[Callable[[], object], Callable[[Exception | None], int | None]]] = []
-        self.saver = FlushAside(
+        self.saver = ProgressSaver(
             "progress",
             flush=lambda reached: self.flush(),
             reached=lambda: self.at if self.at != self.saved else None,

@@ -1,9 +1,9 @@
 """Saving of progress after a flush: some time after a change, without blocking other turns, repeated after a failure.
 
-Progress may be saved only after the device has the data that it covers. Its owner makes one `FlushAside` and passes how
-to get the progress, flush, and note it, and how long to wait after a change::
+Progress may be saved only after the device has the data that it covers. Its owner makes one `ProgressSaver` and passes
+how to get the progress, flush, and note it, and how long to wait after a change::
 
-    self._saver = FlushAside(
+    self._saver = ProgressSaver(
         "the relay's progress",
         flush=lambda reached: store.flush(),                 # waits for the disk; can run in another thread
         reached=lambda: self._next if self._next != self._saved else None,   # None: nothing to save
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 _SAVING: Final = ("saving",), "saving"
 
 
-class FlushAside(Generic[_T]):
+class ProgressSaver(Generic[_T]):
     """Saves one kind of progress. Not thread-safe: its owner calls it under the runner's lock."""
 
     def __init__(
@@ -97,7 +97,7 @@ class FlushAside(Generic[_T]):
             return self._due_ms
         number = next(self._numbers)
         if self._aside is not None:
-            self._flush_aside(self._aside, reached, number)
+            self._flush_without_lock(self._aside, reached, number)
             return None
         try:
             self._save(reached, number)
@@ -141,7 +141,7 @@ class FlushAside(Generic[_T]):
                 self._flush(reached)
                 self._flushed = number
 
-    def _flush_aside(self, aside: Aside, reached: _T, number: int) -> None:
+    def _flush_without_lock(self, aside: Aside, reached: _T, number: int) -> None:
         def flushed(error: Exception | None) -> int | None:
             self._is_flushing = False
             try:
