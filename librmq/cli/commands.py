@@ -193,7 +193,7 @@ _LOOK: Final = (
     Command(
         "diagnose",
         "diagnosis",
-        "list problems with evidence, worst first",
+        "list problems of topics and groups, worst first",
         "store",
         (
             _IMPORTANT,
@@ -202,18 +202,12 @@ _LOOK: Final = (
                 action=argparse.BooleanOptionalAction,
                 help="compare queues and index with the log (by default of up to 30,000 messages)",
             ),
+            option("--design", action="store_true", help="only problems in the design of topics, keys and groups"),
+            option("--volumes", action="store_true", help="list the topics by size instead"),
         ),
         output=LISTED,
     ),
-    Command(
-        "check",
-        "diagnosis",
-        "check the design of topics, keys and groups",
-        "store --volumes",
-        (_IMPORTANT, option("--volumes", action="store_true", help="list the topics by size instead")),
-        output=LISTED,
-    ),
-    Command("stats", "topics", "print the totals of the store in one row", "store", note=_ENTRIES, output=OUTPUT),
+    Command("stats", "topics", "print how much the store holds, in one row", "store", note=_ENTRIES, output=OUTPUT),
     Command(
         "whatif",
         "groups",
@@ -451,7 +445,7 @@ _CHANGE: Final = (
 _TARGET: Final = option("target", metavar="TARGET", help="a folder that is empty or does not exist")
 
 _FILES: Final = (
-    Command("verify", "maintenance", "check for damage; changes nothing", "store", output=OUTPUT),
+    Command("verify", "maintenance", "check the bytes of all files; changes nothing", "store", output=OUTPUT),
     Command(
         "salvage",
         "maintenance",
@@ -633,7 +627,7 @@ _TOOLS: Final = (
     Command(
         "doctor",
         "spark",
-        "report what is missing to run Spark here",
+        "report what is installed: Python, core, Spark, Java",
         "",
         (option("--start", action="store_true", help="also start a session"), _MASTER),
         store=False,

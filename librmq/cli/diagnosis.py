@@ -1,4 +1,4 @@
-"""``diagnose``, ``check``, ``story``, ``report``: problems in stores, and the history of a message."""
+"""``diagnose``, ``story``, ``report``: problems in stores, and the history of a message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from librmq.cli.output import LimitReached, Output, complain
 from librmq.cli.progress_bar import watching_bar
 from librmq.cli.stores import is_url, local_copy, locate, open_view, storage_options
 from librmq.diagnosis.findings import Finding, Thresholds
-from librmq.diagnosis.view import StoreView
 from librmq.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,35 +23,19 @@ _HAS_ERRORS = 1
 
 
 def diagnose(arguments: argparse.Namespace, output: Output) -> int:
-    """Print the findings, worst first; status 1 if there is an error among them."""
-    from librmq.diagnosis.checks import diagnose
+    """Print the findings, worst first, or the topics by size; status 1 if there is an error among the findings."""
+    from librmq.diagnosis.checks import design_check, diagnose, topic_volumes
 
     with open_view(arguments) as view:
-        status = _print(diagnose(view, _thresholds(arguments), check=arguments.verify), output)
-        _note_important(view, arguments, output)
-    return status
-
-
-def check(arguments: argparse.Namespace, output: Output) -> int:
-    """Print the problems in the design of topics, keys and groups; status 1 if one is an error."""
-    from librmq.diagnosis.checks import design_check, topic_volumes
-
-    with open_view(arguments) as view:
-        _note_important(view, arguments, output)
-        if not arguments.volumes:
-            return _print(design_check(view, _thresholds(arguments)), output)
-        for volume in topic_volumes(view):
-            output.row(volume._asdict())
-    return 0
-
-
-def _note_important(view: StoreView, arguments: argparse.Namespace, output: Output) -> None:
-    for topic in arguments.important or ():
-        note_topic(topic, view.topics, output)
-
-
-def _thresholds(arguments: argparse.Namespace) -> Thresholds:
-    return Thresholds(topics=frozenset(arguments.important or ()))
+        for topic in arguments.important or ():
+            note_topic(topic, view.topics, output)
+        if arguments.volumes:
+            output.rows_of(volume._asdict() for volume in topic_volumes(view))
+            return 0
+        thresholds = Thresholds(topics=frozenset(arguments.important or ()))
+        if arguments.design:
+            return _print(design_check(view, thresholds), output)
+        return _print(diagnose(view, thresholds, check=arguments.verify), output)
 
 
 def _print(findings: list[Finding], output: Output) -> int:

@@ -137,8 +137,8 @@ def damaged(request: pytest.FixtureRequest, shell: Shell) -> tuple[Path, int]:
 
 READS = [
     ["topics"], ["stats"], ["groups"], ["lag"], ["lag", "--by", "group"], ["count"], ["count", "--by", "tag"],
-    ["count", "--grep", "body"], ["queues"], ["show"], ["show", "--topic", "T"], ["tail", "--topic", "T"], ["check"],
-    ["pending"], ["query", "--topic", "T", "--key", "k"], ["story", "k"], ["dead-letters"],
+    ["count", "--grep", "body"], ["queues"], ["show"], ["show", "--topic", "T"], ["tail", "--topic", "T"],
+    ["diagnose", "--design"], ["pending"], ["query", "--topic", "T", "--key", "k"], ["story", "k"], ["dead-letters"],
 ]  # fmt: skip
 
 

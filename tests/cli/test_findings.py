@@ -143,12 +143,12 @@ def test_the_story_of_a_message_is_a_timeline(shell: Shell) -> None:
 
 
 def test_the_design_is_checked(shell: Shell) -> None:
-    answer = shell("check", "store", "--important", "OrderTopic")
+    answer = shell("diagnose", "store", "--design", "--important", "OrderTopic")
     found = diagnosis.design_check("store", diagnosis.Thresholds(topics=frozenset(["OrderTopic"])))
     assert [(row["finding"], row["severity"], row["subject"]) for row in answer.rows] == [
         (one.kind, one.severity, one.subject) for one in found
     ]
-    volumes = {row["topic"]: row["messages"] for row in shell("check", "store", "--volumes").rows}
+    volumes = {row["topic"]: row["messages"] for row in shell("diagnose", "store", "--volumes").rows}
     assert volumes == {row["topic"]: row["messages"] for row in shell("count", "store").rows}
 
 
@@ -210,7 +210,7 @@ def test_tables_fit_the_terminal(shell: Shell, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("NO_COLOR", "1")
     stream = Terminal()
     table = Table(stream)
-    for command in (["show", "--topic", "OrderTopic"], ["lag"], ["check"], ["topics"]):
+    for command in (["show", "--topic", "OrderTopic"], ["lag"], ["diagnose", "--design"], ["topics"]):
         for row in shell(command[0], "store", *command[1:]).rows:
             table.row(row)
         table.close()

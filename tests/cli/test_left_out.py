@@ -95,8 +95,8 @@ def check_marks(rows: list[dict[str, Any]]) -> set[str]:
         ("count store --by tag", set()),
         ("count store --by tag --sampled", {"sampled"}),
         ("diagnose store", {"sampled", "cut"}),
-        ("check store", {"sampled"}),
-        ("check store --volumes", set()),
+        ("diagnose store --design", {"sampled"}),
+        ("diagnose store --volumes", set()),
         ("pending store", set()),
     ],
 )
@@ -136,7 +136,7 @@ def test_an_export_after_deleted_messages(shell: Shell) -> None:
 
 def test_findings_that_look_at_a_part(large: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(large)
-    rows = [*shell("diagnose", "store").rows, *shell("check", "store").rows]
+    rows = [*shell("diagnose", "store").rows, *shell("diagnose", "store", "--design").rows]
     found = {row["finding"]: row["evidence"] for row in rows if row["subject"].partition("topic ")[2][:1] == "T"}
     for kind in ("hot-key", "filter-matches-nothing", "born-far-from-stored", "mixed-kinds", "skewed-key"):
         assert found[kind]["sampled"], kind
