@@ -37,10 +37,7 @@ _IMPORTANT: Final = option(
     "--important", metavar="TOPIC", action="append", help="report warnings about this topic as errors; may be repeated"
 )
 _BODY: Final = option(
-    "--body",
-    choices=("text", "json", "hex", "base64", "none"),
-    default="text",
-    help="how to print bodies (text)",
+    "--body", choices=("text", "json", "hex", "base64", "none"), default="text", help="how to print bodies (text)"
 )
 
 _ENTRIES: Final = "The numbers count entries of queues, whose records can be damaged: `librmq verify` reads each."
@@ -333,7 +330,7 @@ _CHANGE: Final = (
         (
             *_OF_GROUP,
             option("--to", metavar="WHERE", help="begin, end, or a time: the first message stored then or later"),
-            option("--offset", metavar="N", type=whole(), help="a queue offset"),
+            option("--offset", metavar="N", help="a queue offset"),
             *CHANGES,
         ),
         takes_route=True,
@@ -352,7 +349,7 @@ _CHANGE: Final = (
                 type=duration("an age such as 90s, 30m, 2h or 7d"),
                 help="skip messages stored longer ago than this (90s, 2h, 7d)",
             ),
-            option("--keep", metavar="N", type=whole(), help="leave the last N messages of each queue (0)"),
+            option("--keep", metavar="N", help="leave the last N messages of each queue (0)"),
             option("--aside", metavar="TOPIC", help="first copy the skipped messages to this topic"),
             option("--move", metavar="TOPIC", help="the same, and the group continues with the copies in this topic"),
             option(
@@ -415,7 +412,7 @@ _CHANGE: Final = (
                 choices=("parquet", "csv", "jsonl"),
                 help="the format of PATH (by its ending, else jsonl)",
             ),
-            option("--skip", metavar="N", type=whole(), default="0", help="skip the first N rows"),
+            option("--skip", metavar="N", default="0", help="skip the first N rows"),
             *CHANGES,
         ),
         description="Appends exported messages to a store, and creates the store if it does not exist. In an empty "
@@ -509,7 +506,7 @@ _FILES: Final = (
                 type=names,
                 help="with Parquet: a folder for each topic, queueId or date",
             ),
-            option("--processes", metavar="N", type=whole(), default="1", help="number of reading processes (1)"),
+            option("--processes", metavar="N", default="1", help="number of reading processes (1)"),
             option("--skip-deleted", action="store_true", help="continue after messages that retention deleted"),
         ),
     ),

@@ -33,7 +33,9 @@ class Option:
 
 
 def option(*names: str, **settings: object) -> Option:
-    """Return an option with the names and settings of `argparse`."""
+    """Return an option with the names and settings of `argparse`; N stands for a whole number."""
+    if settings.get("metavar") == "N":
+        settings.setdefault("type", whole())
     return Option(names, settings)
 
 

@@ -138,13 +138,8 @@ def _check_clock(arguments: argparse.Namespace) -> None:
         if arguments.control is not None:
             raise ConfigError("--control: moves a clock that stands still: add --clock manual")
         return
-    for name in ("advertise", "tls", "grpc_tls"):
-        if getattr(arguments, name) is not None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')}: not with --clock manual, which serves tests on this machine"
-            )
-    for name in ("admin", "no_auto_create"):
-        if getattr(arguments, name):
+    for name in ("advertise", "tls", "grpc_tls", "admin", "no_auto_create"):
+        if getattr(arguments, name) not in (None, False):
             raise ConfigError(
                 f"--{name.replace('_', '-')}: not with --clock manual, which serves tests on this machine"
             )

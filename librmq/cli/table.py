@@ -17,7 +17,8 @@ from librmq.diagnosis.formatting import duration
 from librmq.message.printable import printable
 
 Row = Mapping[str, Any]
-Column = tuple[str, Callable[[Row], object]]
+Column = str | tuple[str, str | Callable[[Row], object]]
+"""A field, or a title with a field or with a function of the row."""
 
 _ROWS: Final = 500
 _WIDTH_OF_FILES: Final = 10_000  # nothing is folded
@@ -41,15 +42,9 @@ def local_time(time_ms: int) -> str | int:
 def _time(name: str) -> Callable[[Row], object]:
     def show(row: Row) -> object:
         time_ms = row.get(name)
-        if not isinstance(time_ms, int):
-            return time_ms
-        return local_time(time_ms)
+        return local_time(time_ms) if isinstance(time_ms, int) else time_ms
 
     return show
-
-
-def _drained(row: Row) -> str:
-    return "never" if row["drain_s"] is None else duration(row["drain_s"])
 
 
 def _duration(name: str) -> Callable[[Row], object]:
@@ -68,107 +63,67 @@ def _rounded(name: str) -> Callable[[Row], object]:
     return show
 
 
-def _of(name: str) -> Callable[[Row], object]:
-    return lambda row: row.get(name)
-
-
 def _property(name: str) -> Callable[[Row], object]:
     return lambda row: row.get("properties", {}).get(name)
 
 
-_QUEUE: Final[list[Column]] = [("topic", _of("topic")), ("queue", _of("queue_id"))]
+def _drained(row: Row) -> str:
+    if row["consumed_per_s"] is None:
+        return "unknown"
+    return "never" if row["drain_s"] is None else duration(row["drain_s"])
+
+
+def _titled(column: Column) -> tuple[str, Callable[[Row], object]]:
+    """Return the title of a column, and the function that gets its cell of a row; fields of times are in ms."""
+    title, field = (column, column) if isinstance(column, str) else column
+    if not isinstance(field, str):
+        return title, field
+    title = title.removesuffix("_timestamp_ms").removesuffix("_ms").replace("_", " ")
+    is_time = field.endswith("_ms") or field == "store_timestamp"
+    return title, _time(field) if is_time else lambda row: row.get(field)
+
+
+_QUEUE: Final[list[Column]] = ["topic", ("queue", "queue_id")]
 _COLUMNS: Final[dict[str, list[Column]]] = {
     "message": [
-        ("physical offset", _of("phys")),
-        ("size", _of("size")),
-        *_QUEUE,
-        ("queue offset", _of("queue_offset")),
-        ("stored", _time("store_timestamp")),
-        ("tags", _property("TAGS")),
-        ("keys", _property("KEYS")),
-        ("unique id", _property("UNIQ_KEY")),
+        ("physical offset", "phys"), "size", *_QUEUE, "queue_offset", ("stored", "store_timestamp"),
+        ("tags", _property("TAGS")), ("keys", _property("KEYS")), ("unique id", _property("UNIQ_KEY")),
         ("checksum", lambda row: "right" if row.get("crc_ok") else "WRONG"),
     ],
     "shown": [
-        *_QUEUE,
-        ("offset", _of("queue_offset")),
-        ("stored", _time("store_timestamp")),
-        ("tags", _property("TAGS")),
+        *_QUEUE, ("offset", "queue_offset"), ("stored", "store_timestamp"), ("tags", _property("TAGS")),
         ("keys", _property("KEYS")),
-        ("id", lambda row: row.get("dispatch_uniq_key") or row.get("msg_id")),
-        ("body", _of("body")),
+        ("id", lambda row: row.get("dispatch_uniq_key") or row.get("msg_id")), "body",
     ],
     "shown, narrow": [
-        ("queue", lambda row: f"{row.get('topic')}:{row.get('queue_id')}"),
-        ("offset", _of("queue_offset")),
-        ("stored", lambda row: str(_time("store_timestamp")(row))[:19]),
-        ("tags", _property("TAGS")),
-        ("body", _of("body")),
+        ("queue", lambda row: f"{row.get('topic')}:{row.get('queue_id')}"), ("offset", "queue_offset"),
+        ("stored", lambda row: str(_time("store_timestamp")(row))[:19]), ("tags", _property("TAGS")), "body",
     ],
-    "blank": [("physical offset", _of("phys")), ("size", _of("size")), ("", lambda row: "end of file")],
+    "blank": [("physical offset", "phys"), "size", ("", lambda row: "end of file")],
     "cq": [
-        ("queue offset", _of("offset")),
-        ("physical offset", _of("phys")),
-        ("size", _of("size")),
-        ("tags code", _of("tags_code_hex")),
+        ("queue offset", "offset"), ("physical offset", "phys"), "size", ("tags code", "tags_code_hex"),
         ("extension", lambda row: row.get("ext", {}).get("bitmap_hex")),
     ],
-    "queue": [
-        *_QUEUE,
-        ("min offset", _of("min_offset")),
-        ("max offset", _of("max_offset")),
-        ("log up to", _of("max_physic_offset")),
-    ],
-    "damage": [
-        ("file", _of("file")),
-        ("offset", _of("offset")),
-        ("kind", _of("kind")),
-        ("what", _of("what")),
-    ],
-    "finding": [
-        ("severity", _of("severity")),
-        ("finding", _of("finding")),
-        ("about", _of("subject")),
-        ("what", _of("what")),
-        ("next", _of("next")),
-    ],
-    "event": [
-        ("when", _time("at_ms")),
-        ("event", _of("event")),
-        ("group", _of("group")),
-        *_QUEUE,
-        ("offset", _of("queue_offset")),
-        ("note", _of("note")),
-    ],
+    "queue": [*_QUEUE, "min_offset", "max_offset", ("log up to", "max_physic_offset")],
+    "finding": ["severity", "finding", ("about", "subject"), "what", "next"],
+    "event": [("when", "at_ms"), "event", "group", *_QUEUE, ("offset", "queue_offset"), "note"],
     "event, several": [
-        ("message", _of("unique_key")),
-        ("when", _time("at_ms")),
-        ("event", _of("event")),
-        ("group", _of("group")),
-        ("queue", lambda row: f"{row.get('topic')}:{row.get('queue_id')}:{row.get('queue_offset')}"),
-        ("note", _of("note")),
+        ("message", "unique_key"), ("when", "at_ms"), "event", "group",
+        ("queue", lambda row: f"{row.get('topic')}:{row.get('queue_id')}:{row.get('queue_offset')}"), "note",
     ],
     "scenario": [
-        ("scenario", _of("scenario")),
-        ("drained in", _duration("drain_s")),
-        ("at best", _duration("low_s")),
+        "scenario", ("drained in", _duration("drain_s")), ("at best", _duration("low_s")),
         ("at worst", _duration("high_s")),
         ("speed-up", lambda row: "" if row.get("speed_up") is None else f"{row['speed_up']:.2f}x"),
-        ("bound by", _of("bound_by")),
-        ("advice", _of("advice")),
+        "bound_by", "advice",
     ],
     "rate": [
-        ("group", _of("group")),
-        ("topic", _of("topic")),
-        ("over", _duration("seconds")),
-        ("in/s", _rounded("stored_per_s")),
-        ("out/s", _rounded("consumed_per_s")),
-        ("waiting", _of("lag")),
-        ("gone in", lambda row: "unknown" if row.get("consumed_per_s") is None else _drained(row)),
+        "group", "topic", ("over", _duration("seconds")), ("in/s", _rounded("stored_per_s")),
+        ("out/s", _rounded("consumed_per_s")), ("waiting", "lag"), ("gone in", _drained),
     ],
-    "gap": [("physical offset", _of("phys")), ("size", _of("size")), ("file", _of("file")), ("what", _of("what"))],
-    "cut": [("file", _of("file")), ("offset", _of("offset")), ("bytes", _of("bytes")), ("why", _of("why"))],
-}
+    "gap": [("physical offset", "phys"), "size", "file", "what"],
+}  # fmt: skip
+"""Columns of the kinds of rows; other rows have a column for each field."""
 _BY_FIELD: Final = {
     "body": "shown",
     "max_physic_offset": "queue",
@@ -248,11 +203,8 @@ class Table:
         if kind == "event" and len(messages) > 1:
             kind = "event, several"
         is_narrow = self._console.width < _NARROW and f"{kind}, narrow" in _COLUMNS
-        columns = _COLUMNS.get(f"{kind}, narrow" if is_narrow else kind) or [
-            (title.replace("_", " "), _time(name) if title != name else _of(name))
-            for name in dict.fromkeys(chain(*rows))
-            for title in (name.removesuffix("_timestamp_ms").removesuffix("_ms"),)
-        ]
+        declared = _COLUMNS.get(f"{kind}, narrow" if is_narrow else kind)
+        columns = [_titled(column) for column in declared or dict.fromkeys(chain(*rows))]
         titles = [title for title, _ in columns]
         values = [[show(row) for _, show in columns] for row in rows]
         cells = [[rich.text.Text(cell, _STYLES.get(cell, "")) for cell in map(_cell, line)] for line in values]
