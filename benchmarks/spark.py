@@ -156,16 +156,16 @@ def decoding(bench: Bench) -> list[Row]:
 
 def starts(bench: Bench) -> list[Row]:
     """Return the starts of records, in log order."""
-    from librmq.columns.options import ReadOptions, Wanted
+    from librmq.columns.options import ReadOptions, ReadSelection
     from librmq.columns.planner import PlannedStore
     from librmq.columns.read import _Task
     from librmq.files.disk import DiskFiles
 
     path = store_of(bench.count(MESSAGES))
-    options = ReadOptions((path,), view="log", wanted=Wanted(internal=True))
+    options = ReadOptions((path,), view="log", selection=ReadSelection(internal=True))
     import pyarrow as pa
 
-    with PlannedStore.open(path, Wanted(internal=True), "FAILFAST") as planned:
+    with PlannedStore.open(path, ReadSelection(internal=True), "FAILFAST") as planned:
         (part,) = planned.log_parts(1, bytes_a_part=1 << 50)
     assert part.walk is not None
 
@@ -603,19 +603,19 @@ def memory(bench: Bench) -> list[Row]:
     path = store_of(bench.count(MESSAGES))
     code = f"""
 import resource, sys
-from librmq.spark.options import ReadOptions, Wanted
+from librmq.spark.options import ReadOptions, ReadSelection
 from librmq.columns.planner import PlannedStore
 from librmq.columns.read import Reading
 from librmq.columns.schema import default_columns
 from librmq.spark.source import arrow_schema, schema_of
-options = ReadOptions(({path!r},), wanted=Wanted())
+options = ReadOptions(({path!r},), selection=ReadSelection())
 def status(name):
     for line in open("/proc/self/status"):
         if line.startswith(name + ":"):
             return int(line.split()[1]) / 1024
 schema = arrow_schema(schema_of(default_columns(options)), options)
-with PlannedStore.open({path!r}, Wanted(), "FAILFAST") as store:
-    parts = store.parts(list(store.narrowed(Wanted(), "earliest", "latest", strict=True).items()), 1)
+with PlannedStore.open({path!r}, ReadSelection(), "FAILFAST") as store:
+    parts = store.parts(list(store.narrowed(ReadSelection(), "earliest", "latest", strict=True).items()), 1)
 before, mapped, most = status("RssAnon"), status("RssFile"), [0.0, 0.0]
 for part in parts:
     for batch in Reading(options, schema).read(part):

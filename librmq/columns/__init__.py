@@ -13,7 +13,7 @@ with lazy_exports(globals()):
     from librmq.columns.exports import Exported as Exported
     from librmq.columns.exports import export as export
     from librmq.columns.options import ReadOptions as ReadOptions
-    from librmq.columns.options import Wanted as Wanted
+    from librmq.columns.options import ReadSelection as ReadSelection
     from librmq.columns.parts import DataLossError as DataLossError
     from librmq.columns.parts import Part as Part
     from librmq.columns.parts import ReadingProcessError as ReadingProcessError

@@ -132,7 +132,7 @@ def export(
         target = ParquetFolder(path, state) if form == "parquet" else TextFile(path, state)
         with PlannedStore.open(
             options.paths[0],
-            options.wanted,
+            options.selection,
             options.mode,
             source_files,
             as_recovered=options.as_recovered,
@@ -189,7 +189,7 @@ def export(
                 advance(before - left, total)
         if not state.steps:
             target.write(iter(()), schema)
-        if options.wanted.end_ms is None:  # else unwanted messages that are deleted later would count as lost
+        if options.selection.end_ms is None:  # else unwanted messages that are deleted later would count as lost
             for (topic, number), end in ends.items():
                 queue_offsets = source.offsets.setdefault(topic, {})
                 queue_offsets[number] = max(queue_offsets.get(number, 0), end)
@@ -228,7 +228,12 @@ def _read_columns(schema: pa.Schema, partition_by: Sequence[str], grep: str | No
 
 def _conditions(options: ReadOptions, settings: ReaderKeywords, grep: str | None) -> dict[str, str]:
     """Return the conditions that select among the messages of a queue."""
-    conditions = {"tags": options.wanted.tags, "sql": options.selector, "filter": settings.get("filter"), "grep": grep}
+    conditions = {
+        "tags": options.selection.tags,
+        "sql": options.selector,
+        "filter": settings.get("filter"),
+        "grep": grep,
+    }
     return {name: str(value) for name, value in conditions.items() if value is not None}
 
 

@@ -55,7 +55,7 @@ def check_filters(view: str, tags: str | None, sql: str | None, name: str) -> st
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ReadSelection:
     """The messages that options and pushed-down filters select by topic, queue, offset, time and tag."""
 
     topics: frozenset[str] | None = None
@@ -101,7 +101,7 @@ class Wanted:
     @property
     def takes_all(self) -> bool:
         """Return whether a read of the log wants every record, so that no record needs a check."""
-        return self == Wanted(internal=True)
+        return self == ReadSelection(internal=True)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class ReadOptions:
     """Folders or URLs of the stores."""
     view: View = "messages"
     """What a row is: ``messages``, ``queues`` or ``log``."""
-    wanted: Wanted = field(default_factory=Wanted)
+    selection: ReadSelection = field(default_factory=ReadSelection)
     """The messages to read."""
     selector: str | None = None
     """SQL92 expression that messages match; None for all."""

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from librmq.columns.options import EARLIEST, LATEST, Mode, OffsetBounds, OffsetTimes, ReadOptions, Wanted
+from librmq.columns.options import EARLIEST, LATEST, Mode, OffsetBounds, OffsetTimes, ReadOptions, ReadSelection
 from librmq.columns.parts import REST, DataLossError, Part, Slice
 from librmq.columns.queue_ranges import QueueRange, ShortQueue, stored_entries
 from librmq.columns.remote import RemoteFiles, fetch
@@ -78,7 +78,7 @@ class PlannedStore:
     def open(
         cls,
         path: str,
-        conditions: Wanted,
+        conditions: ReadSelection,
         mode: Mode,
         files: Files | None = None,
         *,
@@ -113,13 +113,13 @@ class PlannedStore:
             raise
         return planned
 
-    def refresh(self, conditions: Wanted, mode: Mode) -> None:
+    def refresh(self, conditions: ReadSelection, mode: Mode) -> None:
         """Plan again with what the writer has stored since."""
         if self._store is not None:
             self._store.refresh()
         self._plan_queues(conditions, mode)
 
-    def _plan_queues(self, conditions: Wanted, mode: Mode) -> None:
+    def _plan_queues(self, conditions: ReadSelection, mode: Mode) -> None:
         files, store = self._files, self._store
         cut = None if store is None else store.cut_short
         if cut is not None and mode == "FAILFAST" and not self._as_recovered:
@@ -343,7 +343,7 @@ class PlannedStore:
         fetch(self._files, self.path, file_name(physical_offset - place), [(place, place + size)])
 
     def narrowed(
-        self, conditions: Wanted, starting: OffsetBounds, ending: OffsetBounds, *, strict: bool
+        self, conditions: ReadSelection, starting: OffsetBounds, ending: OffsetBounds, *, strict: bool
     ) -> dict[QueueName, range]:
         """Return the wanted offsets of each wanted queue; with ``strict`` `DataLossError` if some of them are gone."""
         ranges: dict[QueueName, range] = {}
@@ -466,7 +466,7 @@ class PlannedStore:
         first = bisect_left(range(queue.end), self.log_begin, queue.begin, queue.end, key=queue.place)
         return range(first, bisect_left(range(queue.end), self.log_end, first, queue.end, key=queue.place))
 
-    def narrow_log(self, conditions: Wanted) -> None:
+    def narrow_log(self, conditions: ReadSelection) -> None:
         """Leave out the log before and after the wanted times.
 
         Some records have no entry, so the stretch ends at entries outside of the wanted times.
@@ -532,9 +532,9 @@ def plan(
     """
     parts: list[Part] = []
     min_parts = -(-options.min_partitions // len(options.paths))
-    conditions = options.wanted
+    conditions = options.selection
     # Finding the records between entries needs the entries of all queues.
-    looked_at = Wanted(internal=True) if options.view == "log" else conditions
+    looked_at = ReadSelection(internal=True) if options.view == "log" else conditions
     for path in options.paths:
         with PlannedStore.open(
             path, looked_at, options.mode, files, as_recovered=options.as_recovered, checksums=options.checksums

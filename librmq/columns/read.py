@@ -172,7 +172,7 @@ class _Task:
         self._part = part
         self._files = files
         self._file: tuple[int, File, npt.NDArray[np.uint8]] | None = None
-        conditions = options.wanted
+        conditions = options.selection
         self._tags: TagFilter | None = None
         self._selector: Question | None = None
         if conditions.tags is not None:
@@ -309,7 +309,7 @@ class _Task:
 
     def _passing(self, rows: Rows, block: Block) -> Mask | None:
         """Return which rows pass, None for all; the cheapest test comes first."""
-        conditions = self._options.wanted
+        conditions = self._options.selection
         keep: Mask | None = None
         if conditions.begin_ms is not None or conditions.end_ms is not None:
             stored = block.field("store_timestamp")
@@ -338,7 +338,7 @@ class _Task:
         return None if keep is None or keep.all() else keep
 
     def _passing_in_log(self, block: Block) -> Mask:
-        conditions = self._options.wanted
+        conditions = self._options.selection
         keep = np.ones(len(block), np.bool_)
         if conditions.queue_ids is not None:
             keep &= np.isin(block.field("queue_id"), sorted(conditions.queue_ids))
@@ -478,7 +478,7 @@ class _Task:
         A queue of the light kind, ``%LMQ%``, leads to records of other topics.
         """
         every_slice = self._options.mode != "FAILFAST"  # an entry of a damaged store may lie
-        conditions = self._options.wanted
+        conditions = self._options.selection
         names = [(share.topic, share.queue_id) for share in self._part.slices]
         return np.array(
             [every_slice or name[0].startswith("%LMQ%") or conditions.queue(*name) for name in names], np.bool_

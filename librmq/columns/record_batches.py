@@ -16,7 +16,7 @@ from typing import Any, Final, TypedDict, Unpack, cast, get_args
 
 import pyarrow as pa
 
-from librmq.columns.options import LARGEST_OFFSET, LATEST, Mode, ReadOptions, View, Wanted, check_filters
+from librmq.columns.options import LARGEST_OFFSET, LATEST, Mode, ReadOptions, ReadSelection, View, check_filters
 from librmq.columns.parts import Part, slice_entries
 from librmq.columns.planner import PARTITION_BYTES, PlannedStore, Ranges, plan
 from librmq.columns.processes import SharedReader
@@ -164,21 +164,21 @@ def _located_stores(store: Stores, settings: ReaderKeywords) -> tuple[tuple[str,
     stores = [store] if isinstance(store, str | os.PathLike | RemoteStore) else _several("store", store)
     if not stores:
         raise ConfigError("store: expected the folder of a store, found none")
-    for one in stores:
-        if not isinstance(one, str | os.PathLike | RemoteStore):
-            raise ConfigError(f"store: expected a folder, a URL or a RemoteStore, found {one!r:.80}")
+    for place in stores:
+        if not isinstance(place, str | os.PathLike | RemoteStore):
+            raise ConfigError(f"store: expected a folder, a URL or a RemoteStore, found {place!r:.80}")
     files = settings.get("files")
     check_storage_options(settings.get("storage_options"))
     if files is None:
-        found = [_located(one, settings) for one in stores]
-        remote = {one.url: one for one in found if isinstance(one, RemoteStore)}
-        paths = tuple(one.url if isinstance(one, RemoteStore) else one for one in found)
+        places = [_located(place, settings) for place in stores]
+        remote = {place.url: place for place in places if isinstance(place, RemoteStore)}
+        paths = tuple(place.url if isinstance(place, RemoteStore) else place for place in places)
         files = RemoteFiles(remote) if remote else None
-        use_options = any(isinstance(one, RemoteStore) and one not in stores for one in found)
+        use_options = any(isinstance(place, RemoteStore) and place not in stores for place in places)
     elif not all(callable(getattr(files, name, None)) for name in ("open", "list", "is_folder")):
         raise ConfigError(f"files: expected Files such as MemoryFiles, found {files!r:.80}; leave it out for the disk")
     else:
-        paths = tuple(one.url if isinstance(one, RemoteStore) else os.fspath(one) for one in stores)
+        paths = tuple(place.url if isinstance(place, RemoteStore) else os.fspath(place) for place in stores)
         use_options = False
     if settings.get("storage_options") and not use_options:
         raise ConfigError(
@@ -192,10 +192,10 @@ def _located_stores(store: Stores, settings: ReaderKeywords) -> tuple[tuple[str,
 
 def _schema(options: ReadOptions, columns: Sequence[str] | None) -> pa.Schema:
     names = default_columns(options) if columns is None else _names("columns", columns)
-    known = columns_of(options.view)
+    available = columns_of(options.view)
     for name in names:
-        if name not in known:
-            raise ConfigError(f"columns: the view {options.view} has no column {name!r}; {suggest(name, known)}")
+        if name not in available:
+            raise ConfigError(f"columns: the view {options.view} has no column {name!r}; {suggest(name, available)}")
         if names.count(name) > 1:
             raise ConfigError(f"columns: {name!r} is named twice; name each column once")
     return pa.schema([(name, TYPES[name]) for name in names])
@@ -232,36 +232,38 @@ def _located(store: Store, settings: ReaderKeywords) -> str | RemoteStore:
 
 def _options(paths: tuple[str, ...], settings: ReaderKeywords) -> ReadOptions:
     view, mode = settings.get("view", "messages"), settings.get("mode", "FAILFAST")
-    for name, value, known in (("view", view, get_args(View)), ("mode", mode, get_args(Mode))):
-        if value not in known:
-            raise ConfigError(f"{name}: expected one of {', '.join(known)}, found {value!r:.80}")
+    for name, value, choices in (("view", view, get_args(View)), ("mode", mode, get_args(Mode))):
+        if value not in choices:
+            raise ConfigError(f"{name}: expected one of {', '.join(choices)}, found {value!r:.80}")
     for name in ("fail_on_data_loss", "checksums", "as_recovered"):
         if not isinstance(settings.get(name, True), bool):
             raise ConfigError(f"{name}: expected True or False, found {settings.get(name)!r:.80}")
     sql = settings.get("sql")
     tags = check_filters(view, settings.get("tags"), sql, "sql")
-    wanted = Wanted(
+    selection = ReadSelection(
         begin_ms=_milliseconds("since", settings.get("since")),
         end_ms=_milliseconds("until", settings.get("until")),
         tags=tags,
         internal=view != "messages",
     )
-    if wanted.begin_ms is not None and wanted.end_ms is not None and wanted.begin_ms > wanted.end_ms:
-        raise ConfigError(f"since: expected a time before until, found {wanted.begin_ms} and {wanted.end_ms}, in ms")
+    if selection.begin_ms is not None and selection.end_ms is not None and selection.begin_ms > selection.end_ms:
+        raise ConfigError(
+            f"since: expected a time before until, found {selection.begin_ms} and {selection.end_ms}, in ms"
+        )
     topic, queue = settings.get("topic"), settings.get("queue")
     if isinstance(topic, re.Pattern):
-        wanted = replace(wanted, topic_pattern=_text_pattern(topic))
+        selection = replace(selection, topic_pattern=_text_pattern(topic))
     elif topic is not None:
-        wanted = replace(wanted, topics=frozenset([topic] if isinstance(topic, str) else _names("topic", topic)))
+        selection = replace(selection, topics=frozenset([topic] if isinstance(topic, str) else _names("topic", topic)))
     if queue is not None:
         ids: list[Any] = list(queue) if isinstance(queue, Iterable) and not isinstance(queue, bytes) else [queue]
-        if not ids or not all(type(one) is int and one >= 0 for one in ids):
+        if not ids or not all(type(queue_id) is int and queue_id >= 0 for queue_id in ids):
             raise ConfigError(f"queue: expected queue ids, whole numbers from 0 on, found {queue!r:.80}")
-        wanted = replace(wanted, queue_ids=frozenset(ids))
+        selection = replace(selection, queue_ids=frozenset(ids))
     options = ReadOptions(
         paths,
         view=view,
-        wanted=wanted,
+        selection=selection,
         selector=sql,
         mode=mode,
         as_recovered=settings.get("as_recovered", False),
@@ -278,36 +280,36 @@ def _with_offsets(options: ReadOptions, offsets: Any) -> ReadOptions:
         return options
     if isinstance(offsets, range):
         begin, end = _bounds(offsets)
-        return replace(options, wanted=replace(options.wanted, begin_offset=begin, end_offset=end))
+        return replace(options, selection=replace(options.selection, begin_offset=begin, end_offset=end))
     if not isinstance(offsets, Mapping):
         raise ConfigError(f"offsets: expected a range, or a mapping like {{('orders', 0): 17}}, found {offsets!r:.80}")
     if options.view == "log":
         raise ConfigError("offsets: the view log is not read by queue; give a range, or read the view messages")
     starting: dict[str, dict[str, int]] = {}
     ending: dict[str, dict[str, int]] = {}
-    for name, wanted in offsets.items():
+    for name, bounds in offsets.items():
         if not (isinstance(name, tuple) and len(name) == 2 and type(name[0]) is str and type(name[1]) is int):
             raise ConfigError(f"offsets: expected a topic and a queue id like ('orders', 0), found {name!r:.80}")
-        if not options.wanted.names(name[0]):
+        if not options.selection.names(name[0]):
             raise ConfigError(f"offsets: {name!r:.80} is of a topic that topic does not select; leave topic out")
-        if options.wanted.queue_ids is not None and name[1] not in options.wanted.queue_ids:
+        if options.selection.queue_ids is not None and name[1] not in options.selection.queue_ids:
             raise ConfigError(f"offsets: {name!r:.80} is a queue that queue does not select; leave queue out")
-        begin, end = _bounds(wanted)
+        begin, end = _bounds(bounds)
         starting.setdefault(name[0], {})[str(name[1])] = begin
         ending.setdefault(name[0], {})[str(name[1])] = LATEST if end == LARGEST_OFFSET else end
     queues = frozenset(cast(Mapping[tuple[str, int], Any], offsets))
-    wanted_queues = replace(options.wanted, queues=queues)
+    selection = replace(options.selection, queues=queues)
     return replace(
-        options, wanted=wanted_queues, starting=starting, ending=ending, offset_settings=("offsets", "offsets")
+        options, selection=selection, starting=starting, ending=ending, offset_settings=("offsets", "offsets")
     )
 
 
-def _bounds(wanted: Any) -> tuple[int, int]:
-    if type(wanted) is int and 0 <= wanted <= LARGEST_OFFSET:
-        return wanted, LARGEST_OFFSET
-    if isinstance(wanted, range) and wanted.step == 1 and 0 <= wanted.start <= wanted.stop <= LARGEST_OFFSET:
-        return wanted.start, wanted.stop
-    raise ConfigError(f"offsets: expected a range such as range(10, 20), or the first offset, found {wanted!r:.80}")
+def _bounds(offsets: Any) -> tuple[int, int]:
+    if type(offsets) is int and 0 <= offsets <= LARGEST_OFFSET:
+        return offsets, LARGEST_OFFSET
+    if isinstance(offsets, range) and offsets.step == 1 and 0 <= offsets.start <= offsets.stop <= LARGEST_OFFSET:
+        return offsets.start, offsets.stop
+    raise ConfigError(f"offsets: expected a range such as range(10, 20), or the first offset, found {offsets!r:.80}")
 
 
 def _text_pattern(pattern: re.Pattern[Any]) -> re.Pattern[str]:
@@ -317,13 +319,13 @@ def _text_pattern(pattern: re.Pattern[Any]) -> re.Pattern[str]:
 
 
 def _names(what: str, names: Iterable[str]) -> list[str]:
-    found = [names] if isinstance(names, str) else _several(what, names)
-    if not found:
+    texts = [names] if isinstance(names, str) else _several(what, names)
+    if not texts:
         raise ConfigError(f"{what}: expected at least one name, found none")
-    for name in found:
+    for name in texts:
         if not isinstance(name, str):
             raise ConfigError(f"{what}: expected names, found {name!r:.80}")
-    return found
+    return texts
 
 
 def _several(what: str, values: Iterable[Any]) -> list[Any]:

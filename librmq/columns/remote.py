@@ -127,10 +127,10 @@ class RemoteStore:
             system, root = _file_system(self.url, self.storage_options)
             self._system, self._root = system, root.rstrip("/")
             within = self._within if self._within and os.path.isdir(self._within) else None
-            whole = tempfile.mkdtemp(prefix="librmq-remote-", dir=within)
-            weakref.finalize(self, shutil.rmtree, whole, ignore_errors=True)
+            mirror = tempfile.mkdtemp(prefix="librmq-remote-", dir=within)
+            weakref.finalize(self, shutil.rmtree, mirror, ignore_errors=True)
             # Lists of several stores name each by the end of its path.
-            folder = os.path.join(whole, *_folders(self.url))
+            folder = os.path.join(mirror, *_folders(self.url))
             os.makedirs(folder)
             if self._sizes:
                 self._blocks = {name: set() for name in self._sizes}
@@ -196,14 +196,14 @@ class RemoteStore:
     # ------------------------------------------------------------------------------------------------------ the mirror
 
     def _mirror(self, path: str) -> None:
-        found = dict(self._listed())
-        if not found:
+        listed = dict(self._listed())
+        if not listed:
             raise NotAStoreError(f"{self.url}: there is nothing here; expected the folder of a store")
-        _check_is_store(self.url, found)
-        self._sizes = found
+        _check_is_store(self.url, listed)
+        self._sizes = listed
         by_part: dict[str, list[str]] = {}
         skipped = _SALVAGED if self._is_whole else _NOT_READ
-        for name, size in found.items():
+        for name, size in listed.items():
             place = os.path.join(path, name)
             os.makedirs(os.path.dirname(place), exist_ok=True)
             _make_sparse(place, size)
@@ -211,15 +211,15 @@ class RemoteStore:
                 by_part.setdefault(name.partition("/")[0], []).append(name)
         if self._is_whole:
             names = [name for part in by_part.values() for name in part]
-            advance(0, sum(found[name] for name in names))
+            advance(0, sum(listed[name] for name in names))
             self._copy(path, self._whole(names))
             return
         logs, index = by_part.pop(directory.COMMITLOG, []), by_part.pop(directory.INDEX, [])
         queues = by_part.pop(directory.CONSUMEQUEUE, [])
         self._copy(path, self._whole(name for names in by_part.values() for name in names))
-        is_closed = directory.ABORT not in found
+        is_closed = directory.ABORT not in listed
         if is_closed:
-            self._copy(path, ((name, 0, min(_INDEX_HEADER, found[name])) for name in index))
+            self._copy(path, ((name, 0, min(_INDEX_HEADER, listed[name])) for name in index))
             self._copy_used(path, queues)
         if is_closed and (self._fetch_end(path, logs) or self._finds_end(path, logs)):
             self._blocks |= {name: set() for name in logs}
@@ -372,10 +372,12 @@ def fetch(files: Files, path: str, name: str, ranges: Iterable[tuple[int, int]])
         files.fetch(path, name, ranges)
 
 
-def check_storage_options(given: object) -> None:
+def check_storage_options(storage_options: object) -> None:
     """Raise `ConfigError` for arguments of a file system that are no mapping by names."""
-    if given is not None and not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
-        raise ConfigError(f"storage_options: expected values by names of arguments, found {given!r:.80}")
+    if storage_options is not None and not (
+        isinstance(storage_options, Mapping) and all(isinstance(name, str) for name in storage_options)
+    ):
+        raise ConfigError(f"storage_options: expected values by names of arguments, found {storage_options!r:.80}")
 
 
 def located(text: str, storage_options: Mapping[str, Any] | None) -> str | RemoteStore:
@@ -410,7 +412,7 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _opened(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    scheme, _, rest = url.partition("://")
+    scheme, _, location = url.partition("://")
     try:
         import fsspec
     except ImportError as error:
@@ -420,10 +422,10 @@ def _opened(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     except ImportError as error:
         if scheme not in _BY_PYARROW:
             raise ConfigError(f"store: {url}: a package is missing that reads {scheme}://: {error}") from error
-        return _by_pyarrow(scheme, rest, options)
+        return _by_pyarrow(scheme, location, options)
     except ValueError as error:
-        known = ", ".join(f"{one}://" for one in (*_BY_PYARROW, "memory"))
-        raise ConfigError(f"store: {url}: expected a scheme that fsspec knows, such as {known}: {error}") from error
+        schemes = ", ".join(f"{name}://" for name in (*_BY_PYARROW, "memory"))
+        raise ConfigError(f"store: {url}: expected a scheme that fsspec knows, such as {schemes}: {error}") from error
     return system, str(path)
 
 

@@ -35,8 +35,8 @@ from librmq.columns.options import (
     OffsetBounds,
     OffsetTimes,
     ReadOptions,
+    ReadSelection,
     View,
-    Wanted,
     check_filters,
 )
 from librmq.columns.remote import RemoteStore, located
@@ -118,7 +118,7 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
     return ReadOptions(
         paths=paths,
         view=cast(View, view),
-        wanted=Wanted(
+        selection=ReadSelection(
             topics=None if topics is None else frozenset(topics),
             topic_pattern=topic_pattern,
             queue_ids=None if ids is None else frozenset(_queue_id(text) for text in ids),

@@ -229,7 +229,7 @@ def _range(read: MessageRead, paths: Sequence[str], ends: Ends, *, strict: bool)
     for path in paths:
         options = parse_read_options({**default_topics, **read.options, "path": path})
         with PlannedStore.open(
-            path, options.wanted, options.mode, as_recovered=options.as_recovered, checksums=options.checksums
+            path, options.selection, options.mode, as_recovered=options.as_recovered, checksums=options.checksums
         ) as store:
             is_damaged |= bool(store.damage)
             for (topic, queue_id), queue in store.queues.items():

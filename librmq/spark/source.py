@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSourceStreamReader, DataSourceStreamWriter, DataSourceWriter
     from pyspark.sql.types import StructType
 
-    from librmq.columns.options import Predicate, ReadOptions, Wanted
+    from librmq.columns.options import Predicate, ReadOptions, ReadSelection
     from librmq.columns.parts import Part
     from librmq.spark.options import Renaming
 
@@ -216,7 +216,7 @@ class PushingReader(Reader):
             elif name:
                 name = name if self._renaming is None else plain_name(name)
                 conditions, is_covered = _narrowed(self._options, filter_, name)
-                self._options = replace(self._options, wanted=conditions)
+                self._options = replace(self._options, selection=conditions)
             if not is_covered:
                 yield filter_
 
@@ -230,9 +230,9 @@ class PushingReader(Reader):
         return Predicate(~pc.field(CORRUPT).is_null(), (CORRUPT, *(["body"] if "body" in self._schema.names else [])))
 
 
-def _narrowed(options: ReadOptions, filter_: Filter, name: str) -> tuple[Wanted, bool]:
+def _narrowed(options: ReadOptions, filter_: Filter, name: str) -> tuple[ReadSelection, bool]:
     """Narrow what is wanted by a filter of Spark; return it, and whether it covers the whole filter."""
-    conditions, view, value = options.wanted, options.view, getattr(filter_, "value", None)
+    conditions, view, value = options.selection, options.view, getattr(filter_, "value", None)
     if view == "log":
         return conditions, False
     if isinstance(filter_, IsNotNull):
@@ -355,7 +355,7 @@ def _options(values: Mapping[str, str]) -> ReadOptions:
             raise ConfigError(f"option {name}: the view progress has only {', '.join(_OPTIONS[3:])}; remove it")
     options = parse_read_options({name: text for name, text in values.items() if name.lower() != "view"})
     refuse_urls(options.paths, "the view progress reads")
-    return replace(options, wanted=replace(options.wanted, internal=True))
+    return replace(options, selection=replace(options.selection, internal=True))
 
 
 def progress_schema(values: Mapping[str, str]) -> StructType:
@@ -401,7 +401,7 @@ class ProgressReader(DataSourceReader):
         yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
     def _rows(self, path: str) -> Iterable[tuple[str, str, int | None, int | None, str | None, str]]:
-        tables, conditions = BrokerTables.open(os.path.join(path, directory.CONFIG)), self._options.wanted
+        tables, conditions = BrokerTables.open(os.path.join(path, directory.CONFIG)), self._options.selection
         filters = {
             (group, topic): str(row["expression"])
             for topic, of_topic in tables.filters.items()

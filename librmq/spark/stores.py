@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from librmq.columns.options import Mode, Wanted
+from librmq.columns.options import Mode, ReadSelection
 from librmq.columns.planner import PlannedStore
 from librmq.files.disk import DiskFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
@@ -57,7 +57,7 @@ def queues(spark: SparkSession, paths: Paths, mode: Mode = "FAILFAST") -> DataFr
     """Return store, topic, queueId, minOffset, maxOffset of every queue; ``mode`` is the source's option."""
     rows = []
     for path in paths_of(paths):
-        with PlannedStore.open(path, Wanted(internal=True), mode) as store:
+        with PlannedStore.open(path, ReadSelection(internal=True), mode) as store:
             rows += [(path, *name, queue.begin, queue.end) for name, queue in store.queues.items()]
     return _frame(spark, rows, "store string, topic string, queueId int, minOffset bigint, maxOffset bigint")
 
@@ -98,7 +98,7 @@ def backlog(
 
     rows: list[tuple[Any, ...]] = []
     for path in paths_of(paths):
-        with PlannedStore.open(path, Wanted(internal=True), mode) as store:
+        with PlannedStore.open(path, ReadSelection(internal=True), mode) as store:
             if store.damage:
                 return None
             rows += _backlog(store, topics, groups)

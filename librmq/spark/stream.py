@@ -109,7 +109,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     ) -> None:
         if options.view == "log":
             raise ConfigError("option view: a stream reads messages or queues; the log is read by a batch")
-        if options.ending != "latest" or options.wanted.end_ms is not None:
+        if options.ending != "latest" or options.selection.end_ms is not None:
             raise ConfigError("options endingOffsets, endingTimestamp, endingOffsetsByTimestamp: a stream has no end")
         self._options = options
         self._limits = limits
@@ -137,8 +137,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 if options.fail_on_data_loss:
                     store.check_loss(name, begin, begin)
                 begin = min(max(begin, queue.begin), queue.end)
-                if options.wanted.begin_ms is not None:
-                    begin = max(begin, store.first_at(name, options.wanted.begin_ms))
+                if options.selection.begin_ms is not None:
+                    begin = max(begin, store.first_at(name, options.selection.begin_ms))
                 offsets[path, *name] = begin
         return _nested(offsets)
 
@@ -285,10 +285,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             store = self._stores.get(path)
             if store is None:
                 self._stores[path] = PlannedStore.open(
-                    path, options.wanted, options.mode, as_recovered=options.as_recovered, checksums=options.checksums
+                    path,
+                    options.selection,
+                    options.mode,
+                    as_recovered=options.as_recovered,
+                    checksums=options.checksums,
                 )
             else:
-                store.refresh(options.wanted, options.mode)
+                store.refresh(options.selection, options.mode)
         return self._stores
 
     # ------------------------------------------------------------------------------------------------------ in workers
@@ -299,7 +303,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
         assert isinstance(partition, PartPartition)
         # The offsets hold the stream's start, so times no longer matter.
-        options = replace(self._options, wanted=replace(self._options.wanted, begin_ms=None))
+        options = replace(self._options, selection=replace(self._options.selection, begin_ms=None))
         batches = Reading(options, self._schema).read(partition.part)
         return batches if self._renaming is None else self._renaming.batches(batches)
 

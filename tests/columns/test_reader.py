@@ -20,7 +20,7 @@ import pytest
 
 import librmq.columns
 from librmq import ManualClock, Message, MessageStore, StoreConfig
-from librmq.columns.options import OffsetTimes, ReadOptions, View, Wanted
+from librmq.columns.options import OffsetTimes, ReadOptions, ReadSelection, View
 from librmq.columns.planner import PlannedStore
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAStoreError, StoreError
@@ -275,15 +275,17 @@ def test_an_end_by_time_in_a_store_that_cannot_be_opened(path: Path, tmp_path: P
     assert found["physicalOffset"].to_pylist() == until
     options = ReadOptions(
         (str(tmp_path / "s"),),
-        wanted=Wanted(topics=frozenset("A")),
+        selection=ReadSelection(topics=frozenset("A")),
         mode="DROPMALFORMED",
         starting={"A": {"0": 3}},
         ending=OffsetTimes({"A": {"0": middle}}),
     )
-    with PlannedStore.open(str(tmp_path / "s"), options.wanted, options.mode) as planned:
+    with PlannedStore.open(str(tmp_path / "s"), options.selection, options.mode) as planned:
         planned.check_order(options)
         end = planned.queues["A", 0].end
-        assert planned.narrowed(options.wanted, options.starting, options.ending, strict=False)["A", 0] == range(3, end)
+        assert planned.narrowed(options.selection, options.starting, options.ending, strict=False)["A", 0] == range(
+            3, end
+        )
 
 
 def test_lines_of_other_processes_reach_the_callers_log(
@@ -347,10 +349,10 @@ def test_planning_again_keeps_no_queue_open(path: Path, tmp_path: Path) -> None:
         gc.collect()
         return sum(type(one) is ConsumeQueue for one in gc.get_objects())
 
-    with PlannedStore.open(str(copy), Wanted(), "PERMISSIVE") as store:
+    with PlannedStore.open(str(copy), ReadSelection(), "PERMISSIVE") as store:
         before = held()
         for _ in range(3):
-            store.refresh(Wanted(), "PERMISSIVE")
+            store.refresh(ReadSelection(), "PERMISSIVE")
         assert held() <= before
 
 

@@ -12,7 +12,7 @@ from tests.programs import run_program
 
 pytest.importorskip("pyarrow")
 
-from librmq.columns import DataLossError, ReadOptions, Wanted, scan
+from librmq.columns import DataLossError, ReadOptions, ReadSelection, scan
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def path(tmp_path: Path) -> str:
 def test_public_names() -> None:
     names = vars(librmq.columns)["__all__"]
     assert sorted(names) == [
-        "CORRUPT", "DataLossError", "Exported", "Part", "ReadOptions", "ReaderKeywords", "Reading",
-        "ReadingProcessError", "RemoteStore", "StoreDataset", "TYPES", "Wanted", "dataset", "default_columns", "export",
+        "CORRUPT", "DataLossError", "Exported", "Part", "ReadOptions", "ReadSelection", "ReaderKeywords", "Reading",
+        "ReadingProcessError", "RemoteStore", "StoreDataset", "TYPES", "dataset", "default_columns", "export",
         "plan", "reader", "scan",
     ]  # fmt: skip
     assert all(getattr(librmq.columns, name) is not None for name in names)
@@ -39,12 +39,12 @@ def test_scan_reads_only_the_requested_rows(path: str) -> None:
 
     assert bodies(ReadOptions((path,))) == list(range(40))
     assert bodies(ReadOptions((path,), view="log", min_partitions=3)) == list(range(40))
-    assert bodies(ReadOptions((path,), wanted=Wanted(topics=frozenset("B"), queue_ids=frozenset((1,))))) == [
+    assert bodies(ReadOptions((path,), selection=ReadSelection(topics=frozenset("B"), queue_ids=frozenset((1,))))) == [
         number for number in range(40) if number % 2 and number // 2 % 2
     ]
-    assert bodies(ReadOptions((path,), wanted=Wanted(tags="t3"))) == list(range(3, 40, 4))
+    assert bodies(ReadOptions((path,), selection=ReadSelection(tags="t3"))) == list(range(3, 40, 4))
     assert bodies(ReadOptions((path,), starting={"A": {"0": 9, "1": -1}}, ending={"B": {"0": 0, "1": 0}})) == [36]
-    (batch,) = scan(ReadOptions((path,), wanted=Wanted(topics=frozenset("A"))))
+    (batch,) = scan(ReadOptions((path,), selection=ReadSelection(topics=frozenset("A"))))
     assert batch.schema.names[:4] == ["topic", "queueId", "queueOffset", "physicalOffset"]
 
 
