@@ -18,7 +18,7 @@ from librmq.message.record import tags_code
 from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, Subscription
 from librmq.runtime.deadlines import Deadlines
-from librmq.runtime.runner import Runner
+from librmq.runtime.runner import Runner, next_on_grid
 from librmq.store import AppendResult
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.engine.prepared import Prepared
@@ -225,9 +225,7 @@ class HeldRequests:
 
     def _next_sweep(self) -> int:
         now_ms = self._now_ms()
-        if not self._sweep_ms:
-            return now_ms
-        return now_ms - (now_ms - self._begin_ms) % self._sweep_ms + self._sweep_ms
+        return next_on_grid(now_ms, self._begin_ms, self._sweep_ms) if self._sweep_ms else now_ms
 
     def answer_queue(self, queue: _QueueName) -> None:
         """Answer all held requests of a queue, whatever they match."""

@@ -36,7 +36,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.locks import critical
-from librmq.runtime.runner import Runner, Step
+from librmq.runtime.runner import Runner, Step, next_on_grid
 
 R = TypeVar("R")
 FIRST_HEARTBEAT_MS: Final = 1_000
@@ -305,7 +305,7 @@ class Client:
         first_ms = self._joined_ms + FIRST_HEARTBEAT_MS
         if self._joined_ms <= now_ms < first_ms:
             return first_ms
-        return now_ms - (now_ms - first_ms) % HEARTBEAT_MS + HEARTBEAT_MS
+        return next_on_grid(now_ms, first_ms, HEARTBEAT_MS)
 
     def send_to_all(self, request: Request[None]) -> None:
         """Send a request to each reachable broker; log failures."""

@@ -29,7 +29,7 @@ from librmq.metrics import Metrics
 from librmq.protocol import CopyTables, DescribeLog, Endpoint, FollowLog, LeaveLog, LogBytes, LogDescription
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.runtime.runner import Runner, Step, Work
+from librmq.runtime.runner import Runner, Step, Work, next_on_grid
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.engine.copies import whole_size
@@ -471,8 +471,7 @@ class Replica:
                 self.runner.wake(self._tables_step, self._next_tables_ms())
 
     def _next_tables_ms(self) -> int:
-        now_ms, every_ms = self.runner.now_ms(), max(1, self._tables_ms)
-        return now_ms - (now_ms - self._begun_ms) % every_ms + every_ms
+        return next_on_grid(self.runner.now_ms(), self._begun_ms, max(1, self._tables_ms))
 
     # ---- closing
 

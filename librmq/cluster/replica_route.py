@@ -23,6 +23,7 @@ from librmq.protocol import (
     Route,
     Unregister,
 )
+from librmq.protocol.endpoint import watch_all
 from librmq.runtime.runner import Runner
 
 R = TypeVar("R")
@@ -181,13 +182,7 @@ class ReplicaRoute:
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` under the runner's lock when brokers, topics or queues change; call the result to stop."""
         living = [replica for replica in self._replicas.values() if not replica.dead]
-        unwatchers = [self._route.watch(changed), *(replica.broker.watch(changed) for replica in living)]
-
-        def unwatch_all() -> None:
-            for unwatch in unwatchers:
-                unwatch()
-
-        return unwatch_all
+        return watch_all((self._route, *(replica.broker for replica in living)), changed)
 
     def _changed(self) -> None:
         alive = self._route.broker_names()

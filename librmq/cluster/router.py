@@ -23,6 +23,7 @@ from librmq.cluster.routes import RouteTable
 from librmq.cluster.sites import SiteRoute, check_site
 from librmq.config import to_seconds
 from librmq.errors import CapacityError, ConfigError
+from librmq.protocol.endpoint import watch_all
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock
 from librmq.runtime.runner import Runner, Step, Work
@@ -270,13 +271,7 @@ class SiteRouter:
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` under the runner's lock when brokers of any cluster change; call the result to stop."""
-        unwatchers = [cluster.watch(changed) for cluster in self._clusters.values()]
-
-        def unwatch_all() -> None:
-            for unwatch in unwatchers:
-                unwatch()
-
-        return unwatch_all
+        return watch_all(self._clusters.values(), changed)
 
     def state(self) -> tuple[tuple[str, str, bool], ...]:
         """Return for each site and cluster whether the site can reach a broker there."""

@@ -22,7 +22,7 @@ from librmq.message.ids import parse_host, parse_offset_message_id
 from librmq.message.message import StoredMessage
 from librmq.protocol import Endpoint, QueueData, Request
 from librmq.protocol.endpoint import Watchers
-from librmq.runtime.runner import Runner, Step
+from librmq.runtime.runner import Runner, Step, next_on_grid
 
 R = TypeVar("R")
 
@@ -243,7 +243,7 @@ class RouteTable:
 
     def _schedule_update(self, entry: _Entry, change_ms: int) -> None:
         """Schedule the clients' first poll after ``change_ms``, when a name server would have the change."""
-        entry.noticed_ms = change_ms - (change_ms - self._created_ms) % self._poll_ms + self._poll_ms
+        entry.noticed_ms = next_on_grid(change_ms, self._created_ms, self._poll_ms)
         self.runner.wake(self._step, entry.noticed_ms)
 
     def _update(self, now_ms: int) -> int | None:

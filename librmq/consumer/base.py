@@ -20,7 +20,7 @@ from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.instance import instance_state
 from librmq.consumer.listeners import check_at_brokers, make_subscription
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
-from librmq.consumer.rebalancing import Rebalancing, next_on_grid
+from librmq.consumer.rebalancing import Rebalancing, next_from_first
 from librmq.errors import ClientStateError, RmqError
 from librmq.filter import TagFilter
 from librmq.message.message import MessageQueue
@@ -299,12 +299,12 @@ class Consumer(Startable, Generic[C]):
     def save_soon(self) -> None:
         """Schedule the storing of progress: 10 s after the start, then every 5 s."""
         first_ms = self._started_ms + FIRST_SAVE_MS
-        self.runner.wake(self._saving, next_on_grid(self.runner.now_ms(), first_ms, SAVE_INTERVAL_MS))
+        self.runner.wake(self._saving, next_from_first(self.runner.now_ms(), first_ms, SAVE_INTERVAL_MS))
 
     def _save_due(self, now_ms: int) -> int | None:
         if self.stopping or self.offsets.save_soon(self._changed(self.assigned.values())):
             return None
-        return next_on_grid(now_ms, self._started_ms + FIRST_SAVE_MS, SAVE_INTERVAL_MS)
+        return next_from_first(now_ms, self._started_ms + FIRST_SAVE_MS, SAVE_INTERVAL_MS)
 
     def _save(self, queues: Iterable[AssignedQueue]) -> bool:
         """Store unstored progress, and return whether all is stored."""

@@ -14,7 +14,7 @@ from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.delivery import Delivery
 from librmq.consumer.instance import PushInstance
 from librmq.consumer.listeners import DeliveredMessage, Listener
-from librmq.consumer.rebalancing import next_on_grid
+from librmq.consumer.rebalancing import next_from_first
 from librmq.consumer.retries import REDELIVERY_MS, outcome
 from librmq.listener import DownstreamDown
 from librmq.message.message import StoredMessage
@@ -106,7 +106,7 @@ class ConcurrentDelivery(Delivery):
         for message in messages:
             message.consume_start_timestamp_ms = now_ms
         if self._expiring.at is None:
-            self.runner.wake(self._expiring, next_on_grid(now_ms, self._started_ms, self._timeout_ms))
+            self.runner.wake(self._expiring, next_from_first(now_ms, self._started_ms, self._timeout_ms))
         self.submit(assigned, messages, self._done)
 
     def _done(
@@ -214,5 +214,5 @@ class ConcurrentDelivery(Delivery):
                 elif not len(assigned.messages):
                     self.runner.wake(assigned.pull)
         if any(assigned.messages.begun for assigned in self.consumer.assigned.values()):
-            return next_on_grid(now_ms, self._started_ms, self._timeout_ms)
+            return next_from_first(now_ms, self._started_ms, self._timeout_ms)
         return None

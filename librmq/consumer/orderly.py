@@ -24,7 +24,7 @@ from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.delivery import Delivery
 from librmq.consumer.instance import BlockedQueue, PushInstance
 from librmq.consumer.listeners import DeliveredMessage, Listener
-from librmq.consumer.rebalancing import next_on_grid
+from librmq.consumer.rebalancing import next_from_first
 from librmq.consumer.retries import suspension_ms
 from librmq.errors import RmqError
 from librmq.listener import DownstreamDown
@@ -106,7 +106,7 @@ class OrderlyDelivery(Delivery):
 
     def _renew_on_grid(self, now_ms: int) -> int:
         """Schedule the next periodic lock, and return its time."""
-        due_ms = next_on_grid(now_ms, self._started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
+        due_ms = next_from_first(now_ms, self._started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
         if self._renewing.at is None:
             self.runner.wake(self._renewing, due_ms)
         return due_ms
@@ -131,7 +131,7 @@ class OrderlyDelivery(Delivery):
             for assigned in queues:
                 self._apply_lock(assigned, assigned.queue in locked, now_ms)
         if any(not assigned.locked or len(assigned.messages) for assigned in consumer.assigned.values()):
-            return next_on_grid(now_ms, self._started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
+            return next_from_first(now_ms, self._started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
         return None
 
     def _apply_lock(self, assigned: AssignedQueue, is_locked: bool, now_ms: int) -> None:

@@ -28,7 +28,7 @@ from librmq.protocol import (
     QueueOffsetAt,
     Subscription,
 )
-from librmq.runtime.runner import Step
+from librmq.runtime.runner import Step, next_on_grid
 
 INTERVAL_MS: Final = 20_000
 PULL_IDLE_MS: Final = 120_000
@@ -36,11 +36,11 @@ _LONGEST_FIRST_MS: Final = 60_000
 _HALF_AN_HOUR_MS: Final = 30 * 60_000
 
 
-def next_on_grid(now_ms: int, first_ms: int, interval_ms: int) -> int:
+def next_from_first(now_ms: int, first_ms: int, interval_ms: int) -> int:
     """Return the first time after ``now_ms`` on the grid that begins at ``first_ms`` with steps of ``interval_ms``."""
     if first_ms - _LONGEST_FIRST_MS <= now_ms < first_ms:  # otherwise the clock was set back
         return first_ms
-    return now_ms - (now_ms - first_ms) % interval_ms + interval_ms
+    return next_on_grid(now_ms, first_ms, interval_ms)
 
 
 class Rebalancing:
@@ -112,7 +112,7 @@ class Rebalancing:
         """Rebalance at the next multiple of 20 s, because something is open."""
         if not self._member.stopping:
             now_ms = self._member.runner.now_ms()
-            self._member.runner.wake(self.step, next_on_grid(now_ms, self._started_ms, INTERVAL_MS))
+            self._member.runner.wake(self.step, next_from_first(now_ms, self._started_ms, INTERVAL_MS))
 
     def run_due(self, now_ms: int) -> int | None:
         """Compute the share of each topic, and take and release queues accordingly."""
@@ -142,7 +142,7 @@ class Rebalancing:
             for topic in changed:  # so that the broker keeps this instance's subscription if instances differ
                 member.subscriptions[topic] = _renewed(member.subscriptions[topic], now_ms)
             member.client.beat()
-        return next_on_grid(now_ms, self._started_ms, INTERVAL_MS) if self._is_incomplete else None
+        return next_from_first(now_ms, self._started_ms, INTERVAL_MS) if self._is_incomplete else None
 
     def _rebalance_topic(self, topic: str, now_ms: int) -> bool:
         """Rebalance one topic, and return whether anything has changed."""

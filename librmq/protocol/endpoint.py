@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar, dataclass_transform
 
@@ -118,6 +118,17 @@ class Route(Protocol):
             BrokerUnreachableError: The route is a single broker, which is closed.
         """
         ...
+
+
+def watch_all(routes: Iterable[Route], changed: Callable[[], None]) -> Callable[[], None]:
+    """Call ``changed`` at each change of some routes; return a function that stops this."""
+    unwatchers = [route.watch(changed) for route in routes]
+
+    def unwatch_all() -> None:
+        for unwatch in unwatchers:
+            unwatch()
+
+    return unwatch_all
 
 
 class Watchers:

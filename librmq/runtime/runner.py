@@ -32,6 +32,12 @@ NEVER: Final = 1 << 62
 AT_ONCE: Final = -NEVER
 """A time that has always come, even for a clock set before 1970."""
 
+
+def next_on_grid(now_ms: int, begin_ms: int, interval_ms: int) -> int:
+    """Return the first time after ``now_ms`` on the grid through ``begin_ms`` with steps of ``interval_ms``."""
+    return now_ms - (now_ms - begin_ms) % interval_ms + interval_ms
+
+
 Aside = Callable[[Callable[[], object], Callable[[Exception | None], int | None]], None]
 """``aside(wait, done)`` runs ``wait()``, which waits for a disk, without blocking other turns. Then it runs
 ``done(error)`` as a step, which returns the time in ms of the next run."""
