@@ -11,7 +11,7 @@ from librmq.cli.output import Output
 from librmq.cli.rows import entry_rows, queue_row
 from librmq.cli.sources import StoreSource, open_source
 from librmq.cli.stores import open_store, open_view
-from librmq.diagnosis.findings import named
+from librmq.diagnosis.findings import id_ranges
 from librmq.diagnosis.view import is_own_group
 from librmq.errors import InputError
 from librmq.store.format import directory
@@ -80,7 +80,7 @@ def queue(arguments: argparse.Namespace, output: Output) -> int:
         if consume_queue is None:
             topics = {name for name, _ in store.queues}
             ids = [number for name, number in store.queues if name == topic]
-            hint = f"; its queues are {named(ids)}" if ids else near(topic, topics, TOPICS)
+            hint = f"; its queues are {id_ranges(ids)}" if ids else near(topic, topics, TOPICS)
             raise InputError(f"unknown queue: there is no queue {queue_id} of topic {topic!r}{hint}")
         for row in entry_rows(topic, queue_id, consume_queue):
             output.row(row)

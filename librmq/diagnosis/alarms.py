@@ -96,21 +96,21 @@ class Watch:
             group_lag = lag(view)
             findings = [
                 *diagnose(view, self._limits),
-                *self._stopped(view, group_lag, now_ms),
-                *self._gone_instances(view),
-                *self._many_retries(view),
+                *self._stopped_progress(view, group_lag, now_ms),
+                *self._lost_instances(view),
+                *self._frequent_retries(view),
             ]
             self._lag = group_lag
         by_name = {(finding.kind, _subject(finding)): finding for finding in worst_first(findings)[::-1]}
         before, self._raised = self._raised, by_name
         for name, finding in before.items():
             if name not in by_name:
-                self._tell(Alarm(now_ms, "cleared", finding))
+                self._notify(Alarm(now_ms, "cleared", finding))
         for name, finding in by_name.items():
             if _is_news(before.get(name), finding):
-                self._tell(Alarm(now_ms, "raised", finding))
+                self._notify(Alarm(now_ms, "raised", finding))
 
-    def _tell(self, alarm: Alarm) -> None:
+    def _notify(self, alarm: Alarm) -> None:
         try:
             self._callback(alarm)
         except Exception:
@@ -118,7 +118,7 @@ class Watch:
                 "%(watch)s: the callback failed on %(kind)s", watch=self._step.label, kind=alarm.finding.kind
             )
 
-    def _stopped(self, view: StoreView, group_lag: Lag, now_ms: int) -> list[Finding]:
+    def _stopped_progress(self, view: StoreView, group_lag: Lag, now_ms: int) -> list[Finding]:
         """Return the running groups that have messages to consume, and consume none."""
         findings = []
         rates = (
@@ -143,7 +143,7 @@ class Watch:
                 )  # fmt: skip
         return findings
 
-    def _gone_instances(self, view: StoreView) -> list[Finding]:
+    def _lost_instances(self, view: StoreView) -> list[Finding]:
         """Return the instances of running groups that have left since the last round."""
         now: dict[str, set[str]] = {}
         for client in self._broker.clients():
@@ -161,7 +161,7 @@ class Watch:
             if (lost_ids := clients - now.get(group, set()))
         ]  # fmt: skip
 
-    def _many_retries(self, view: StoreView) -> list[Finding]:
+    def _frequent_retries(self, view: StoreView) -> list[Finding]:
         """Return the groups that failed often on messages sent back since the last round."""
         findings = []
         for topic in view.topics:

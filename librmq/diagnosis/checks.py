@@ -17,7 +17,16 @@ from librmq.config import nearest
 from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis.damage import damage_findings, missing_log_findings, unlisted_topic_findings
 from librmq.diagnosis.deadletters import dead_letter_findings, given_up
-from librmq.diagnosis.findings import NAMED, Finding, Severity, Thresholds, counted, cut_if, sample, worst_first
+from librmq.diagnosis.findings import (
+    NAMED,
+    Finding,
+    Severity,
+    Thresholds,
+    counted,
+    cut_evidence,
+    sample_evidence,
+    worst_first,
+)
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import lag, lag_findings
 from librmq.diagnosis.instances import consistency_findings, stuck_findings
@@ -65,14 +74,14 @@ def sample_findings(source: Source, thresholds: Thresholds | None = None) -> lis
     """
     limits = thresholds or Thresholds()
     with viewed(source) as view:
-        return [*_filters(view, limits), *_clocks(view, limits), *_retries(view, limits)]
+        return [*_filter_findings(view, limits), *_clock_findings(view, limits), *_retry_findings(view, limits)]
 
 
 def _severity(topic: str, limits: Thresholds) -> Severity:
     return "error" if topic in limits.topics else "warning"
 
 
-def _filters(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
+def _filter_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield the registered filters that match none of their topic's newest messages."""
     for group, topic, expression in registered_filters(view):
         from librmq.filter.filters import compiled  # loads a grammar
@@ -97,14 +106,14 @@ def _filters(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
             {
                 "expression": expression,
                 "missing_properties": near,
-                **sample(len(messages), view.message_count(topic)),
+                **sample_evidence(len(messages), view.message_count(topic)),
             },
             "Compare the expression with the messages: librmq show STORE --topic "
             f"{topic} --limit 1, and librmq filter explains it.",
         )
 
 
-def _clocks(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
+def _clock_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield the topics with messages whose producers' clocks were far from the broker's."""
     topics = [topic for topic in view.topics if is_user_topic(topic)]
     for topic in topics:
@@ -128,17 +137,17 @@ def _clocks(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
                 f"often on host {hosts.most_common(1)[0][0]}.",
                 {
                     "messages": len(late_s),
-                    **sample(looked_at, view.message_count(topic)),
+                    **sample_evidence(looked_at, view.message_count(topic)),
                     "most_s": most_s,
                     "hosts": dict(hosts.most_common(NAMED)),
-                    **cut_if(len(hosts) > NAMED),
+                    **cut_evidence(len(hosts) > NAMED),
                 },
                 "Check the clock of that host, unless these messages were imported, replayed, or sent with a time of "
                 "their own.",
             )
 
 
-def _retries(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
+def _retry_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield the topics in which a group has retries, but no progress."""
     for retry_topic in [topic for topic in view.topics if topic.startswith(RETRY_PREFIX)]:
         group = retry_topic.removeprefix(RETRY_PREFIX)
@@ -166,7 +175,7 @@ def _retries(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
                     f"group {group}, topic {topic}",
                     f"{counted(count, 'retry message')} of this topic: the group consumed from it, but has no progress "
                     "there any more.",
-                    {"messages": count, **sample(topics.total(), waiting)},
+                    {"messages": count, **sample_evidence(topics.total(), waiting)},
                     f"Set the progress before the group starts: librmq reset STORE --group {group} --topic {topic} "
                     "--to TIME.",
                 )
@@ -269,13 +278,13 @@ def design_check(source: Source, thresholds: Thresholds | None = None) -> list[F
         volumes = {volume.topic: volume for volume in topic_volumes(view)}
         findings: list[Finding] = []
         for volume in volumes.values():
-            findings += _of_volume(volume, limits)
-            findings += _of_messages(volume, list(newest(view, volume.topic, limits.sampled)), limits)
-        findings += _of_groups(view, volumes)
+            findings += _volume_findings(volume, limits)
+            findings += _kind_findings(volume, list(newest(view, volume.topic, limits.sampled)), limits)
+        findings += _group_findings(view, volumes)
         return worst_first(findings)
 
 
-def _of_volume(volume: TopicVolume, limits: Thresholds) -> Iterator[Finding]:
+def _volume_findings(volume: TopicVolume, limits: Thresholds) -> Iterator[Finding]:
     if volume.queues < limits.few_queues and volume.messages > limits.busy_messages:
         yield Finding(
             "few-queues", "warning", f"topic {volume.topic}",
@@ -293,14 +302,14 @@ def _of_volume(volume: TopicVolume, limits: Thresholds) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _of_messages(volume: TopicVolume, messages: list[StoredMessage], limits: Thresholds) -> Iterator[Finding]:
+def _kind_findings(volume: TopicVolume, messages: list[StoredMessage], limits: Thresholds) -> Iterator[Finding]:
     kinds: Counter[str] = Counter(map(kind_of, messages))
     if len(kinds) > 1:
         yield Finding(
             "mixed-kinds", "warning", f"topic {volume.topic}",
             f"The topic mixes kinds of messages: {', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}"
             + (f", of the newest {len(messages):,}." if len(messages) < volume.messages else "."),
-            {"kinds": dict(kinds), **sample(len(messages), volume.messages)},
+            {"kinds": dict(kinds), **sample_evidence(len(messages), volume.messages)},
             "Give each kind its own topic: RocketMQ 5 refuses mixtures, and their rates differ.",
         )  # fmt: skip
     keys: Counter[str] = Counter(key for message in messages for key in set(message.keys))
@@ -310,12 +319,12 @@ def _of_messages(volume: TopicVolume, messages: list[StoredMessage], limits: Thr
             yield Finding(
                 "skewed-key", "warning", f"topic {volume.topic}",
                 f"{count / len(messages):.0%} of the newest {counted(len(messages), 'message')} have the key {key}.",
-                {"key": key, "messages": count, **sample(len(messages), volume.messages)},
+                {"key": key, "messages": count, **sample_evidence(len(messages), volume.messages)},
                 "If keys select the queue, that queue limits the topic: split the key, or give it its own topic.",
             )  # fmt: skip
 
 
-def _of_groups(view: StoreView, volumes: dict[str, TopicVolume]) -> Iterator[Finding]:
+def _group_findings(view: StoreView, volumes: dict[str, TopicVolume]) -> Iterator[Finding]:
     topics: dict[str, list[str]] = {}
     for group, topic in sorted(view.progress):
         if not is_own_group(group) and is_user_topic(topic):

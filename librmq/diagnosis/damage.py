@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from librmq.consumequeue import ENTRY_SIZE
-from librmq.diagnosis.findings import NAMED, Finding, counted, cut_if
+from librmq.diagnosis.findings import NAMED, Finding, counted, cut_evidence
 from librmq.diagnosis.view import StoreView
 from librmq.files.rolling import file_name
 from librmq.store.format import directory
@@ -113,7 +113,7 @@ def missing_log_findings(view: StoreView) -> list[Finding]:
         Finding(
             "missing-log-files", "error", f"store {path}", f"{what} Files of its begin are missing.",
             {"log_begin": log.begin, "log_begin_when_closed": begin, "queues": len(old), "queue_names": old[:NAMED],
-             **cut_if(len(old) > NAMED)},
+             **cut_evidence(len(old) > NAMED)},
             "Copy the missing files of commitlog/ from the store that this is a copy of. Without them their messages "
             "are lost; the findings expired-unread count those that a group had not consumed.",
         )
@@ -213,8 +213,8 @@ def missing_queue_findings(view: StoreView) -> list[Finding]:
             f"Files of {counted(len(missing), 'queue')} are missing: {', '.join(missing[:3])}"
             + " and others" * (len(missing) > 3)
             + ".",
-            {"places": len(missing), "kinds": ["missing"], "queues": missing[:NAMED], **cut_if(len(missing) > NAMED),
-             "error": None},
+            {"places": len(missing), "kinds": ["missing"], "queues": missing[:NAMED],
+             **cut_evidence(len(missing) > NAMED), "error": None},
             "The log still has the messages: librmq recover STORE makes the queues again.",
         )
     ]  # fmt: skip

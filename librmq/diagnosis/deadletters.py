@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from librmq.diagnosis.findings import Finding, Thresholds, counted, cut_if
+from librmq.diagnosis.findings import Finding, Thresholds, counted, cut_evidence
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.java.lang import java_int
 from librmq.message import record
@@ -157,13 +157,13 @@ def dead_letter_findings(source: Source, thresholds: Thresholds | None = None) -
         by_topic.setdefault((cause.group, cause.original_topic), []).append(cause)
     findings = []
     for causes in by_topic.values():
-        findings += [_of_causes([cause], limits) for cause in causes[:_CAUSES]]
+        findings += [_causes_finding([cause], limits) for cause in causes[:_CAUSES]]
         if len(causes) > _CAUSES:
-            findings.append(_of_causes(causes[_CAUSES:], limits))
+            findings.append(_causes_finding(causes[_CAUSES:], limits))
     return findings
 
 
-def _of_causes(causes: Sequence[DeadLetterCause], limits: Thresholds) -> Finding:
+def _causes_finding(causes: Sequence[DeadLetterCause], limits: Thresholds) -> Finding:
     largest, messages = causes[0], sum(cause.messages for cause in causes)
     what = largest.cause if len(causes) == 1 else f"{counted(len(causes), 'rarer cause')}, such as {largest.cause}"
     return Finding(
@@ -174,7 +174,7 @@ def _of_causes(causes: Sequence[DeadLetterCause], limits: Thresholds) -> Finding
         {
             "cause": largest.cause,
             "causes": len(causes),
-            **cut_if(len(causes) > 1),
+            **cut_evidence(len(causes) > 1),
             "messages": messages,
             "first_timestamp_ms": min(cause.first_timestamp_ms for cause in causes),
             "last_timestamp_ms": max(cause.last_timestamp_ms for cause in causes),

@@ -69,12 +69,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def sample(looked_at: int, every: int) -> dict[str, Any]:
+def sample_evidence(looked_at: int, every: int) -> dict[str, Any]:
     """Return the evidence of a finding that looked at some of the messages."""
     return {"looked_at": looked_at, "sampled": looked_at < every}
 
 
-def cut_if(is_cut: bool) -> dict[str, Any]:
+def cut_evidence(is_cut: bool) -> dict[str, Any]:
     """Return the evidence of a finding whose list leaves something out; empty if it does not."""
     return {"cut": True} if is_cut else {}
 
@@ -83,7 +83,7 @@ NAMED: Final = 20
 """The most queues, or ranges of queue ids, that a finding names; it counts all."""
 
 
-def named(ids: Iterable[int]) -> str:
+def id_ranges(ids: Iterable[int]) -> str:
     """Return queue ids for people and for ``--queue``, such as ``0,3,5-9``; of many ranges the first."""
     ranges: list[list[int]] = []
     for queue_id in sorted(ids):
@@ -101,11 +101,11 @@ _SIZES: Final = ("lag", "messages", "halves", "expired")
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """Sort findings by severity, damage first, then by the number of messages concerned, kind and subject."""
     return sorted(
-        findings, key=lambda finding: place_of(finding.kind, finding.severity, finding.subject, finding.evidence)
+        findings, key=lambda finding: finding_order(finding.kind, finding.severity, finding.subject, finding.evidence)
     )
 
 
-def place_of(kind: str, severity: str, subject: str, evidence: Mapping[str, Any]) -> tuple[object, ...]:
+def finding_order(kind: str, severity: str, subject: str, evidence: Mapping[str, Any]) -> tuple[object, ...]:
     """Return the sort key of a finding, the worst first."""
     size = max((evidence.get(name) or 0 for name in _SIZES), default=0)
     return _ORDER.get(severity, len(_ORDER)), kind != "damage", -size, kind, subject

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypeAlias
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import PLACE, places_and_sizes
-from librmq.diagnosis.findings import Finding, Severity, Thresholds, counted, cut_if, named
+from librmq.diagnosis.findings import Finding, Severity, Thresholds, counted, cut_evidence, id_ranges
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
@@ -372,7 +372,7 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
         topics = [
             columns
             for name in groups_by_topic
-            for columns in _of_queues(view, name, groups_by_topic[name], queues.get(name), times)
+            for columns in _topic_progress(view, name, groups_by_topic[name], queues.get(name), times)
         ]
         return Lag(sorted(topics, key=lambda columns: columns[:2]), view.now_ms)
 
@@ -389,7 +389,7 @@ def _queues_by_topic(view: StoreView) -> dict[str, _Queues]:
     return {topic: _Queues(*zip(*rows, strict=True)) for topic, rows in rows_by_topic.items()}
 
 
-def _of_queues(
+def _topic_progress(
     view: StoreView, topic: str, groups: Iterable[str], queues: _Queues | None, times: bool
 ) -> Iterator[TopicProgress]:
     """Yield the columns of a topic for each group that has progress in it, or in a deleted queue of it."""
@@ -403,7 +403,8 @@ def _of_queues(
     if times and ids:
         by_queue = zip(ids, ends, zip(*(starts for _, _, starts in columns), strict=True), strict=True)
         oldest = zip(
-            *(_oldest(view, (topic, queue_id), starts, end) for queue_id, end, starts in by_queue), strict=True
+            *(_oldest_timestamps(view, (topic, queue_id), starts, end) for queue_id, end, starts in by_queue),
+            strict=True,
         )
     for (group, offsets, _), oldest_ms in zip(columns, oldest, strict=False):
         lags = list(map(queue_lag, offsets, begins, ends))
@@ -420,7 +421,7 @@ def _of_queues(
             yield columns_of_group
 
 
-def _oldest(view: StoreView, name: QueueName, starts: Sequence[int], end: int) -> list[int | None]:
+def _oldest_timestamps(view: StoreView, name: QueueName, starts: Sequence[int], end: int) -> list[int | None]:
     """Return the store time of the oldest unconsumed message of each group in a queue; None without one."""
     offsets = sorted({start for start in starts if start < end})
     if not offsets:
@@ -483,9 +484,11 @@ def lag_findings(
         for columns in group_lag.topics:
             topic_lag = columns.sums()
             if topic_lag.beyond_end and not is_cut_short:
-                findings.append(_beyond([row for row in columns.rows() if (row.consumer_offset or 0) > row.max_offset]))
+                findings.append(
+                    _beyond_end([row for row in columns.rows() if (row.consumer_offset or 0) > row.max_offset])
+                )
             if limits.own or not is_own_group(topic_lag.group):
-                findings += _of_topic(view, topic_lag, limits)
+                findings += _topic_findings(view, topic_lag, limits)
         return findings
 
 
@@ -495,11 +498,11 @@ def is_uneven(view: StoreView, topic: str, largest: int, total: int, limits: Thr
     return queues > 1 and total > limits.normal_lag and largest * queues > limits.uneven * total
 
 
-def _beyond(rows: Sequence[QueueLag]) -> Finding:
+def _beyond_end(rows: Sequence[QueueLag]) -> Finding:
     """Return the finding about the queues of a group and topic whose progress is beyond their end."""
     worst = max(rows, key=lambda row: (row.consumer_offset or 0) - row.max_offset)
     ahead = sum((row.consumer_offset or 0) - row.max_offset for row in rows)
-    where = named(row.queue_id for row in rows)
+    where = id_ranges(row.queue_id for row in rows)
     what = f"In queue {where} the progress {worst.consumer_offset} is beyond the end {worst.max_offset}"
     if len(rows) > 1:
         what = (
@@ -518,7 +521,7 @@ def _beyond(rows: Sequence[QueueLag]) -> Finding:
             "max_offset": worst.max_offset,
             "queues": len(rows),
             "queue_ids": where,
-            **cut_if(where.endswith("…")),
+            **cut_evidence(where.endswith("…")),
             "messages": ahead,
         },
         "Find out first whether the log lost its end: librmq verify STORE. Then set the progress to the end: "
@@ -526,7 +529,7 @@ def _beyond(rows: Sequence[QueueLag]) -> Finding:
     )
 
 
-def _of_topic(view: StoreView, topic_lag: TopicLag, limits: Thresholds) -> Iterator[Finding]:
+def _topic_findings(view: StoreView, topic_lag: TopicLag, limits: Thresholds) -> Iterator[Finding]:
     subject = f"group {topic_lag.group}, topic {topic_lag.topic}"
     age_s = view.age_s(topic_lag.oldest_timestamp_ms)
     is_old = age_s is not None and age_s > limits.old_s

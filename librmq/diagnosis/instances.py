@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from librmq.broker.clients import GroupConnections, TopicDifference, comparable, group_differences
-from librmq.diagnosis.findings import Finding, Thresholds, counted, cut_if, named, sample
+from librmq.diagnosis.findings import Finding, Thresholds, counted, cut_evidence, id_ranges, sample_evidence
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import Lag, QueueLag, is_uneven, lag
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
@@ -80,7 +80,7 @@ def held_progress(source: Source, *, group: str | None = None, group_lag: Lag | 
         held = [
             queue
             for group_name, rows_of_group in rows.items()
-            for queue in _of_group(view, instances(view, group_name), rows_of_group)
+            for queue in _held_queues(view, instances(view, group_name), rows_of_group)
         ]
         return sorted(
             held, key=lambda queue: (-(queue.held_s or 0), -queue.lag, queue.group, queue.topic, queue.queue_id)
@@ -92,7 +92,9 @@ def instances(view: StoreView, group: str) -> dict[str, InstanceState | None]:
     return {} if view.broker is None else view.broker.instances(group)
 
 
-def _of_group(view: StoreView, states: dict[str, InstanceState | None], rows: list[QueueLag]) -> Iterator[HeldProgress]:
+def _held_queues(
+    view: StoreView, states: dict[str, InstanceState | None], rows: list[QueueLag]
+) -> Iterator[HeldProgress]:
     broker_name = "" if view.broker is None else view.broker.name
     queues: dict[tuple[str, int], tuple[InstanceState, HeldQueue]] = {}
     calls: dict[tuple[str, int, int], ListenerCall] = {}
@@ -104,10 +106,10 @@ def _of_group(view: StoreView, states: dict[str, InstanceState | None], rows: li
             calls[call.queue.topic, call.queue.queue_id, call.queue_offset] = call
     for row in rows:
         owner = queues.get((row.topic, row.queue_id))
-        yield _known(view, row, calls, *owner) if owner is not None else _unknown(view, row)
+        yield _held_by_instance(view, row, calls, *owner) if owner is not None else _held_in_folder(view, row)
 
 
-def _unknown(view: StoreView, row: QueueLag) -> HeldProgress:
+def _held_in_folder(view: StoreView, row: QueueLag) -> HeldProgress:
     message = _message(view, row.topic, row.queue_id, row.next_offset)
     return HeldProgress(
         row.group, row.topic, row.queue_id, row.lag, row.consumer_offset, None,
@@ -116,7 +118,7 @@ def _unknown(view: StoreView, row: QueueLag) -> HeldProgress:
     )  # fmt: skip
 
 
-def _known(
+def _held_by_instance(
     view: StoreView, row: QueueLag, calls: dict[tuple[str, int, int], ListenerCall], state: InstanceState,
     held: HeldQueue,
 ) -> HeldProgress:  # fmt: skip
@@ -156,7 +158,7 @@ def stuck_findings(
     with viewed(source) as view:
         group_lag = lag(view) if group_lag is None else group_lag
         if not view.is_live:
-            return list(_hot_keys(view, group_lag, limits))
+            return list(_hot_key_findings(view, group_lag, limits))
         by_group: dict[str, list[HeldProgress]] = {}
         for queue in held_progress(view, group_lag=group_lag):
             if limits.own or not is_own_group(queue.group):
@@ -167,9 +169,11 @@ def stuck_findings(
             by_topic: dict[str, list[HeldProgress]] = {}
             for queue in stuck:
                 by_topic.setdefault(queue.topic, []).append(queue)
-            findings += map(_stuck, by_topic.values())
-            findings += _threads(group, states, held, limits)
-            findings += _hot_queue(view, states, [queue for queue in held if queue.topic not in by_topic], limits)
+            findings += map(_stuck_message, by_topic.values())
+            findings += _listener_findings(group, states, held, limits)
+            findings += _hot_queue_findings(
+                view, states, [queue for queue in held if queue.topic not in by_topic], limits
+            )
     return findings
 
 
@@ -177,7 +181,7 @@ def _is_stuck(queue: HeldProgress, limits: Thresholds) -> bool:
     return queue.held_s is not None and (queue.held_s > limits.stuck_s or (queue.failures or 0) >= limits.retries)
 
 
-def _stuck(held: list[HeldProgress]) -> Finding:
+def _stuck_message(held: list[HeldProgress]) -> Finding:
     """Return the finding about the queues of a group and topic that messages hold, the longest held first."""
     longest, queue_ids = held[0], [queue.queue_id for queue in held]
     where = f" in thread {longest.thread}, at {longest.stack[-1]}" if longest.stack else ""
@@ -193,8 +197,8 @@ def _stuck(held: list[HeldProgress]) -> Finding:
         {
             "queue_id": longest.queue_id,
             "queues": len(held),
-            "queue_ids": named(queue_ids),
-            **cut_if(named(queue_ids).endswith("…")),
+            "queue_ids": id_ranges(queue_ids),
+            **cut_evidence(id_ranges(queue_ids).endswith("…")),
             "queue_offset": longest.consumed_offset,
             "stored_offset": longest.stored_offset,
             "message_id": longest.message_id,
@@ -210,7 +214,7 @@ def _stuck(held: list[HeldProgress]) -> Finding:
     )
 
 
-def _threads(
+def _listener_findings(
     group: str, states: list[InstanceState], held: list[HeldProgress], limits: Thresholds
 ) -> Iterator[Finding]:
     """Yield the common places of the listeners of a group with backlog."""
@@ -256,7 +260,7 @@ def _threads(
         )  # fmt: skip
 
 
-def _hot_queue(
+def _hot_queue_findings(
     view: StoreView, states: list[InstanceState], held: list[HeldProgress], limits: Thresholds
 ) -> Iterator[Finding]:
     """Yield the topics of which one queue lags, with the cause if it is known."""
@@ -270,7 +274,7 @@ def _hot_queue(
             yield _uneven_lag(view, largest, total, state, limits)
 
 
-def _hot_keys(view: StoreView, group_lag: Lag, limits: Thresholds) -> Iterator[Finding]:
+def _hot_key_findings(view: StoreView, group_lag: Lag, limits: Thresholds) -> Iterator[Finding]:
     """Yield the topics of a folder of which one queue lags, with the key that most of its messages have."""
     for columns in group_lag.topics:
         topic_lag = columns.sums()
@@ -278,7 +282,7 @@ def _hot_keys(view: StoreView, group_lag: Lag, limits: Thresholds) -> Iterator[F
         largest = topic_lag.most_in_one_queue
         if is_wanted and is_uneven(view, topic_lag.topic, largest, topic_lag.lag, limits):
             row = next(queue for queue in columns.rows() if queue.lag == largest)
-            yield _uneven_lag(view, _unknown(view, row), topic_lag.lag, None, limits)
+            yield _uneven_lag(view, _held_in_folder(view, row), topic_lag.lag, None, limits)
 
 
 def _uneven_lag(
@@ -307,7 +311,7 @@ def _uneven_lag(
         f"This queue holds {queue.lag:,} of the {total:,} messages that wait: {what}.",
         {
             "lag": queue.lag, "lag_of_topic": total, "client_id": queue.client_id, "key": key, "share": share,
-            **sample(looked_at, queue.lag),
+            **sample_evidence(looked_at, queue.lag),
         },
         step,
     )  # fmt: skip
@@ -352,26 +356,26 @@ def consistency_findings(
         group_lag = lag(view) if group_lag is None else group_lag
         waiting = {(row.group, row.topic, row.queue_id): row.lag for row in group_lag if row.lag}
         for client_id in sorted(broker.shared_client_ids()):
-            findings.append(_shared_id(client_id))
+            findings.append(_shared_id_finding(client_id))
         for group in view.groups:
             if not limits.own and is_own_group(group):
                 continue
             connections = broker.connections(group)
             if connections is None:
-                findings += _not_running(group, waiting)
+                findings += _absence_findings(group, waiting)
                 continue
             states = broker.instances(group)
             differences = group_differences(
                 {client_id: comparable(topics) for client_id, topics in connections.subscriptions_by_client.items()}
             )
-            findings += [_difference(group, difference, states, waiting) for difference in differences]
-            findings += _modes(group, states)
+            findings += [_subscription_finding(group, difference, states, waiting) for difference in differences]
+            findings += _mode_findings(group, states)
             if connections.model is MessageModel.CLUSTERING and not differences and all(states.values()):
-                findings += _owners(view, connections, states, waiting)
+                findings += _owner_findings(view, connections, states, waiting)
     return findings
 
 
-def _shared_id(client_id: str) -> Finding:
+def _shared_id_finding(client_id: str) -> Finding:
     return Finding(
         "shared-client-id", "error", f"client {client_id}",
         "Two clients use this id. They count as one and consume the same queues, so messages are delivered twice.",
@@ -379,7 +383,7 @@ def _shared_id(client_id: str) -> Finding:
     )  # fmt: skip
 
 
-def _not_running(group: str, waiting: Mapping[tuple[str, str, int], int]) -> Iterator[Finding]:
+def _absence_findings(group: str, waiting: Mapping[tuple[str, str, int], int]) -> Iterator[Finding]:
     counts = {(topic, queue_id): count for (owner, topic, queue_id), count in waiting.items() if owner == group}
     if counts:
         yield Finding(
@@ -390,7 +394,7 @@ def _not_running(group: str, waiting: Mapping[tuple[str, str, int], int]) -> Ite
         )  # fmt: skip
 
 
-def _difference(
+def _subscription_finding(
     group: str, difference: TopicDifference, states: States, waiting: Mapping[tuple[str, str, int], int]
 ) -> Finding:
     held = [
@@ -418,7 +422,7 @@ def _difference(
     )  # fmt: skip
 
 
-def _modes(group: str, states: States) -> Iterator[Finding]:
+def _mode_findings(group: str, states: States) -> Iterator[Finding]:
     for name, mode_of in (
         ("model", lambda state: state.model.name.lower()),
         ("order", lambda state: "orderly" if state.is_orderly else "concurrent"),
@@ -436,7 +440,7 @@ def _modes(group: str, states: States) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _owners(
+def _owner_findings(
     view: StoreView, connections: GroupConnections, states: States, waiting: Mapping[tuple[str, str, int], int]
 ) -> Iterator[Finding]:
     group, broker = connections.group, view.broker
@@ -457,8 +461,8 @@ def _owners(
                     shares[client_id] += 1
         if not topic.startswith(RETRY_PREFIX):
             idle.update(shares)
-            yield from _shares(group, topic, shares)
-        yield from _owned(group, topic, owners, waiting)
+            yield from _share_findings(group, topic, shares)
+        yield from _ownership_findings(group, topic, owners, waiting)
     without = [client_id for client_id, count in idle.items() if not count]
     if without:
         yield Finding(
@@ -469,7 +473,7 @@ def _owners(
         )  # fmt: skip
 
 
-def _shares(group: str, topic: str, shares: Mapping[str, int]) -> Iterator[Finding]:
+def _share_findings(group: str, topic: str, shares: Mapping[str, int]) -> Iterator[Finding]:
     largest, smallest = max(shares.values(), default=0), min(shares.values(), default=0)
     if largest > smallest + 1:
         yield Finding(
@@ -479,7 +483,7 @@ def _shares(group: str, topic: str, shares: Mapping[str, int]) -> Iterator[Findi
         )  # fmt: skip
 
 
-def _owned(
+def _ownership_findings(
     group: str, topic: str, owners: Mapping[int, list[str]], waiting: Mapping[tuple[str, str, int], int]
 ) -> Iterator[Finding]:
     unowned = [queue_id for queue_id, client_ids in owners.items() if not client_ids]

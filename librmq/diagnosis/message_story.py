@@ -139,7 +139,7 @@ def _log_events(store: MessageStore, records: Sequence[StoredMessage]) -> list[S
             waiting.setdefault(key, []).append(real)
             events.append(_event(message, "delayed", *_delayed(message, real)))
             continue
-        description = _of_brokers_topic(message)
+        description = _broker_event(message)
         if description is None:
             is_delivery = topic in waiting.get(key, ())
             again = key is not None and (key, topic) in seen
@@ -154,7 +154,7 @@ def _log_events(store: MessageStore, records: Sequence[StoredMessage]) -> list[S
     return sorted(events, key=lambda event: event.physical_offset)
 
 
-def _of_brokers_topic(message: StoredMessage) -> tuple[EventKind, str | None, str] | None:
+def _broker_event(message: StoredMessage) -> tuple[EventKind, str | None, str] | None:
     """Return event, group and note of a record in a topic that the broker writes; None for one of producers."""
     properties, topic = message.properties, message.topic
     if topic == HALF_TOPIC:
@@ -235,15 +235,15 @@ def _group_events(view: StoreView, records: Sequence[StoredMessage]) -> Iterator
     topics = {message.topic for message in consumed}
     groups = [(name, offsets) for name, offsets in sorted(view.progress.items()) if name[1] in topics]
     if groups:
-        ends = _Ends(view, records)
+        outcomes = _Outcomes(view, records)
         for message in consumed:
             for (group, topic), offsets in groups:
                 if topic == message.topic:
-                    event, note = ends.of_group(group, message, offsets.get(message.queue_id))
+                    event, note = outcomes.outcome_of(group, message, offsets.get(message.queue_id))
                     yield _event(message, event, group, note)._replace(at_ms=None)
 
 
-class _Ends:
+class _Outcomes:
     """What became of records in consumer groups: dead letters, filters, skips and progress."""
 
     def __init__(self, view: StoreView, records: Sequence[StoredMessage]) -> None:
@@ -255,7 +255,7 @@ class _Ends:
         now_ms = (view.now_ms or 0) + DEAD_ON_LOAD_MS  # so that a group that lived at the last save counts as alive
         self._registrations = view.tables.registrations(now_ms) if view.broker is None else view.broker.store.filters
 
-    def of_group(self, group: str, message: StoredMessage, progress: int | None) -> tuple[EventKind, str]:
+    def outcome_of(self, group: str, message: StoredMessage, progress: int | None) -> tuple[EventKind, str]:
         """Return the last event of a record in a group, with a note; ``progress`` is that in its queue."""
         letter = self._later_copy(message, DEAD_LETTER_PREFIX + group)
         if letter is not None:

@@ -234,14 +234,14 @@ def _timers_in_the_wheel(
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(units)], strict=True):
         magics = units[begin:end, 2]
         deletes = units[begin:end, 1][(magics & DELETE > 0) & (magics & ROLL == 0)]
-        deleted = {message.properties.get(DELETE_KEY) for _, message in _of_slot(store, log, deletes)}
-        for magic, message in _of_slot(store, log, units[begin:end, 1][magics & DELETE == 0]):
+        deleted = {message.properties.get(DELETE_KEY) for _, message in _messages_of_slot(store, log, deletes)}
+        for magic, message in _messages_of_slot(store, log, units[begin:end, 1][magics & DELETE == 0]):
             key, topic = message.unique_key, message.properties.get(record.PROPERTY_REAL_TOPIC, "")
             if magic & ROLL or key is None or not deleted or delete_key(topic, key) not in deleted:
                 yield java_long(message.properties.get(OUT_MS, "0")) or 0, message
 
 
-def _of_slot(
+def _messages_of_slot(
     store: MessageStore, log: TimerLog, positions: np.ndarray[tuple[int], np.dtype[np.int64]]
 ) -> Iterator[tuple[int, StoredMessage]]:
     for position in positions.tolist():
@@ -354,16 +354,16 @@ def half_findings(source: Source, thresholds: Thresholds | None = None) -> list[
     limits = thresholds or Thresholds()
     halves_by_topic: dict[tuple[str, str], list[GivenUpHalf]] = {}
     with viewed(source) as view:
-        unchecked = list(_unchecked(view, limits))
+        unchecked = list(_unchecked_findings(view, limits))
         for half in given_up(view):
             halves_by_topic.setdefault((half.group, half.topic), []).append(half)
     return [
         *unchecked,
-        *(_given_up(group, topic, halves, limits) for (group, topic), halves in halves_by_topic.items()),
+        *(_given_up_finding(group, topic, halves, limits) for (group, topic), halves in halves_by_topic.items()),
     ]
 
 
-def _given_up(group: str, topic: str, halves: list[GivenUpHalf], limits: Thresholds) -> Finding:
+def _given_up_finding(group: str, topic: str, halves: list[GivenUpHalf], limits: Thresholds) -> Finding:
     return Finding(
         "given-up-halves",
         "error" if topic in limits.topics else "warning",
@@ -381,7 +381,7 @@ def _given_up(group: str, topic: str, halves: list[GivenUpHalf], limits: Thresho
     )
 
 
-def _unchecked(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
+def _unchecked_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield the halves that no check has asked about, though it was due long ago."""
     halves_by_topic: dict[tuple[str, str], list[tuple[int, StoredMessage]]] = {}
     for check_ms, half in open_halves(view.store, view.tables):

@@ -114,14 +114,16 @@ def plan_skip(
         age_from_ms = view.now_ms if now_ms is None else now_ms
         for row in rows:
             begin = row.next_offset
-            end = min(max(begin, _target(view, row, older_than, lag_above, age_from_ms)), row.max_offset)
+            end = min(max(begin, _end_offset(view, row, older_than, lag_above, age_from_ms)), row.max_offset)
             if begin < end:
                 queues.append(_skipped_queue(view, row, begin, end))
         policy = "end" if to_end else f"older than {older_than:g} s" if older_than is not None else f"lag > {lag_above}"
         return Skip(group, topic, policy, None, tuple(queues))
 
 
-def _target(view: StoreView, row: QueueLag, older_than: float | None, lag_above: int | None, now_ms: int | None) -> int:
+def _end_offset(
+    view: StoreView, row: QueueLag, older_than: float | None, lag_above: int | None, now_ms: int | None
+) -> int:
     if lag_above is not None:
         return row.max_offset - lag_above
     if older_than is None:
@@ -150,9 +152,9 @@ def skip(broker: Broker, plan: Skip) -> Skip:
         BrokerError: The topic does not exist.
         BrokerUnreachableError: The broker is closed.
     """
-    _check_still_right(broker, plan)
+    _check_plan(broker, plan)
     done = plan._replace(at_ms=broker.runner.now_ms())
-    _note(broker, done)  # first: a record without its skip does no harm
+    _record(broker, done)  # first: a record without its skip does no harm
     for queue in plan.queues:
         broker.reset_group(plan.group, plan.topic, queue.end, queue_id=queue.queue_id)
     return done
@@ -171,7 +173,7 @@ def set_aside(broker: Broker, plan: Skip, topic: str) -> Skip:
         BrokerUnreachableError: The broker is closed.
     """
     queues = _other_topic(broker, plan, topic).write_queues
-    for number, message in enumerate(_passed_over(broker, plan)):
+    for number, message in enumerate(_skipped_messages(broker, plan)):
         copy = Message(topic, message.body, flag=message.flag)
         copy.properties.update(_own_properties(message))
         host = message.born_host or LOCAL_HOST
@@ -210,7 +212,7 @@ def _other_topic(broker: Broker, plan: Skip, topic: str, queues: int | None = No
     """Return the topic that a plan's messages go to; create it if it is new, by default with the plan's queues."""
     if topic == plan.topic:
         raise ConfigError(f"topic {topic!r}: expected another one than the plan's")
-    _check_still_right(broker, plan)
+    _check_plan(broker, plan)
     topics = broker.topics()
     if topic not in topics:
         broker.create_topic(topic, queues or topics[plan.topic].write_queues)
@@ -224,12 +226,12 @@ def _own_properties(message: StoredMessage) -> dict[str, str]:
     }
 
 
-def _passed_over(broker: Broker, plan: Skip) -> Iterator[StoredMessage]:
+def _skipped_messages(broker: Broker, plan: Skip) -> Iterator[StoredMessage]:
     for queue in plan.queues:
         yield from broker.store.messages(plan.topic, queue.queue_id, queue.begin, queue.end)
 
 
-def _check_still_right(broker: Broker, plan: Skip) -> None:
+def _check_plan(broker: Broker, plan: Skip) -> None:
     now = broker.consumer_offsets(plan.group, plan.topic)
     for queue in plan.queues:
         if now.get(queue.queue_id, 0) > queue.end:
@@ -325,7 +327,7 @@ def skipped(source: Source) -> list[Skip]:
         return notes
 
 
-def _note(broker: Broker, done: Skip) -> None:
+def _record(broker: Broker, done: Skip) -> None:
     files, folder = broker.store.files, os.path.join(broker.store.path, directory.OWN)
     path = os.path.join(folder, _FILE)
     make_folders(files, folder)

@@ -140,10 +140,10 @@ def waiting_origins(
         for row in lag(view, group=group, topic=topic, times=False):
             if row.lag:
                 rows.setdefault((row.group, row.topic), []).append(row)
-        return [_of_topic(view, *name, rows_of_topic, sampled) for name, rows_of_topic in rows.items()]
+        return [_origins(view, *name, rows_of_topic, sampled) for name, rows_of_topic in rows.items()]
 
 
-def _of_topic(view: StoreView, group: str, topic: str, rows: list[QueueLag], sampled: int) -> WaitingOrigins:
+def _origins(view: StoreView, group: str, topic: str, rows: list[QueueLag], sampled: int) -> WaitingOrigins:
     total = sum(row.lag for row in rows)
     if topic.startswith(RETRY_PREFIX):
         return WaitingOrigins(group, topic, total, total, 0, 0, total)

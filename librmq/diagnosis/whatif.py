@@ -141,14 +141,14 @@ def estimate(consumption: Consumption) -> Estimate:
         len(unowned),
     )
     utilisation = consumption.stored_per_s / rate if rate else math.inf
-    wait = _wait(consumption, rate, utilisation)
+    wait = _mean_wait(consumption, rate, utilisation)
     total = sum(consumption.lags)
     if any(consumption.lags[queue] for queue in unowned) or (unowned and inflow):
         return Estimate(None, None, None, rate, utilisation, None, "unowned queues", *facts)
     if not total:
         return Estimate(0.0, 0.0, 0.0, rate, utilisation, wait, "nothing", *facts)
-    full = _whole(consumption, shares, rates, inflow, bound)
-    alone = _whole(
+    full = _drain_of_group(consumption, shares, rates, inflow, bound)
+    alone = _drain_of_group(
         consumption, shares, rates, inflow * (1 if consumption.is_orderly else consumption.batch_size), bound
     )
     mean, variance, what = alone if max(consumption.lags) < _HELD else full
@@ -166,12 +166,12 @@ def estimate(consumption: Consumption) -> Estimate:
     )
 
 
-def _whole(
+def _drain_of_group(
     consumption: Consumption, shares: list[list[int]], rates: list[float], inflow: float, bound: str
 ) -> tuple[float, float, str]:
     """Return mean and variance of the time in which the group drains all queues, and its bound."""
     times = [
-        _drain(consumption, [consumption.lags[queue] for queue in share], rate, inflow, bound)
+        _drain_of_client(consumption, [consumption.lags[queue] for queue in share], rate, inflow, bound)
         for share, rate in zip(shares, rates, strict=True)
         if share and any(consumption.lags[queue] or inflow for queue in share)
     ]
@@ -179,7 +179,9 @@ def _whole(
     if limit is not None and bound == "downstream":  # a finished client leaves its share of it to the others
         spare = limit - consumption.stored_per_s
         together = sum(consumption.lags) / spare if spare > 0 else math.inf
-        times = [(max(together, _alone(consumption, shares, inflow)), max(time[1] for time in times), bound)]
+        times = [
+            (max(together, _drain_without_limit(consumption, shares, inflow)), max(time[1] for time in times), bound)
+        ]
     return *_latest([time[:2] for time in times]), max(times)[2]
 
 
@@ -197,28 +199,30 @@ def _rate(consumption: Consumption, queues: int) -> float:
     return parallel * consumption.batch_size / consumption.handler_s
 
 
-def _alone(consumption: Consumption, shares: list[list[int]], inflow: float) -> float:
+def _drain_without_limit(consumption: Consumption, shares: list[list[int]], inflow: float) -> float:
     """Return the longest time of a client if the downstream were no limit."""
     times = [
-        _drain(consumption, [consumption.lags[queue] for queue in share], _rate(consumption, len(share)), inflow, "")[0]
+        _drain_of_client(
+            consumption, [consumption.lags[queue] for queue in share], _rate(consumption, len(share)), inflow, ""
+        )[0]
         for share in shares
         if share
     ]
     return max(times)
 
 
-def _drain(
+def _drain_of_client(
     consumption: Consumption, lags: list[int], rate: float, inflow: float, bound: str
 ) -> tuple[float, float, str]:
     """Return mean and variance of the time in which one client drains its queues, and its bound."""
-    time = _stretch(consumption, sum(lags), rate, inflow * len(lags), _parallel(consumption, lags))
+    time = _drain_time(consumption, sum(lags), rate, inflow * len(lags), _parallel_calls(consumption, lags))
     if consumption.is_orderly and inflow and consumption.threads < len(lags):
         turn = min(_TURN_S, time[0]) / 2  # a thread stays with a queue that gets new messages, while others wait
         time = time[0] + turn * (consumption.threads > 1), time[1] + (0.75 * turn) ** 2
     times = [(*time, bound)]
     if consumption.is_orderly:  # one listener a queue
         queue_rate = min(rate, consumption.batch_size / consumption.handler_s)
-        times_of_queues = [_stretch(consumption, waiting, queue_rate, inflow, 1) for waiting in lags]
+        times_of_queues = [_drain_time(consumption, waiting, queue_rate, inflow, 1) for waiting in lags]
         times.append(
             (*(_latest(times_of_queues) if consumption.threads >= len(lags) else max(times_of_queues)), "one queue")
         )
@@ -242,11 +246,13 @@ def _latest(times: list[tuple[float, float]]) -> tuple[float, float]:
     return mean, variance
 
 
-def _parallel(consumption: Consumption, lags: list[int]) -> int:
+def _parallel_calls(consumption: Consumption, lags: list[int]) -> int:
     return min(consumption.threads, sum(map(bool, lags)) or 1) if consumption.is_orderly else consumption.threads
 
 
-def _stretch(consumption: Consumption, messages: int, rate: float, inflow: float, parallel: int) -> tuple[float, float]:
+def _drain_time(
+    consumption: Consumption, messages: int, rate: float, inflow: float, parallel: int
+) -> tuple[float, float]:
     """Return mean and variance of the time of some messages at a rate, the last calls among them."""
     if messages and rate <= inflow:
         return math.inf, 0.0
@@ -264,7 +270,7 @@ def _harmonic(number: int) -> float:
     return sum(1 / call for call in range(1, number + 1)) if number < 100 else math.log(number) + 0.5772
 
 
-def _wait(consumption: Consumption, rate: float, utilisation: float) -> float | None:
+def _mean_wait(consumption: Consumption, rate: float, utilisation: float) -> float | None:
     """Return the mean time in the queue by Erlang's C, with Allen and Cunneen's factor for the spread."""
     if utilisation >= 1 or not rate:
         return None

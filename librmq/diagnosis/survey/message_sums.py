@@ -106,7 +106,7 @@ class KeyCounts:
             self._keyed[topic] += len(keys_of_topic)
             self._frequent[topic].update(keys_of_topic)
 
-    def look_back(
+    def count_repeats(
         self, topics: Sequence[str], keys: Sequence[str], unique: Sequence[str | None], times_ms: Sequence[int]
     ) -> None:
         """Compare messages whose keys are in one share with earlier ones."""
@@ -448,7 +448,7 @@ def _add_batch(batch: Any, traffic: Traffic) -> None:  # noqa: ANN401 (a batch o
     traffic.keys.count([topics[code] for code in codes[counted].tolist()], keys.take(pa.array(counted)).to_pylist())
     if shares > 1:
         keyed = keyed[share_of(_last_bytes(keys)[keyed], shares) == 0]
-    traffic.keys.look_back(
+    traffic.keys.count_repeats(
         [topics[code] for code in codes[keyed].tolist()],
         keys.take(pa.array(keyed)).to_pylist(),
         batch.column("uniqueKey").take(pa.array(keyed)).to_pylist(),
@@ -523,7 +523,7 @@ def _by_messages(view: StoreView, name: str, scope: ReportScope, traffic: Traffi
         counted = [message for place, message in keyed if share_of(place, shares) == 0]
         traffic.keys.count([message.topic for message in counted], [" ".join(message.keys) for message in counted])
         same = [message for _, message in keyed if _in_share(message, shares)]
-        traffic.keys.look_back(
+        traffic.keys.count_repeats(
             [message.topic for message in same],
             [" ".join(message.keys) for message in same],
             [message.unique_key for message in same],

@@ -17,7 +17,7 @@ from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis.checks import diagnose, registered_filters
 from librmq.diagnosis.damage import damage_finding, message_count, not_verified, unverified_damage
 from librmq.diagnosis.deadletters import dead_letter_causes, dead_letters, sum_up_causes
-from librmq.diagnosis.findings import Finding, Thresholds, place_of
+from librmq.diagnosis.findings import Finding, Thresholds, finding_order
 from librmq.diagnosis.group_lag import Lag, lag
 from librmq.diagnosis.pending import PendingMessage, pending_messages
 from librmq.diagnosis.survey.message_sums import (
@@ -431,7 +431,7 @@ def join_parts(
     findings = sorted(
         (finding for part in parts for finding in part.findings),
         key=lambda finding: (
-            *place_of(finding.kind, finding.severity, finding.subject, finding.evidence),
+            *finding_order(finding.kind, finding.severity, finding.subject, finding.evidence),
             finding.store,
         ),
     )
