@@ -24,30 +24,18 @@ from typing import Any, Final
 
 import numpy as np
 
-CHECKOUT: Final = Path(__file__).resolve().parent.parent
+from librmq.config import StoreConfig
+from librmq.errors import RmqError
+from librmq.files.memory import MemoryFiles
+from librmq.message.message import Message, StoredMessage
+from librmq.runtime.core import CORE, CORE_STATE
+from librmq.store import MessageStore
+
+SOURCE: Final = Path(__file__).resolve().parent.parent / "core"
 FLAGS: Final = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
 NAMES: Final = ("TAGS", "KEYS", "UNIQ_KEY", "DELAY", "WAIT", "region", "é", "n" * 300, "\U0001f600")
 USUAL_NAMES: Final = ("TAGS", "KEYS", "UNIQ_KEY", "region", "amount")
 TEXTS: Final = ("", "a", "b c", "é", "日本", "\U0001f600x", "x" * 4000, "\ud800", "a\2b", "a\1b", "3")
-
-
-def sanitizer() -> str:
-    """Return the path of the sanitizer's library, or why there is none after a question mark."""
-    compiler = shutil.which(os.environ.get("CC", "gcc"))
-    if compiler is None:
-        return "?no C compiler"
-    found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False)
-    library = found.stdout.strip()
-    return library if found.returncode == 0 and os.path.isabs(library) else f"?{compiler} has no address sanitizer"
-
-
-def build(scratch: Path) -> None:
-    """Build the core with sanitizers into ``scratch``."""
-    source = scratch / "source"
-    shutil.copytree(CHECKOUT / "core", source, ignore=shutil.ignore_patterns("build", "*.egg-info", "*.c"))
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    variables = {**os.environ, "CFLAGS": FLAGS, "LDFLAGS": FLAGS}
-    subprocess.run([*command, "--target", str(scratch / "built"), str(source)], env=variables, check=True)
 
 
 def damaged(chance: random.Random, data: bytes) -> bytes:
@@ -66,11 +54,6 @@ class Fuzzer:
     """Calls of the core with data that no caller would give."""
 
     def __init__(self, seed: int) -> None:
-        from librmq.config import StoreConfig
-        from librmq.files.memory import MemoryFiles
-        from librmq.runtime.core import CORE, CORE_STATE
-        from librmq.store import MessageStore
-
         if CORE.module is None:
             raise SystemExit(f"the core that was just built does not run: {CORE_STATE}")
         self.core = CORE.module
@@ -87,9 +70,6 @@ class Fuzzer:
 
     def append(self) -> None:
         """Append a message, or a batch, of unusual properties and sizes."""
-        from librmq.errors import RmqError
-        from librmq.message.message import Message
-
         chance = self.chance
         is_usual = chance.random() < 0.7
         names = USUAL_NAMES if is_usual else (*NAMES, *(f"p{number}" for number in range(chance.choice((0, 3, 70)))))
@@ -128,9 +108,6 @@ class Fuzzer:
 
     def read_body(self, raw: bytes) -> None:
         """Read the parts of a damaged message."""
-        from librmq.errors import RmqError
-        from librmq.message.stored_message import StoredMessage
-
         with suppress(RmqError):
             _ = StoredMessage(damaged(self.chance, raw)).body
 
@@ -188,42 +165,37 @@ class Fuzzer:
 
 
 def main() -> int:
-    """Build, fuzz in a process with the sanitizer's library, and return its status."""
+    """Build the core with sanitizers, fuzz it in a process with their library, and return its status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=20, metavar="N", help="how long to fuzz (20)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the damage (1)")
-    parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.run:
-        fuzzer = Fuzzer(chosen.seed)
-        print(f"{fuzzer.run(chosen.seconds)} calls, {fuzzer.core.counts()}: nothing found")
+    options = parser.parse_args()
+    if "ASAN_OPTIONS" in os.environ:  # in the process that is started below
+        fuzzer = Fuzzer(options.seed)
+        print(f"{fuzzer.run(options.seconds)} calls, {fuzzer.core.counts()}: nothing found")
         return 0
-    library = sanitizer()
-    if library.startswith("?"):
-        print(f"skipped: {library[1:]}")
+    compiler = shutil.which(os.environ.get("CC", "gcc")) or "false"
+    asked = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False)
+    library = asked.stdout.strip()
+    if not os.path.isabs(library):
+        print("skipped: no C compiler with an address sanitizer")
         return 0
-    with tempfile.TemporaryDirectory(prefix="librmq-fuzz-") as folder:
-        scratch = Path(folder)
-        build(scratch)
+    with tempfile.TemporaryDirectory(prefix="librmq-fuzz-") as scratch:
+        source = shutil.copytree(
+            SOURCE, f"{scratch}/source", ignore=shutil.ignore_patterns("build", "*.egg-info", "*.c")
+        )
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        flags = {"CFLAGS": FLAGS, "LDFLAGS": FLAGS}
+        subprocess.run([*pip, "--target", f"{scratch}/built", source], env={**os.environ, **flags}, check=True)
         variables = {
             **os.environ,
             "LD_PRELOAD": library,
             "ASAN_OPTIONS": "detect_leaks=0",
             "PYTHONMALLOC": "malloc",
             "LIBRMQ_CORE": "on",
-            "PYTHONPATH": os.pathsep.join((str(scratch / "built"), os.environ.get("PYTHONPATH", ""))),
+            "PYTHONPATH": f"{scratch}/built{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         }
-        command = [
-            sys.executable,
-            "-P",
-            __file__,
-            "--run",
-            "--seconds",
-            str(chosen.seconds),
-            "--seed",
-            str(chosen.seed),
-        ]
-        return 1 if subprocess.run(command, env=variables, check=False).returncode else 0
+        return 1 if subprocess.run([sys.executable, "-P", *sys.argv], env=variables, check=False).returncode else 0
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.reference import CHECKOUT
 
 FOLDERS = ("librmq", "docs", "examples", "benchmarks", "tools", "tests")
@@ -66,21 +64,6 @@ def test_no_text_has_an_odd_word() -> None:
         if (match := pattern.search(line))
     ]
     assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Whoever waits, waits",
-        "as in the original",
-        "a second failure is told once",
-        "and the store goes on",
-        "closed all the same",
-        "the producer wakes before his turn",
-    ],
-)
-def test_an_odd_word_is_found(text: str) -> None:
-    assert any(re.search(rf"\b({odd})\b", text, re.IGNORECASE) for odd in ODD)
 
 
 def test_no_file_has_marks_of_a_merge() -> None:

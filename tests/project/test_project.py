@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 import librmq
-from tests import budget
-from tests.conftest import SlowBudget, SlowTime, StoreCopy
-from tests.data.cut import cut, spread, spread_each
+from tests.conftest import StoreCopy
+from tests.data.cut import cut
 from tests.programs import POSIX
-from tests.reference import CHECKOUT, COMPACT, jsonl, reference, rows, store_folders, unpack_compact
+from tests.reference import CHECKOUT, COMPACT, jsonl, rows, store_folders, unpack_compact
 
 
 def fake_python(folder: Path, name: str, version: str, *, is_new: bool, has_venv: bool) -> None:
@@ -107,15 +106,6 @@ def test_the_core_has_the_licence_and_version_of_librmq() -> None:
     assert core["version"] == librmq.__version__
 
 
-def test_the_quick_check_tries_a_part_from_first_to_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = range(10)
-    monkeypatch.setattr(budget, "run", budget.Run(quick=False))
-    assert (budget.examples(100), list(budget.some(cases))) == (100, list(cases))
-    monkeypatch.setattr(budget, "run", budget.Run(quick=True))
-    assert (budget.examples(100), list(budget.some(cases))) == (12, [0, 8, 9])
-    assert (budget.examples(1), list(budget.some([]))) == (1, [])
-
-
 @pytest.mark.spark
 def test_java_knows_the_options_of_a_short_session() -> None:
     """And prints no warning, which each program on Spark would show."""
@@ -150,30 +140,6 @@ def test_in_ci_a_skip_is_a_failure_unless_marked(tmp_path: Path) -> None:
         child = run_pytest(tmp_path, "--continue-on-collection-errors", CI=ci)
         tallies.append(child.stdout.splitlines()[-1].strip("= ").rpartition(" in ")[0])
     assert tallies == ["1 failed, 1 passed, 1 skipped, 1 xfailed, 1 error", "1 passed, 3 skipped, 1 xfailed"]
-
-
-def test_the_budget_of_a_slow_test_has_a_floor_and_a_ceiling() -> None:
-    nothing, plenty = SlowBudget(0), SlowBudget(1000)
-    assert list(nothing.rounds(10, at_least=3)) == [0, 1, 2]
-    assert list(plenty.rounds(10, "points")) == list(range(10))
-    assert nothing.reached[0].startswith("3 of 10 rounds in ")
-    assert plenty.reached[0].startswith("10 of 10 points in ")
-
-
-def test_slow_tests_share_the_remaining_time(tmp_path: Path) -> None:
-    here, there = (SlowTime(tmp_path, 100, 4) for _ in range(2))  # two processes
-    assert here.share("a") == 25
-    assert there.share("b") == 25
-    here.note("a", 5)  # it was quicker, so the others get more
-    assert here.share("c") == 35
-    there.note("b", 90)  # it took longer than its share
-    assert there.share("d") == 0
-
-
-def test_rows_are_spread_from_first_to_last() -> None:
-    assert spread(list(range(100)), 4) == [0, 33, 66, 99]
-    assert spread([1, 2], 4) == [1, 2]
-    assert spread_each(list(range(10)), lambda number: number % 2, 2) == [0, 1, 8, 9]
 
 
 @pytest.mark.parametrize("folder", store_folders())
@@ -249,8 +215,3 @@ class TestCompactPart:
             for name in old.getnames():
                 contents = [archive.extractfile(name) for archive in (new, old)]
                 assert len({content.read() for content in contents if content}) == 1, name
-
-
-def test_reference_data_are_named_in_the_header() -> None:
-    assert reference().folder.is_dir()
-    assert reference().origin

@@ -58,7 +58,7 @@ def test_expired_files_are_deleted_at_any_hour() -> None:
         client.beat("c", "g", topics=("t",))
         for queue_id in range(4):
             client.call(Code.UPDATE_CONSUMER_OFFSET, consumer_group="g", topic="t", queue_id=queue_id, commit_offset=0)
-        assert client.ask(Code.GET_BROKER_CONSUME_STATS)["totalDiff"] == left  # deleted messages wait for nobody
+        assert client.ask(Code.GET_BROKER_CONSUME_STATS)["totalDiff"] == left  # deleted messages wait for no group
 
 
 def test_every_code_has_an_answer(client: RawClient) -> None:
