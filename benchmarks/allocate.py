@@ -6,72 +6,55 @@ kept between calls, as in a client between rebalances. "Ring rebuilt" is the cos
 
 from __future__ import annotations
 
-import statistics
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, rate
-from librmq.client import allocation as allocation_module
+from benchmarks.frame import Bench, Case, Target, Timed, main
+from librmq.client import allocation
 from librmq.client.allocation import allocate_averagely, allocate_consistent_hash, own_share
 from librmq.message.message import MessageQueue
 
 QUEUES: Final = tuple(MessageQueue("OrderTopic", f"broker-{at // 50}", at % 50) for at in range(1000))
 CLIENTS: Final = tuple(f"10.1.{at // 250}.{at % 250}@{30000 + at}" for at in range(100))
-SHARES: Final = 2_000
 
 
-def _run(share: Callable[[str], object], count: int, *, anew: bool = False) -> Run:
-    def run(_: Path) -> float:
-        share(CLIENTS[0])
-        with Stopwatch() as watch:
-            for number in range(count):
-                if anew:
-                    allocation_module._ring.cache_clear()
-                share(CLIENTS[number % len(CLIENTS)])
-        return count / watch.seconds
-
-    return run
+def shares(bench: Bench, _: Path, *, share: Callable[[str], object], count: int, rebuilt: bool = False) -> Timed:
+    """Compute shares of one client after the other."""
+    share(CLIENTS[0])
+    yield
+    for number in range(bench.count(count)):
+        if rebuilt:
+            allocation._ring.cache_clear()
+        share(CLIENTS[number % len(CLIENTS)])
+    yield bench.count(count)
 
 
-def allocation(bench: Bench) -> list[Row]:
-    """Return shares a second, for 1,000 queues and 100 clients."""
-    count = bench.count(SHARES)
-    rates = bench.interleave(
-        {
-            "consistent hash": _run(lambda client: allocate_consistent_hash(client, QUEUES, CLIENTS), count),
-            "consistent hash, ring rebuilt": _run(
-                lambda client: allocate_consistent_hash(client, QUEUES, CLIENTS), bench.count(SHARES // 20), anew=True
-            ),
-            "consistent hash, with sorting": _run(
-                lambda client: own_share(client, QUEUES, CLIENTS, allocate_consistent_hash), bench.count(SHARES // 4)
-            ),
-            "averagely": _run(lambda client: allocate_averagely(client, QUEUES, CLIENTS), count),
-        }
+def by_hash(client: str) -> object:
+    """Compute a share by consistent hash."""
+    return allocate_consistent_hash(client, QUEUES, CLIENTS)
+
+
+def with_sorting(client: str) -> object:
+    """Compute a share with everything that a client does in a rebalance."""
+    return own_share(client, QUEUES, CLIENTS, allocate_consistent_hash)
+
+
+def averagely(client: str) -> object:
+    """Compute a share by the usual strategy."""
+    return allocate_averagely(client, QUEUES, CLIENTS)
+
+
+CASES: Final = [
+    Case("allocate 1,000 queues to 100 clients", run, detail, target=target, unit="/s")
+    for detail, run, target in (
+        ("consistent hash", partial(shares, share=by_hash, count=2_000), Target(1000)),
+        ("consistent hash, ring rebuilt", partial(shares, share=by_hash, count=100, rebuilt=True), Target()),
+        ("consistent hash, with sorting", partial(shares, share=with_sorting, count=500), Target()),
+        ("averagely", partial(shares, share=averagely, count=2_000), Target()),
     )
-    targets = {"consistent hash": Target(1000)}
-    return [
-        Row(
-            "allocate 1,000 queues to 100 clients",
-            case,
-            "",
-            statistics.median(measured),
-            "/s",
-            targets.get(case, Target()),
-            ours=rate(statistics.median(measured), "shares/s"),
-        )
-        for case, measured in rates.items()
-    ]
-
-
-ROWS: Final[dict[str, Measure]] = {"allocation": allocation}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show the table, and return the exit status."""
-    return command("allocate", __doc__ or "", ROWS, ("numpy",), arguments)
-
+]
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main("allocate", __doc__, CASES)

@@ -14,249 +14,212 @@ import random
 import subprocess
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare
+from benchmarks.frame import CHECKOUT, Bench, Case, Part, Run, Setup, Target, Timed, from_setup, main
+from librmq.config import StoreConfig
+from librmq.message import Message
+from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerTables
 
 TOPICS: Final = 10
 QUEUES: Final = 100
 MESSAGES: Final = 20
-COUNTED: Final = 400_000
-REPORTED: Final = 400_000
-PACKAGES: Final = ("numpy",)
+MANY: Final = 400_000
+"""Messages that are counted and reported."""
 
 
-def _made(folder: Path, groups: int, topics: int) -> str:
-    from librmq.config import StoreConfig
-    from librmq.message import Message
-    from librmq.store import MessageStore
-    from librmq.store.format.broker_tables import BrokerTables
-
-    path = str(folder / f"lag-{groups}")
-    with MessageStore.open(
-        path, StoreConfig(commitlog_file_size=64 << 20, consumequeue_file_size=20_000), background=False
-    ) as store:
-        for _ in range(MESSAGES):
-            for topic in range(topics):
-                for queue_id in range(QUEUES):
-                    store.append(Message(f"T{topic}", b"x" * 50), queue_id)
-    tables = BrokerTables.open(os.path.join(path, "config"))
-    rng = random.Random(1)
-    for group in range(groups):
-        for topic in range(topics):
-            tables.offsets.set(f"T{topic}@G{group}", {each: rng.randrange(MESSAGES + 1) for each in range(QUEUES)})
-    tables.persist(1)
-    return path
+# ------------------------------------------------------------------------------------------------------------------ lag
 
 
-def _process(*words: str) -> Run:
-    """Return a run of a whole command, its start included."""
-
-    def run(_: Path) -> float:
-        with Stopwatch() as watch:
-            subprocess.run((sys.executable, "-m", "librmq", *words), check=True, stdout=subprocess.DEVNULL)
-        return watch.seconds
-
-    return run
-
-
-def _numpy_alone(_: Path) -> float:
-    with Stopwatch() as watch:
-        subprocess.run((sys.executable, "-c", "import numpy"), check=True)
-    return watch.seconds
-
-
-def lags(bench: Bench) -> list[Row]:
-    """Time whole processes. The requirement is for an idle machine; the ratio shows the share of the start."""
-    topics = max(1, round(TOPICS * bench.scale))
-    rows: list[Row] = []
-    for groups, at_most_s, by_group_s in ((1, 0.3, 0.3), (100, 1.5, 0.5)):
-        path = _made(bench.scratch, groups, topics)
-        case = f"{groups * topics * QUEUES:,} rows"
-        limits = {case: at_most_s, f"{case}, by group": by_group_s}
-        runs = {case: _process("lag", path), f"{case}, by group": _process("lag", path, "--by", "group")}
-        rows += _of_processes(bench, "lag", runs, limits)
-    return rows
+def progress(bench: Bench, groups: int) -> Iterator[tuple[str, int]]:
+    """Yield a store in whose queues groups have progress, and the number of rows of its lag."""
+    config, rng = StoreConfig(commitlog_file_size=64 << 20, consumequeue_file_size=20_000), random.Random(1)
+    topics = [f"T{number}" for number in range(max(1, round(TOPICS * bench.scale)))]
+    with bench.folder() as folder:
+        path = str(folder / "store")
+        with MessageStore.open(path, config, background=False) as store:
+            for _ in range(MESSAGES):
+                for topic in topics:
+                    for queue_id in range(QUEUES):
+                        store.append(Message(topic, b"x" * 50), queue_id)
+        tables = BrokerTables.open(os.path.join(path, "config"))
+        for group in range(groups):
+            for topic in topics:
+                offsets = {queue_id: rng.randrange(MESSAGES + 1) for queue_id in range(QUEUES)}
+                tables.offsets.set(f"{topic}@G{group}", offsets)
+        tables.persist(1)
+        yield path, groups * len(topics) * QUEUES
 
 
-def _of_processes(bench: Bench, path: str, runs: dict[str, Run], limits: dict[str, float]) -> list[Row]:
-    """Compare whole commands with the start of numpy alone, and with their limits in seconds."""
-    times = bench.interleave({**runs, "numpy": _numpy_alone})
-    rows = []
-    for case, at_most_s in limits.items():
-        rows.append(compare(path, case, "python -c 'import numpy'", times[case], times["numpy"],
-                            unit="s", limit=True))  # fmt: skip
-        seconds = sorted(times[case])[len(times[case]) // 2]
-        rows.append(Row(path, f"{case}, start included", "", seconds, "s", Target(at_most_s, at_most=True)))
-    return rows
+def process(given: tuple[str, int], _: Path, *, words: Sequence[str]) -> Timed:
+    """Run a whole command, its start included."""
+    yield
+    subprocess.run((sys.executable, "-m", "librmq", *words, given[0]), check=True, stdout=subprocess.DEVNULL)
+    yield 1
 
 
-def shows(bench: Bench) -> list[Row]:
-    """Time ``show --limit 10`` on a small and on a large store, whole processes: the size must not matter."""
-    from librmq.config import StoreConfig
-    from librmq.message import Message
-    from librmq.store import MessageStore
-
-    runs, limits = {}, {}
-    for count in (1000, round(COUNTED * bench.scale)):
-        path = str(bench.scratch / f"shown-{count}")
-        with MessageStore.open(path, StoreConfig(commitlog_file_size=64 << 20), background=False) as store:
-            for begin in range(0, count, 500):
-                store.append_batch([Message("T", b"x" * 200)] * 500, begin // 500 % 8)
-        case = f"{count:,} messages"
-        runs[case], limits[case] = _process("show", path, "--topic", "T", "--limit", "10"), 0.3
-    return _of_processes(bench, "show --limit 10", runs, limits)
+def numpy_alone(given: tuple[str, int], _: Path) -> Timed:
+    yield
+    subprocess.run((sys.executable, "-c", "import numpy"), check=True)
+    yield 1
 
 
-def loops(bench: Bench) -> list[Row]:
-    """Compare with a loop in plain Python over the same open store."""
+def lag_columns(given: tuple[str, int], _: Path) -> Timed:
     from librmq.diagnosis import StoreView, lag
 
-    topics = max(1, round(TOPICS * bench.scale))
-    path = _made(bench.scratch, 10, topics)
-    count = 10 * topics * QUEUES
-
-    def columns(_: Path) -> float:
-        with StoreView.open(path) as view, Stopwatch() as watch:
-            lag(view).by_group()
-        return count / watch.seconds
-
-    def loop(_: Path) -> float:
-        found = 0
-        with StoreView.open(path) as view, Stopwatch() as watch:
-            for name, offsets in view.tables.offsets.rows.items():
-                topic = name.partition("@")[0]
-                for queue_id in range(QUEUES):
-                    begin, end = view.store.queue_range(topic, queue_id)
-                    start = max(begin, offsets.get(queue_id, begin))
-                    message = next(view.store.messages(topic, queue_id, start, end), None)
-                    found += end - start + (message is not None and message.store_timestamp_ms < 0)
-        return count / watch.seconds
-
-    rates = bench.interleave({"columns": columns, "loop": loop})
-    return [compare("lag", f"{count:,} rows", "a loop in plain Python", rates["columns"], rates["loop"],
-                    unit="rows/s")]  # fmt: skip
+    path, count = given
+    with StoreView.open(path) as view:
+        yield
+        lag(view).by_group()
+        yield count
 
 
-def counts(bench: Bench) -> list[Row]:
-    """Compare ``count`` and ``stats`` with a plain read of header columns."""
+def lag_loop(given: tuple[str, int], _: Path) -> Timed:
+    """Look up each row in an open store."""
+    from librmq.diagnosis import StoreView
+
+    path, count = given
+    with StoreView.open(path) as view:
+        yield
+        for name, offsets in view.tables.offsets.rows.items():
+            topic = name.partition("@")[0]
+            for queue_id in range(QUEUES):
+                begin, end = view.store.queue_range(topic, queue_id)
+                next(view.store.messages(topic, queue_id, max(begin, offsets.get(queue_id, begin)), end), None)
+        yield count
+
+
+# ------------------------------------------------------------------------------------------------------ counts, reports
+
+
+def counted(bench: Bench) -> Iterator[tuple[str, int]]:
+    """Yield a store of messages with ten tags, and their number."""
+    count = max(round(MANY * bench.scale), 500)
+    with bench.folder() as folder:
+        path = str(folder / "store")
+        with MessageStore.open(path, StoreConfig(commitlog_file_size=256 << 20), background=False) as store:
+            for begin in range(0, count, 500):
+                topic = f"T{begin // 500 % 4}"
+                batch = [Message(topic, b"x" * 200, tags=f"tag{number % 10}") for number in range(500)]
+                store.append_batch(batch, begin // 500 % 8)
+        yield path, count
+
+
+def in_process(given: tuple[str, int], _: Path, *, words: Sequence[str]) -> Timed:
+    """Run a command in this process."""
     from librmq.cli import main
+
+    path, count = given
+    yield
+    with contextlib.redirect_stdout(io.StringIO()):
+        main([*words, path])
+    yield count
+
+
+def read_columns(given: tuple[str, int], _: Path, *, columns: Sequence[str], **options: Any) -> Timed:
     from librmq.columns import reader
-    from librmq.config import StoreConfig
-    from librmq.message import Message
-    from librmq.store import MessageStore
 
-    count, at_once = round(COUNTED * bench.scale), 500
-    path = str(bench.scratch / "counted")
-    with MessageStore.open(path, StoreConfig(commitlog_file_size=256 << 20), background=False) as store:
-        for begin in range(0, count, at_once):
-            batch = [Message(f"T{begin // at_once % 4}", b"x" * 200, tags=f"tag{each % 10}") for each in range(at_once)]
-            store.append_batch(batch, begin // at_once % 8)
-
-    def command_of(*words: str) -> Run:
-        def run(_: Path) -> float:
-            with Stopwatch() as watch, contextlib.redirect_stdout(io.StringIO()):
-                main([*words, path])
-            return count / watch.seconds
-
-        return run
-
-    def columns(_: Path) -> float:
-        with Stopwatch() as watch:
-            rows: int = sum(
-                batch.num_rows for batch in reader(path, columns=["topic", "storeTimestamp", "size"], checksums=False)
-            )
-        return rows / watch.seconds
-
-    ways = (["topic"], ["queue"], ["hour"], ["tag"], ["tag", "--sampled"])
-    commands = {f"count --by {' '.join(by)}": command_of("count", "--by", *by) for by in ways}
-    rates = bench.interleave({**commands, "stats": command_of("stats"), "columns": columns})
-    return [
-        compare(f"{count:,} messages", name, "reading header columns", rates[name], rates["columns"], unit="msg/s",
-                limit=True) for name in [*commands, "stats"]
-    ]  # fmt: skip
+    yield
+    rows = sum(batch.num_rows for batch in reader(given[0], columns=columns, **options))
+    yield rows
 
 
-_REPORT: Final = """
+def reported(bench: Bench) -> Iterator[tuple[str, int]]:
+    """Yield a store of messages with keys, and their number."""
+    count = round(MANY * bench.scale)
+    with bench.folder() as folder:
+        path = str(folder / "store")
+        with MessageStore.open(path, StoreConfig(commitlog_file_size=256 << 20), background=False) as store:
+            for number in range(count):
+                store.append(Message(f"T{number % 4}", b"x" * 40, keys=f"order-{number % 100_003}"), number % 8)
+        yield path, count
+
+
+def report_in_process(given: tuple[str, int], _: Path, *, messages: int | None = None) -> Timed:
+    """Make a report, with ``messages`` as the units of which there are so many."""
+    from librmq.diagnosis import render_page, report
+
+    path, count = given
+    yield
+    answer = report(path, check=False)
+    render_page(answer)
+    answer.to_json()
+    yield count / messages if messages else count
+
+
+REPORT: Final = """
 import resource, sys, time
 from librmq.cli import main
 begin = time.perf_counter()
 main(["report", sys.argv[1], "-o", sys.argv[2]])
 print(time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
-_TEN_MILLION: Final = 10_000_000
-_HEADERS: Final = ["topic", "queueId", "size", "storeTimestamp", "bornTimestamp", "reconsumeTimes", "keys", "uniqueKey"]
 
 
-def reports(bench: Bench) -> list[Row]:
-    """Compare a report with a read of the columns that it needs; time the one of the demo's store."""
-    from librmq.columns import reader
-    from librmq.config import StoreConfig
-    from librmq.diagnosis import render_page, report
-    from librmq.message import Message
-    from librmq.store import MessageStore
-
-    count = round(REPORTED * bench.scale)
-    path = str(bench.scratch / "reported")
-    config = StoreConfig(commitlog_file_size=256 << 20)
-    with MessageStore.open(path, config, background=False) as store:
-        for number in range(count):
-            store.append(Message(f"T{number % 4}", b"x" * 40, keys=f"order-{number % 100_003}"), number % 8)
-
-    def columns(_: Path) -> float:
-        with Stopwatch() as watch:
-            rows: int = sum(
-                batch.num_rows for batch in reader(path, columns=[*_HEADERS, "_corrupt_record"], mode="PERMISSIVE")
-            )
-        return rows / watch.seconds
-
-    def whole(_: Path) -> float:
-        with Stopwatch() as watch:
-            found = report(path, check=False)
-            render_page(found)
-            found.to_json()
-        return count / watch.seconds
-
-    rates = bench.interleave({"report": whole, "columns": columns})
-    case = f"{count:,} messages"
-    per_s = sorted(rates["report"])[len(rates["report"]) // 2]
-    _, peak = _report_process(path, bench.scratch)
-    small = _demo_store(bench.scratch)
-    times = sorted(_report_process(small, bench.scratch)[0] for _ in range(bench.rounds))
-    return [
-        compare("report", case, "reading its columns", rates["report"], rates["columns"], unit="msg/s", limit=True),
-        Row("report", f"{_TEN_MILLION:,} messages at that rate", "", _TEN_MILLION / per_s, "s",
-            Target(60, at_most=True)),
-        Row("report", f"{case}, peak of the process", "", peak / 1024, "MiB", Target(300, at_most=True)),
-        Row("report", "the demo's store", "", times[len(times) // 2], "s", Target(2, at_most=True)),
-    ]  # fmt: skip
-
-
-def _report_process(path: str, folder: Path) -> tuple[float, int]:
-    """Return the seconds of a report in a process of its own, without its start, and its peak in KiB."""
-    words = (sys.executable, "-c", _REPORT, path, str(folder / "report.html"))
+def report_process(given: tuple[str, int], folder: Path) -> dict[str, float]:
+    """Return the seconds of a report in a process of its own, without its start, and its peak in MiB."""
+    words = (sys.executable, "-c", REPORT, given[0], str(folder / "report.html"))
     last = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-    seconds, peak = last.split()
-    return float(seconds), int(peak)
+    seconds, peak = map(float, last.split())
+    return {"seconds": seconds, "peak": peak / 1024}
 
 
-def _demo_store(folder: Path) -> str:
-    """Unpack the store that the demo shows."""
-    archive = Path(__file__).parent.parent / "tests" / "data" / "store-basic.tar.xz"
-    with tarfile.open(archive, "r:xz") as found:
-        found.extractall(folder / "demo", filter="data")
-    return str(folder / "demo" / "store-basic" / "store")
+def report_peak(bench: Bench) -> Iterator[dict[str, float]]:
+    with bench.folder() as folder:
+        for given in reported(bench):
+            yield report_process(given, folder)
 
 
-ROWS: Final[dict[str, Measure]] = {"lags": lags, "loops": loops, "shows": shows, "counts": counts, "reports": reports}
+def demo(bench: Bench) -> Iterator[tuple[str, int]]:
+    """Yield the store that the demo shows."""
+    archive = CHECKOUT / "tests" / "data" / "store-basic.tar.xz"
+    with bench.folder() as folder, tarfile.open(archive, "r:xz") as packed:
+        packed.extractall(folder, filter="data")
+        yield str(folder / "store-basic" / "store"), 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show the table, and return the exit status."""
-    return command("diagnosis", __doc__ or "", ROWS, PACKAGES, arguments)
+# ---------------------------------------------------------------------------------------------------------------- cases
 
+HEADERS: Final = ("topic", "queueId", "size", "storeTimestamp", "bornTimestamp", "reconsumeTimes", "keys", "uniqueKey")
+TEN_MILLION: Final = 10_000_000
+
+
+def cases() -> Iterator[Case]:
+    """Yield all cases in the order of their table."""
+    progress_of = cache(lambda groups: partial(progress, groups=groups))
+    for groups, words, detail, most in (
+        (1, ("lag",), "1,000 rows", 0.3),
+        (1, ("lag", "--by", "group"), "1,000 rows, by group", 0.3),
+        (100, ("lag",), "100,000 rows", 1.5),
+        (100, ("lag", "--by", "group"), "100,000 rows, by group", 0.5),
+    ):
+        ours, setup = partial(process, words=words), progress_of(groups)
+        yield Case("lag", ours, detail, numpy_alone, "python -c 'import numpy'", unit="s", setup=setup, limit=True)
+        yield Case("lag", ours, f"{detail}, start included", target=Target(most, at_most=True), unit="s", setup=setup)
+    yield Case("lag", lag_columns, "10,000 rows", lag_loop, "a loop in plain Python", unit="rows/s",
+               setup=progress_of(10))  # fmt: skip
+    columns: Run = partial(read_columns, columns=("topic", "storeTimestamp", "size"), checksums=False)
+    for line in (*(f"count --by {key}" for key in ("topic", "queue", "hour", "tag", "tag --sampled")), "stats"):
+        yield Case(f"{MANY:,} messages", partial(in_process, words=line.split()), line, columns,
+                   "reading header columns", setup=counted, limit=True, needs=("pyarrow",))  # fmt: skip
+    columns = partial(read_columns, columns=(*HEADERS, "_corrupt_record"), mode="PERMISSIVE")
+    yield Case("report", report_in_process, f"{MANY:,} messages", columns, "reading its columns", setup=reported,
+               limit=True, needs=("pyarrow",))  # fmt: skip
+    rows: list[tuple[str, Run | Part, float, str, Setup]] = [
+        (f"{TEN_MILLION:,} messages at that rate", partial(report_in_process, messages=TEN_MILLION), 60, "s", reported),
+        (f"{MANY:,} messages, peak of the process", Part(from_setup, "peak"), 300, "MiB", report_peak),
+        ("the demo's store", Part(report_process, "seconds"), 2, "s", demo),
+    ]
+    for detail, run, bound, unit, store in rows:
+        yield Case("report", run, detail, target=Target(bound, at_most=True), unit=unit, setup=store,
+                   needs=("pyarrow",))  # fmt: skip
+
+
+CASES: Final = list(cases())
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main("diagnosis", __doc__, CASES)

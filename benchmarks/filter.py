@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 import re
-import sys
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
-from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare
+from benchmarks.frame import Bench, Case, Run, Target, Timed, main
 from librmq.filter import SqlFilter
 from librmq.filter.filters import Compiled
 
@@ -27,28 +28,27 @@ JMESPATH: Final = "to_number(a) > `50` && contains(['eu', 'us'], region) && (TAG
 NAMES: Final = ("a", "region", "TAGS", "b")
 MESSAGES: Final = 100_000
 SPARK_ROWS: Final = 8_000_000
-PACKAGES: Final = ("common-expression-language", "jmespath", "lark", "pyarrow", "pyspark")
 
 Properties = dict[str, str]
 
 
 @cache
-def messages(count: int, distinct: int) -> list[Properties]:
+def make_messages(count: int, distinct: int) -> list[Properties]:
     """Make messages whose number ``a`` has this many values; half of them pass each of the three terms."""
-    dice = random.Random(count)
-    made = []
+    dice, messages = random.Random(count), []
     for _ in range(count):
         message = {"a": str(dice.randrange(distinct)), "region": dice.choice(("eu", "us", "cn", "jp"))}
         message["b"] = dice.choice("xyz")
         if dice.random() < 0.5:
             message["TAGS"] = "t"
-        made.append(message)
-    return made
+        messages.append(message)
+    return messages
 
 
 # ---------------------------------------------------------------------------------------------------------- one message
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")
+_integers: Final[dict[str, int]] = {}
 
 
 def exact_integer(text: str) -> int:
@@ -60,25 +60,14 @@ def exact_integer(text: str) -> int:
     return number
 
 
-def by_hand(p: Properties) -> bool:
-    a = p.get("a")
-    return (
-        a is not None
-        and exact_integer(a) > 50
-        and p.get("region") in ("eu", "us")
-        and (p.get("TAGS") is not None or p.get("b") == "x")
-    )
+def cached_integer(text: str) -> int:
+    number = _integers.get(text)
+    if number is None:
+        number = _integers[text] = exact_integer(text)
+    return number
 
 
-def by_hand_cached() -> Callable[[Properties], bool]:
-    known: dict[str, int] = {}
-
-    def integer(text: str) -> int:
-        number = known.get(text)
-        if number is None:
-            number = known[text] = exact_integer(text)
-        return number
-
+def by_hand(integer: Callable[[str], int]) -> Callable[[Properties], bool]:
     return lambda p: (
         (a := p.get("a")) is not None
         and integer(a) > 50
@@ -87,163 +76,111 @@ def by_hand_cached() -> Callable[[Properties], bool]:
     )
 
 
-def _each(decide: Callable[[Properties], object], given: Sequence[Properties]) -> Run:
-    def run(_: Path) -> float:
-        with Stopwatch() as watch:
-            for message in given:
-                decide(message)
-        return len(given) / watch.seconds
+def by_cel() -> Callable[[Properties], Any]:
+    import cel
 
-    return run
+    program = cel.compile(CEL)
+    return lambda message: program.execute({"p": message})
 
 
-def one_message(bench: Bench) -> list[Row]:
-    count = bench.count(MESSAGES)
-    few, many = messages(count, 100), messages(count, 10**9)
-    ours = SqlFilter(EXPRESSION).matches
-    cached = by_hand_cached()
-    assert [bool(by_hand(message)) for message in few] == list(map(ours, few)) == list(map(cached, few))
-    variants = {
-        "ours": _each(ours, few),
-        "distinct": _each(SqlFilter(EXPRESSION).matches, many),
-        "hand": _each(by_hand, few),
-        "hand distinct": _each(by_hand, many),
-        "cached": _each(cached, few),
-    }
-    slow = few[: max(count // 10, 1)]
-    if bench.has("cel"):
-        import cel
+def by_jmespath() -> Callable[[Properties], Any]:
+    import jmespath
 
-        program = cel.compile(CEL)
-        assert [program.execute({"p": message}) for message in slow] == list(map(ours, slow))
-        variants["cel"] = _each(lambda message: program.execute({"p": message}), slow)
-    if bench.has("jmespath"):
-        import jmespath
-
-        query = jmespath.compile(JMESPATH)
-        assert [bool(query.search(message)) for message in slow] == list(map(ours, slow))
-        variants["jmespath"] = _each(query.search, slow)
-    rates = bench.interleave(variants)
-    path, case = "filter, one message", "100 values"
-    peers = [
-        ("hand", "a lambda, exact", Target(1.3, 2)),
-        ("cached", "a lambda, integers cached", Target(0.8, 0.95)),
-        ("cel", "common-expression-language", Target(25, 40)),
-        ("jmespath", "jmespath", Target(25, 40)),
-    ]
-    rows = [
-        compare(path, case, name, rates["ours"], rates[peer], target) for peer, name, target in peers if peer in rates
-    ]
-    rows.append(compare(path, "all distinct", "100 values", rates["distinct"], rates["ours"], Target(0.6), limit=True))
-    rows.append(compare(path, "all distinct", "a lambda, exact", rates["distinct"], rates["hand distinct"]))
-    return rows
+    query: Callable[[Properties], Any] = jmespath.compile(JMESPATH).search
+    return query
 
 
-def compiling(bench: Bench) -> list[Row]:
-    """Measure compiling, and the second compilation from the cache."""
-    times = max(bench.count(200), 5)
+def one_by_one(
+    bench: Bench, _: Path, *, make: Callable[[], Callable[[Properties], Any]], share: int = 1, distinct: int = 100
+) -> Timed:
+    """Decide messages one by one, after a check that the decisions are right."""
+    messages, decide = make_messages(bench.count(MESSAGES), distinct), make()
+    messages = messages[: max(len(messages) // share, 1)]
+    assert list(map(bool, map(decide, messages[:1000]))) == list(map(SqlFilter(EXPRESSION).matches, messages[:1000]))
+    yield
+    for message in messages:
+        decide(message)
+    yield len(messages)
 
-    def at_first(_: Path) -> float:
-        with Stopwatch() as watch:
-            for _round in range(times):
-                Compiled(EXPRESSION, "4.9")
-        return watch.seconds / times
 
-    def again(_: Path) -> float:
-        with Stopwatch() as watch:
-            for _round in range(times):
-                SqlFilter(EXPRESSION)
-        return watch.seconds / times
+def compiling(_: Bench, folder: Path, *, compiled: Callable[[], object]) -> Timed:
+    compiled()
+    yield
+    for _round in repeat(None, 200):
+        compiled()
+    yield 200
 
-    seconds = bench.interleave({"at first": at_first, "again": again})
-    middle = sorted(seconds["at first"])[len(seconds["at first"]) // 2]
-    return [
-        Row("filter, compiling", "", "", middle * 1000, "ms", Target(1, at_most=True)),
-        compare(
-            "filter, compiling",
-            "from the cache",
-            "at first",
-            seconds["again"],
-            seconds["at first"],
-            unit="s",
-            limit=True,
-        ),
-    ]
+
+def at_first() -> object:
+    return Compiled(EXPRESSION, "4.9")
+
+
+def from_cache() -> object:
+    return SqlFilter(EXPRESSION)
 
 
 # ---------------------------------------------------------------------------------------------------------------- Arrow
 
 
-def arrow(bench: Bench) -> list[Row]:
-    if not bench.has("pyarrow"):
-        return []
+def arrow(bench: Bench) -> Iterator[Any]:
+    """Yield the same properties as columns, as a map and as dicts."""
+    import pyarrow as pa
+
+    rows = make_messages(bench.count(2 * MESSAGES), 100)
+    columns = [pa.array([message.get(name) for message in rows]) for name in NAMES]
+    yield SimpleNamespace(
+        rows=rows,
+        batch=pa.RecordBatch.from_arrays(columns, names=list(NAMES)),
+        map=pa.array([list(message.items()) for message in rows], pa.map_(pa.string(), pa.string())),
+    )
+
+
+def kernels(given: Any) -> Any:
+    """Evaluate the filter by Arrow's own functions."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    given = messages(bench.count(2 * MESSAGES), 100)
-    sql = SqlFilter(EXPRESSION)
-    maps = pa.array([list(message.items()) for message in given], pa.map_(pa.string(), pa.string()))
-    columns = [pa.array([message.get(name) for message in given]) for name in NAMES]
-    batch = pa.RecordBatch.from_arrays(columns, names=list(NAMES))
-    regions = pa.array(["eu", "us"])
+    batch = given.batch
+    enough = pc.greater(batch.column("a").cast(pa.int32()), 50)
+    near = pc.is_in(batch.column("region"), pa.array(["eu", "us"]))
+    tagged = pc.or_kleene(batch.column("TAGS").is_valid(), pc.equal(batch.column("b"), "x"))
+    return pc.and_kleene(pc.and_kleene(enough, near), tagged).fill_null(False)
 
-    def kernels() -> Any:
-        enough = pc.greater(batch.column("a").cast(pa.int32()), 50)
-        near = pc.is_in(batch.column("region"), regions)
-        tagged = pc.or_kleene(batch.column("TAGS").is_valid(), pc.equal(batch.column("b"), "x"))
-        return pc.and_kleene(pc.and_kleene(enough, near), tagged).fill_null(False)
 
-    assert sql.match_arrow(maps).equals(sql.match_arrow(batch))
-    assert sql.match_arrow(batch).equals(kernels())
+def in_batches(given: Any, _: Path, *, match: Callable[[Any], Any]) -> Timed:
+    """Filter a batch five times, and check the last answer."""
+    yield
+    for _round in range(5):
+        matches = match(given)
+    yield 5 * len(given.rows)
+    assert matches.equals(kernels(given))
 
-    def run(work: Callable[[], Any]) -> Run:
-        def once(_: Path) -> float:
-            with Stopwatch() as watch:
-                for _round in range(5):
-                    work()
-            return 5 * len(given) / watch.seconds
 
-        return once
-
-    rates = bench.interleave(
-        {
-            "one": _each(sql.matches, given),
-            "columns": run(lambda: sql.match_arrow(batch)),
-            "map": run(lambda: sql.match_arrow(maps)),
-            "kernels": run(kernels),
-        }
-    )
-    path = "filter, Arrow"
-    return [
-        compare(path, "string columns", "one message", rates["columns"], rates["one"], Target(5, 6)),
-        compare(
-            path, "string columns", "kernels by hand, not exact", rates["columns"], rates["kernels"], Target(0.8, 0.95)
-        ),
-        compare(path, "map column", "one message", rates["map"], rates["one"], Target(1.2, 1.5)),
-    ]
+def one_message(given: Any, _: Path) -> Timed:
+    matches = SqlFilter(EXPRESSION).matches
+    yield
+    for message in given.rows:
+        matches(message)
+    yield len(given.rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------- Spark
 
 
-def spark(bench: Bench) -> list[Row]:
-    if not bench.has("pyspark"):
-        return []
-    with bench.folder() as folder:
-        return _spark(bench, folder)
+def spark(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
+    """Yield plans, each with its number of rows; the slow one gets fewer.
 
-
-def _spark(bench: Bench, folder: Path) -> list[Row]:  # noqa: C901 (a row each)
+    They read Parquet, because a cached frame produces strings more slowly than most filters consume them.
+    """
+    import pyarrow as pa
     from pyspark.sql import functions as F  # noqa: N812
     from pyspark.sql.types import BooleanType
 
     from librmq.spark import session
 
-    # Each plan runs long enough that its start matters little; the slow one gets fewer rows.
     started = session("librmq benchmark", "local[2]", {"spark.sql.shuffle.partitions": "2"})
     started.sparkContext.setLogLevel("ERROR")
-    count = bench.count(SPARK_ROWS)
-    sql = SqlFilter(EXPRESSION)
+    sql, count = SqlFilter(EXPRESSION), bench.count(SPARK_ROWS)
 
     def pick(seed: int, values: Sequence[str]) -> Any:
         number = (F.rand(seed) * len(values)).cast("int")
@@ -257,101 +194,123 @@ def _spark(bench: Bench, folder: Path) -> list[Row]:  # noqa: C901 (a row each)
             pick(4, "xyz").alias("b"),
         )
 
-    def stored(name: str, frame: Any) -> Any:
-        """Read from Parquet, because a cached frame produces strings more slowly than most filters consume them."""
-        path = str(folder / name)
-        frame.write.parquet(path)
-        return started.read.parquet(path)
-
-    columns = stored("columns", columns_of(count))
-    fewer = max(count // 4, 1)
-    pairs = [part for name in NAMES for part in (F.lit(name), F.col(name))]
-    made = F.map_filter(F.create_map(*pairs), lambda _, value: value.isNotNull())
-    maps = stored("maps", columns.select(made.alias("props")))
-
-    def of_column(name: str) -> Any:
-        return F.col(name)
-
     def of_map(name: str) -> Any:
         return F.col("props").getItem(name)
 
-    def rest(get: Callable[[str], Any]) -> Any:
-        return get("region").isin("eu", "us") & (get("TAGS").isNotNull() | (get("b") == "x"))
-
-    def not_exact(get: Callable[[str], Any]) -> Any:
-        return (get("a").try_cast("int") > 50) & rest(get)
-
-    def exact(get: Callable[[str], Any]) -> Any:
+    def by_hand(get: Callable[[str], Any], exact: bool) -> Any:
         number = get("a").try_cast("int")
-        integer = F.when(number.cast("string") == get("a"), number).when(get("a").rlike(r"\A[+-]?[0-9]+\z"), number)
-        return (integer > 50) & rest(get)
-
-    import pyarrow as pa
-
-    matches = sql.matches
+        if exact:
+            is_number = (number.cast("string") == get("a")) | get("a").rlike(r"\A[+-]?[0-9]+\z")
+            number = F.when(is_number, number)
+        return (number > 50) & get("region").isin("eu", "us") & (get("TAGS").isNotNull() | (get("b") == "x"))
 
     @F.udf(BooleanType())
     def row_udf(a: str | None, region: str | None, tags: str | None, b: str | None) -> bool:
         message = {"a": a, "region": region, "TAGS": tags, "b": b}
-        return matches({name: text for name, text in message.items() if text is not None})
+        return sql.matches({name: text for name, text in message.items() if text is not None})
 
     def over_batches(a: Any, region: Any, tags: Any, b: Any) -> Any:
         return sql.match_arrow(pa.RecordBatch.from_arrays([a, region, tags, b], names=list(NAMES)))
 
     # Spark needs annotations that are types, not strings.
     over_batches.__annotations__ = dict.fromkeys(("a", "region", "tags", "b", "return"), pa.Array)
-    vectorized = F.arrow_udf(over_batches, BooleanType())  # type: ignore[attr-defined]
-    arguments = [F.col(name) for name in NAMES]
-    ours = sql.to_column({name: F.col(name) for name in NAMES})
-    plans = {
-        "columns": columns.where(ours),
-        "columns by hand": columns.where(not_exact(of_column)),
-        "columns exact": columns.where(exact(of_column)),
-        "map": maps.where(sql.to_column(F.col("props"))),
-        "map by hand": maps.where(not_exact(of_map)),
-        "map exact": maps.where(exact(of_map)),
-        "arrow udf": columns.where(vectorized(*arguments)),
-    }
-    for _warming_up in range(3):
+    arrow_udf = F.arrow_udf(over_batches, BooleanType())  # type: ignore[attr-defined]
+    with bench.folder() as folder:
+
+        def stored(name: str, frame: Any) -> Any:
+            frame.write.parquet(str(folder / name))
+            return started.read.parquet(str(folder / name))
+
+        columns = stored("columns", columns_of(count))
+        pairs = [part for name in NAMES for part in (F.lit(name), F.col(name))]
+        properties = F.map_filter(F.create_map(*pairs), lambda _, value: value.isNotNull())
+        maps = stored("maps", columns.select(properties.alias("props")))
+        fewer = stored("fewer", columns_of(max(count // 4, 1)))
+        texts = [F.col(name) for name in NAMES]
+        plans = {
+            "string columns": columns.where(sql.to_column(dict(zip(NAMES, texts, strict=True)))),
+            "string columns, not exact": columns.where(by_hand(F.col, False)),
+            "string columns, exact": columns.where(by_hand(F.col, True)),
+            "map column": maps.where(sql.to_column(F.col("props"))),
+            "map column, not exact": maps.where(by_hand(of_map, False)),
+            "map column, exact": maps.where(by_hand(of_map, True)),
+            "arrow udf": columns.where(arrow_udf(*texts)),
+        }
         passing = {name: plan.count() for name, plan in plans.items()}
         assert len(set(passing.values())) == 1, passing
-    plans["row udf"] = stored("fewer", columns_of(fewer)).where(row_udf(*arguments))
-    plans["row udf"].count()
+        sized = {name: (plan, count) for name, plan in plans.items()}
+        yield {**sized, "row udf": (fewer.where(row_udf(*texts)), max(count // 4, 1))}
 
-    def run(name: str) -> Run:
-        def once(_: Path) -> float:
-            with Stopwatch() as watch:
-                plans[name].count()
-            return (fewer if name == "row udf" else count) / watch.seconds
 
-        return once
+def plan(plans: dict[str, tuple[Any, int]], _: Path, *, name: str) -> Timed:
+    """Count the rows that pass."""
+    frame, rows = plans[name]
+    yield
+    frame.count()
+    yield rows
 
-    rates = bench.interleave({name: run(name) for name in plans})
-    by_hand_row, exact_row = "Catalyst by hand, not exact", "Catalyst by hand, exact"
-    path, case, other = "filter, Spark", "string columns", "map column"
-    unit = "rows/s"
-    return [
-        compare(path, case, by_hand_row, rates["columns"], rates["columns by hand"], Target(0.75, 0.85), unit=unit),
-        compare(path, case, exact_row, rates["columns"], rates["columns exact"], Target(0.9, 1.0), unit=unit),
-        compare(path, other, by_hand_row, rates["map"], rates["map by hand"], Target(0.5, 0.75), unit=unit),
-        compare(path, other, exact_row, rates["map"], rates["map exact"], Target(0.9, 1.0), unit=unit),
-        compare(path, case, "an Arrow UDF", rates["columns"], rates["arrow udf"], Target(3, 4), unit=unit),
-        compare(path, case, "a row UDF", rates["columns"], rates["row udf"], Target(20, 30), unit=unit),
+
+# ---------------------------------------------------------------------------------------------------------------- cases
+
+
+def cases() -> Iterator[Case]:
+    """Yield all cases in the order of their table."""
+    name, ours = "filter, one message", partial(one_by_one, make=lambda: SqlFilter(EXPRESSION).matches)
+    distinct = partial(one_by_one, make=lambda: SqlFilter(EXPRESSION).matches, distinct=10**9)
+    table: list[tuple[str, Run, Target, str]] = [
+        ("a lambda, exact", partial(one_by_one, make=lambda: by_hand(exact_integer)), Target(1.3, 2), "re"),
+        (
+            "a lambda, integers cached",
+            partial(one_by_one, make=lambda: by_hand(cached_integer)),
+            Target(0.8, 0.95),
+            "re",
+        ),
+        ("common-expression-language", partial(one_by_one, make=by_cel, share=10), Target(25, 40), "cel"),
+        ("jmespath", partial(one_by_one, make=by_jmespath, share=10), Target(25, 40), "jmespath"),
     ]
+    for against, peer, target, module in table:
+        yield Case(name, ours, "100 values", peer, against, target, needs=(module,))
+    by_lambda = partial(one_by_one, make=lambda: by_hand(exact_integer), distinct=10**9)
+    yield Case(name, distinct, "all distinct", ours, "100 values", Target(0.6), limit=True)
+    yield Case(name, distinct, "all distinct", by_lambda, "a lambda, exact")
+    name, first = "filter, compiling", partial(compiling, compiled=at_first)
+    yield Case(name, first, target=Target(1, at_most=True), unit="ms")
+    yield Case(
+        name, partial(compiling, compiled=from_cache), "from the cache", first, "at first", unit="ms", limit=True
+    )
+    name, columns = (
+        "filter, Arrow",
+        partial(in_batches, match=lambda given: SqlFilter(EXPRESSION).match_arrow(given.batch)),
+    )
+    maps = partial(in_batches, match=lambda given: SqlFilter(EXPRESSION).match_arrow(given.map))
+    for run, detail, peer, against, target in (
+        (columns, "string columns", one_message, "one message", Target(5, 6)),
+        (
+            columns,
+            "string columns",
+            partial(in_batches, match=kernels),
+            "kernels by hand, not exact",
+            Target(0.8, 0.95),
+        ),
+        (maps, "map column", one_message, "one message", Target(1.2, 1.5)),
+    ):
+        yield Case(name, run, detail, peer, against, target, setup=arrow, needs=("pyarrow",))
+    runs: dict[str, Run] = {}
+    for detail, other, against, target in (
+        ("string columns", "string columns, not exact", "Catalyst by hand, not exact", Target(0.75, 0.85)),
+        ("string columns", "string columns, exact", "Catalyst by hand, exact", Target(0.9, 1.0)),
+        ("map column", "map column, not exact", "Catalyst by hand, not exact", Target(0.5, 0.75)),
+        ("map column", "map column, exact", "Catalyst by hand, exact", Target(0.9, 1.0)),
+        ("string columns", "arrow udf", "an Arrow UDF", Target(3, 4)),
+        ("string columns", "row udf", "a row UDF", Target(20, 30)),
+    ):
+        both = [runs.setdefault(name, partial(plan, name=name)) for name in (detail, other)]
+        yield Case(
+            "filter, Spark", both[0], detail, both[1], against, target, "rows/s", spark, needs=("pyspark", "pyarrow")
+        )
 
 
-ROWS: Final[dict[str, Measure]] = {
-    "message": one_message,
-    "compile": compiling,
-    "arrow": arrow,
-    "spark": spark,
-}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show the table, and return the exit status."""
-    return command("filter", __doc__ or "", ROWS, PACKAGES, arguments)
-
+CASES: Final = list(cases())
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main("filter", __doc__, CASES)

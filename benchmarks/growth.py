@@ -1,33 +1,22 @@
 """Cost against size: what a call costs while a store, its queues, its consumers or its producers become more.
 
-Costs are processor time of the whole process, the least of several parts, so that other work on the machine counts
-little. Stores above a million messages are sparse: only their newest messages have bytes, the older files are holes.
-
-``python -m benchmarks.growth [--quick] [--write]``
+Costs are processor time of the whole process, the least of the rounds, so that other work on the machine counts little.
+Stores above a million messages are sparse: only their newest messages have bytes, the older files are holes.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import itertools
-import logging
 import os
 import resource
-import shutil
-import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
 
-from benchmarks import charts
-from benchmarks.charts import Panel
-from benchmarks.common import machine
+from benchmarks.frame import Bench, Case, Run, Setup, Timed, main
 from librmq.broker import Broker
 from librmq.client.producer import Producer
 from librmq.config import StoreConfig
@@ -42,45 +31,17 @@ BODY: Final = b"x" * 128
 BATCH: Final = 256
 TAIL: Final = 1 << 18
 """Number of messages of a sparse store that have bytes, more than its last three files of the log."""
+DENSE: Final = 1_000_000
+"""The largest store without holes."""
 CONFIG: Final = StoreConfig(
     commitlog_file_size=16 << 20, max_hash_slot_num=100_000, max_index_num=200_000, disk_refuse_ratio=100
 )
-MANY_QUEUES: Final = 10_000
-"""Number of queues from which a store is recovered once only, because each queue takes its time."""
-PARTS: Final = 7
-PULLS: Final = 500
+CALLS: Final = 4_096
 RECORD: Final = 260
 """About the size of a record."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes that are measured."""
-
-    messages: tuple[int, ...] = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
-    queues: tuple[int, ...] = (1, 10, 100, 1_000, 10_000, 50_000)
-    consumers: tuple[int, ...] = (1, 10, 100, 1_000)
-    producers: tuple[int, ...] = (1, 2, 4, 8, 16)
-    dense: int = 1_000_000
-    """The largest store without holes."""
-    calls: int = 4_096
-    """Number of calls of a part."""
-
-
-QUICK: Final = Sizes((1_000, 4_000), (1, 16), (1, 4), (1, 2), calls=512)
-
-
-def least(part: Callable[[int], int], parts: int = PARTS) -> float:
-    """Return the processor time of one call, the least of some parts; ``part`` takes its number, returns its calls."""
-    found = []
-    for number in range(parts):
-        begin = time.process_time()
-        calls = part(number)
-        found.append((time.process_time() - begin) / calls)
-    return min(found)
-
-
-def messages(first: int, count: int) -> list[Message]:
+def make_messages(first: int, count: int) -> list[Message]:
     """Make messages with one key each."""
     return [Message(TOPIC, BODY, tags="paid", keys=f"k{number:09d}") for number in range(first, first + count)]
 
@@ -88,22 +49,25 @@ def messages(first: int, count: int) -> list[Message]:
 # ------------------------------------------------------------------------------------------------------------- messages
 
 
-def fill(path: Path, count: int, dense: int) -> None:
-    """Make a closed store of ``count`` messages; above ``dense`` of them, only the newest have bytes."""
-    holes = max(0, count - TAIL) if count > dense else 0
-    size, files = CONFIG.commitlog_file_size, 0
-    with MessageStore.open(path, CONFIG) as store:
+def filled(bench: Bench, count: int) -> Iterator[Path]:
+    """Yield a closed store of some messages; if it is large, only the newest have bytes."""
+    count = bench.count(count)
+    holes, size, files = (max(0, count - TAIL) if count > DENSE else 0), CONFIG.commitlog_file_size, 0
+    with bench.folder() as folder:
+        path = folder / "store"
+        with MessageStore.open(path, CONFIG) as store:
+            if holes:
+                files = holes * RECORD // size
+                store.log.begin_at(files * size)
+                store.appender.lane(TOPIC, 0).next_queue_offset = holes
+            for first in range(holes, count, BATCH):
+                store.append_batch(make_messages(first, min(BATCH, count - first)))
+        queue = path / "consumequeue" / TOPIC / "0"
+        make_holes(path / "commitlog", size, files * size)
         if holes:
-            files = holes * RECORD // size
-            store.log.begin_at(files * size)
-            store.appender.lane(TOPIC, 0).next_queue_offset = holes
-        for first in range(holes, count, BATCH):
-            store.append_batch(messages(first, min(BATCH, count - first)))
-    queue = path / "consumequeue" / TOPIC / "0"
-    make_holes(path / "commitlog", size, files * size)
-    if holes:
-        name = min(os.listdir(queue))
-        make_holes(queue, (queue / name).stat().st_size, int(name))
+            name = min(os.listdir(queue))
+            make_holes(queue, (queue / name).stat().st_size, int(name))
+        yield path
 
 
 def make_holes(folder: Path, size: int, end: int) -> None:
@@ -113,228 +77,185 @@ def make_holes(folder: Path, size: int, end: int) -> None:
             file.truncate(size)
 
 
-def by_messages(scratch: Path, sizes: Sizes) -> Iterator[Panel]:
-    """Measure calls, and opening, of stores of growing size."""
-    calls = Panel("one queue", "messages in the store", "µs")
-    opened = Panel("opening the store", "messages in the store", "ms")
-    for count in sizes.messages:
-        path = scratch / f"messages-{count}"
-        fill(path, count, sizes.dense)
-        add_openings(opened, path, count)
+def opened(bench: Bench, count: int) -> Iterator[Any]:
+    """Yield such a store open, with its first and last message that have bytes."""
+    for path in filled(bench, count):
         with MessageStore.open(path, CONFIG) as store:
-            add_calls(calls, store, count, sizes.calls)
-        shutil.rmtree(path)
-    yield calls
-    yield opened
+            end = bench.count(count)
+            yield SimpleNamespace(store=store, first=max(0, end - TAIL), end=end, calls=bench.count(CALLS))
 
 
-def add_openings(panel: Panel, path: Path, count: int, rounds: int = 3) -> None:
-    """Measure the opening of a store that was closed, and of one that was killed after some appends."""
-
-    def closed(_: int) -> int:
-        MessageStore.open(path, CONFIG).close()
-        return 1
-
-    panel.add("closed cleanly", count, least(closed, 3))
-    seconds = []
-    for _ in range(rounds):
-        store = MessageStore.open(path, CONFIG)
-        store.append_batch([Message("last", BODY)] * BATCH)
-        store.abandon()
-        begin = time.process_time()
-        store = MessageStore.open(path, CONFIG)
-        seconds.append(time.process_time() - begin)
-        if not store.recovered:
-            raise RuntimeError("the store was opened without a recovery")
-        store.close()
-    panel.add("after a kill", count, min(seconds))
+def append(stored: Any, _: Path) -> Timed:
+    messages = make_messages(stored.store.queues[TOPIC, 0].max_offset, stored.calls)
+    yield
+    for message in messages:
+        stored.store.append(message)
+    yield stored.calls
 
 
-def add_calls(panel: Panel, store: MessageStore, count: int, calls: int) -> None:
-    """Measure append, pull and lookup in a store whose newest messages, at least ``TAIL`` or all, have bytes."""
-    made = messages(count, calls * PARTS)
-    first = max(0, count - TAIL)
-
-    def append(number: int) -> int:
-        for message in made[number * calls : (number + 1) * calls]:
-            store.append(message)
-        return calls
-
-    def pull(number: int) -> int:
-        found = 0
-        for at in range(first + number, count - 32, max(1, (count - 32 - first) // 128)):
-            found += len([message.body for message in store.read(TOPIC, 0, at, 32).messages])
-        return found
-
-    def look_up(number: int) -> int:
-        places = range(first + number, count, max(1, (count - first) // 256))
-        found = sum(len(store.find_by_key(TOPIC, f"k{at:09d}", max_messages=1)) for at in places)
-        if found != len(places):
-            raise RuntimeError(f"{found} of {len(places)} messages were found")
-        return found
-
-    panel.add("lookup by key", count, least(look_up))
-    panel.add("pull of 32, a message", count, least(pull))
-    panel.add("append", count, least(append))
+def pull(stored: Any, _: Path) -> Timed:
+    count, last = 0, max(stored.end - 32, 1)
+    yield
+    for at in range(stored.first, last, max(1, (last - stored.first) // 128)):
+        count += len([message.body for message in stored.store.read(TOPIC, 0, at, 32).messages])
+    yield count
 
 
-# --------------------------------------------------------------------------------------------------------------- others
+def look_up(stored: Any, _: Path) -> Timed:
+    places = range(stored.first, stored.end, max(1, (stored.end - stored.first) // 256))
+    yield
+    count = sum(len(stored.store.find_by_key(TOPIC, f"k{at:09d}", max_messages=1)) for at in places)
+    yield count
+    assert count == len(places)
 
 
-def dealt_out(store: MessageStore, places: Sequence[tuple[str, int]], calls: int) -> Callable[[int], int]:
-    """Return a part of `least` that appends to all queues in turns, far from each other."""
-    turns = [places[number * 7919 % len(places)] for number in range(max(calls, len(places)))]
-    dealt = itertools.cycle([(Message(topic, BODY), queue_id) for topic, queue_id in turns])
-
-    def append(_: int) -> int:
-        for message, queue_id in itertools.islice(dealt, calls):
-            store.append(message, queue_id)
-        store.appender.drain()
-        return calls
-
-    return append
+def open_closed(path: Path, _: Path) -> Timed:
+    yield
+    store = MessageStore.open(path, CONFIG)
+    yield 1
+    store.close()
 
 
-def by_queues(scratch: Path, sizes: Sizes) -> Iterator[Panel]:
-    """Measure appends dealt out over queues, pulls of them, and opening.
+def open_killed(path: Path, _: Path) -> Timed:
+    """Open a store that was killed after some appends."""
+    store = MessageStore.open(path, CONFIG)
+    store.append_batch([Message("last", BODY)] * BATCH)
+    store.abandon()
+    yield
+    store = MessageStore.open(path, CONFIG)
+    yield 1
+    assert store.recovered
+    store.close()
 
-    ``mapped_files`` is measured too at its largest for these queues, if the process may have as many descriptors.
-    """
-    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200
-    calls = Panel("calls dealt out over queues", "queues", "µs")
-    opened = Panel("opening a store of queues", "queues", "ms")
-    for count in sizes.queues:
-        path, places = scratch / f"queues-{count}", [(f"T{number // 16}", number % 16) for number in range(count)]
-        with MessageStore.open(path, CONFIG) as store:
+
+# --------------------------------------------------------------------------------------------------------------- queues
+
+
+def queues(bench: Bench, count: int) -> Iterator[tuple[Path, list[tuple[str, int]]]]:
+    """Yield a closed store with a message in each queue, and its queues."""
+    places = [(f"T{number // 16}", number % 16) for number in range(bench.count(count))]
+    with bench.folder() as folder:
+        with MessageStore.open(folder / "store", CONFIG) as store:
             for topic, queue_id in places:
                 store.append(Message(topic, BODY), queue_id)
-
-            def pull(_: int, store: MessageStore = store, places: Sequence[tuple[str, int]] = places) -> int:
-                for turn in range(0, 7919 * PULLS, 7919):
-                    store.read(*places[turn % len(places)], 0, 1)
-                return PULLS
-
-            calls.add("append", count, least(dealt_out(store, places, sizes.calls)))
-            calls.add("pull of one message", count, least(pull))
-        if count < descriptors:
-            mapped = dataclasses.replace(CONFIG, mapped_files=max(count, CONFIG.mapped_files))
-            with MessageStore.open(path, mapped) as store:
-                append = dealt_out(store, places, sizes.calls)
-                for part in range(count // sizes.calls + 1):  # map the files
-                    append(part)
-                calls.add("append, all mapped", count, least(append))
-        add_openings(opened, path, count, 3 if count < MANY_QUEUES else 1)
-        shutil.rmtree(path)
-    yield calls
-    yield opened
+        yield folder / "store", places
 
 
-@contextmanager
-def group(consumers: int) -> Iterator[tuple[ManualRunner, Producer, list[object]]]:
-    """Start consumers of one group, by hand and in memory, with a queue for each."""
-    runner = ManualRunner()
-    seen: list[object] = []
-    config = StoreConfig.tiny(commitlog_file_size=16 << 20)
+def queues_open(bench: Bench, count: int, mapped: bool = False) -> Iterator[Any]:
+    """Yield such a store open, with ``mapped_files`` at its largest for these queues if they are to be mapped."""
+    config = dataclasses.replace(CONFIG, mapped_files=max(count, CONFIG.mapped_files)) if mapped else CONFIG
+    for path, places in queues(bench, count):
+        with MessageStore.open(path, config) as store:
+            dealt = SimpleNamespace(store=store, places=places, calls=bench.count(CALLS))
+            for _ in range(len(places) // dealt.calls + 1 if mapped else 0):
+                list(append_dealt(dealt, path))
+            yield dealt
+
+
+def append_dealt(dealt: Any, _: Path) -> Timed:
+    """Append to the queues in turns, far from each other."""
+    turns = [dealt.places[number * 7919 % len(dealt.places)] for number in range(dealt.calls)]
+    messages = [(Message(topic, BODY), queue_id) for topic, queue_id in turns]
+    yield
+    for message, queue_id in messages:
+        dealt.store.append(message, queue_id)
+    dealt.store.appender.drain()
+    yield len(messages)
+
+
+def pull_dealt(dealt: Any, _: Path) -> Timed:
+    yield
+    for turn in range(0, 7919 * 500, 7919):
+        dealt.store.read(*dealt.places[turn % len(dealt.places)], 0, 1)
+    yield 500
+
+
+def of_store(run: Run) -> Run:
+    """Return a run of a store with queues that needs its folder only."""
+    return lambda stored, folder: run(stored[0], folder)
+
+
+# ------------------------------------------------------------------------------------------------ consumers, producers
+
+
+def group(bench: Bench, count: int) -> Iterator[Any]:
+    """Yield consumers of one group, by hand and in memory, with a queue for each."""
+    runner, bodies, config = ManualRunner(), list[object](), StoreConfig.tiny(commitlog_file_size=16 << 20)
     with Broker.open("/broker", store_config=config, files=MemoryFiles(), runner=runner) as broker:
-        broker.create_topic(TOPIC, consumers)
-        made = []
-        for number in range(consumers):
-            consumer = PushConsumer(broker, group="readers", instance_name=f"c{number}")
-            consumer.subscribe(TOPIC)(seen.append)
-            made.append(consumer.start())
+        broker.create_topic(TOPIC, count)
+        consumers = [PushConsumer(broker, group="readers", instance_name=f"c{number}") for number in range(count)]
+        for consumer in consumers:
+            consumer.subscribe(TOPIC)(bodies.append)
+            consumer.start()
         with Producer(broker, "writers") as producer:
             runner.advance(60_000)
-            yield runner, producer, seen
-        for consumer in made:
+            yield SimpleNamespace(runner=runner, producer=producer, bodies=bodies, calls=bench.count(CALLS // 8))
+        for consumer in consumers:
             consumer.shutdown()
 
 
-def by_consumers(_: Path, sizes: Sizes) -> Iterator[Panel]:
-    """Measure the send of a message with its delivery to a listener, and an idle second of the whole group."""
-    panel = Panel("a group of consumers, a queue each", "consumers", "µs")
-    for count in sizes.consumers:
-        with group(count) as (runner, producer, seen):
-
-            def deliver(
-                _: int, runner: ManualRunner = runner, producer: Producer = producer, seen: list[object] = seen
-            ) -> int:
-                seen.clear()
-                for _ in range(sizes.calls // 8):
-                    producer.send(TOPIC, BODY)
-                    runner.advance()
-                if len(seen) != sizes.calls // 8:
-                    raise RuntimeError(f"{len(seen)} of {sizes.calls // 8} messages came")
-                return len(seen)
-
-            panel.add("send and delivery", count, least(deliver, 3))
-    yield panel
+def deliver(started: Any, _: Path) -> Timed:
+    started.bodies.clear()
+    yield
+    for _number in range(started.calls):
+        started.producer.send(TOPIC, BODY)
+        started.runner.advance()
+    yield started.calls
+    assert len(started.bodies) == started.calls
 
 
-def by_producers(scratch: Path, sizes: Sizes) -> Iterator[Panel]:
-    """Measure appends of several threads to one store."""
-    panel = Panel("threads that append", "producers", "µs")
-    for count in sizes.producers:
-        with MessageStore.open(scratch / f"producers-{count}", CONFIG) as store:
-            made = messages(0, sizes.calls * 4)
+def append_in_threads(bench: Bench, folder: Path, *, count: int) -> Timed:
+    with MessageStore.open(folder / "store", CONFIG) as store:
+        messages = make_messages(0, bench.count(CALLS * 4))
 
-            def append(_: int, store: MessageStore = store, count: int = count, made: Sequence[Message] = made) -> int:
-                def run(share: Sequence[Message]) -> None:
-                    for message in share:
-                        store.append(message)
+        def run(share: Sequence[Message]) -> None:
+            for message in share:
+                store.append(message)
 
-                threads = [threading.Thread(target=run, args=(made[number::count],)) for number in range(count)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
-                return len(made)
-
-            panel.add("append", count, least(append))
-    yield panel
+        threads = [threading.Thread(target=run, args=(messages[number::count],)) for number in range(count)]
+        yield
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        yield len(messages)
 
 
-# -------------------------------------------------------------------------------------------------------------- command
+# ---------------------------------------------------------------------------------------------------------------- cases
+
+MESSAGES: Final = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
+QUEUES: Final = (1, 10, 100, 1_000, 10_000, 50_000)
+DESCRIPTORS: Final = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200
+STORED, DEALT = "messages in the store", "queues"
+CURVES: Final[list[tuple[str, str, str, Sequence[int], Callable[..., Any], Run]]] = [
+    ("one queue: lookup by key", STORED, "µs", MESSAGES, opened, look_up),
+    ("one queue: pull of 32, a message", STORED, "µs", MESSAGES, opened, pull),
+    ("one queue: append", STORED, "µs", MESSAGES, opened, append),
+    ("opening the store: closed cleanly", STORED, "ms", MESSAGES, filled, open_closed),
+    ("opening the store: after a kill", STORED, "ms", MESSAGES, filled, open_killed),
+    ("calls dealt out over queues: append", DEALT, "µs", QUEUES, queues_open, append_dealt),
+    ("calls dealt out over queues: pull of one message", DEALT, "µs", QUEUES, queues_open, pull_dealt),
+    ("calls dealt out over queues: append, all mapped", DEALT, "µs",
+     [count for count in QUEUES if count < DESCRIPTORS], partial(queues_open, mapped=True), append_dealt),
+    ("opening a store of queues: closed cleanly", DEALT, "ms", QUEUES, queues, of_store(open_closed)),
+    ("opening a store of queues: after a kill", DEALT, "ms", QUEUES, queues, of_store(open_killed)),
+    ("a group of consumers, a queue each: send and delivery", "consumers", "µs", (1, 10, 100, 1_000), group, deliver),
+]  # fmt: skip
 
 
-MEASURED: Final = {
-    "messages": by_messages, "queues": by_queues, "consumers": by_consumers, "producers": by_producers
-}  # fmt: skip
+def cases() -> Iterator[Case]:
+    """Yield a case for each point of each curve."""
+    setups: dict[tuple[Any, int], Setup] = {}
+    for name, size, unit, counts, setup, run in CURVES:
+        for count in counts:
+            shared = setups.setdefault((setup, count), partial(setup, count=count))
+            yield Case(name, run, f"{size}: {count:,}", unit=unit, setup=shared, cpu=True, figure=min)
+    for count in (1, 2, 4, 8, 16):
+        yield Case("threads that append: append", partial(append_in_threads, count=count), f"producers: {count}",
+                   unit="µs", cpu=True, figure=min)  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the points, and keep them with their picture if that is wanted."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rows", default=",".join(MEASURED), metavar="A,B", help="which of %(default)s")
-    parser.add_argument("--largest", type=int, default=100_000_000, metavar="N", help="messages of the largest store")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: a trial, not a measurement")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the curves into this file")
-    parser.add_argument("--write", action="store_true", help="into benchmarks/results, with its picture")
-    chosen = parser.parse_args(arguments)
-    names = chosen.rows.split(",")
-    if unknown := sorted(set(names) - set(MEASURED)):
-        parser.error(f"no such rows: {', '.join(unknown)}; there are {', '.join(MEASURED)}")
-    if chosen.write and (chosen.quick or set(names) != set(MEASURED)):
-        parser.error("--write: the results are of all rows at full size")
-    sizes = QUICK if chosen.quick else Sizes()
-    logging.getLogger("librmq").setLevel(logging.ERROR)
-    panels: list[Panel] = []
-    with tempfile.TemporaryDirectory(prefix="librmq-growth-") as scratch:
-        place = machine(Path(scratch))
-        sizes = Sizes(
-            tuple(size for size in sizes.messages if size <= chosen.largest), sizes.queues, sizes.consumers,
-            sizes.producers, sizes.dense, sizes.calls,
-        )  # fmt: skip
-        for name in names:
-            print(f"measuring {name} …", file=sys.stderr, flush=True)
-            panels += MEASURED[name](Path(scratch), sizes)
-    shown = charts.table(panels)
-    print(shown)
-    if chosen.picture:
-        charts.save(lambda: charts.curves(panels), chosen.picture, "Costs of benchmarks.growth")
-    if chosen.write:
-        charts.keep("growth", f"{shown}\n\nMeasured on: {place}.")
-    return 0
-
+CASES: Final = list(cases())
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main("growth", __doc__, CASES)

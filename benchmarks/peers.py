@@ -1,9 +1,9 @@
 """Peers of the store: the same records, passed to other libraries as finished bytes.
 
-Each function creates a fresh store in a folder, times its part, and returns the seconds. The peers get the bytes of
-finished records, while librmq's time includes the encoding. Like librmq, none waits for the disk unless its function
-says so: messages survive the process, not the machine. SQLite, LMDB and RocksDB store the record, a queue entry and two
-keys. litequeue, diskcache and persist-queue store only the record.
+Each run creates a fresh store in its folder. The peers get the bytes of finished records, while librmq's time includes
+the encoding. Like librmq, none waits for the disk unless it is asked to: messages survive the process, not the machine.
+SQLite, LMDB and RocksDB store the record, a queue entry and two keys. litequeue, diskcache and persist-queue store only
+the record. ``share`` is for slow peers, which get one message in so many.
 """
 
 from __future__ import annotations
@@ -11,54 +11,74 @@ from __future__ import annotations
 import os
 import sqlite3
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.common import NO_TARGET, Run, Stopwatch, Target
+from benchmarks.frame import Bench, Timed
+from librmq.message.message import Message
+from librmq.store import MessageStore
+
+TOPIC: Final = "orders"
+TAG: Final = "paid"
 
 _pack_entry = struct.Struct(">qiq").pack
 _pack_long = struct.Struct(">q").pack
-_MAP_SIZE: Final = 1 << 30
 _INSERT: Final = "INSERT INTO record VALUES (?, ?, ?, ?, ?)"
 
 
-@dataclass(frozen=True)
-class Records:
-    """Records to store, one for each message, with unique id and key."""
+def make_messages(count: int, body_size: int = 128, **properties: str) -> list[Message]:
+    """Make messages with a unique id, a key, a tag and two properties, or more."""
+    body = (bytes(range(256)) * 4)[:body_size]
+    messages = []
+    for number in range(count):
+        message = Message(
+            TOPIC, body, tags=TAG, keys=f"order-{number:08d}", properties={"region": "eu-west-1", "amount": "1234"},
+            unique_key=f"7F0000010BB8{number:020X}",
+        )  # fmt: skip
+        message.properties.update(properties)
+        messages.append(message)
+    return messages
 
-    raw: Sequence[bytes]
-    unique_keys: Sequence[str]
-    keys: Sequence[str]
+
+@dataclass(frozen=True)
+class Load:
+    """Messages, and the same messages as finished records."""
+
+    messages: list[Message]
+    raw: list[bytes]
     tags_code: int
 
-    def first(self, count: int) -> Records:
-        """Return the first ``count`` of them."""
-        return Records(self.raw[:count], self.unique_keys[:count], self.keys[:count], self.tags_code)
-
-    def rows(self) -> list[tuple[int, int, str, str, bytes]]:
-        """Return them as rows of a table."""
-        return [
-            (number, self.tags_code, unique_key, key, raw)
-            for number, (raw, unique_key, key) in enumerate(zip(self.raw, self.unique_keys, self.keys, strict=True))
+    def rows(self, share: int) -> list[tuple[int, int, str, str, bytes]]:
+        """Return a share of the records as rows of a table, with their two keys."""
+        pairs = zip(self.messages, self.raw, strict=True)
+        rows = [
+            (number, self.tags_code, message.unique_key or "", message.keys[0], raw)
+            for number, (message, raw) in enumerate(pairs)
         ]
+        return rows[: max(len(rows) // share, 1)]
+
+    def chunks(self, share: int, size: int) -> Iterator[list[tuple[int, bytes, bytes, bytes]]]:
+        """Yield the same in lists of ``size``: number, two keys, record."""
+        rows = iter(self.rows(share))
+        while chunk := [
+            (number, unique.encode(), key.encode(), raw) for number, _, unique, key, raw in islice(rows, size)
+        ]:
+            yield chunk
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A library to compare with: its package, its run, and its share of the messages."""
-
-    package: str
-    run: Callable[[Path, Records], float]
-    target: Target = NO_TARGET
-    share: int = 1
-    limit: bool = False
-
-    def measure(self, all_records: Records) -> Run:
-        """Return its run with its share of the records."""
-        records = all_records.first(max(len(all_records.raw) // self.share, 1))
-        return lambda folder: len(records.raw) / self.run(folder, records)
+def make_load(bench: Bench, body_size: int, count: int) -> Iterator[Load]:
+    """Yield a load of messages and records."""
+    messages = make_messages(bench.count(count), body_size)
+    with bench.folder() as folder, MessageStore.open(folder / "store") as store:
+        for message in messages:
+            store.append(message)
+        raw = [message.raw for message in store]
+        code = store.read(TOPIC, 0, 0, 1).messages[0].tags_code
+    yield Load(messages, raw, code)
 
 
 def sqlite_table(folder: Path, synchronous: str = "OFF") -> sqlite3.Connection:
@@ -74,122 +94,80 @@ def sqlite_table(folder: Path, synchronous: str = "OFF") -> sqlite3.Connection:
     return connection
 
 
-def sqlite_fill(connection: sqlite3.Connection, records: Records) -> None:
-    """Write all records in one transaction."""
-    connection.execute("BEGIN")
-    connection.executemany(_INSERT, records.rows())
-    connection.execute("COMMIT")
+def sqlite(load: Load, folder: Path, *, size: int = 1, synchronous: str = "OFF", share: int = 1) -> Timed:
+    """Insert ``size`` rows a transaction."""
+    rows = load.rows(share)
+    with closing(sqlite_table(folder, synchronous)) as connection:
+        execute, executemany = connection.execute, connection.executemany
+        yield
+        if size == 1:
+            for row in rows:
+                execute(_INSERT, row)
+        else:
+            for at in range(0, len(rows), size):
+                execute("BEGIN")
+                executemany(_INSERT, rows[at : at + size])
+                execute("COMMIT")
+        yield len(rows)
 
 
-def sqlite_append(folder: Path, records: Records, *, synchronous: str = "OFF") -> float:
-    """Write a transaction for each row."""
-    rows = records.rows()
-    connection = sqlite_table(folder, synchronous)
-    execute = connection.execute
-    with Stopwatch() as watch:
-        for row in rows:
-            execute(_INSERT, row)
-    connection.close()
-    return watch.seconds
-
-
-def sqlite_batches(folder: Path, records: Records, size: int, *, synchronous: str = "OFF") -> float:
-    """Write a transaction for every ``size`` rows."""
-    rows = records.rows()
-    connection = sqlite_table(folder, synchronous)
-    execute, executemany = connection.execute, connection.executemany
-    with Stopwatch() as watch:
-        for at in range(0, len(rows), size):
-            execute("BEGIN")
-            executemany(_INSERT, rows[at : at + size])
-            execute("COMMIT")
-    connection.close()
-    return watch.seconds
-
-
-def _lmdb(folder: Path, writemap: bool, sync: bool = False) -> tuple[Any, Any, Any, Any]:
+def _lmdb(folder: Path, writemap: bool = False, sync: bool = False) -> Any:
+    """Return an environment of LMDB with its three tables."""
     import lmdb
 
     environment = lmdb.open(
-        str(folder / "lmdb"),
-        map_size=_MAP_SIZE,
-        max_dbs=3,
-        sync=sync,
-        metasync=sync,
-        writemap=writemap,
+        str(folder / "lmdb"), map_size=1 << 30, max_dbs=3, sync=sync, metasync=sync, writemap=writemap,
         map_async=writemap,
-    )
-    return environment, environment.open_db(b"log"), environment.open_db(b"queue"), environment.open_db(b"keys")
+    )  # fmt: skip
+    return environment, *(environment.open_db(name) for name in (b"log", b"queue", b"keys"))
 
 
-def lmdb_append(folder: Path, records: Records, *, writemap: bool = False, sync: bool = False) -> float:
-    """Write a transaction for each message, unsynced unless ``sync``."""
+def lmdb(
+    load: Load, folder: Path, *, size: int = 1, writemap: bool = False, sync: bool = False, share: int = 1
+) -> Timed:
+    """Put ``size`` messages a transaction, put by put."""
     environment, log, queue, index = _lmdb(folder, writemap, sync)
+    chunks, code, end, number = list(load.chunks(share, size)), load.tags_code, 0, 0
     begin = environment.begin
-    unique_keys = [key.encode() for key in records.unique_keys]
-    keys = [key.encode() for key in records.keys]
-    code, end = records.tags_code, 0
-    with Stopwatch() as watch:
-        for number, raw in enumerate(records.raw):
-            position = _pack_long(end)
-            with begin(write=True) as transaction:
-                put = transaction.put
+    yield
+    for chunk in chunks:
+        with begin(write=True) as transaction:
+            put = transaction.put
+            for number, unique, key, raw in chunk:
+                position = _pack_long(end)
                 put(position, raw, db=log, append=True)
                 put(_pack_long(number), _pack_entry(end, len(raw), code), db=queue, append=True)
-                put(unique_keys[number], position, db=index)
-                put(keys[number], position, db=index)
-            end += len(raw)
-    environment.close()
-    return watch.seconds
-
-
-def lmdb_batches(folder: Path, records: Records, size: int) -> float:
-    """Write a transaction for every ``size`` messages, put by put."""
-    environment, log, queue, index = _lmdb(folder, False)
-    unique_keys = [key.encode() for key in records.unique_keys]
-    keys = [key.encode() for key in records.keys]
-    code, end = records.tags_code, 0
-    with Stopwatch() as watch:
-        for at in range(0, len(records.raw), size):
-            with environment.begin(write=True) as transaction:
-                put = transaction.put
-                for number, raw in enumerate(records.raw[at : at + size], at):
-                    position = _pack_long(end)
-                    put(position, raw, db=log, append=True)
-                    put(_pack_long(number), _pack_entry(end, len(raw), code), db=queue, append=True)
-                    put(unique_keys[number], position, db=index)
-                    put(keys[number], position, db=index)
-                    end += len(raw)
-    environment.close()
-    return watch.seconds
-
-
-def lmdb_bulk(folder: Path, records: Records, size: int) -> float:
-    """Write a transaction for every ``size`` messages, with one call for each table."""
-    environment, log, queue, index = _lmdb(folder, False)
-    unique_keys = [key.encode() for key in records.unique_keys]
-    keys = [key.encode() for key in records.keys]
-    code, end = records.tags_code, 0
-    with Stopwatch() as watch:
-        for at in range(0, len(records.raw), size):
-            written, entries, names = [], [], []
-            for number, raw in enumerate(records.raw[at : at + size], at):
-                position = _pack_long(end)
-                written.append((position, raw))
-                entries.append((_pack_long(number), _pack_entry(end, len(raw), code)))
-                names.append((unique_keys[number], position))
-                names.append((keys[number], position))
+                put(unique, position, db=index)
+                put(key, position, db=index)
                 end += len(raw)
-            with environment.begin(write=True) as transaction:
-                transaction.cursor(log).putmulti(written, append=True)
-                transaction.cursor(queue).putmulti(entries, append=True)
-                transaction.cursor(index).putmulti(names)
+    yield number + 1
     environment.close()
-    return watch.seconds
 
 
-def rocksdb_batches(folder: Path, records: Records, size: int) -> float:
-    """Write a batch for every ``size`` messages, with its log written and not synced."""
+def lmdb_putmulti(load: Load, folder: Path, *, size: int) -> Timed:
+    """Put ``size`` messages a transaction, with one call for each table."""
+    environment, log, queue, index = _lmdb(folder)
+    chunks, code, end, number = list(load.chunks(1, size)), load.tags_code, 0, 0
+    yield
+    for chunk in chunks:
+        records, entries, keys = [], [], []
+        for number, unique, key, raw in chunk:
+            position = _pack_long(end)
+            records.append((position, raw))
+            entries.append((_pack_long(number), _pack_entry(end, len(raw), code)))
+            keys.append((unique, position))
+            keys.append((key, position))
+            end += len(raw)
+        with environment.begin(write=True) as transaction:
+            transaction.cursor(log).putmulti(records, append=True)
+            transaction.cursor(queue).putmulti(entries, append=True)
+            transaction.cursor(index).putmulti(keys)
+    yield number + 1
+    environment.close()
+
+
+def rocksdb(load: Load, folder: Path, *, size: int = 1) -> Timed:
+    """Write a batch for every ``size`` messages, with RocksDB's log written and not synced."""
     import rocksdict
 
     options = rocksdict.Options(raw_mode=True)
@@ -198,72 +176,87 @@ def rocksdb_batches(folder: Path, records: Records, size: int) -> float:
     unsynced = rocksdict.WriteOptions()
     unsynced.sync = False
     database.set_write_options(unsynced)
-    unique_keys = [key.encode() for key in records.unique_keys]
-    keys = [key.encode() for key in records.keys]
-    code, end = records.tags_code, 0
-    with Stopwatch() as watch:
-        for at in range(0, len(records.raw), size):
-            batch = rocksdict.WriteBatch(raw_mode=True)
-            put = batch.put
-            for number, raw in enumerate(records.raw[at : at + size], at):
-                position = _pack_long(end)
-                put(b"r" + position, raw)
-                put(b"q" + _pack_long(number), _pack_entry(end, len(raw), code))
-                put(unique_keys[number], position)
-                put(keys[number], position)
-                end += len(raw)
-            database.write(batch)
+    chunks, code, end, number = list(load.chunks(1, size)), load.tags_code, 0, 0
+    yield
+    for chunk in chunks:
+        batch = rocksdict.WriteBatch(raw_mode=True)
+        put = batch.put
+        for number, unique, key, raw in chunk:
+            position = _pack_long(end)
+            put(b"r" + position, raw)
+            put(b"q" + _pack_long(number), _pack_entry(end, len(raw), code))
+            put(unique, position)
+            put(key, position)
+            end += len(raw)
+        database.write(batch)
+    yield number + 1
     database.close()
-    return watch.seconds
 
 
-def litequeue_append(folder: Path, records: Records) -> float:
+def litequeue(load: Load, folder: Path, *, share: int = 1) -> Timed:
     """``put`` of only the record."""
     import litequeue
 
     queue = litequeue.LiteQueue(folder / "litequeue.db")
     queue.conn.execute("PRAGMA synchronous = OFF")
-    with Stopwatch() as watch:
-        for raw in records.raw:
-            queue.put(raw)
+    records = load.raw[: max(len(load.raw) // share, 1)]
+    yield
+    for raw in records:
+        queue.put(raw)
+    yield len(records)
     queue.conn.close()
-    return watch.seconds
 
 
-def diskcache_append(folder: Path, records: Records) -> float:
+def diskcache(load: Load, folder: Path, *, share: int = 1) -> Timed:
     """``push`` of only the record."""
     import diskcache
 
     cache = diskcache.Cache(folder / "diskcache", sqlite_synchronous=0)
-    with Stopwatch() as watch:
-        for raw in records.raw:
-            cache.push(raw)
+    records = load.raw[: max(len(load.raw) // share, 1)]
+    yield
+    for raw in records:
+        cache.push(raw)
+    yield len(records)
     cache.close()
-    return watch.seconds
 
 
-def persist_queue_append(folder: Path, records: Records, *, synchronous: str = "OFF") -> float:
-    """``put`` of only the record into its SQLite queue, which is faster than its files.
-
-    By default, with FULL, it syncs every put.
-    """
+def persist_queue(load: Load, folder: Path, *, synchronous: str = "OFF", share: int = 1) -> Timed:
+    """``put`` of only the record into its SQLite queue, which is faster than its files; with FULL, each put syncs."""
     import persistqueue
 
     queue: Any = persistqueue.SQLiteQueue(str(folder / "persist-queue"), auto_commit=True)
     queue._putter.execute(f"PRAGMA synchronous = {synchronous}")
-    with Stopwatch() as watch:
-        for raw in records.raw:
-            queue.put(raw)
+    records = load.raw[: max(len(load.raw) // share, 1)]
+    yield
+    for raw in records:
+        queue.put(raw)
+    yield len(records)
     queue.close()
-    return watch.seconds
 
 
-def raw_write(folder: Path, records: Records) -> float:
-    """Return the limit: ``write`` of the record's bytes to a file, unbuffered."""
+def raw_write(load: Load, folder: Path) -> Timed:
+    """Run at the limit: ``write`` of the record's bytes to a file, unbuffered."""
     descriptor = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     write = os.write
-    with Stopwatch() as watch:
-        for raw in records.raw:
-            write(descriptor, raw)
+    yield
+    for raw in load.raw:
+        write(descriptor, raw)
+    yield len(load.raw)
     os.close(descriptor)
-    return watch.seconds
+
+
+def raw_flushed(load: Load, folder: Path, *, most: int | None = None) -> Timed:
+    """Run at the limit: ``pwrite`` and ``fdatasync`` of each record, into a file with allocated blocks."""
+    records, at = load.raw[:most], 0
+    descriptor = os.open(folder / "raw", os.O_RDWR | os.O_CREAT)
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, sum(map(len, records)))
+    os.fsync(descriptor)
+    flush = os.fdatasync if hasattr(os, "fdatasync") else os.fsync
+    yield
+    for raw in records:
+        os.pwrite(descriptor, raw, at)
+        flush(descriptor)
+        at += len(raw)
+    yield len(records)
+    os.close(descriptor)

@@ -8,7 +8,9 @@ loop; and Parquet with the same rows.
 from __future__ import annotations
 
 import os
+import shutil
 import struct
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -16,146 +18,137 @@ from datetime import UTC, datetime
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare
+from benchmarks.frame import Bench, Case, Part, Run, Target, Timed, from_setup, main
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.files.rolling import file_name
 from librmq.message import record as record_format
 
 MESSAGES: Final = 1_000_000
 QUEUES: Final = 16
-PACKAGES: Final = ("pyspark", "pyarrow", "numpy")
+ROWS: Final = 8192
+"""Rows of a batch."""
+TASKS: Final = 8
+START_MS: Final = 1_700_000_000_000
+CONFIG: Final = StoreConfig(commitlog_file_size=256 << 20, max_hash_slot_num=500_000, max_index_num=2_000_000)
 HEADER: Final = ("queueId", "queueOffset", "physicalOffset", "storeTimestamp", "bornTimestamp", "reconsumeTimes")
-ENTRIES: Final = "queueId int, queueOffset bigint, physicalOffset bigint, size int, tagsCode bigint"
 HEADER_TYPES: Final = (
     "queueId int, queueOffset bigint, physicalOffset bigint, storeTimestamp timestamp, bornTimestamp timestamp, "
     "reconsumeTimes int"
 )
-START_MS: Final = 1_700_000_000_000
-
-_keep: list[tempfile.TemporaryDirectory[str]] = []
+ENTRIES: Final = "queueId int, queueOffset bigint, physicalOffset bigint, size int, tagsCode bigint"
+WHOLE: Final = (
+    "topic string, queueId int, queueOffset bigint, physicalOffset bigint, bornTimestamp timestamp, "
+    "storeTimestamp timestamp, tags string, keys string, uniqueKey string, properties map<string,string>, "
+    "body binary, reconsumeTimes int, sysFlag int"
+)
+NEEDS: Final = ("pyspark", "pyarrow")
+_folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
 @cache
 def store_of(count: int, body_bytes: int = 512) -> str:
-    """Create a store with this many messages, once."""
-    folder = tempfile.TemporaryDirectory(prefix="librmq-benchmark-store-")
-    _keep.append(folder)
-    path = os.path.join(folder.name, "store")
-    clock = ManualClock(START_MS)
-    config = StoreConfig(commitlog_file_size=256 << 20, max_hash_slot_num=500_000, max_index_num=2_000_000)
-    with MessageStore.open(path, config, clock=clock, background=False) as store:
+    """Make a store with this many messages, once."""
+    _folders.append(tempfile.TemporaryDirectory(prefix="librmq-benchmark-store-"))
+    path, clock = os.path.join(_folders[-1].name, "store"), ManualClock(START_MS)
+    with MessageStore.open(path, CONFIG, clock=clock, background=False) as store:
         for number in range(count):
             if not number % 1000:
                 clock.advance(ms=1)
             tag = "one" if number % 100 == 0 else "ten" if number % 10 == 0 else "rest"
-            body = b"%0*d" % (body_bytes, number)
             message = Message(
-                "Orders", body, tags=tag, keys=f"key{number:08d}", unique_key=f"{number:032X}",
-                properties={"amount": str(number % 1000), "region": ("eu", "us", "cn", "jp")[number % 4]},
+                "Orders", b"%0*d" % (body_bytes, number), tags=tag, keys=f"key{number:08d}",
+                unique_key=f"{number:032X}", properties=properties_of(number),
             )  # fmt: skip
             store.append(message, number % QUEUES)
     return path
 
 
-def started() -> Any:
-    from librmq.spark import register, session
-
-    made = session("librmq benchmark", "local[2]", {"spark.sql.shuffle.partitions": "2"})
-    made.sparkContext.setLogLevel("ERROR")
-    register(made)
-    return made
+def properties_of(number: int) -> dict[str, str]:
+    return {"amount": str(number % 1000), "region": ("eu", "us", "cn", "jp")[number % 4]}
 
 
-# ---------------------------------------------------------------------------------------------------------- in process
+# ----------------------------------------------------------------------------------------------------------- in process
 
 
-def raw_log(path: str) -> tuple[Any, Any, Any]:
+def raw_log(path: str) -> tuple[Any, Any]:
     """Return the first file of a log, and the places of its records."""
     file = np.asarray(np.memmap(os.path.join(path, "commitlog", file_name(0)), np.uint8, "r"))
-    places: list[int] = []
-    at, unpack = 0, struct.Struct(">II").unpack_from
+    places, at, unpack = list[int](), 0, struct.Struct(">II").unpack_from
     while at + 8 < len(file):
         size, magic = unpack(file.data, at)
         if magic != record_format.MESSAGE_MAGIC:
             break
         places.append(at)
         at += size
-    return file, np.array(places, np.int64), file.data
+    return file, np.array(places, np.int64)
 
 
-def decoding(bench: Bench) -> list[Row]:
-    """Compare decoding to columns with loops that make the tuples of a Python source."""
-    from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block
-
-    count = min(bench.count(MESSAGES), 200_000)
-    raw, places, view = raw_log(store_of(bench.count(MESSAGES)))
-    places = places[:count]
-    header, before = record_format.header_struct().unpack_from, 8192
-    everything = (*HEADER, "topic", "tags", "keys", "uniqueKey", "properties", "body", "sysFlag")
-
-    def columns(names: Sequence[str]) -> Run:
-        def run(_: Path) -> float:
-            with Stopwatch() as watch:
-                for at in range(0, len(places), before):
-                    block = Block(raw, places[at : at + before], frames=not set(names) <= FIXED_COLUMNS)
-                    for name in names:
-                        block.column(name)
-            return len(places) / watch.seconds
-
-        return run
-
-    def loop(make: Callable[[int], object]) -> Run:
-        def run(_: Path) -> float:
-            with Stopwatch() as watch:
-                for place in places.tolist():
-                    make(place)
-            return len(places) / watch.seconds
-
-        return run
-
-    def moment(timestamp_ms: int) -> datetime:
-        return datetime.fromtimestamp(timestamp_ms / 1000, UTC)
-
-    def six(place: int) -> object:
-        _, _, _, queue_id, _, queue_offset, at, _, born, _, stored, _, reconsumed, _, _ = header(view, place)
-        return queue_id, queue_offset, at, moment(stored), moment(born), reconsumed
-
-    def tags_and_keys(place: int) -> object:
-        _, _, _, _, at, end = record_format.frame(view, place, len(view))
-        properties = record_format.decode_properties(bytes(view[at:end]))
-        return properties.get("TAGS"), properties.get("KEYS")
-
-    def whole(place: int) -> object:
-        record = record_format.decode_record(view, place, check_body=False)
-        properties = record_format.decode_properties(record.properties_raw)
-        times = moment(record.store_timestamp_ms), moment(record.born_timestamp_ms)
-        return record, properties, *times, properties.get("TAGS"), properties.get("KEYS"), properties.get("UNIQ_KEY")
-
-    assert set(everything) <= set(COLUMNS)
-    rates = bench.interleave(
-        {
-            "header": columns(HEADER),
-            "header loop": loop(six),
-            "tags": columns(("tags", "keys")),
-            "tags loop": loop(tags_and_keys),
-            "all": columns(everything),
-            "all loop": loop(whole),
-        }
-    )
-    path, other = "decoding in process", "a loop into tuples"
-    return [
-        compare(path, "six header columns", other, rates["header"], rates["header loop"], Target(25, 40)),
-        compare(path, "tags and keys", other, rates["tags"], rates["tags loop"], Target(8, 12)),
-        compare(path, "all", other, rates["all"], rates["all loop"], Target(3.5, 5.5)),
-    ]
+def log(bench: Bench, body_bytes: int = 512) -> Iterator[tuple[Any, Any]]:
+    """Yield the same of the benchmark's store, at most 200,000 records."""
+    raw, places = raw_log(store_of(bench.count(MESSAGES), body_bytes))
+    yield raw, places[:200_000]
 
 
-def starts(bench: Bench) -> list[Row]:
-    """Return the starts of records, in log order."""
+def decode(given: tuple[Any, Any], _: Path, *, columns: Sequence[str]) -> Timed:
+    """Decode columns of records whose places are known."""
+    from librmq.columns.decode import FIXED_COLUMNS, Block
+
+    raw, places = given
+    yield
+    for at in range(0, len(places), ROWS):
+        block = Block(raw, places[at : at + ROWS], frames=not set(columns) <= FIXED_COLUMNS)
+        for name in columns:
+            block.column(name)
+    yield len(places)
+
+
+def decode_loop(given: tuple[Any, Any], _: Path, *, row: Callable[[Any, int], object]) -> Timed:
+    """Make the tuples of a Python source."""
+    raw, places = given
+    view = raw.data
+    yield
+    for place in places.tolist():
+        row(view, place)
+    yield len(places)
+
+
+def moment(timestamp_ms: int) -> datetime:
+    return datetime.fromtimestamp(timestamp_ms / 1000, UTC)
+
+
+_header = record_format.header_struct().unpack_from
+
+
+def header_row(view: Any, place: int) -> object:
+    _, _, _, queue_id, _, queue_offset, at, _, born, _, stored, _, reconsumed, _, _ = _header(view, place)
+    return queue_id, queue_offset, at, moment(stored), moment(born), reconsumed
+
+
+def tags_row(view: Any, place: int) -> object:
+    _, _, _, _, at, end = record_format.frame(view, place, len(view))
+    properties = record_format.decode_properties(bytes(view[at:end]))
+    return properties.get("TAGS"), properties.get("KEYS")
+
+
+def whole_row(view: Any, place: int = 0) -> tuple[Any, ...]:
+    record = record_format.decode_record(view, place, check_body=False)
+    properties = record_format.decode_properties(record.properties_raw)
+    return (
+        record.topic, record.queue_id, record.queue_offset, record.physical_offset, moment(record.born_timestamp_ms),
+        moment(record.store_timestamp_ms), properties.get("TAGS"), properties.get("KEYS"), properties.get("UNIQ_KEY"),
+        properties, record.body, record.reconsume_times, record.sys_flag,
+    )  # fmt: skip
+
+
+def starts(bench: Bench, _: Path, *, with_queues: bool) -> Timed:
+    """Find the starts of records in log order."""
+    import pyarrow as pa
+
     from librmq.columns.options import ReadOptions, ReadSelection
     from librmq.columns.planner import PlannedStore
     from librmq.columns.read import _Task
@@ -163,322 +156,261 @@ def starts(bench: Bench) -> list[Row]:
 
     path = store_of(bench.count(MESSAGES))
     options = ReadOptions((path,), view="log", selection=ReadSelection(internal=True))
-    import pyarrow as pa
-
     with PlannedStore.open(path, ReadSelection(internal=True), "FAILFAST") as planned:
         (part,) = planned.log_parts(1, bytes_a_part=1 << 50)
     assert part.walk is not None
+    task = _Task(options, pa.schema([]), part, DiskFiles())
+    yield
+    entries, _gone = task._entries()
+    rows, bad = task._walk(entries if with_queues else entries.take(slice(0, 0)), *part.walk)  # type: ignore[misc]
+    yield len(rows)
+    assert not bad
 
-    def ours(with_queues: bool) -> Run:
-        def run(_: Path) -> float:
-            task = _Task(options, pa.schema([]), part, DiskFiles())
-            with Stopwatch() as watch:
-                known, _gone = task._entries()
-                if not with_queues:
-                    known = known.take(slice(0, 0))
-                rows, bad = task._walk(known, *part.walk)  # type: ignore[misc]
-            assert not bad
-            return len(rows) / watch.seconds
 
-        return run
-
-    def chain(_: Path) -> float:
-        found = 0
-        with Stopwatch() as watch, MessageStore.open(path, read_only=True) as store:
-            for _place, _size, raw in store.log.scan(check_body=False):
-                found += raw is not None
-        return found / watch.seconds
-
-    rates = bench.interleave({"queues": ours(True), "none": ours(False), "chain": chain})
-    name, other = "log view: record starts", "a scan record by record"
-    return [
-        compare(name, "queues at hand", other, rates["queues"], rates["chain"], Target(5, 10)),
-        compare(name, "without", other, rates["none"], rates["chain"], Target(1.7, 2)),
-    ]
+def chain(bench: Bench, _: Path) -> Timed:
+    """Find them record by record."""
+    with MessageStore.open(store_of(bench.count(MESSAGES)), read_only=True) as store:
+        yield
+        count = sum(1 for _ in store.log.scan(check_body=False))
+        yield count
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def peers(path: str, count: int) -> dict[str, Any]:  # noqa: C901 (a peer each)
-    """Return Python data sources that do equal work by other means."""
+def started() -> Any:
+    from librmq.spark import register, session
+
+    spark = session("librmq benchmark", "local[2]", {"spark.sql.shuffle.partitions": "2"})
+    spark.sparkContext.setLogLevel("ERROR")
+    register(spark)
+    return spark
+
+
+def sources(path: str, count: int, slow: int) -> dict[str, Any]:  # noqa: C901 (a peer each)
+    """Return Python data sources that do equal work by other means; ``slow`` is the rows of those with loops."""
     import pyarrow as pa
     from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
-    tasks, rows = 8, 8192
-    whole_schema = (
-        "topic string, queueId int, queueOffset bigint, physicalOffset bigint, bornTimestamp timestamp, "
-        "storeTimestamp timestamp, tags string, keys string, uniqueKey string, properties map<string,string>, "
-        "body binary, reconsumeTimes int, sysFlag int"
-    )
+    def same(batch: Any) -> Iterator[Any]:
+        for _ in range(count // TASKS // batch.num_rows + 1):
+            yield batch
 
-    class Reader(DataSourceReader):
-        def __init__(self, kind: str) -> None:
-            self.kind = kind
+    def entries(number: int) -> Iterator[Any]:
+        at, small = np.arange(65_536, dtype=np.int64), np.arange(65_536, dtype=np.int32)
+        columns = [small, at, at, small, at]
+        return same(
+            pa.RecordBatch.from_arrays(list(map(pa.array, columns)), [part.split()[0] for part in ENTRIES.split(", ")])
+        )
 
-        def partitions(self) -> list[InputPartition]:
-            return [InputPartition(number) for number in range(tasks)]
+    def header(number: int) -> Iterator[Any]:
+        at, small = np.arange(ROWS, dtype=np.int64), np.arange(ROWS, dtype=np.int32)
+        times = pa.array(at).cast(pa.timestamp("us", "UTC"))
+        return same(
+            pa.RecordBatch.from_arrays(
+                [pa.array(small), pa.array(at), pa.array(at), times, times, pa.array(small)], list(HEADER)
+            )
+        )
 
-        def read(self, partition: InputPartition) -> Iterator[Any]:
-            return getattr(self, self.kind)(partition.value)  # type: ignore[no-any-return]
+    def prepared(number: int) -> Iterator[Any]:
+        from librmq.columns import reader
 
-        def entries(self, number: int) -> Iterator[Any]:
-            at = np.arange(65_536, dtype=np.int64)
-            for _ in range(count // tasks // 65_536 + 1):
-                yield pa.RecordBatch.from_pydict(
-                    {"queueId": at.astype(np.int32), "queueOffset": at, "physicalOffset": at,
-                     "size": at.astype(np.int32), "tagsCode": at}
-                )  # fmt: skip
+        return same(reader(path, offsets=range(ROWS // QUEUES)).read_next_batch())
 
-        def header(self, number: int) -> Iterator[Any]:
-            at = np.arange(rows, dtype=np.int64)
-            time = pa.timestamp("us", "UTC")
-            for _ in range(count // tasks // rows + 1):
-                yield pa.RecordBatch.from_pydict(
-                    {"queueId": at.astype(np.int32), "queueOffset": at, "physicalOffset": at,
-                     "storeTimestamp": pa.array(at).cast(time), "bornTimestamp": pa.array(at).cast(time),
-                     "reconsumeTimes": at.astype(np.int32)}
-                )  # fmt: skip
+    def tuples(number: int) -> Iterator[tuple[Any, ...]]:
+        with MessageStore.open(path, read_only=True) as store:
+            begin = slow // TASKS * number // QUEUES
+            for queue_id in range(QUEUES):
+                queue = store.queues["Orders", queue_id]
+                for at in range(begin, begin + slow // TASKS // QUEUES):
+                    entry = queue.entry(at)
+                    assert entry is not None
+                    yield whole_row(store.log.read(entry.physical_offset, entry.size))
 
-        def prepared(self, number: int) -> Iterator[Any]:
-            from librmq.columns import reader
+    def arrow(number: int) -> Iterator[Any]:
+        from pyspark.sql.pandas.types import to_arrow_schema
 
-            batch = reader(path, offsets=range(rows // QUEUES)).read_next_batch()
-            for _ in range(count // tasks // rows + 1):
-                yield batch
+        from librmq.spark.source import schema_of
 
-        def records(self, number: int) -> Iterator[tuple[Any, ...]]:
-            with MessageStore.open(path, read_only=True) as store:
-                begin = count // tasks * number // QUEUES
-                for queue_id in range(QUEUES):
-                    queue = store.queues["Orders", queue_id]
-                    for at in range(begin, begin + count // tasks // QUEUES):
-                        entry = queue.entry(at)
-                        assert entry is not None
-                        raw = store.log.read(entry.physical_offset, entry.size)
-                        assert raw is not None
-                        record = record_format.decode_record(raw, check_body=False)
-                        properties = record_format.decode_properties(record.properties_raw)
-                        born = datetime.fromtimestamp(record.born_timestamp_ms / 1000, UTC)
-                        stored = datetime.fromtimestamp(record.store_timestamp_ms / 1000, UTC)
-                        yield (
-                            record.topic, record.queue_id, record.queue_offset, record.physical_offset, born, stored,
-                            properties.get("TAGS"), properties.get("KEYS"), properties.get("UNIQ_KEY"), properties,
-                            record.body, record.reconsume_times, record.sys_flag,
-                        )  # fmt: skip
+        schema = to_arrow_schema(schema_of([part.split()[0] for part in WHOLE.split(", ")]), timezone="UTC")
+        records = tuples(number)
+        while block := list(islice(records, ROWS)):
+            columns = zip(*((*row[:9], list(row[9].items()), *row[10:]) for row in block), strict=True)
+            arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
-        def arrow(self, number: int) -> Iterator[Any]:
-            from pyspark.sql.pandas.types import to_arrow_schema
+    def source(read: Callable[[int], Iterator[Any]], types: str) -> type[DataSource]:
+        class Reader(DataSourceReader):
+            def partitions(self) -> list[InputPartition]:
+                return [InputPartition(number) for number in range(TASKS)]
 
-            from librmq.spark.source import schema_of
+            def read(self, partition: InputPartition) -> Iterator[Any]:
+                return read(partition.value)
 
-            schema = to_arrow_schema(schema_of(whole_schema_names), timezone="UTC")
-            records = self.records(number)
-            while block := list(islice(records, rows)):
-                columns = zip(*((*row[:9], list(row[9].items()), *row[10:]) for row in block), strict=True)
-                arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
-                yield pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-    whole_schema_names = [part.split()[0] for part in whole_schema.split(", ")]
-
-    def source(kind: str, schema_text: str) -> type[DataSource]:
         class Source(DataSource):
             @classmethod
             def name(cls) -> str:
-                return f"peer_{kind}"
+                return f"peer_{read.__name__}"
 
             def schema(self) -> str:
-                return schema_text
+                return types
 
             def reader(self, schema: Any) -> Any:
-                return Reader(kind)
+                return Reader()
 
         return Source
 
     return {
-        "entries": source(
-            "entries", "queueId int, queueOffset bigint, physicalOffset bigint, size int, tagsCode bigint"
-        ),
-        "header": source("header", HEADER_TYPES),
-        "prepared": source("prepared", whole_schema),
-        "records": source("records", whole_schema),
-        "arrow": source("arrow", whole_schema),
+        read.__name__: source(read, types)
+        for read, types in (
+            (entries, ENTRIES),
+            (header, HEADER_TYPES),
+            (prepared, WHOLE),
+            (tuples, WHOLE),
+            (arrow, WHOLE),
+        )
     }
 
 
-def reading(bench: Bench) -> list[Row]:
-    if not bench.has("pyspark"):
-        return []
-    spark = started()
-    count = bench.count(MESSAGES)
-    path = store_of(count)
-    for source in peers(path, count).values():
+def frames(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
+    """Yield frames of librmq, of the peers and of Parquet, each with its number of rows."""
+    spark, count = started(), bench.count(MESSAGES)
+    path, slow = store_of(count), min(count, 100_000)
+    for source in sources(path, count, slow).values():
         spark.dataSource.register(source)
-    slow = min(count, 100_000)
-    for kind, source in peers(path, slow).items():
-        if kind in ("records", "arrow"):
-            spark.dataSource.register(source)
 
     def ours(schema: str | None = None, **options: str) -> Any:
-        reader = spark.read.format("rocketmq").options(minPartitions="8", **options)
-        return (reader.schema(schema) if schema else reader).load(path)
+        reader = spark.read.format("rocketmq").options(minPartitions=str(TASKS), **options)
+        return (reader.schema(schema) if schema else reader).load(path), count
 
-    parquet = os.path.join(os.path.dirname(path), "parquet")
-    if not os.path.exists(parquet):
-        ours().write.option("compression", "none").parquet(parquet)
-    frames = {
-        "entries": (
-            ours(ENTRIES, view="queues"),
-            count,
-        ),
-        "entries peer": (spark.read.format("peer_entries").load(), 8 * (count // 8 // 65_536 + 1) * 65_536),
-        "header": (ours(HEADER_TYPES), count),
-        "header peer": (spark.read.format("peer_header").load(), 8 * (count // 8 // 8192 + 1) * 8192),
-        "whole": (ours(), count),
-        "whole unchecked": (ours(checksums="false"), count),
-        "prepared": (spark.read.format("peer_prepared").load(), 8 * (count // 8 // 8192 + 1) * 8192),
-        "tuples": (spark.read.format("peer_records").load(), slow // 8 // QUEUES * QUEUES * 8),
-        "arrow": (spark.read.format("peer_arrow").load(), slow // 8 // QUEUES * QUEUES * 8),
-        "parquet": (spark.read.parquet(parquet), count),
-        "tag 1 %": (ours(tags="one"), count),
-        "tag 10 %": (ours(tags="one||ten"), count),
-        "selector 1 %": (ours(selector="amount < 10"), count),
-        "selector 10 %": (ours(selector="amount < 100"), count),
-    }
+    def peer(name: str, rows: int) -> Any:
+        return spark.read.format(f"peer_{name}").load(), rows
 
-    def run(name: str) -> Run:
-        frame, rows = frames[name]
+    with bench.folder() as folder:
+        ours()[0].write.option("compression", "none").parquet(str(folder / "parquet"))
+        in_loops = slow // TASKS // QUEUES * QUEUES * TASKS
+        yield {
+            "entries": ours(ENTRIES, view="queues"),
+            "entries peer": peer("entries", TASKS * (count // TASKS // 65_536 + 1) * 65_536),
+            "header": ours(HEADER_TYPES),
+            "header peer": peer("header", TASKS * (count // TASKS // ROWS + 1) * ROWS),
+            "whole": ours(),
+            "unchecked": ours(checksums="false"),
+            "prepared": peer("prepared", TASKS * (count // TASKS // ROWS + 1) * ROWS),
+            "tuples": peer("tuples", in_loops),
+            "arrow": peer("arrow", in_loops),
+            "parquet": (spark.read.parquet(str(folder / "parquet")), count),
+            "tag 1 %": ours(tags="one"),
+            "tag 10 %": ours(tags="one||ten"),
+            "selector 1 %": ours(selector="amount < 10"),
+            "selector 10 %": ours(selector="amount < 100"),
+        }
 
-        def once(_: Path) -> float:
-            with Stopwatch() as watch:
-                frame.write.format("noop").mode("overwrite").save()
-            return rows / watch.seconds
 
-        return once
-
-    rates = bench.interleave({name: run(name) for name in frames})
-    part, unit = "Spark, reading", "rows/s"
-    share = partial(compare, "Spark, filtering in the reader", unit=unit)
-    return [
-        compare(part, "queue entries (5 columns)", "a source of 5 numpy columns", rates["entries"],
-                rates["entries peer"], Target(0.75, 0.95), unit=unit),
-        compare(part, "six header columns", "a source of 6 numpy columns", rates["header"], rates["header peer"],
-                Target(0.55, 0.70), unit=unit),
-        compare(part, "whole messages", "a source of tuples", rates["whole"], rates["tuples"], Target(4, 6), unit=unit),
-        compare(part, "whole messages", "a Python loop into Arrow", rates["whole"], rates["arrow"], Target(3, 4.5),
-                unit=unit),
-        compare(part, "six header columns", "all thirteen", rates["header"], rates["whole"], Target(2.3, 2.8),
-                unit=unit),
-        compare(part, "whole messages", "Parquet of the same rows", rates["whole"], rates["parquet"],
-                Target(0.4, 0.5), unit=unit),
-        compare(part, "whole messages", "a batch prepared once", rates["whole"], rates["prepared"], unit=unit,
-                limit=True),
-        compare(part, "whole messages, no checksums", "Parquet of the same rows", rates["whole unchecked"],
-                rates["parquet"], Target(0.4, 0.5), unit=unit),
-        share("tag of 1 %", "unfiltered", rates["tag 1 %"], rates["whole"], Target(4, 6)),
-        share("tags of 10 %", "unfiltered", rates["tag 10 %"], rates["whole"], Target(2.5, 4)),
-        share("selector of 1 %", "unfiltered", rates["selector 1 %"], rates["whole"], Target(1.7, 2.5)),
-        share("selector of 10 %", "unfiltered", rates["selector 10 %"], rates["whole"], Target(1.5, 2)),
-    ]  # fmt: skip
+def read_frame(given: dict[str, tuple[Any, int]], _: Path, *, name: str) -> Timed:
+    frame, rows = given[name]
+    yield
+    frame.write.format("noop").mode("overwrite").save()
+    yield rows
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-def writing(bench: Bench) -> list[Row]:
-    """Compare encoding in process with a loop, and the commit with a copy of the bytes."""
-    import shutil
+def encode_row(row: Any, number: int) -> bytes:
+    """Encode a row by the plain encoder."""
+    message = Message(
+        row["topic"], bytes(row["body"]), tags=row["tags"], keys=row["keys"], unique_key=row["uniqueKey"],
+        properties=dict(row["properties"]),
+    )  # fmt: skip
+    return record_format.encode_record(
+        record_format.Record(
+            topic=message.topic, queue_id=number % 4, body=message.body, born_timestamp_ms=START_MS,
+            body_crc=record_format.body_checksum(message.body),
+            properties_raw=record_format.encode_properties(message.properties),
+        )
+    )  # fmt: skip
 
+
+def stage(folder: str, name: str, table: Any, count: int, data: bytes, lanes: Any) -> Any:
+    """Write records and their table into a job's folder, ``count`` times; return what a commit takes."""
+    import pyarrow as pa
+
+    from librmq.spark.staged_records import Staged
+
+    with open(os.path.join(folder, f"{name}.log"), "wb") as file:
+        for _ in range(count):
+            file.write(data)
+    with pa.ipc.new_file(os.path.join(folder, f"{name}.arrow"), table.schema) as tables:
+        for _ in range(count):
+            tables.write_table(table)
+    return Staged(name, int(name), table.num_rows * count, tuple(lanes))
+
+
+def encodable(bench: Bench) -> Iterator[Any]:
+    """Yield a batch of rows, the number of its repetitions, and its encoder."""
     import pyarrow as pa
 
     from librmq.spark.encode import Encoder
-    from librmq.spark.staged_records import Staged, job_folder
-    from librmq.spark.write import commit
 
-    count = min(bench.count(MESSAGES), 200_000)
-    rows = 8192
-    bodies = [b"%0512d" % number for number in range(rows)]
-    texts = [{"amount": str(number % 1000), "region": ("eu", "us", "cn", "jp")[number % 4]} for number in range(rows)]
-    keys, uniques = [f"key{n:08d}" for n in range(rows)], [f"{n:032X}" for n in range(rows)]
+    properties = [list(properties_of(number).items()) for number in range(ROWS)]
     batch = pa.RecordBatch.from_pydict(
         {
-            "topic": pa.array(["Orders"] * rows), "body": pa.array(bodies), "tags": pa.array(["rest"] * rows),
-            "keys": pa.array(keys), "uniqueKey": pa.array(uniques),
-            "properties": pa.array([list(one.items()) for one in texts], pa.map_(pa.string(), pa.string())),
+            "topic": pa.array(["Orders"] * ROWS), "body": pa.array([b"%0512d" % number for number in range(ROWS)]),
+            "tags": pa.array(["rest"] * ROWS), "keys": pa.array([f"key{number:08d}" for number in range(ROWS)]),
+            "uniqueKey": pa.array([f"{number:032X}" for number in range(ROWS)]),
+            "properties": pa.array(properties, pa.map_(pa.string(), pa.string())),
         }
     )  # fmt: skip
+    times = max(1, min(bench.count(MESSAGES), 200_000) // ROWS)
     encoder = Encoder(None, None, 4, "127.0.0.1:10911", 4 << 20, 1 << 30)
-    batches = max(1, count // rows)
-
-    def encoding(_: Path) -> float:
-        with Stopwatch() as watch:
-            for number in range(batches):
-                encoder.encode(batch, number * rows, START_MS)
-        return batches * rows / watch.seconds
-
-    def loop(_: Path) -> float:
-        with Stopwatch() as watch:
-            for _number in range(max(1, batches // 8)):
-                for number, row in enumerate(batch.to_pylist()):
-                    message = Message(
-                        row["topic"], row["body"], tags=row["tags"], keys=row["keys"], unique_key=row["uniqueKey"],
-                        properties=dict(row["properties"]),
-                    )  # fmt: skip
-                    record_format.encode_record(
-                        record_format.Record(
-                            topic=message.topic, queue_id=number % 4, body=message.body,
-                            body_crc=record_format.body_checksum(message.body), born_timestamp_ms=START_MS,
-                            properties_raw=record_format.encode_properties(message.properties),
-                        )
-                    )  # fmt: skip
-        return max(1, batches // 8) * rows / watch.seconds
-
     encoded = encoder.encode(batch, 0, START_MS)
-    offsets = np.searchsorted(encoded.record_of_key, np.arange(rows + 1)).astype(np.int32)
+    offsets = np.searchsorted(encoded.record_of_key, np.arange(ROWS + 1)).astype(np.int32)
     table = pa.table(
         {
             "size": encoded.sizes.astype(np.int32), "lane": encoded.lane, "tagsCode": encoded.tags_code,
             "keys": pa.ListArray.from_arrays(pa.array(offsets), pa.array(encoded.key_hashes)),
         }
     )  # fmt: skip
-    config = StoreConfig(commitlog_file_size=256 << 20, max_hash_slot_num=500_000, max_index_num=2_000_000)
+    yield SimpleNamespace(batch=batch, times=times, encoder=encoder, encoded=encoded, table=table)
 
-    def stage(folder: Path) -> tuple[str, str, list[Staged]]:
-        path = str(folder / "store")
-        with MessageStore.open(path, config, background=False) as store:
-            store.append(Message("Orders", b"first"))
-        work = job_folder(path, "job", None)
-        os.makedirs(work)
-        with open(os.path.join(work, "t.log"), "wb") as file:
-            for _ in range(batches):
-                file.write(encoded.data)
-        with pa.ipc.new_file(os.path.join(work, "t.arrow"), table.schema) as made:
-            for _ in range(batches):
-                made.write_table(table)
-        return path, work, [Staged("t", 0, rows * batches, tuple(encoded.lanes))]
 
-    def bring_in(folder: Path) -> float:
-        path, work, staged = stage(folder)
-        with Stopwatch() as watch:
-            commit(path, "job", staged, work, ordered=False, keep_note=False)
-        return rows * batches * (len(encoded.data) / rows) / watch.seconds
+def encode(given: Any, _: Path) -> Timed:
+    yield
+    for number in range(given.times):
+        given.encoder.encode(given.batch, number * ROWS, START_MS)
+    yield given.times * ROWS
 
-    def copy(folder: Path) -> float:
-        _, work, _ = stage(folder)
-        name = os.path.join(work, "t.log")
-        with Stopwatch() as watch, open(name, "rb") as source, open(folder / "copy", "wb") as target:
+
+def encode_loop(given: Any, _: Path) -> Timed:
+    times = max(1, given.times // 8)
+    yield
+    for _round in range(times):
+        for number, row in enumerate(given.batch.to_pylist()):
+            encode_row(row, number)
+    yield times * ROWS
+
+
+def commit_records(given: Any, folder: Path, *, copied: bool) -> Timed:
+    """Commit staged records, with queues and index, or only copy and flush their bytes."""
+    from librmq.spark.staged_records import job_folder
+    from librmq.spark.write import commit
+
+    path = str(folder / "store")
+    with MessageStore.open(path, CONFIG, background=False) as store:
+        store.append(Message("Orders", b"first"))
+    job = job_folder(path, "job", None)
+    os.makedirs(job)
+    staged = stage(job, "0", given.table, given.times, given.encoded.data, given.encoded.lanes)
+    yield
+    if copied:
+        with open(os.path.join(job, "0.log"), "rb") as source, open(folder / "copy", "wb") as target:
             shutil.copyfileobj(source, target, 8 << 20)
             target.flush()
             os.fdatasync(target.fileno())
-        return rows * batches * (len(encoded.data) / rows) / watch.seconds
-
-    rates = bench.interleave({"encode": encoding, "loop": loop, "commit": bring_in, "copy": copy})
-    return [
-        compare("Spark, writing", "encoding", "a Python loop", rates["encode"], rates["loop"], Target(4.5, 7),
-                unit="rows/s"),
-        compare("Spark, writing", "commit, queues and index done", "a flushed copy of the bytes", rates["commit"],
-                rates["copy"], Target(0.7, 1.0), unit="B/s", limit=True),
-    ]  # fmt: skip
+    else:
+        commit(path, "job", [staged], job, ordered=False, keep_note=False)
+    yield given.times * len(given.encoded.data)
 
 
 def row_writer() -> Any:
@@ -488,46 +420,31 @@ def row_writer() -> Any:
     from pyspark.sql.datasource import DataSource, DataSourceWriter, WriterCommitMessage
 
     from librmq.java.lang import index_key_hash
-    from librmq.spark.staged_records import Staged, job_folder
+    from librmq.spark.staged_records import job_folder
     from librmq.spark.write import Ready, commit
 
     class Writer(DataSourceWriter):
         def __init__(self, path: str) -> None:
-            self.path = path
-            self.folder = job_folder(path, "rows", None)
+            self.path, self.folder = path, job_folder(path, "rows", None)
             os.makedirs(self.folder)
 
         def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
             context = TaskContext.get()
-            task = 0 if context is None else context.partitionId()
-            name = os.path.join(self.folder, str(task))
-            rows: list[tuple[int, int, int, list[int]]] = []
-            with open(f"{name}.log", "wb") as file:
-                for number, row in enumerate(iterator):
-                    message = Message(
-                        row["topic"], bytes(row["body"]), tags=row["tags"], keys=row["keys"],
-                        unique_key=row["uniqueKey"], properties=dict(row["properties"]),
-                    )  # fmt: skip
-                    raw = record_format.encode_record(
-                        record_format.Record(
-                            topic=message.topic, queue_id=number % 4, body=message.body,
-                            body_crc=record_format.body_checksum(message.body), born_timestamp_ms=START_MS,
-                            properties_raw=record_format.encode_properties(message.properties),
-                        )
-                    )  # fmt: skip
-                    file.write(raw)
-                    hashes = [index_key_hash(message.topic, key) for key in (row["uniqueKey"], row["keys"])]
-                    rows.append((len(raw), number % 4, record_format.tags_code(row["tags"]), hashes))
-            sizes, lanes, codes, keys = zip(*rows, strict=True)
+            records, columns = [], []
+            for number, row in enumerate(iterator):
+                records.append(encode_row(row, number))
+                hashes = [index_key_hash(row["topic"], key) for key in (row["uniqueKey"], row["keys"])]
+                columns.append((len(records[-1]), number % 4, record_format.tags_code(row["tags"]), hashes))
+            types = {"size": pa.int32(), "lane": pa.int32(), "tagsCode": pa.int64(), "keys": pa.list_(pa.int64())}
             table = pa.table(
-                {
-                    "size": pa.array(sizes, pa.int32()), "lane": pa.array(lanes, pa.int32()),
-                    "tagsCode": pa.array(codes, pa.int64()), "keys": pa.array(keys, pa.list_(pa.int64())),
-                }
-            )  # fmt: skip
-            with pa.ipc.new_file(f"{name}.arrow", table.schema) as made:
-                made.write_table(table)
-            return Ready(Staged(str(task), task, len(rows), tuple(("Orders", queue_id) for queue_id in range(4))))
+                [
+                    pa.array(column, type)
+                    for column, type in zip(zip(*columns, strict=True), types.values(), strict=True)
+                ],
+                list(types),
+            )
+            task, lanes = (0 if context is None else context.partitionId()), [("Orders", number) for number in range(4)]
+            return Ready(stage(self.folder, str(task), table, 1, b"".join(records), lanes))
 
         def commit(self, messages: list[WriterCommitMessage | None]) -> None:
             staged = [message.staged for message in messages if isinstance(message, Ready)]
@@ -544,107 +461,133 @@ def row_writer() -> Any:
     return Source
 
 
-def writing_by_spark(bench: Bench) -> list[Row]:
-    """Compare a frame appended to a store with a writer that gets its rows one by one."""
-    if not bench.has("pyspark"):
-        return []
+def writable(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
+    """Yield cached frames, for librmq and, with a quarter of the rows, for the writer of rows."""
     from pyspark.sql import functions as F  # noqa: N812
 
-    spark = started()
+    spark, text, count = started(), F.col("id").cast("string"), max(bench.count(400_000), 16)
     spark.dataSource.register(row_writer())
-    text = F.col("id").cast("string")
+    region = F.element_at(F.array(*map(F.lit, ("eu", "us", "cn", "jp"))), F.pmod("id", F.lit(4)).cast("int") + 1)
 
     def frame(rows: int) -> Any:
-        made = spark.range(rows, numPartitions=4).select(
+        cached = spark.range(rows, numPartitions=4).select(
             F.lit("Orders").alias("topic"),
             F.lpad(text, 512, "0").cast("binary").alias("body"),
             F.lit("rest").alias("tags"),
             F.concat(F.lit("key"), F.lpad(text, 8, "0")).alias("keys"),
             F.lpad(text, 32, "0").alias("uniqueKey"),
-            F.create_map(
-                F.lit("amount"), (F.col("id") % 1000).cast("string"),
-                F.lit("region"), F.element_at(F.array(*map(F.lit, ("eu", "us", "cn", "jp"))), F.pmod("id", F.lit(4))
-                                              .cast("int") + 1),
-            ).alias("properties"),
+            F.create_map(F.lit("amount"), (F.col("id") % 1000).cast("string"), F.lit("region"), region)
+            .alias("properties"),
         ).cache()  # fmt: skip
-        made.count()
-        return made
+        cached.count()
+        return cached
 
-    count = bench.count(400_000)
-    fewer = max(4, count // 4)
-    frames = {"rocketmq": (frame(count), count), "peer_rows": (frame(fewer), fewer)}
-    config = StoreConfig(commitlog_file_size=512 << 20, max_hash_slot_num=500_000, max_index_num=2_000_000)
-
-    def run(source: str) -> Run:
-        rows_frame, rows = frames[source]
-
-        def once(folder: Path) -> float:
-            path = str(folder / "store")
-            MessageStore.open(path, config, background=False).close()
-            with Stopwatch() as watch:
-                rows_frame.write.format(source).mode("append").save(path)
-            return rows / watch.seconds
-
-        return once
-
-    rates = bench.interleave({name: run(name) for name in frames})
-    for rows_frame, _ in frames.values():
-        rows_frame.unpersist()
-    return [
-        compare("Spark, writing", "with Arrow, commit included", "a writer of rows, the same commit",
-                rates["rocketmq"], rates["peer_rows"], Target(4, 6.5), unit="rows/s"),
-    ]  # fmt: skip
+    yield {"rocketmq": (frame(count), count), "peer_rows": (frame(count // 4), count // 4)}
 
 
-def memory(bench: Bench) -> list[Row]:
-    """Measure the memory of a reader in addition to interpreter and libraries, in its own process."""
-    import subprocess
+def write_frame(given: dict[str, tuple[Any, int]], folder: Path, *, source: str) -> Timed:
+    frame, rows = given[source]
+    path = str(folder / "store")
+    MessageStore.open(path, CONFIG, background=False).close()
+    yield
+    frame.write.format(source).mode("append").save(path)
+    yield rows
 
-    path = store_of(bench.count(MESSAGES))
-    code = f"""
-import resource, sys
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+READER: Final = """
+import json, sys
 from librmq.spark.options import ReadOptions, ReadSelection
 from librmq.columns.planner import PlannedStore
 from librmq.columns.read import Reading
 from librmq.columns.schema import default_columns
 from librmq.spark.source import arrow_schema, schema_of
-options = ReadOptions(({path!r},), selection=ReadSelection())
+path = sys.argv[1]
+options = ReadOptions((path,), selection=ReadSelection())
 def status(name):
     for line in open("/proc/self/status"):
         if line.startswith(name + ":"):
             return int(line.split()[1]) / 1024
 schema = arrow_schema(schema_of(default_columns(options)), options)
-with PlannedStore.open({path!r}, ReadSelection(), "FAILFAST") as store:
+with PlannedStore.open(path, ReadSelection(), "FAILFAST") as store:
     parts = store.parts(list(store.narrowed(ReadSelection(), "earliest", "latest", strict=True).items()), 1)
 before, mapped, most = status("RssAnon"), status("RssFile"), [0.0, 0.0]
 for part in parts:
     for batch in Reading(options, schema).read(part):
         most = [max(most[0], status("RssAnon") - before), max(most[1], status("RssFile") - mapped)]
-print(*most)
+print(json.dumps(dict(zip(("own", "mapped"), most))))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    own, mapped = map(float, done.stdout.split())
-    about = f"{bench.count(MESSAGES):,} messages"
-    return [
-        Row("Spark, memory of a reader", "its own", about, own, "MiB", Target(100, 60, at_most=True)),
-        Row("Spark, memory of a reader", "mapped pages", about, mapped, "MiB", Target(None, 150, at_most=True)),
-    ]
 
 
-ROWS: Final[dict[str, Measure]] = {
-    "decoding": decoding,
-    "starts": starts,
-    "reading": reading,
-    "writing": writing,
-    "writing-by-spark": writing_by_spark,
-    "memory": memory,
-}
+def weighed(bench: Bench) -> Iterator[dict[str, float]]:
+    """Yield the memory (MiB) of a reader in its own process, in addition to interpreter and libraries."""
+    import json
+
+    words = [sys.executable, "-c", READER, store_of(bench.count(MESSAGES))]
+    yield json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show the table, and return the exit status."""
-    return command("spark", __doc__ or "", ROWS, PACKAGES, arguments)
+# ---------------------------------------------------------------------------------------------------------------- cases
 
+READ: Final = [
+    (
+        "Spark, reading",
+        "entries",
+        "queue entries (5 columns)",
+        "entries peer",
+        "a source of 5 numpy columns",
+        0.75,
+        0.95,
+    ),
+    ("Spark, reading", "header", "six header columns", "header peer", "a source of 6 numpy columns", 0.55, 0.70),
+    ("Spark, reading", "whole", "whole messages", "tuples", "a source of tuples", 4, 6),
+    ("Spark, reading", "whole", "whole messages", "arrow", "a Python loop into Arrow", 3, 4.5),
+    ("Spark, reading", "header", "six header columns", "whole", "all thirteen", 2.3, 2.8),
+    ("Spark, reading", "whole", "whole messages", "parquet", "Parquet of the same rows", 0.4, 0.5),
+    ("Spark, reading", "whole", "whole messages", "prepared", "a batch prepared once", None, None),
+    ("Spark, reading", "unchecked", "whole messages, no checksums", "parquet", "Parquet of the same rows", 0.4, 0.5),
+    ("Spark, filtering in the reader", "tag 1 %", "tag of 1 %", "whole", "unfiltered", 4, 6),
+    ("Spark, filtering in the reader", "tag 10 %", "tags of 10 %", "whole", "unfiltered", 2.5, 4),
+    ("Spark, filtering in the reader", "selector 1 %", "selector of 1 %", "whole", "unfiltered", 1.7, 2.5),
+    ("Spark, filtering in the reader", "selector 10 %", "selector of 10 %", "whole", "unfiltered", 1.5, 2),
+]
+
+
+def cases() -> Iterator[Case]:
+    """Yield all cases in the order of their table."""
+    everything = (*HEADER, "topic", "tags", "keys", "uniqueKey", "properties", "body", "sysFlag")
+    for detail, columns, row, target in (
+        ("six header columns", HEADER, header_row, Target(25, 40)),
+        ("tags and keys", ("tags", "keys"), tags_row, Target(8, 12)),
+        ("all", everything, whole_row, Target(3.5, 5.5)),
+    ):
+        yield Case("decoding in process", partial(decode, columns=columns), detail, partial(decode_loop, row=row),
+                   "a loop into tuples", target, setup=log, needs=("pyarrow",))  # fmt: skip
+    for detail, with_queues, target in (("queues at hand", True, Target(5, 10)), ("without", False, Target(1.7, 2))):
+        yield Case("log view: record starts", partial(starts, with_queues=with_queues), detail, chain,
+                   "a scan record by record", target, needs=("pyarrow",))  # fmt: skip
+    runs: dict[str, Run] = {}
+    for path, name, detail, other, against, least, reach in READ:
+        ours, peer = (runs.setdefault(key, partial(read_frame, name=key)) for key in (name, other))
+        yield Case(path, ours, detail, peer, against, Target(least, reach), "rows/s", frames, other == "prepared",
+                   needs=NEEDS)  # fmt: skip
+    yield Case("Spark, writing", encode, "encoding", encode_loop, "a Python loop", Target(4.5, 7), "rows/s", encodable,
+               needs=NEEDS)  # fmt: skip
+    yield Case("Spark, writing", partial(commit_records, copied=False), "commit, queues and index done",
+               partial(commit_records, copied=True), "a flushed copy of the bytes", Target(0.7, 1.0), "B/s", encodable,
+               limit=True, needs=NEEDS)  # fmt: skip
+    yield Case("Spark, writing", partial(write_frame, source="rocketmq"), "with Arrow, commit included",
+               partial(write_frame, source="peer_rows"), "a writer of rows, the same commit", Target(4, 6.5), "rows/s",
+               writable, needs=NEEDS)  # fmt: skip
+    for detail, part, target in (
+        ("its own", "own", Target(100, 60, at_most=True)), ("mapped pages", "mapped", Target(None, 150, at_most=True))
+    ):  # fmt: skip
+        yield Case("Spark, memory of a reader", Part(from_setup, part), detail, target=target, unit="MiB",
+                   setup=weighed, needs=NEEDS)  # fmt: skip
+
+
+CASES: Final = list(cases())
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main("spark", __doc__, CASES)

@@ -1,520 +1,369 @@
-"""The store compared with SQLite, LMDB, RocksDB, three queue libraries, and the limits of the machine.
-
-``python -m benchmarks.store [--rounds N] [--rows append,pull,…] [--quick] [--write]``
-"""
+"""The store compared with SQLite, LMDB, RocksDB, three queue libraries, and the limits of the machine."""
 
 from __future__ import annotations
 
 import mmap
 import multiprocessing
+import os
 import shutil
-import sqlite3
 import struct
+import subprocess
 import sys
+import tracemalloc
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from itertools import repeat
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from functools import cache, partial
 from pathlib import Path
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from benchmarks import footprint, peers
-from benchmarks.common import Bench, Measure, Row, Run, Stopwatch, Target, command, compare
-from librmq.consumequeue import ConsumeQueue, ExtUnit, entry_dtype
-from librmq.message.message import Message, StoredMessage
+import librmq
+from benchmarks import peers
+from benchmarks.frame import SIZES, Bench, Case, Part, Run, Target, Timed, main
+from benchmarks.peers import TAG, TOPIC, Load, make_load
+from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue, entry_dtype
+from librmq.message.message import Message
 from librmq.store import GetStatus, MessageStore
 
-TOPIC: Final = "orders"
-TAG: Final = "paid"
 PULL: Final = 32
 BATCH: Final = 256
-SIZES: Final = {"128 B": 128, "1 KiB": 1024}
 CHUNK: Final = 1 << 20
-ENTRIES: Final = 65_536
-PACKAGES: Final = ("librmq", "numpy", "lmdb", "rocksdict", "litequeue", "diskcache", "persist-queue")
-
+ENTRIES: Final = 1_000_000
 _SELECT: Final = f"SELECT * FROM record WHERE queue_offset >= ? ORDER BY queue_offset LIMIT {PULL}"
 _spawn: Final = multiprocessing.get_context("spawn")
-
-
-@dataclass(frozen=True)
-class Load:
-    """Messages, and the same messages as finished records."""
-
-    messages: list[Message]
-    records: peers.Records
-
-    @property
-    def count(self) -> int:
-        return len(self.messages)
-
-
-def make_messages(body_size: int, count: int) -> list[Message]:
-    """Make messages with a unique id, a key, a tag and two properties."""
-    body = (bytes(range(256)) * 4)[:body_size]
-    return [
-        Message(
-            TOPIC,
-            body,
-            tags=TAG,
-            keys=f"order-{number:08d}",
-            properties={"region": "eu-west-1", "amount": "1234"},
-            unique_key=f"7F0000010BB8{number:020X}",
-        )
-        for number in range(count)
-    ]
-
-
-def make_load(bench: Bench, body_size: int, usual: int) -> Load:
-    messages = make_messages(body_size, bench.count(usual))
-    with bench.folder() as folder, MessageStore.open(folder / "store") as store:
-        store.append(messages[0])
-        tags_code = next(iter(store)).tags_code
-        for message in messages[1:]:
-            store.append(message)
-        raw = [message.raw for message in store]
-    unique_keys = [message.unique_key or "" for message in messages]
-    return Load(messages, peers.Records(raw, unique_keys, [message.keys[0] for message in messages], tags_code))
-
-
-@contextmanager
-def filled_store(bench: Bench, messages: Sequence[Message]) -> Iterator[Path]:
-    """Make a cleanly closed store with ``messages``."""
-    with bench.folder() as folder:
-        with MessageStore.open(folder / "store") as store:
-            for message in messages:
-                store.append(message)
-        yield folder / "store"
 
 
 # --------------------------------------------------------------------------------------------------------------- append
 
 
-def append_all(folder: Path, messages: Sequence[Message]) -> float:
-    """Return the seconds of single appends until every message can be read and found by its keys."""
+def append(load: Load, folder: Path) -> Timed:
+    """Append each message, until every one can be read and found by its keys."""
     with MessageStore.open(folder / "store") as store:
         append = store.append
-        with Stopwatch() as watch:
-            for message in messages:
-                append(message)
-            last = store.read(TOPIC, 0, len(messages) - 1, 1)  # pending queue entries and keys are written now
-        assert last.status is GetStatus.FOUND
-        return watch.seconds
+        yield
+        for message in load.messages:
+            append(message)
+        last = store.read(TOPIC, 0, len(load.messages) - 1, 1)  # pending queue entries and keys are written now
+        yield len(load.messages)
+    assert last.status is GetStatus.FOUND
 
 
-def append_batches(folder: Path, messages: Sequence[Message]) -> float:
-    """Return the same for batches."""
+def append_batches(load: Load, folder: Path) -> Timed:
+    """Append the same in batches."""
+    messages = load.messages
     with MessageStore.open(folder / "store") as store:
-        append_batch = store.append_batch
-        with Stopwatch() as watch:
-            for at in range(0, len(messages), BATCH):
-                append_batch(messages[at : at + BATCH])
-            last = store.read(TOPIC, 0, len(messages) - 1, 1)
-        assert last.status is GetStatus.FOUND
-        return watch.seconds
+        yield
+        for at in range(0, len(messages), BATCH):
+            store.append_batch(messages[at : at + BATCH])
+        last = store.read(TOPIC, 0, len(messages) - 1, 1)
+        yield len(messages)
+    assert last.status is GetStatus.FOUND
 
 
-def against_peers(
-    bench: Bench,
-    path: str,
-    case: str,
-    load: Load,
-    ours: Callable[[Path, Sequence[Message]], float],
-    others: dict[str, peers.Peer],
-) -> list[Row]:
-    """Compare appends of librmq with those of others."""
-    present = {name: peer for name, peer in others.items() if bench.has(peer.package)}
-    rates = bench.interleave(
-        {
-            "librmq": lambda folder: load.count / ours(folder, load.messages),
-            **{name: peer.measure(load.records) for name, peer in present.items()},
-        }
-    )
-    return [
-        compare(path, case, name, rates["librmq"], rates[name], peer.target, limit=peer.limit)
-        for name, peer in present.items()
-    ]
-
-
-def single_append(bench: Bench, case: str, body_size: int) -> list[Row]:
-    """Measure single appends, with queue and index."""
-    others = {
-        "SQLite, a row a transaction": peers.Peer(
-            "sqlite3",
-            lambda folder, records: peers.sqlite_append(folder, records, synchronous="NORMAL"),
-            Target(5, 8),
-            8,
-        ),
-        "SQLite, synchronous OFF": peers.Peer("sqlite3", peers.sqlite_append, share=4),
-        "LMDB nosync": peers.Peer("lmdb", peers.lmdb_append, Target(2.5, 3.3), 4),
-        "LMDB nosync, writable map": peers.Peer(
-            "lmdb", lambda folder, records: peers.lmdb_append(folder, records, writemap=True)
-        ),
-        "RocksDB nosync": peers.Peer(
-            "rocksdict", lambda folder, records: peers.rocksdb_batches(folder, records, 1), Target(1.2, 1.6)
-        ),
-        "litequeue": peers.Peer("litequeue", peers.litequeue_append, Target(5), 8),
-        "diskcache": peers.Peer("diskcache", peers.diskcache_append, Target(8), 16),
-        "persist-queue": peers.Peer("persistqueue", peers.persist_queue_append, share=8),
-        "persist-queue as it comes, syncing": peers.Peer(
-            "persistqueue",
-            lambda folder, records: peers.persist_queue_append(folder, records, synchronous="FULL"),
-            Target(25),
-            40,
-        ),
-        "raw write, unbuffered": peers.Peer(
-            "os", peers.raw_write, Target(0.20 if body_size == 128 else 0.28, 0.35), limit=True
-        ),
-    }
-    load = make_load(bench, body_size, 80_000)
-    return against_peers(bench, "single append", case, load, append_all, others)
-
-
-def batch_append(bench: Bench, case: str, body_size: int) -> list[Row]:
-    """Measure batches of 256, with queue and index."""
-    others = {
-        "SQLite, 256 rows a transaction": peers.Peer(
-            "sqlite3",
-            lambda folder, records: peers.sqlite_batches(folder, records, BATCH, synchronous="NORMAL"),
-            Target(1.4, 1.8),
-        ),
-        "SQLite, 256 rows, synchronous OFF": peers.Peer(
-            "sqlite3", lambda folder, records: peers.sqlite_batches(folder, records, BATCH)
-        ),
-        "LMDB nosync, 256 a transaction": peers.Peer(
-            "lmdb", lambda folder, records: peers.lmdb_batches(folder, records, BATCH), Target(0.75, 0.95)
-        ),
-        "LMDB nosync, 256 in putmulti": peers.Peer(
-            "lmdb", lambda folder, records: peers.lmdb_bulk(folder, records, BATCH)
-        ),
-        "RocksDB nosync, 256 a batch": peers.Peer(
-            "rocksdict", lambda folder, records: peers.rocksdb_batches(folder, records, BATCH)
-        ),
-    }
-    load = make_load(bench, body_size, 320 * BATCH)
-    return against_peers(bench, f"batch append {BATCH}", case, load, append_batches, others)
+SINGLE: Final[list[tuple[str, Run, Target, str]]] = [
+    ("SQLite, a row a transaction", partial(peers.sqlite, synchronous="NORMAL", share=8), Target(5, 8), "sqlite3"),
+    ("SQLite, synchronous OFF", partial(peers.sqlite, share=4), Target(), "sqlite3"),
+    ("LMDB nosync", partial(peers.lmdb, share=4), Target(2.5, 3.3), "lmdb"),
+    ("LMDB nosync, writable map", partial(peers.lmdb, writemap=True), Target(), "lmdb"),
+    ("RocksDB nosync", peers.rocksdb, Target(1.2, 1.6), "rocksdict"),
+    ("litequeue", partial(peers.litequeue, share=8), Target(5), "litequeue"),
+    ("diskcache", partial(peers.diskcache, share=16), Target(8), "diskcache"),
+    ("persist-queue", partial(peers.persist_queue, share=8), Target(), "persistqueue"),
+    ("persist-queue as it comes, syncing", partial(peers.persist_queue, synchronous="FULL", share=40), Target(25),
+     "persistqueue"),
+]  # fmt: skip
+BATCHED: Final[list[tuple[str, Run, Target, str]]] = [
+    ("SQLite, 256 rows a transaction", partial(peers.sqlite, size=BATCH, synchronous="NORMAL"), Target(1.4, 1.8),
+     "sqlite3"),
+    ("SQLite, 256 rows, synchronous OFF", partial(peers.sqlite, size=BATCH), Target(), "sqlite3"),
+    ("LMDB nosync, 256 a transaction", partial(peers.lmdb, size=BATCH), Target(0.75, 0.95), "lmdb"),
+    ("LMDB nosync, 256 in putmulti", partial(peers.lmdb_putmulti, size=BATCH), Target(), "lmdb"),
+    ("RocksDB nosync, 256 a batch", partial(peers.rocksdb, size=BATCH), Target(), "rocksdict"),
+]  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------- read
 
 
-def _pull_librmq(store: MessageStore, count: int) -> float:
-    queue_offset = found = 0
-    with Stopwatch() as watch:
-        while queue_offset < count:
-            result = store.read(TOPIC, 0, queue_offset, PULL)
-            bodies = [message.body for message in result.messages]
-            found += len(bodies)
-            queue_offset = result.next_offset
-    assert found == count
-    return count / watch.seconds
+def filled(bench: Bench, body_size: int, count: int) -> Iterator[tuple[Load, Path]]:
+    """Yield a load, and a store that has its messages and is closed."""
+    with bench.folder() as folder:
+        for load in make_load(bench, body_size, count):
+            with MessageStore.open(folder / "store") as store:
+                for message in load.messages:
+                    store.append(message)
+            yield load, folder / "store"
 
 
-def _pull_sqlite(connection: sqlite3.Connection, count: int) -> float:
-    execute = connection.execute
-    queue_offset = found = 0
-    with Stopwatch() as watch:
-        while queue_offset < count:
-            taken = execute(_SELECT, (queue_offset,)).fetchall()
-            found += len(taken)
-            queue_offset = taken[-1][0] + 1
-    assert found == count
-    return count / watch.seconds
+def readable(bench: Bench, body_size: int, count: int) -> Iterator[Any]:
+    """Yield an open store, a table of SQLite and a mapped file with the same records, and two more processes."""
+    for load, path in filled(bench, body_size, count):
+        ends = np.cumsum([len(raw) for raw in load.raw]).tolist()
+        (path.parent / "raw").write_bytes(b"".join(load.raw))
+        with (
+            MessageStore.open(path, read_only=True) as store,
+            closing(peers.sqlite_table(path.parent)) as table,
+            open(path.parent / "raw", "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            ProcessPoolExecutor(2, _spawn) as processes,
+        ):
+            table.executemany(peers._INSERT, load.rows(1))
+            yield SimpleNamespace(
+                count=len(load.raw), path=path, store=store, table=table, mapped=mapped, processes=processes,
+                places=list(zip([0, *ends], ends, strict=False)), end=store.log.end,
+                middle=store.read(TOPIC, 0, len(load.raw) // 2, 1).messages[0].physical_offset,
+            )  # fmt: skip
 
 
-def _slice_records(raw: mmap.mmap, places: Sequence[tuple[int, int]]) -> float:
-    with Stopwatch() as watch:
-        for at in range(0, len(places), PULL):
-            taken = [raw[begin:end] for begin, end in places[at : at + PULL]]
-    assert taken
-    return len(places) / watch.seconds
+def pull(stored: Any, _: Path) -> Timed:
+    """Read a whole queue, 32 messages a call, with bodies."""
+    queue_offset = count = 0
+    yield
+    while queue_offset < stored.count:
+        result = stored.store.read(TOPIC, 0, queue_offset, PULL)
+        bodies = [message.body for message in result.messages]
+        count += len(bodies)
+        queue_offset = result.next_offset
+    yield stored.count
+    assert count == stored.count
 
 
-def pull(bench: Bench, case: str, body_size: int) -> list[Row]:
-    """Measure reads of a whole queue, 32 messages a call, with bodies."""
-    load = make_load(bench, body_size, 40_000)
-    places, end = [], 0
-    for raw in load.records.raw:
-        places.append((end, end + len(raw)))
-        end += len(raw)
+def pull_sqlite(stored: Any, _: Path) -> Timed:
+    """Read all rows, 32 a query."""
+    execute, queue_offset, count = stored.table.execute, 0, 0
+    yield
+    while queue_offset < stored.count:
+        rows = execute(_SELECT, (queue_offset,)).fetchall()
+        count += len(rows)
+        queue_offset = rows[-1][0] + 1
+    yield stored.count
+    assert count == stored.count
+
+
+def slice_records(stored: Any, _: Path) -> Timed:
+    """Cut the records out of a mapped file, at known places."""
+    raw, places = stored.mapped, stored.places
+    yield
+    for at in range(0, len(places), PULL):
+        records = [raw[begin:end] for begin, end in places[at : at + PULL]]
+    yield len(places)
+    assert records
+
+
+def scan(stored: Any, _: Path) -> Timed:
+    """Read every record of the log, and compare its body with its checksum."""
+    yield
+    count = sum(1 for _ in stored.store.log.scan(0, stored.end))
+    yield stored.end
+    assert count == stored.count
+
+
+def crc32(stored: Any, _: Path) -> Timed:
+    """Compute the checksum of the same bytes, in pieces."""
     with (
-        filled_store(bench, load.messages) as path,
-        MessageStore.open(path, read_only=True) as store,
-        closing(peers.sqlite_table(path.parent)) as table,
-        open(path.parent / "raw", "w+b") as file,
-    ):
-        peers.sqlite_fill(table, load.records)
-        file.write(b"".join(load.records.raw))
-        file.flush()
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            rates = bench.interleave(
-                {
-                    "librmq": lambda _: _pull_librmq(store, load.count),
-                    "sqlite": lambda _: _pull_sqlite(table, load.count),
-                    "slices": lambda _: _slice_records(mapped, places),
-                }
-            )
-    ours = rates["librmq"]
-    target = Target(0.20, 0.30) if body_size == 128 else Target(0.30, 0.50)
-    return [
-        compare(f"pull {PULL}", case, "SQLite rows", ours, rates["sqlite"], Target(1.1, 1.8)),
-        compare(f"pull {PULL}", case, "raw slices of records", ours, rates["slices"], target, limit=True),
-    ]
-
-
-def _scan(store: MessageStore, begin: int, end: int) -> int:
-    records = 0
-    for _ in store.log.scan(begin, end):
-        records += 1
-    return records
-
-
-def _crc32(path: str, size: int) -> float:
-    with (
-        open(path, "rb") as file,
-        mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as mapped,
+        open(stored.store.log.sequence.path(0), "rb") as file,
+        mmap.mmap(file.fileno(), stored.end, access=mmap.ACCESS_READ) as mapped,
         memoryview(mapped) as view,
-        Stopwatch() as watch,
     ):
-        for at in range(0, size, CHUNK):
+        yield
+        for at in range(0, stored.end, CHUNK):
             zlib.crc32(view[at : at + CHUNK])
-    return size / watch.seconds
+        yield stored.end
 
 
-def _scanner(pipe: Connection, path: Path) -> None:
-    """Scan the ranges that arrive, until None arrives."""
-    with MessageStore.open(path, read_only=True) as store:
-        pipe.send(0)
-        while (wanted := pipe.recv()) is not None:
-            pipe.send(_scan(store, *wanted))
+def scan_in_processes(stored: Any, _: Path, *, two: bool) -> Timed:
+    """Scan the log in another process, or a half of it in each of two."""
+    parts = [(0, stored.middle), (stored.middle, stored.end)] if two else [(0, stored.end)]
+    yield
+    counts = [stored.processes.submit(count_records, stored.path, *part) for part in parts]
+    total = sum(count.result() for count in counts)
+    yield stored.end
+    assert total == stored.count
 
 
-def scan(bench: Bench, case: str, body_size: int) -> list[Row]:
-    """Measure a scan of the whole log that compares each body with its checksum."""
-    messages = make_messages(body_size, bench.count(100_000 if body_size == 128 else 50_000))
-    with filled_store(bench, messages) as path, MessageStore.open(path, read_only=True) as store:
-        end, count = store.log.end, len(messages)
-        middle = store.read(TOPIC, 0, count // 2, 1).messages[0].physical_offset
-        file = store.log.sequence.path(0)
-
-        def here(_: Path) -> float:
-            with Stopwatch() as watch:
-                found = _scan(store, 0, end)
-            assert found == count
-            return end / watch.seconds
-
-        with _scanners(path) as pipes:
-
-            def in_processes(*parts: tuple[int, int]) -> float:
-                with Stopwatch() as watch:
-                    for pipe, part in zip(pipes, parts, strict=False):
-                        pipe.send(part)
-                    found = sum(pipe.recv() for pipe, _ in zip(pipes, parts, strict=False))
-                assert found == count
-                return parts[-1][1] / watch.seconds
-
-            rates = bench.interleave(
-                {
-                    "librmq": here,
-                    "crc32": lambda _: _crc32(file, end),
-                    "one": lambda _: in_processes((0, end)),
-                    "two": lambda _: in_processes((0, middle), (middle, end)),
-                }
-            )
-    target = Target(0.09, 0.12) if body_size == 128 else Target(0.25, 0.28)
-    return [
-        compare("scan", case, "raw crc32", rates["librmq"], rates["crc32"], target, unit="B/s", limit=True),
-        compare(
-            "scan, two processes",
-            case,
-            "one process",
-            rates["two"],
-            rates["one"],
-            Target(reach=1.9),
-            unit="B/s",
-            limit=True,
-        ),
-    ]
+def count_records(path: Path, begin: int, end: int) -> int:
+    """Scan a part of a log; return the number of its records."""
+    return sum(1 for _ in _opened(path).log.scan(begin, end))
 
 
-@contextmanager
-def _scanners(path: Path) -> Iterator[list[Connection]]:
-    """Start two processes of `_scanner`, and wait until they are ready."""
-    pipes, processes = [], []
-    for _ in range(2):
-        mine, theirs = _spawn.Pipe()
-        process = _spawn.Process(target=_scanner, args=(theirs, path), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(mine)
-        processes.append(process)
-    try:
-        for pipe in pipes:
-            pipe.recv()
-        yield pipes
-        for pipe in pipes:
-            pipe.send(None)
-    finally:
-        for pipe, process in zip(pipes, processes, strict=True):
-            pipe.close()
-            process.join()
+_opened: Final = cache(partial(MessageStore.open, read_only=True))
+"""Opens a store once in a process."""
 
 
-# -------------------------------------------------------------------------------------------------------------- rebuild
-
-
-def _rebuild(path: Path, count: int) -> float:
-    """Measure the opening of a store without its queues and its index."""
+def rebuild(stored: tuple[Load, Path], _: Path) -> Timed:
+    """Open a store without its queues and its index, until they are complete again."""
+    load, path = stored
     for name in ("consumequeue", "index"):
         shutil.rmtree(path / name)
-    with Stopwatch() as watch:
-        store = MessageStore.open(path)
+    yield
+    store = MessageStore.open(path)
+    yield len(load.messages)
     with store:
-        assert store.queues[TOPIC, 0].max_offset == count
-        assert len(store.find_by_key(TOPIC, f"order-{count - 1:08d}")) == 1
-    return count / watch.seconds
+        assert store.queues[TOPIC, 0].max_offset == len(load.messages)
+        assert len(store.find_by_key(TOPIC, load.messages[-1].keys[0])) == 1
 
 
-def rebuild(bench: Bench, case: str, body_size: int) -> list[Row]:
-    """Compare a rebuild of queues and index from the log with appending the same messages."""
-    messages = make_messages(body_size, bench.count(80_000))
-    count = len(messages)
-    with filled_store(bench, messages) as path:
-        rates = bench.interleave(
-            {
-                "rebuild": lambda _: _rebuild(path, count),
-                "append": lambda folder: count / append_all(folder, messages),
-            }
-        )
-    target = Target(1, 1.3)
-    return [compare("rebuild", case, "single append by librmq", rates["rebuild"], rates["append"], target, limit=True)]
+def append_again(stored: tuple[Load, Path], folder: Path) -> Timed:
+    """Append the same messages one by one."""
+    return append(stored[0], folder)
 
 
-# ----------------------------------------------------------------------------------------------------- ----------- tags
+# ----------------------------------------------------------------------------------------------------------------- tags
 
 
-class _TagFilter:
-    """The messages of one tag."""
-
-    def __init__(self, tags_code: int) -> None:
-        self._tags_code = tags_code
-
-    def match_entries(
-        self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
-    ) -> npt.NDArray[np.bool_]:
-        matching: npt.NDArray[np.bool_] = tags_codes == self._tags_code
-        return matching
-
-    def match_message(self, message: StoredMessage) -> bool:
-        return message.tags_code == self._tags_code
-
-
-def _loop_over_entries(queue: ConsumeQueue, wanted: int) -> list[int]:
-    found: list[int] = []
-    first, end = queue.min_offset, queue.max_offset
-    while first < end:
-        raw = queue.read(first, end - first)
-        codes = enumerate(struct.iter_unpack(">qiq", raw), first)
-        found += [at for at, (_, _, code) in codes if code == wanted]
-        first += len(raw) // entry_dtype().itemsize
-    return found
-
-
-def _select_in_arrays(queue: ConsumeQueue, wanted: int) -> list[int]:
-    """Check entries like a read with a filter, before it reads a message."""
-    found: list[int] = []
-    first, end = queue.min_offset, queue.max_offset
-    while first < end:
-        entries = np.frombuffer(queue.read(first, ENTRIES), entry_dtype())
-        places = (entries["tags_code"] == wanted).nonzero()[0]
-        if first:
-            places += first
-        found += places.tolist()
-        first += len(entries)
-    return found
-
-
-def _read_filtered(store: MessageStore, matching: _TagFilter, end: int) -> int:
-    queue_offset = found = 0
-    while queue_offset < end:
-        result = store.read(TOPIC, 0, queue_offset, PULL, matching)
-        found += len(result.messages)
-        queue_offset = result.next_offset
-    return found
-
-
-def _repeated(take: Callable[[], int], expected: int, count: int, repeats: int) -> Run:
-    """Repeat ``take``, which checks ``count`` entries and finds ``expected`` of them long enough to measure."""
-
-    def run(folder: Path) -> float:
-        with Stopwatch() as watch:
-            for _ in repeat(None, repeats):
-                found = take()
-        assert found == expected
-        return count * repeats / watch.seconds
-
-    return run
-
-
-def tag_scan(bench: Bench, count: int) -> list[Row]:
-    """Measure finding the entries with a tag that one in a hundred has."""
-    repeats = bench.count(200_000) // count + 1
+def tagged(bench: Bench, count: int) -> Iterator[Any]:
+    """Yield a queue in which one entry in a hundred has a tag, and that tag's code."""
     with bench.folder() as folder, MessageStore.open(folder / "store") as store:
         for number in range(count):
             store.append(Message(TOPIC, b"", tags="rare" if number % 100 == 0 else TAG))
-        wanted = store.read(TOPIC, 0, 0, 1).messages[0].tags_code
-        queue, nothing = store.queues[TOPIC, 0], _TagFilter(-1)
-        selected = count // 100
-        rates = bench.interleave(
-            {
-                "arrays": _repeated(lambda: len(_select_in_arrays(queue, wanted)), selected, count, repeats),
-                "loop": _repeated(lambda: len(_loop_over_entries(queue, wanted)), selected, count, repeats),
-                "read": _repeated(lambda: _read_filtered(store, nothing, count), 0, count, repeats),
-            }
-        )
-    case, against, loop = f"{count:,} entries", "a loop over unpacked entries", rates["loop"]
-    return [
-        compare("tag scan", case, against, rates["arrays"], loop, Target(20, 60), unit="entries/s"),
-        compare("read() with a filter, no match", case, against, rates["read"], loop, unit="entries/s"),
-    ]
+        code = store.read(TOPIC, 0, 0, 1).messages[0].tags_code
+        yield SimpleNamespace(queue=store.queues[TOPIC, 0], code=code, times=bench.count(200_000) // count + 1)
 
 
-def tag_scans(bench: Bench) -> list[Row]:
-    """Measure the scan over the smallest relevant number of entries, and over many."""
-    return [row for count in (1_000, max(bench.count(100_000), 2_000)) for row in tag_scan(bench, count)]
+def select(tags: Any, _: Path, *, places_of: Callable[[bytes, int], list[int]]) -> Timed:
+    """Find the entries with the tag, again and again for long enough to measure."""
+    queue, end = tags.queue, tags.queue.max_offset
+    yield
+    for _round in range(tags.times):
+        count = at = 0
+        while at < end:
+            raw = queue.read(at, 65_536)
+            count += len(places_of(raw, tags.code))
+            at += len(raw) // ENTRY_SIZE
+    yield end * tags.times
+    assert count == end // 100
 
 
-# -------------------------------------------------------------------------------------------------------------- command
+def places_in_array(raw: bytes, code: int) -> list[int]:
+    """Find entries as a read with a filter does before it reads a message."""
+    places: list[int] = (np.frombuffer(raw, entry_dtype())["tags_code"] == code).nonzero()[0].tolist()
+    return places
 
 
-def _each_size(measure: Callable[[Bench, str, int], list[Row]]) -> Measure:
-    def rows(bench: Bench) -> list[Row]:
-        return [row for case, body_size in SIZES.items() for row in measure(bench, case, body_size)]
-
-    return rows
+def places_in_loop(raw: bytes, code: int) -> list[int]:
+    """Find the same in a loop over unpacked entries."""
+    return [at for at, (_, _, entry_code) in enumerate(struct.iter_unpack(">qiq", raw)) if entry_code == code]
 
 
-ROWS: Final[dict[str, Measure]] = {
-    "append": _each_size(single_append),
-    "batch": _each_size(batch_append),
-    "pull": _each_size(pull),
-    "scan": _each_size(scan),
-    "rebuild": _each_size(rebuild),
-    "tags": tag_scans,
-    "memory": footprint.memory,
-    "import": footprint.start,
-}
+# ------------------------------------------------------------------------------------------------------------ footprint
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show the table, and return the exit status."""
-    return command("store", __doc__ or "", ROWS, PACKAGES, arguments)
+def long_queue(bench: Bench) -> Iterator[Path]:
+    """Yield the folder of a queue with a million entries."""
+    count, entry = bench.count(ENTRIES), struct.pack(">qiq", 0, 325, 42)
+    with bench.folder() as folder:
+        with ConsumeQueue.open(str(folder / "queue")) as queue:
+            for begin in range(0, count, 100_000):
+                queue.append_many(begin, entry * min(100_000, count - begin))
+        yield folder / "queue"
 
+
+def weigh(folder: Path, _: Path) -> dict[str, float]:
+    """Return what a process that has read all entries holds (bytes an entry) and has mapped (MiB)."""
+    with ProcessPoolExecutor(1, _spawn) as processes:
+        return processes.submit(weigh_queue, str(folder)).result()
+
+
+def weigh_queue(folder: str) -> dict[str, float]:
+    """Read all entries of a queue, and weigh this process."""
+    tracemalloc.start()
+    before, mapped, is_inside = tracemalloc.get_traced_memory()[0], 0, False
+    with ConsumeQueue.open(folder, writable=False) as queue:
+        entries = sum(len(block) for _, block in queue.blocks())
+        held = tracemalloc.get_traced_memory()[0] - before
+        smaps = Path("/proc/self/smaps")
+        for line in smaps.read_text("utf-8").splitlines() if smaps.exists() else ():
+            if not line.split(" ", 1)[0].endswith(":"):
+                is_inside = folder in line
+            elif is_inside and line.startswith("Rss:"):
+                mapped += int(line.split()[1]) * 1024
+    return {"held": held / entries, "mapped": mapped / (1 << 20)}
+
+
+IMPORT: Final = "import time; begin = time.perf_counter(); import {}; print(time.perf_counter() - begin)"
+HELP: Final = """
+import time; begin = time.perf_counter()
+import atexit, sys; from librmq.cli import main
+atexit.register(lambda: print(time.perf_counter() - begin))
+main(["--help"])
+"""
+FIRST_TEST: Final = """
+import time, pytest, librmq.testing.plugin
+begin = time.perf_counter()
+rmq, bodies = librmq.testing.Kit(), []
+rmq.consumer("billing").subscribe("orders", lambda message: bodies.append(message.body))
+rmq.producer().send("orders", b"o-1")
+rmq.advance(seconds=1)
+rmq.close()
+assert bodies == [b"o-1"]
+print(time.perf_counter() - begin)
+"""
+
+
+def start(_: Bench, folder: Path, *, code: str) -> float:
+    """Return the seconds that a new interpreter reports."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(librmq.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return float(done.stdout.splitlines()[-1])
+
+
+import_packages: Final = partial(start, code=IMPORT.format("numpy, sortedcontainers, lark"))
+
+
+# ---------------------------------------------------------------------------------------------------------------- cases
+
+
+def reading(detail: str, size: int) -> Iterator[Case]:
+    """Yield the cases that read a store, for a size of bodies."""
+    small = size == 128
+    setup, scanned = (
+        partial(readable, body_size=size, count=50_000),
+        Target(0.09, 0.12) if small else Target(0.25, 0.28),
+    )
+    sliced = Target(0.20, 0.30) if small else Target(0.30, 0.50)
+    one, two = partial(scan_in_processes, two=False), partial(scan_in_processes, two=True)
+    yield Case(f"pull {PULL}", pull, detail, pull_sqlite, "SQLite rows", Target(1.1, 1.8), setup=setup)
+    yield Case(f"pull {PULL}", pull, detail, slice_records, "raw slices of records", sliced, setup=setup, limit=True)
+    yield Case("scan", scan, detail, crc32, "raw crc32", scanned, "B/s", setup, limit=True)
+    yield Case("scan, two processes", two, detail, one, "one process", Target(reach=1.9), "B/s", setup, limit=True)
+
+
+def cases() -> Iterator[Case]:
+    """Yield all cases in the order of their table."""
+    for name, run, table in (("single append", append, SINGLE), (f"batch append {BATCH}", append_batches, BATCHED)):
+        for detail, size in SIZES.items():
+            setup = partial(make_load, body_size=size, count=320 * BATCH)
+            for against, peer, target, module in table:
+                yield Case(name, run, detail, peer, against, target, setup=setup, needs=(module,))
+            if table is SINGLE:
+                target = Target(0.20 if size == 128 else 0.28, 0.35)
+                yield Case(name, run, detail, peers.raw_write, "raw write, unbuffered", target, setup=setup, limit=True)
+    for detail, size in SIZES.items():
+        yield from reading(detail, size)
+    for detail, size in SIZES.items():
+        yield Case("rebuild", rebuild, detail, append_again, "single append by librmq", Target(1, 1.3),
+                   setup=partial(filled, body_size=size, count=80_000), limit=True)  # fmt: skip
+    for count in (1_000, 100_000):
+        array, loop = partial(select, places_of=places_in_array), partial(select, places_of=places_in_loop)
+        yield Case("tag scan", array, f"{count:,} entries", loop, "a loop over unpacked entries", Target(20, 60),
+                   "entries/s", partial(tagged, count=count))  # fmt: skip
+    for name, part, unit, most in (
+        ("queue, Python objects held", "held", "B an entry", 1), ("queue, mapped and resident", "mapped", "MiB", 20)
+    ):  # fmt: skip
+        yield Case(name, Part(weigh, part), f"{ENTRIES:,} entries", target=Target(most, at_most=True), unit=unit,
+                   setup=long_queue)  # fmt: skip
+    for module in ("librmq", "librmq.store.store"):
+        yield Case(f"import {module}", partial(start, code=IMPORT.format(module)), "", import_packages,
+                   "import numpy, sortedcontainers, lark", Target(1.5, at_most=True), "s", limit=True)  # fmt: skip
+    for name, code in (("librmq --help", HELP), ("first test with rmq, after its imports", FIRST_TEST)):
+        yield Case(name, partial(start, code=code), target=Target(0.3, at_most=True), unit="s")
+
+
+CASES: Final = list(cases())
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main("store", __doc__, CASES)

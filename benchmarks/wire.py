@@ -1,41 +1,58 @@
-"""The official Python client against librmq, and against a bare stub that keeps its messages in lists.
+"""The official Python client against librmq, and against a bare stub that keeps messages in lists; the 4.x protocol.
 
-Client and server are processes of their own. The stub answers the same calls by the same gRPC server with the same
-number of threads, and does nothing else: no log, no routes, no invisible times. Bodies have 1 KiB; asynchronous sends
-keep 64 under way. librmq's broker has timers, and its store is on disk.
-
-`benchmarks.wire_remoting` has the rows of the 4.x protocol, whose clients are raw frames and `librmq.connect`.
-
-``python -m benchmarks.wire [--rounds N] [--rows send,async,push,receive,remoting,pull,connect,oneway] [--quick]``
+Client, server and stub are processes of their own. A stub answers the same calls by the same code for frames, and does
+nothing else: no log, no routes, no invisible times. Bodies have 1 KiB; asynchronous sends keep 64 under way. librmq's
+broker has timers, and its store is on disk. Clients of the 4.x protocol are raw frames and `librmq.connect`.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from types import SimpleNamespace
+from typing import Any, Final
 
-from benchmarks import wire_remoting
-from benchmarks.common import CHECKOUT, Bench, Measure, Row, Run, Target, command, compare
+from benchmarks.frame import CHECKOUT, Bench, Case, Run, Target, Timed, main
 from librmq.broker import Broker, BrokerConfig
 from librmq.scheduling.timer_config import TimerConfig
+from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
+from librmq.wire.remoting.headers import PulledHeader, PullHeader, RequestCode, SendHeader, SentHeader
 
-COUNTS: Final = {"send": 2_000, "async": 4_000, "push": 3_000, "receive": 2_000}
-CASES: Final = {
-    "send": "a send",
-    "async": "an asynchronous send",
-    "push": "a message to a push consumer",
-    "receive": "a receive and an acknowledgement",
-}
-PACKAGES: Final = ("librmq", "grpcio", "protobuf", "rocketmq-python-client")
+WINDOW: Final = 64
+BODY: Final = b"x" * 1024
+TOPIC: Final = "bench"
 _OK: Final = 20000
-_POLL_S: Final = 5.0
+_RECEIVED: Final = 256 << 10
+
+
+@contextmanager
+def program(call: str, *arguments: object, **variables: str) -> Iterator[Any]:
+    """Start a function of this module in a process of its own, and kill it at the end."""
+    # The checkout is the last place to import from, so that the installed librmq serves.
+    code = f"import sys; sys.path.append({str(CHECKOUT)!r}); from benchmarks import wire; wire.{call}(*sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], env={**os.environ, **variables}, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+# ----------------------------------------------------------------------------------------------------------------- gRPC
 
 
 class BareStub:
@@ -50,25 +67,21 @@ class BareStub:
         self._topics: dict[str, deque[Any]] = {}
         self._arrived = threading.Condition()
         handlers: dict[str, Any] = {}
-        for name in (
-            "QueryRoute",
-            "QueryAssignment",
-            "SendMessage",
-            "AckMessage",
-            "Heartbeat",
-            "NotifyClientTermination",
-        ):
-            request, response = message_class(f"{name}Request"), message_class(f"{name}Response")
-            handlers[f"/{SERVICE}/{name}"] = grpc.unary_unary_rpc_method_handler(
-                self._answering(name, response), request.FromString, response.SerializeToString
-            )
-        request, response = message_class("ReceiveMessageRequest"), message_class("ReceiveMessageResponse")
-        handlers[f"/{SERVICE}/ReceiveMessage"] = grpc.unary_stream_rpc_method_handler(
-            self._receive, request.FromString, response.SerializeToString
-        )
-        command_class = message_class("TelemetryCommand")
-        handlers[f"/{SERVICE}/Telemetry"] = grpc.stream_stream_rpc_method_handler(
-            self._telemetry, command_class.FromString, command_class.SerializeToString
+
+        def handle(name: str, request: str, response: str, kind: Any, answer: Any) -> None:
+            parse, serialize = message_class(request).FromString, message_class(response).SerializeToString
+            handlers[f"/{SERVICE}/{name}"] = kind(answer, parse, serialize)
+
+        for name, fill in (
+            ("QueryRoute", self._route), ("QueryAssignment", self._assign), ("SendMessage", self._send),
+            ("AckMessage", self._ack), ("Heartbeat", None), ("NotifyClientTermination", None),
+        ):  # fmt: skip
+            answer = self._answering(message_class(f"{name}Response"), fill)
+            handle(name, f"{name}Request", f"{name}Response", grpc.unary_unary_rpc_method_handler, answer)
+        handle("ReceiveMessage", "ReceiveMessageRequest", "ReceiveMessageResponse",
+               grpc.unary_stream_rpc_method_handler, self._receive)  # fmt: skip
+        handle(
+            "Telemetry", "TelemetryCommand", "TelemetryCommand", grpc.stream_stream_rpc_method_handler, self._configure
         )
 
         class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -79,55 +92,48 @@ class BareStub:
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 
-    def _answering(self, name: str, response: Any) -> Any:
-        fill = getattr(self, f"_{name}", None)
-
+    def _answering(self, response_class: Any, fill: Any) -> Any:
         def answer(request: Any, context: object) -> Any:
-            made = response()
-            made.status.code = _OK
+            response = response_class()
+            response.status.code = _OK
             if fill is not None:
-                fill(request, made)
-            return made
+                fill(request, response)
+            return response
 
         return answer
 
-    def _QueryRoute(self, request: Any, response: Any) -> None:  # noqa: N802
+    def _route(self, request: Any, response: Any) -> None:
         self._topics.setdefault(request.topic.name, deque())
         for number in range(8):
             queue = response.message_queues.add(id=number, permission=4, accept_message_types=[1, 2, 3, 4])
             queue.topic.name, queue.broker.name = request.topic.name, "bare"
             queue.broker.endpoints.CopyFrom(request.endpoints)
 
-    def _QueryAssignment(self, request: Any, response: Any) -> None:  # noqa: N802
+    def _assign(self, request: Any, response: Any) -> None:
         queue = response.assignments.add().message_queue
         queue.id, queue.permission, queue.topic.name, queue.broker.name = -1, 4, request.topic.name, "bare"
         queue.broker.endpoints.CopyFrom(request.endpoints)
 
-    def _SendMessage(self, request: Any, response: Any) -> None:  # noqa: N802
+    def _send(self, request: Any, response: Any) -> None:
         for message in request.messages:
-            entry = response.entries.add(message_id=message.system_properties.message_id)
-            entry.status.code = _OK
+            response.entries.add(message_id=message.system_properties.message_id).status.code = _OK
             self._topics[message.topic.name].append(message)
         with self._arrived:
             self._arrived.notify_all()
 
-    def _AckMessage(self, request: Any, response: Any) -> None:  # noqa: N802
+    def _ack(self, request: Any, response: Any) -> None:
         for entry in request.entries:
-            made = response.entries.add(message_id=entry.message_id, receipt_handle=entry.receipt_handle)
-            made.status.code = _OK
+            response.entries.add(message_id=entry.message_id, receipt_handle=entry.receipt_handle).status.code = _OK
 
     def _receive(self, request: Any, context: object) -> Iterator[Any]:
-        response = self._message_class("ReceiveMessageResponse")
-        kept = self._topics[request.message_queue.topic.name]
-        found: list[Any] = []
+        response, stored = self._message_class("ReceiveMessageResponse"), self._topics[request.message_queue.topic.name]
         with self._arrived:
-            self._arrived.wait_for(lambda: bool(kept), _POLL_S)
-            while kept and len(found) < request.batch_size:
-                found.append(kept.popleft())
+            self._arrived.wait_for(lambda: bool(stored), 5)
+            messages = [stored.popleft() for _ in range(min(len(stored), request.batch_size))]
         status = response()
-        status.status.code = _OK if found else 40401
+        status.status.code = _OK if messages else 40401
         yield status
-        for message in found:
+        for message in messages:
             system = message.system_properties
             system.receipt_handle, system.delivery_attempt = system.message_id, 1
             yield response(message=message)
@@ -135,85 +141,263 @@ class BareStub:
         last.delivery_timestamp.GetCurrentTime()
         yield last
 
-    def _telemetry(self, requests: Iterator[Any], context: object) -> Iterator[Any]:
-        for told in requests:
-            told.status.code = _OK
-            settings = told.settings
+    def _configure(self, requests: Iterator[Any], context: object) -> Iterator[Any]:
+        for command in requests:
+            command.status.code = _OK
+            settings = command.settings
             settings.publishing.max_body_size = 4 << 20
             settings.backoff_policy.max_attempts = 3
             if settings.client_type != 1:
                 settings.subscription.receive_batch_size = 32
                 settings.subscription.long_polling_timeout.FromSeconds(20)
                 settings.backoff_policy.customized_backoff.next.add().FromSeconds(1)
-            yield told
+            yield command
 
     def close(self) -> None:
         self._server.stop(None).wait()
 
 
-class Client:
-    """The client's process."""
+def send_officially(producer: Any, topic: str, count: int, window: int = 1) -> float:
+    """Send messages, so many at a time; return the seconds."""
+    import rocketmq
 
-    def __init__(self, home: Path) -> None:
-        import os
+    begin, pending = time.perf_counter(), deque[Any]()
+    for _ in range(count):
+        message = rocketmq.Message()
+        message.topic, message.body = topic, BODY
+        if window == 1:
+            producer.send(message)
+            continue
+        if len(pending) == window:
+            pending.popleft().result()
+        pending.append(producer.send_async(message))
+    for result in pending:
+        result.result()
+    return time.perf_counter() - begin
 
-        self._process = subprocess.Popen(
-            [sys.executable, CHECKOUT / "benchmarks" / "wire_client.py"],
-            env={**os.environ, "HOME": str(home)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+
+def push_officially(configuration: Any, topic: str, count: int) -> float:
+    """Return the seconds from the first message to the last in a listener."""
+    import rocketmq
+
+    times, done = list[float](), threading.Event()
+
+    class Listener(rocketmq.MessageListener):  # type: ignore[misc]
+        def consume(self, message: Any) -> Any:
+            times.append(time.perf_counter())
+            if len(times) == count:
+                done.set()
+            return rocketmq.ConsumeResult.SUCCESS
+
+    consumer = rocketmq.PushConsumer(configuration, f"g-{topic}", Listener(), {topic: rocketmq.FilterExpression()})
+    consumer.startup()
+    if not done.wait(60):
+        raise TimeoutError("not all messages came")
+    consumer.shutdown()
+    return max(times) - min(times)
+
+
+def receive_officially(configuration: Any, topic: str, count: int) -> float:
+    """Return the seconds of receives and acknowledgements."""
+    import rocketmq
+
+    consumer = rocketmq.SimpleConsumer(configuration, f"g-{topic}", {topic: rocketmq.FilterExpression()}, 5)
+    consumer.startup()
+    begin = time.perf_counter()
+    while count > 0:
+        for message in consumer.receive(32, 60):
+            consumer.ack(message)
+            count -= 1
+    seconds = time.perf_counter() - begin
+    consumer.shutdown()
+    return seconds
+
+
+def official_client() -> None:
+    """Read lines of address, kind and count, and print the seconds of each."""
+    import rocketmq
+
+    producers: dict[str, Any] = {}
+    for number, line in enumerate(sys.stdin):
+        address, kind, count = line.split()
+        configuration, topic = rocketmq.ClientConfiguration(address, rocketmq.Credentials()), f"{kind}-{number}"
+        if address not in producers:
+            producers[address] = rocketmq.Producer(configuration, ("warm",))
+            producers[address].startup()
+            send_officially(producers[address], "warm", 20)
+        send_officially(producers[address], f"{topic}-route", 1)
+        seconds = send_officially(producers[address], topic, int(count), 1 if kind == "send" else WINDOW)
+        if kind in ("push", "receive"):
+            take = push_officially if kind == "push" else receive_officially
+            seconds = take(configuration, topic, int(count))
+        print(seconds, flush=True)
+
+
+def grpc_servers(bench: Bench) -> Iterator[Any]:
+    """Yield the addresses of librmq's server and of the stub, with a client."""
+    from librmq.wire.grpc import GrpcServer
+
+    with (
+        bench.folder() as folder,
+        Broker.open(folder / "broker", BrokerConfig(timers=TimerConfig())) as broker,
+        GrpcServer(broker) as server,
+        program("official_client", HOME=str(folder)) as client,
+    ):
+        bare = BareStub()
+        yield SimpleNamespace(librmq=server.address, bare=bare.address, client=client, bench=bench)
+        bare.close()
+
+
+def official(given: Any, _: Path, *, server: str, kind: str, count: int) -> float:
+    """Return messages a second of the official client."""
+    count = given.bench.count(count)
+    given.client.stdin.write(f"{getattr(given, server)} {kind} {count}\n")
+    given.client.stdin.flush()
+    return count / float(given.client.stdout.readline())
+
+
+# ------------------------------------------------------------------------------------------------------------- remoting
+
+
+def serve_bare(folder: str) -> None:
+    """Answer sends and pulls from memory; each pull with the bytes of the file ``pulled``, if it is there."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    address = "{}:{}".format(*listening.getsockname())
+    broker = {"brokerAddrs": {"0": address}, "brokerName": "bare", "cluster": "DefaultCluster"}
+    queues = {"brokerName": "bare", "perm": 6, "readQueueNums": 4, "writeQueueNums": 4, "topicSysFlag": 0}
+    route = {"brokerDatas": [broker], "filterServerTable": {}, "queueDatas": [queues]}
+    clusters = {"brokerAddrTable": {"bare": broker}, "clusterAddrTable": {"DefaultCluster": ["bare"]}}
+    bodies = {
+        int(RequestCode.GET_ROUTEINFO_BY_TOPIC): json.dumps(route).encode(),
+        int(RequestCode.GET_BROKER_CLUSTER_INFO): json.dumps(clusters).encode(),
+    }
+    file = Path(folder) / "pulled"
+    print(listening.getsockname()[1], flush=True)
+
+    def answer(frame: Frame, pulled: bytes) -> bytes:
+        fields, body = {}, bodies.get(frame.code, b"")
+        if frame.code == RequestCode.SEND_MESSAGE_V2:
+            fields = to_fields(SentHeader("7F0000010000269400000000000000FF", 0, 1))
+        elif frame.code == RequestCode.PULL_MESSAGE:
+            fields, body = to_fields(PulledHeader(32, 0, 32)), pulled
+        return encode(Frame(0, fields, body, frame.opaque, None, 1, "JAVA"))
+
+    def serve(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        reader, stored, pulled = FrameReader(), [], file.read_bytes() if file.exists() else b""
+        while received := connection.recv(_RECEIVED):
+            frames = list(reader.feed(received))
+            stored += [frame.body for frame in frames]
+            if answers := b"".join([answer(frame, pulled) for frame in frames if not frame.is_one_way]):
+                connection.sendall(answers)
+
+    while True:
+        connection, _ = listening.accept()
+        threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+
+def serve_librmq(folder: str) -> None:
+    """Serve a broker until standard input ends."""
+    from librmq.wire.remoting import RemotingServer
+
+    with Broker.open(Path(folder) / "broker") as broker, RemotingServer(broker) as server:
+        broker.create_topic(TOPIC, 4)
+        print(server.port, flush=True)
+        sys.stdin.read()
+
+
+def request_all(port: int, requests: list[bytes], window: int) -> list[Frame]:
+    """Send requests, of which so many are under way; return the last answers."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        reader, sent, done, last = FrameReader(), 0, 0, [Frame(0)]
+        while done < len(requests):
+            more = min(window - (sent - done), len(requests) - sent)
+            if more > 0:
+                connection.sendall(b"".join(requests[sent : sent + more]))
+                sent += more
+            if answers := list(reader.feed(connection.recv(_RECEIVED))):
+                done, last = done + len(answers), answers
+        return last
+
+
+def sends(count: int) -> list[bytes]:
+    """Return requests that send messages."""
+    requests = []
+    for number in range(count):
+        properties = f"UNIQ_KEY\1{number:032X}\2WAIT\1true\2TAGS\1a"
+        header = SendHeader("p", TOPIC, "TBW102", 4, number % 4, 0, 1_700_000_000_000, 0, properties)
+        fields = to_fields(header, by_letters=True)
+        requests.append(encode(Frame(RequestCode.SEND_MESSAGE_V2, fields, BODY, number, language="JAVA")))
+    return requests
+
+
+def pulls(count: int) -> list[bytes]:
+    """Return requests that pull the first 32 messages of a queue."""
+    header = PullHeader("g", TOPIC, 0, 0, 32, 4, 0, 0, 1, "*")
+    frames = [Frame(RequestCode.PULL_MESSAGE, to_fields(header), b"", number) for number in range(count)]
+    return [encode(frame) for frame in frames]
+
+
+def remoting_servers(bench: Bench) -> Iterator[Any]:
+    """Yield the ports of librmq's server and of the stub, which has the bytes of a pull, and two kinds of requests."""
+    with bench.folder() as folder, program("serve_librmq", folder) as librmq:
+        port = int(librmq.stdout.readline())
+        request_all(port, sends(200), WINDOW)
+        (folder / "pulled").write_bytes(request_all(port, pulls(1), 1)[0].body)
+        with program("serve_bare", folder) as bare:
+            requests = {"send": (sends(bench.count(5_000)), WINDOW), "pull": (pulls(bench.count(1_000)), 8)}
+            yield SimpleNamespace(librmq=port, bare=int(bare.stdout.readline()), requests=requests, bench=bench)
+
+
+def remote(given: Any, _: Path, *, server: str, kind: str) -> Timed:
+    requests, window = given.requests[kind]
+    yield
+    request_all(getattr(given, server), requests, window)
+    yield len(requests)
+
+
+def connected(given: Any, _: Path, *, count: int, one_way: bool) -> Timed:
+    """Send to the stub by ``librmq.connect``."""
+    import librmq
+
+    count = given.bench.count(count)
+    with librmq.connect(f"127.0.0.1:{given.bare}") as route, librmq.Producer(route, "p") as producer:
+        send: Any = producer.send_oneway if one_way else producer.send
+        send(TOPIC, BODY)
+        yield
+        for _number in range(count):
+            send(TOPIC, BODY)
+        yield count
+
+
+# ---------------------------------------------------------------------------------------------------------------- cases
+
+
+def cases() -> Iterator[Case]:
+    """Yield all cases in the order of their table."""
+    for detail, kind, count in (
+        ("a send", "send", 2_000),
+        ("an asynchronous send", "async", 4_000),
+        ("a message to a push consumer", "push", 3_000),
+        ("a receive and an acknowledgement", "receive", 2_000),
+    ):
+        ours, bare = (partial(official, server=server, kind=kind, count=count) for server in ("librmq", "bare"))
+        yield Case("gRPC", ours, detail, bare, "a bare stub", Target(0.8), setup=grpc_servers, limit=True,
+                   needs=("rocketmq", "grpc"))  # fmt: skip
+    for detail, kind, target in (("a send, 64 under way", "send", 0.6), ("a pull of 32 messages", "pull", 0.5)):
+        both: list[Run] = [partial(remote, server=server, kind=kind) for server in ("librmq", "bare")]
+        yield Case(
+            "remoting", both[0], detail, both[1], "a bare stub", Target(target), setup=remoting_servers, limit=True
         )
-
-    def rate(self, address: str, kind: str, count: int) -> float:
-        """Return messages a second."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{address} {kind} {count}\n")
-        self._process.stdin.flush()
-        return count / float(self._process.stdout.readline())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+    for detail, run, target in (
+        ("acknowledged sends", partial(connected, count=2_000, one_way=False), 3_000),
+        ("one-way sends", partial(connected, count=8_000, one_way=True), 20_000),
+    ):
+        yield Case("librmq.connect", run, detail, target=Target(target), unit="/s", setup=remoting_servers)
 
 
-def measure(kind: str) -> Measure:
-    """Return the part that compares one kind of call."""
-
-    def part(bench: Bench) -> list[Row]:
-        if not bench.has("rocketmq") or not bench.has("grpc"):
-            return []
-        from librmq.wire.grpc import GrpcServer
-
-        count = bench.count(COUNTS[kind])
-        with ExitStack() as ends:
-            folder = ends.enter_context(bench.folder())
-            broker = ends.enter_context(Broker.open(folder / "broker", BrokerConfig(timers=TimerConfig())))
-            server = ends.enter_context(GrpcServer(broker))
-            bare = BareStub()
-            ends.callback(bare.close)
-            client = ends.enter_context(Client(folder))
-
-            def run_at(address: str) -> Run:
-                return lambda _: client.rate(address, kind, count)
-
-            rates = bench.interleave({"librmq": run_at(server.address), "bare": run_at(bare.address)})
-        return [compare("gRPC", CASES[kind], "a bare stub", rates["librmq"], rates["bare"], Target(0.8), limit=True)]
-
-    return part
-
-
-ROWS: Final[dict[str, Measure]] = {**{kind: measure(kind) for kind in COUNTS}, **wire_remoting.PARTS}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show the table, and return the exit status."""
-    return command("wire", __doc__ or "", ROWS, PACKAGES, arguments)
-
+CASES: Final = list(cases())
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main("wire", __doc__, CASES)

@@ -1,0 +1,465 @@
+"""The frame of all benchmarks: a table of cases, a runner that times them in turns, and the table of results.
+
+A case has a run of librmq and, where something else does comparable work, a run of its peer. Cases with the same setup
+are measured together: in every round all of their runs follow one another, each in an empty folder, in an order that
+rotates from round to round. The first round is a warm-up and dropped. A ratio is the median of the rounds' ratios, so
+that a slow period of the machine slows both sides; the rates next to it depend on the machine.
+
+A setup is a generator function that yields what its runs need. A run is a generator function too: its clock starts at
+the first ``yield``, and stops at the second, which yields the units of work (messages, bytes) that were done. What
+follows is closing and checking. A run that measures by other means returns its figure, or several by name, of which a
+`Part` picks one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import platform
+import shutil
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+CHECKOUT: Final = Path(__file__).resolve().parent.parent
+RESULTS: Final = CHECKOUT / "benchmarks" / "results.json"
+TABLES: Final = CHECKOUT / "benchmarks" / "results"
+NO_BREAK: Final = "\N{NO-BREAK SPACE}"
+SIZES: Final = {"128 B": 128, "1 KiB": 1024}
+"""Sizes of bodies."""
+TIMES: Final = {"s": 1.0, "ms": 1e3, "µs": 1e6}
+"""Units of time, with their number in a second."""
+
+Timed = Generator[Any, None, None]
+Run = Callable[[Any, Path], "Timed | float | Mapping[str, float]"]
+Setup = Callable[["Bench"], Iterator[Any]]
+
+
+class AbsentError(Exception):
+    """Raised by a setup when a program that it needs is not installed."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Scale and folder of the measurement."""
+
+    rounds: int
+    """Number of rounds after the warm-up."""
+    scratch: Path
+    """A folder on the measured file system."""
+    scale: float = 1.0
+    """Share of the full number of messages."""
+
+    def count(self, full: int) -> int:
+        """Return ``full`` at this scale, at least one."""
+        return max(int(full * self.scale), 1)
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """Create an empty folder, and delete it at the end."""
+        path = Path(tempfile.mkdtemp(dir=self.scratch))
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The required figure and the aim; upper bounds if ``at_most``."""
+
+    least: float | None = None
+    reach: float | None = None
+    at_most: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the figures of a run that returns several."""
+
+    run: Run
+    name: str
+
+
+def no_setup(bench: Bench) -> Iterator[Bench]:
+    """Yield the scale and the folder alone."""
+    yield bench
+
+
+def from_setup(figure: Any, _: Path) -> Any:
+    """Run nothing: the setup has measured what takes too long for each round."""
+    return figure
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of a benchmark: what is measured, against what, and what is required."""
+
+    name: str
+    run: Run | Part
+    detail: str = ""
+    peer: Run | Part | None = None
+    against: str = ""
+    target: Target = Target()
+    unit: str = "msg/s"
+    """The unit of both runs: units of work a second, or a time, which is that of one unit of work."""
+    setup: Setup = no_setup
+    """Cases share runs and rounds if their setup is the same object."""
+    limit: bool = False
+    """The peer is a limit of the machine or librmq itself, and no other library."""
+    is_cost: bool = False
+    """State how many units of the peer's work one of librmq's costs."""
+    cpu: bool = False
+    """Count processor time of this process instead of time."""
+    figure: Callable[[Sequence[float]], float] = statistics.median
+    needs: tuple[str, ...] = ()
+    """Modules without which the case is left out."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured case."""
+
+    name: str
+    detail: str
+    against: str
+    measured: float
+    unit: str
+    """The unit of ``measured`` and of the bounds: × for a ratio."""
+    least: float | None = None
+    reach: float | None = None
+    at_most: bool = False
+    low: float | None = None
+    """The smallest figure of the rounds."""
+    high: float | None = None
+    ours: str = ""
+    other: str = ""
+    less: bool = False
+    """Less is better."""
+    limit: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """``reached``, ``met``, ``missed``, ``short`` (of an aim without a requirement), or nothing."""
+
+        def within(bound: float) -> bool:
+            return self.measured <= bound if self.at_most else self.measured >= bound
+
+        if self.least is not None and not within(self.least):
+            return "missed"
+        if self.reach is not None:
+            return "reached" if within(self.reach) else "met" if self.least is not None else "short"
+        return "met" if self.least is not None else ""
+
+    @property
+    def has_peer(self) -> bool:
+        """Whether another library does the same work."""
+        return self.unit == "×" and not self.limit
+
+    @property
+    def lost(self) -> bool:
+        """Whether that library is better."""
+        return self.has_peer and (self.measured > 1 if self.less else self.measured < 1)
+
+    @property
+    def title(self) -> str:
+        """Name, detail and peer in one line."""
+        detail = f", {self.detail}" if self.detail else ""
+        return f"{self.name}{detail}, against {self.against}" if self.against else f"{self.name}{detail}"
+
+
+# --------------------------------------------------------------------------------------------------------- measurement
+
+
+def measure(cases: Sequence[Case], bench: Bench) -> tuple[list[Row], set[str]]:
+    """Measure the cases; return their rows, and the packages and programs that are absent."""
+    rows, absent = dict[Case, Row](), set[str]()
+    groups: dict[Setup, list[Case]] = {}
+    for case in cases:
+        missing = [module for module in case.needs if importlib.util.find_spec(module) is None]
+        absent.update(missing)
+        if not missing:
+            groups.setdefault(case.setup, []).append(case)
+    for setup, group in groups.items():
+        print(f"measuring {group[0].name} …", file=sys.stderr, flush=True)
+        try:
+            with contextmanager(setup)(bench) as context:
+                figures = interleave(group, context, bench)
+        except AbsentError as error:
+            absent.add(str(error))
+            continue
+        rows |= {case: _row(case, figures) for case in group}
+    return [rows[case] for case in cases if case in rows], absent
+
+
+Figures = dict[tuple[Run, bool], list[Any]]
+
+
+def interleave(cases: Sequence[Case], context: Any, bench: Bench) -> Figures:
+    """Return the figures of each run, a figure for each round."""
+    runs = list(dict.fromkeys(_key(case, run) for case in cases for run in (case.run, case.peer) if run is not None))
+    figures: Figures = {key: [] for key in runs}
+    for number in range(bench.rounds + 1):
+        shift = number % len(runs)
+        for run, cpu in runs[shift:] + runs[:shift]:
+            with bench.folder() as folder:
+                gc.collect()
+                figure = _timed(run(context, folder), time.process_time if cpu else time.perf_counter)
+            if number:
+                figures[run, cpu].append(figure)
+    return figures
+
+
+def _key(case: Case, run: Run | Part) -> tuple[Run, bool]:
+    return (run.run if isinstance(run, Part) else run), case.cpu
+
+
+def _timed(work: Timed | float | Mapping[str, float], clock: Callable[[], float]) -> Any:
+    """Return units and seconds of a timed run, or what a run has measured itself."""
+    if not isinstance(work, Generator):
+        return work
+    next(work)
+    begin = clock()
+    units = next(work)
+    seconds = clock() - begin
+    for _ in work:
+        raise RuntimeError("a run yields twice: at the start and at the end of what is timed")
+    return units, seconds
+
+
+def _values(case: Case, run: Run | Part, figures: Figures) -> list[float]:
+    """Return the figures of a run in the case's unit."""
+    rounds = figures[_key(case, run)]
+    if isinstance(run, Part):
+        return [figure[run.name] for figure in rounds]
+    if not isinstance(rounds[0], tuple):
+        return rounds
+    if case.unit in TIMES:
+        return [TIMES[case.unit] * seconds / units for units, seconds in rounds]
+    return [units / max(seconds, 1e-9) for units, seconds in rounds]
+
+
+def _row(case: Case, figures: Figures) -> Row:
+    ours, target = _values(case, case.run, figures), case.target
+    values, unit, texts = ours, case.unit, ("", "")
+    if case.peer is not None:
+        others = _values(case, case.peer, figures)
+        values = [b / a if case.is_cost else a / b for a, b in zip(ours, others, strict=True)]
+        texts = rate(statistics.median(ours), unit), rate(statistics.median(others), unit)
+        unit = "×"
+    less = target.at_most or case.is_cost or case.unit in TIMES
+    return Row(
+        case.name, case.detail, case.against, case.figure(values), unit, target.least, target.reach, target.at_most,
+        min(values), max(values), *texts, less, case.limit,
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------------- figures
+
+
+def digits(value: float) -> str:
+    """Return a number with three digits, or with all that stand before its point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def rate(value: float, unit: str) -> str:
+    """Format ``value`` in ``unit`` with a prefix: ``187k msg/s``, ``1.2 GB/s``, ``130 ms``."""
+    if unit == "s" and value < 1:
+        return quantity(digits(value * 1000), "ms")
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            number = digits(value / factor)
+            return quantity(number, f"{prefix}{unit}") if unit[0] == "B" else quantity(f"{number}{prefix}", unit)
+    return quantity(digits(value), unit)
+
+
+def quantity(number: str, unit: str) -> str:
+    """Return a number and its unit, which stay on one line."""
+    return f"{number}{unit}" if unit.startswith(("×", "/", f"M{NO_BREAK}")) else f"{number}{NO_BREAK}{unit}"
+
+
+def number(value: float) -> str:
+    """Return a measured number with its digits that count."""
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3}f}"
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+TITLES: Final = ("path", "case", "against", "measured", "rounds", "required", "aim", "result", "librmq", "the other")
+KEY: Final = """\
+"Measured" is the median of the rounds, and "rounds" their range. The result is "met" or "missed" for what is
+required, "reached" for the aim, and "short" for an aim that is not reached where nothing is required.
+"""
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return the cells of a row, as `TITLES` names them."""
+
+    def bound(value: float | None) -> str:
+        sign = f"≤{NO_BREAK}" if row.at_most else ""
+        return "" if value is None else f"{sign}{quantity(digits(value), row.unit)}"
+
+    spread = "" if row.low is None or row.high is None else f"{number(row.low)}–{number(row.high)}"
+    measured = quantity(number(row.measured), row.unit)
+    return (
+        row.name, row.detail, row.against, measured, spread, bound(row.least), bound(row.reach), row.verdict,
+        row.ours, row.other,
+    )  # fmt: skip
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print a table in plain columns."""
+    lines = [TITLES, *map(cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the table in Markdown, without the columns that have nothing in them."""
+    columns = zip(TITLES, ["---"] * len(TITLES), *map(cells, rows), strict=True)
+    lines = zip(*(column for column in columns if any(column[2:])), strict=True)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def shortcomings(rows: Sequence[Row]) -> str:
+    """Return sentences about missed figures, and about faster peers if there are peers."""
+    missed = [row for row in rows if row.verdict == "missed"]
+    lost = [row for row in rows if row.lost]
+    lines = ["Every required figure was reached in this run."]
+    if missed:
+        lines = ["Required and not reached in this run:\n"]
+        lines += [f"- {row.title}: {cells(row)[3]} where {cells(row)[5]} is required." for row in missed]
+    if lost:
+        lines.append("\nHere something else is faster than librmq:\n")
+        lines += [f"- {row.title}: librmq has {row.ours}, the other {row.other} ({cells(row)[3]})." for row in lost]
+    elif any(row.has_peer for row in rows):
+        lines.append("\nNo peer was faster in this run.")
+    return "\n".join(lines)
+
+
+def page(subject: str, rows: Sequence[Row], measured_on: str) -> str:
+    """Return the page of a subject's results."""
+    return f"""\
+# Results of benchmarks.{subject}
+
+Written by `python -m benchmarks.{subject} --write`. [Performance](../../docs/performance.md) says what was measured, and how.
+
+{markdown(rows)}
+
+{KEY}
+{shortcomings(rows)}
+
+Measured on: {measured_on}.
+"""  # noqa: E501
+
+
+# ---------------------------------------------------------------------------------------------------------- the results
+
+
+def recorded() -> dict[str, tuple[list[Row], str]]:
+    """Return the recorded rows of each subject, and what they were measured on."""
+    subjects = json.loads(RESULTS.read_text("utf-8"))
+    return {name: ([Row(**row) for row in part["rows"]], part["measured_on"]) for name, part in subjects.items()}
+
+
+def record(subject: str, rows: Sequence[Row], measured_on: str) -> None:
+    """Put a subject's rows into the file of results, and write its page and its picture."""
+    from benchmarks import plots
+
+    results = recorded() if RESULTS.exists() else {}
+    results[subject] = list(rows), measured_on
+    text = json.dumps(
+        {
+            name: {"measured_on": place, "rows": [_set_fields(row) for row in part]}
+            for name, (part, place) in sorted(results.items())
+        },
+        indent=1,
+        ensure_ascii=False,
+    )
+    RESULTS.write_text(f"{text}\n", "utf-8")
+    TABLES.mkdir(exist_ok=True)
+    (TABLES / f"{subject}.md").write_text(page(subject, rows, measured_on), "utf-8")
+    plots.draw(subject, rows)
+
+
+def _set_fields(row: Row) -> dict[str, Any]:
+    return {name: value for name, value in asdict(row).items() if name in _ALWAYS or value not in (None, "", False)}
+
+
+_ALWAYS: Final = ("name", "detail", "against", "measured", "unit")
+
+
+def machine(scratch: Path) -> str:
+    """Return processor, memory, system, file system of ``scratch``, Python and load."""
+    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines() if sys.platform == "linux" else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30) if hasattr(os, "sysconf") else 0
+    kind = "an unknown file system"
+    if sys.platform == "linux":
+        command = ["df", "--output=fstype", str(scratch)]
+        kind = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
+    return "; ".join(
+        (
+            f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB",
+            f"{platform.system()} {platform.release()}",
+            f"files on {kind}",
+            f"{platform.python_implementation()} {platform.python_version()}",
+            *([f"load average {os.getloadavg()[0]:.1f}"] if hasattr(os, "getloadavg") else []),
+        )
+    )
+
+
+def versions(modules: Sequence[str]) -> str:
+    """Return names and versions of the packages that have these modules."""
+    packages = importlib.metadata.packages_distributions()
+    names = sorted({name for module in modules for name in packages.get(module, ())})
+    return ", ".join([*(f"{name} {importlib.metadata.version(name)}" for name in names), _SQLITE])
+
+
+_SQLITE: Final = f"SQLite {sqlite3.sqlite_version}"
+
+
+def main(subject: str, description: str | None, cases: Sequence[Case], arguments: Sequence[str] | None = None) -> None:
+    """Measure the cases of a subject as a command, show their table, and record it if that is wanted."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{subject}", description=(description or "").partition("\n")[0]
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds that count (5)")
+    parser.add_argument("--rows", metavar="A,B", help="only the rows whose names have one of these words in them")
+    parser.add_argument("--quick", action="store_true", help="a twentieth of the messages: a trial, not a measurement")
+    parser.add_argument("--write", action="store_true", help="record everything, measured at full size")
+    options = parser.parse_args(arguments)
+    words = options.rows.split(",") if options.rows else [""]
+    if unknown := [word for word in words if not any(word in case.name for case in cases)]:
+        names = ", ".join(dict.fromkeys(case.name for case in cases))
+        parser.error(f"no such rows: {', '.join(unknown)}; there are: {names}")
+    if options.rounds < 1:
+        parser.error("--rounds: expected 1 or more")
+    if options.write and (options.quick or options.rows or options.rounds < 5):
+        parser.error("--write: the results are of all rows at full size, from at least five rounds")
+    logging.getLogger("librmq").setLevel(logging.CRITICAL)  # what runs do on purpose would break up the lines
+    with tempfile.TemporaryDirectory(prefix="librmq-benchmark-") as scratch:
+        bench = Bench(options.rounds, Path(scratch), 0.05 if options.quick else 1.0)
+        used = versions(["librmq", "numpy", *(module for case in cases for module in case.needs)])
+        measured_on = f"{machine(bench.scratch)}; {used}; rounds: {bench.rounds}"
+        rows, absent = measure([case for case in cases if any(word in case.name for word in words)], bench)
+    if absent:
+        measured_on += f"; not installed and left out: {', '.join(sorted(absent))}"
+    show(rows)
+    print(f"\n{shortcomings(rows)}\n\nMeasured on: {measured_on}.")
+    if options.write:
+        record(subject, rows, measured_on)
