@@ -357,15 +357,7 @@ class CommitLog(LogState):
 
     def data_behind(self, physical_offset: int) -> int:
         """Return the number of bytes from ``physical_offset`` to the last nonzero one, in all existing files."""
-        sequence = self._sequence
-        for start in reversed(sequence.starts):
-            low = max(physical_offset - start, 0)
-            end = sequence.used_end(start, low)
-            if end > low:
-                return start + end - physical_offset
-            if low:
-                break
-        return 0
+        return self._sequence.data_behind(physical_offset)
 
     def delete_before(self, physical_offset: int) -> list[str]:
         """Delete the files that end at or before ``physical_offset``, except the last, and return their paths."""

@@ -433,7 +433,7 @@ class ConsumeQueue:
 
     def data_behind_end(self) -> int:
         """Return the number of bytes from the end to the last nonzero byte, in all files."""
-        return stored_entries.data_behind(self._files, self.max_offset * ENTRY_SIZE)
+        return self._files.data_behind(self.max_offset * ENTRY_SIZE)
 
     def _cut(self, queue_offset: int) -> None:
         """End the queue at ``queue_offset``, and clear everything after it, in the extension too."""

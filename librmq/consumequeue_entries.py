@@ -18,31 +18,6 @@ from librmq.runtime import lazy_numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = [
-    "BLOCK",
-    "ENTRY",
-    "ENTRY_SIZE",
-    "HOLE_SIZE",
-    "PLACE",
-    "Chunks",
-    "Entries",
-    "QueueEntry",
-    "count_sound",
-    "data_behind",
-    "entry_dtype",
-    "fill",
-    "find_begin",
-    "find_end",
-    "first_bad",
-    "first_beyond",
-    "first_from",
-    "last_ext_address",
-    "message_end",
-    "nearest_in_time",
-    "place_at",
-    "places_and_sizes",
-]
-
 ENTRY: Final = struct.Struct(">qiq")
 """The fields of an entry: physical offset, size, tags code."""
 ENTRY_SIZE: Final = 20
@@ -187,18 +162,6 @@ def first_from(chunks: Chunks, physical_offset: int) -> int | None:
         if is_beyond.any():
             return first + int(is_beyond.argmax())
     return None
-
-
-def data_behind(files: MappedFileQueue, end: int) -> int:
-    """Return the number of bytes from position ``end`` to the last nonzero byte, in all files."""
-    for start in reversed(files.starts):
-        begin = max(end - start, 0)
-        used = files.used_end(start, begin)
-        if used > begin:
-            return start + used - end
-        if start <= end:
-            break
-    return 0
 
 
 def last_ext_address(chunks: Callable[[int, int], Chunks], begin: int, end: int) -> int | None:

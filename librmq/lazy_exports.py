@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from types import SimpleNamespace
 
-__all__ = ["exported", "lazy_exports"]
-
 
 @contextmanager
 def lazy_exports(namespace: dict[str, object]) -> Iterator[None]:

@@ -315,6 +315,17 @@ class MappedFileQueue:
         """Return the position after the last non-zero byte of the file at ``start``; ``begin`` if none follows it."""
         return used_end(self._files, self.file(start), begin, self.file_size)
 
+    def data_behind(self, position: int) -> int:
+        """Return the number of bytes from ``position`` to the last nonzero one, in all files."""
+        for start in reversed(self.starts):
+            begin = max(position - start, 0)
+            end = self.used_end(start, begin)
+            if end > begin:
+                return start + end - position
+            if begin:
+                break
+        return 0
+
     def touch(self, start: int, begin: int, end: int) -> None:
         """Prepare blocks and pages of bytes ``begin`` to ``end`` of the file at ``start`` for writing."""
         self.reserve(start, begin, end)

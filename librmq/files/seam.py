@@ -345,6 +345,13 @@ def without_zeros(data: bytes) -> bytes:
     return data[:size].rstrip(b"\0")
 
 
+def numbered_files(files: Files, folder: str) -> list[FolderEntry]:
+    """Return the files of a folder with numbers as names, in ascending order."""
+    return [
+        entry for entry in files.list(folder) if entry.name.isascii() and entry.name.isdigit() and not entry.is_folder
+    ]
+
+
 def copy_file(
     files: Files, source: File, target: str, *, begin: int = 0, end: int | None = None, size: int | None = None
 ) -> None:

@@ -32,7 +32,7 @@ from typing import Any, Final
 
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
-from librmq.files.seam import Files, FolderEntry
+from librmq.files.seam import Files, FolderEntry, numbered_files
 from librmq.message.topics import validate_topic
 from librmq.store.format.documents import read_kept_config
 from librmq.store.format.index_layout import file_length, find_geometry, geometry
@@ -424,7 +424,7 @@ def _majority_geometry(path: str, files: Files) -> tuple[int, int] | None:
     length.
     """
     folder = os.path.join(path, INDEX)
-    index_files = [entry for entry in files.list(folder) if entry.name.isdigit() and entry.size and not entry.is_folder]
+    index_files = [entry for entry in numbered_files(files, folder) if entry.size]
     if not index_files:
         return None
     length = Counter(entry.size for entry in index_files).most_common(1)[0][0]

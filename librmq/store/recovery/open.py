@@ -32,7 +32,7 @@ from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import CorruptionError, RecordError, StoreIOError
 from librmq.files.rolling import MappingPool
-from librmq.files.seam import Damage, Files, make_folders
+from librmq.files.seam import Damage, Files, make_folders, numbered_files
 from librmq.message import record
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.record import crc32
@@ -209,11 +209,7 @@ def _delete(paths: Sequence[str], files: Files) -> None:
 
 def _numbered(folder: str, files: Files) -> list[tuple[str, int]]:
     """Return path and length of the files with numbers as names, in ascending order."""
-    return [
-        (os.path.join(folder, entry.name), entry.size)
-        for entry in files.list(folder)
-        if entry.name.isascii() and entry.name.isdigit() and not entry.is_folder
-    ]
+    return [(os.path.join(folder, entry.name), entry.size) for entry in numbered_files(files, folder)]
 
 
 def _empty_at_end(folder: str, files: Files) -> list[str]:

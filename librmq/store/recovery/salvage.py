@@ -27,7 +27,7 @@ from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, RecordError, StoreError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import MappedFileQueue, file_name
-from librmq.files.seam import Buffer, Files, copy_file, link_file
+from librmq.files.seam import Buffer, Files, copy_file, link_file, numbered_files
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.runtime.call_progress import advance
@@ -198,8 +198,8 @@ def cut_records(path: str, files: Files) -> Iterator[StoredMessage | Gap]:
 def _sources(folder: str, files: Files) -> list[_Source]:
     return [
         _Source(os.path.join(folder, entry.name), int(entry.name), entry.size)
-        for entry in files.list(folder)
-        if re.fullmatch("[0-9]{20}", entry.name) and entry.size and not entry.is_folder
+        for entry in numbered_files(files, folder)
+        if len(entry.name) == 20 and entry.size
     ]
 
 

@@ -38,7 +38,7 @@ from librmq.errors import (
 )
 from librmq.files.disk import DiskFiles
 from librmq.files.rolling import file_name
-from librmq.files.seam import Damage, FileLock, Files, FolderEntry, copy_file, link_file, make_folders
+from librmq.files.seam import Damage, FileLock, Files, FolderEntry, copy_file, link_file, make_folders, numbered_files
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.message.message import StoredMessage
@@ -450,11 +450,7 @@ def _end_of_records(log: CommitLog, end: int) -> int:
 
 def _listed(folder: str, files: Files) -> list[FolderEntry]:
     """Return the files of a folder with numbers as names, except those that are being made."""
-    return [
-        entry
-        for entry in files.list(folder)
-        if entry.name.isascii() and entry.name.isdigit() and entry.size and not entry.is_folder
-    ]
+    return [entry for entry in numbered_files(files, folder) if entry.size]
 
 
 def _copy_log(path: str, part: str, config: StoreConfig, end: int, copy: bool, files: Files) -> tuple[int, int]:
