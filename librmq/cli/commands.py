@@ -425,7 +425,12 @@ _CHANGE: Final = (
         "load",
         "apply operations from standard input",
         "copy < operations.jsonl",
-        description="Applies operations, one JSON object a line, and prints a row for each acknowledged one.",
+        description="Applies operations, one JSON object a line, and prints a row for each acknowledged one: put "
+        "and batch append; half begins a transaction, commit or rollback ends it; topic, subgroup, consumer_offset and "
+        "filter write the broker's tables, persist saves them; crash exits without closing the store; tx_check "
+        "makes one pass over the pending half messages. A message beyond a limit is answered with "
+        "MESSAGE_ILLEGAL; a line that is not an operation ends the command with status 2. Only at_ms and sleep "
+        "move the store's clock, so two runs with the same operations and times write the same bytes.",
         makes_store=True,
         output=OUTPUT,
     ),
@@ -435,6 +440,8 @@ _CHANGE: Final = (
         "recover the store as a broker would",
         "store --dry-run",
         CHANGES,
+        description="Recovers the store in place from the whole log and closes it cleanly. Like a broker, it cuts the "
+        "log at the first unreadable record; what it cuts is first copied to librmq/salvage in the store.",
         output=OUTPUT,
     ),
 )
@@ -449,6 +456,9 @@ _FILES: Final = (
         "extract every sound record of a damaged store",
         "store --into saved",
         (option("--into", metavar="NEW", help="write the records to a new store instead of printing them"),),
+        description="Prints every sound record of the log, whatever is damaged or missing, a row for each gap, "
+        "then the records in librmq/salvage without repetitions. A new store numbers the messages of each queue from 0 "
+        "without a gap, and adjusts the progress of groups, delay levels and transactions.",
         output=LISTED,
     ),
     Command(
@@ -635,7 +645,12 @@ _TOOLS: Final = (
         "messages",
         "answer queries from standard input",
         "store < questions.jsonl",
-        description="Answers queries, one JSON object a line: index_query, get_message, offset_by_time.",
+        description="Answers queries, one JSON object a line. get_message takes topic, queue_id, offset, "
+        "max_msg_nums and sub_expression (tags; null for no filter). index_query takes topic, key, max_num, "
+        "begin and end, and "
+        "answers phys_offsets from the index, newest first, and query_message_phys, the messages found through "
+        "them. offset_by_time takes topic, queue_id and timestamps, and answers results, pairs of time and queue "
+        "offset, and earliest_message_time.",
         output=OUTPUT,
     ),
     Command(
@@ -671,6 +686,13 @@ _TOOLS: Final = (
         "cases",
         "allocate queues, or select one",
         "< cases.jsonl",
+        description="Computes which queues a client consumes, or which queue a message is sent to, as a 4.9 client "
+        "does, for one JSON object a line. A queue is [topic, broker, id]; mqs and cids are taken in the given order. "
+        "strategy is AVG, AVG_BY_CIRCLE, CONSISTENT_HASH (virtual_nodes, 10), CONFIG (config, the queues that "
+        "every client gets), MACHINE_ROOM (consumer_idcs; brokers are named room@broker) or MACHINE_ROOM_NEARBY "
+        "(inner, another strategy; the room is the text before the first - of broker and client). selector HASH "
+        "takes arg and its arg_type: String, Integer, Long, Double, Boolean or null; selector MACHINE_ROOM "
+        "selects nothing, as RocketMQ's.",
         store=False,
         output=OUTPUT,
     ),
@@ -679,6 +701,10 @@ _TOOLS: Final = (
         "cases",
         "print the bit positions of strings in a bitmap",
         "< strings.jsonl",
+        description="Prints the bits that strings set in a Bloom filter as a broker's, for one JSON object {f, n, "
+        "strings} a line: f is the error rate in percent, n the expected number of strings. A broker uses 20 "
+        "and 32, and "
+        "strings of the form group#topic.",
         store=False,
         output=OUTPUT,
     ),
