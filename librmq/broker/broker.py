@@ -492,7 +492,7 @@ class Broker:
         seconds = to_seconds("timeout", timeout, maximum=Seconds().maximum)
         return consume_topic(self, topic, group, tags, sql, seconds)
 
-    def forget(self, client_id: str) -> None:
+    def remove_client(self, client_id: str) -> None:
         """Remove a lost client from all its groups. Its queue locks expire by themselves."""
         self.call(ChannelClosed(client_id))
 

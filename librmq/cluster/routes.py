@@ -120,7 +120,7 @@ class RouteTable:
                 self.at(site).cut.add(broker_name)
             for client_id in () if link.broker.dead else link.broker.client_ids():
                 if site is None or site_of(client_id) == site:
-                    link.broker.forget(client_id)
+                    link.broker.remove_client(client_id)
             self.changed()
 
     def restore(self, broker_name: str, *, site: str | None = None) -> None:

@@ -347,7 +347,7 @@ class Kit:
     def _unregister_clients(self, process: Process) -> None:
         for broker in self.brokers():
             for client_id in () if broker.dead else process.clients:
-                broker.forget(client_id)
+                broker.remove_client(client_id)
 
     def crash_broker(self, name: str | None = None, *, down: float | timedelta = 0) -> None:
         """Let a broker die and open it again after ``down`` seconds, with all acknowledged messages."""
@@ -404,7 +404,7 @@ class Kit:
         number, lost = self.network.cut(end, other, self.processes)
         for process, broker in lost:
             for client_id in process.clients:
-                broker.forget(client_id)
+                broker.remove_client(client_id)
         self.network.table.changed()
         return number
 

@@ -79,8 +79,8 @@ def test_events_are_counted() -> None:
     assert found["busy"] == {("T",): 1}
     assert found["held_pulls"] == {(): 0}  # the committed message has answered it
     assert found["log_bytes"] == {(): broker.store.log.end} or later["log_bytes"] == {(): broker.store.log.end}
-    broker.forget("c1")
-    broker.forget("c2")
+    broker.remove_client("c1")
+    broker.remove_client("c2")
     broker.close()
     assert not metrics.snapshot().keys() & {"clients", "held_pulls", "log_bytes", "disk_used"}
 

@@ -294,7 +294,7 @@ def test_a_client_that_is_forgotten_leaves_nothing(rmq: Kit, broker: Broker) -> 
     assert pull(broker, "T", notify=bell, stay=True).is_held
     send(broker, "T")
     assert pull(broker, "T", 1, notify=bell, stay=True).is_held
-    broker.forget("c1")
+    broker.remove_client("c1")
     assert len(bell.rung_ms) == 2  # a forgotten client may still be alive, and then asks again
     send(broker, "T")
     assert len(bell.rung_ms) == 2
@@ -324,7 +324,7 @@ def test_a_heartbeat_makes_group_and_retry_topic(broker: Broker) -> None:
     assert broker.groups()["g"] == 16
     assert broker.topics()["%RETRY%g"].read_queues == 1
     assert broker.client_ids() == ("c1",)
-    broker.forget("c1")
+    broker.remove_client("c1")
     assert broker.client_ids() == ()
 
 

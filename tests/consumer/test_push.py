@@ -939,7 +939,7 @@ def test_a_forgotten_client_notices_it(one_queue: Kit, has_another: bool) -> Non
     if has_another:
         subscribed(one_queue)
     one_queue.advance(seconds=1)
-    one_queue.broker.forget(consumer.client.client_id)
+    one_queue.broker.remove_client(consumer.client.client_id)
     send(one_queue, "at once")
     one_queue.advance(seconds=29)
     assert bodies(one_queue, "g") == (["at once"] if has_another else [])  # a group without members has no subscription

@@ -444,10 +444,10 @@ class _Drill:
             for cluster in self._clusters.values():
                 for broker in cluster.brokers():
                     if not broker.dead:
-                        broker.forget(client.client_id)
+                        broker.remove_client(client.client_id)
             for replica in self._replicas.values():
                 if not replica.dead:
-                    replica.broker.forget(client.client_id)
+                    replica.broker.remove_client(client.client_id)
         self._consumers[site].clear()
 
     def _return_consumers(self, site: str) -> None:
