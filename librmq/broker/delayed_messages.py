@@ -85,7 +85,7 @@ class Deliveries:
     def end_writing(self, why: str) -> None:
         """End all writes; later callers get ``why``. Return when no write is running. Thread-safe."""
         if self.timers is not None:
-            self.timers.end(why)
+            self.timers.end_writing(why)
 
     def _run_schedule(self) -> None:
         due = self.schedule.run_due(self._runner.now_ms())

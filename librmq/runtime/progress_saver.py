@@ -118,7 +118,7 @@ class ProgressSaver(Generic[_T]):
         """Make the next save due: the clock was set back to ``now_ms``, or the progress should be saved soon."""
         self._due_ms = now_ms
 
-    def end(self, why: str) -> None:
+    def end_writing(self, why: str) -> None:
         """End all flushes; later calls raise ``why``. Return when none is running. Thread-safe."""
         with self._flush_lock:
             self._closed_reason = why

@@ -453,9 +453,9 @@ class Timers:
         """
         self._progress.save()
 
-    def end(self, why: str) -> None:
+    def end_writing(self, why: str) -> None:
         """End all writes; later callers get ``why``. Return when no write is running. Thread-safe."""
-        self._progress.end(why)
+        self._progress.end_writing(why)
 
     def passed(self, before: int) -> Callable[[int], bool]:
         """Return which messages of the timer topic, stored before a physical offset, no longer wait. Thread-safe.

@@ -231,7 +231,7 @@ class _Reached(NamedTuple):
 
 
 class TimerProgress:
-    """Progress of the timers. Only `end` is thread-safe."""
+    """Progress of the timers. Only `end_writing` is thread-safe."""
 
     def __init__(
         self,
@@ -263,7 +263,12 @@ class TimerProgress:
             retry_s=config.retry_s,
             aside=aside,
         )
-        self.run_due, self.put_back, self.end, self._save = saver.run_due, saver.put_back, saver.end, saver.save
+        self.run_due, self.put_back, self.end_writing, self._save = (
+            saver.run_due,
+            saver.put_back,
+            saver.end_writing,
+            saver.save,
+        )
 
     def save(self) -> None:
         """Write the checkpoint if anything has changed, after a flush of everything that it covers."""

@@ -134,7 +134,7 @@ def test_nothing_is_flushed_once_it_is_released(caplog: pytest.LogCaptureFixture
     owner.at = 1
     owner.run(0)
     owner.run(5000)
-    owner.saver.end("the store was closed")
+    owner.saver.end_writing("the store was closed")
     assert owner.flushed() is None
     assert owner.saved == 0
     with pytest.raises(StoreClosedError, match="was closed"):
