@@ -11,8 +11,7 @@ from itertools import chain
 from typing import Any, Final
 
 from librmq.cli.input import note_topic_of
-from librmq.cli.output import Output
-from librmq.cli.progress_bar import ProgressBar, log_bar, watching_bar
+from librmq.cli.output import Output, ProgressBar, log_bar, watching_bar
 from librmq.cli.selection import MessageQuery, select
 from librmq.cli.sources import kind_of_topic
 from librmq.cli.stores import open_store

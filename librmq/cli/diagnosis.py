@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from librmq.cli.input import note_message, note_part, note_topic, read_ranges
-from librmq.cli.output import LimitReached, Output, complain
-from librmq.cli.progress_bar import watching_bar
+from librmq.cli.output import LimitReached, Output, complain, watching_bar
 from librmq.cli.stores import is_url, local_copy, locate, open_view, storage_options
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.errors import InputError

@@ -19,8 +19,7 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from librmq.cli.input import age_clock, note_topic, parse_object, parse_time
-from librmq.cli.output import Output, complain
-from librmq.cli.progress_bar import ProgressBar
+from librmq.cli.output import Output, ProgressBar, complain
 from librmq.cli.selection import check_times
 from librmq.cli.stores import settle_config, storage_options
 from librmq.clock import ManualClock, SystemClock

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from librmq.cli.output import DAMAGED, INTERRUPTED, JsonLines, Output, complain
-from librmq.cli.progress_bar import ProgressBar, log_bar
+from librmq.cli.output import DAMAGED, INTERRUPTED, JsonLines, Output, ProgressBar, complain, log_bar
 from librmq.cli.rows import gap_row, message_row, snapshot_row
 from librmq.cli.stores import files_and_config
 from librmq.clock import SystemClock

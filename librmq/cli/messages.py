@@ -19,8 +19,7 @@ from librmq.cli.input import (
     read_rows,
     standard_input,
 )
-from librmq.cli.output import DAMAGED, Output, complain
-from librmq.cli.progress_bar import ProgressBar
+from librmq.cli.output import DAMAGED, Output, ProgressBar, complain
 from librmq.cli.rows import blank_row, get_message_row, index_query_row, message_row, offset_by_time_row, shown_row
 from librmq.cli.selection import MessageQuery, check_id, in_queue, select, user_queue
 from librmq.cli.stores import check_queues, files_and_config, open_store, report_cut

@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.cli.cluster import connect_to
-from librmq.cli.output import Output, complain
-from librmq.cli.progress_bar import ProgressBar
+from librmq.cli.output import Output, ProgressBar, complain
 from librmq.cli.selection import MessageQuery, select
 from librmq.cli.stores import open_broker, open_store
 from librmq.client.producer import Producer

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from librmq.cli.progress_bar import ProgressBar
+from librmq.cli.output import ProgressBar
 from librmq.cli.stores import open_view
 from librmq.diagnosis.group_lag import Lag
 from librmq.diagnosis.group_lag import lag as lag_of

@@ -111,7 +111,7 @@ def local_copy(arguments: argparse.Namespace, url: str) -> str:
         InputError: The command needs the store's folder.
         StoreError: The store can't be read there.
     """
-    from librmq.cli.progress_bar import watching_bar
+    from librmq.cli.output import watching_bar
     from librmq.columns.remote import RemoteStore, located
 
     _check_reads(arguments, url)
