@@ -50,9 +50,9 @@ def count(arguments: argparse.Namespace, output: Output) -> int:
             sampled = {"sampled": is_sampled} if arguments.sampled else {}
         if counts is None:
             with _bar(store, selection):
-                counts = _by_messages(_messages(store, selection, arguments.all), by)
+                counts = _by_messages(_queued_messages(store, selection, arguments.all), by)
         for group, (messages, size) in sorted(counts.items(), key=lambda item: _place(by, *item)):
-            output.row({**_named(by, group), "messages": messages, "bytes": size, **sampled})
+            output.row({**_group_fields(by, group), "messages": messages, "bytes": size, **sampled})
         note_topic_of(store, selection.topic, output)
     return 0
 
@@ -62,7 +62,7 @@ def _place(by: str, group: Group, counts: tuple[int, int]) -> tuple[Any, ...]:
     return group if by in _UNIT_MS or by == "queue" else (-counts[0], group[0] is not None, group[0] or "")
 
 
-def _named(by: str, group: Group) -> dict[str, Any]:
+def _group_fields(by: str, group: Group) -> dict[str, Any]:
     if by == "queue":
         return {"queue": f"{group[0]}:{group[1]}", "topic": group[0], "queue_id": group[1]}
     if by in _UNIT_MS:
@@ -83,7 +83,7 @@ def _bar(store: MessageStore, selection: MessageQuery) -> AbstractContextManager
     return watching_bar("count", sum(map(len, selection.ranges(store).values())), "messages")
 
 
-def _messages(store: MessageStore, selection: MessageQuery, everything: bool) -> Iterator[StoredMessage]:
+def _queued_messages(store: MessageStore, selection: MessageQuery, everything: bool) -> Iterator[StoredMessage]:
     named = selection.topic is not None
     for message in selection.messages(store):
         if has_queue_entry(message.sys_flag) and (everything or named or kind_of_topic(message.topic) == "user"):
