@@ -79,7 +79,7 @@ _LOOK: Final = (
     ),
     Command(
         "count",
-        "count",
+        "topics",
         "count messages by topic, tag, key, hour …",
         "store --by tag",
         (

@@ -1,19 +1,30 @@
-"""``topics``, ``stats``, ``queues``, ``queue``: the content of a store by topic and queue."""
+"""``topics``, ``stats``, ``queues``, ``queue``, ``count``: how much of what a store holds."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli.input import TOPICS, near
-from librmq.cli.output import Output
+from librmq.cli.input import TOPICS, near, note_topic_of
+from librmq.cli.output import Output, ProgressBar, log_bar, watching_bar
 from librmq.cli.rows import entry_rows, queue_row
-from librmq.cli.sources import StoreSource, open_source
+from librmq.cli.selection import MessageQuery, select
+from librmq.cli.sources import StoreSource, kind_of_topic, open_source
 from librmq.cli.stores import open_store, open_view
 from librmq.diagnosis.findings import id_ranges
 from librmq.diagnosis.view import is_own_group
 from librmq.errors import InputError
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import StoredMessage
+from librmq.message.record import tags_code
+from librmq.store import MessageStore
+from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 
@@ -85,3 +96,216 @@ def queue(arguments: argparse.Namespace, output: Output) -> int:
         for row in entry_rows(topic, queue_id, consume_queue):
             output.row(row)
     return 0
+
+
+# ---- count
+
+Group = tuple[Any, ...]
+Counts = dict[Group, tuple[int, int]]
+
+_UNIT_MS: Final = {"minute": 60_000, "hour": 3_600_000, "day": 86_400_000}
+_MOST_READ: Final = 4096
+"""Records that are read for the tags of codes, at most twice as many."""
+_OF_A_BATCH: Final = 1024
+_OF_CODES: Final = ["tagsCode", "size", "physicalOffset"]
+_COLUMNS: Final = {
+    "topic": ("topic",),
+    "queue": ("topic", "queueId"),
+    "tag": ("tags",),
+    "key": ("keys",),
+}
+
+
+def count(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the number of messages of each group, and the bytes of their records."""
+    selection, by = select(arguments), arguments.by
+    if arguments.sampled and by != "tag":
+        raise InputError("--sampled: expected --by tag, because only tags have codes in the queues")
+    with open_store(arguments) as store:
+        counts, sampled = None, {}
+        if arguments.config is None and _is_for_columns(selection):  # columns take no settings
+            counts, is_sampled = _by_columns(store, selection, arguments)
+            sampled = {"sampled": is_sampled} if arguments.sampled else {}
+        if counts is None:
+            with _bar(store, selection):
+                counts = _by_messages(_queued_messages(store, selection, arguments.all), by)
+        for group, (messages, size) in sorted(counts.items(), key=lambda item: _place(by, *item)):
+            output.row({**_group_fields(by, group), "messages": messages, "bytes": size, **sampled})
+        note_topic_of(store, selection.topic, output)
+    return 0
+
+
+def _place(by: str, group: Group, counts: tuple[int, int]) -> tuple[Any, ...]:
+    """Return the sort key of a line: times and queues in their order, else the largest number first."""
+    return group if by in _UNIT_MS or by == "queue" else (-counts[0], group[0] is not None, group[0] or "")
+
+
+def _group_fields(by: str, group: Group) -> dict[str, Any]:
+    if by == "queue":
+        return {"queue": f"{group[0]}:{group[1]}", "topic": group[0], "queue_id": group[1]}
+    if by in _UNIT_MS:
+        try:
+            return {by: datetime.fromtimestamp(group[0] / 1000, UTC).isoformat().replace("+00:00", "Z")}
+        except (ValueError, OverflowError, OSError):
+            return {by: str(group[0])}  # ms, as an export writes times outside of the years of ISO 8601
+    return {by: group[0]}
+
+
+# ---- count by messages
+
+
+def _bar(store: MessageStore, selection: MessageQuery) -> AbstractContextManager[None]:
+    """Return the bar of the way that `MessageQuery.messages` goes."""
+    if selection.topic is None or selection.is_by_index:
+        return log_bar("count", store.path, 1)
+    return watching_bar("count", sum(map(len, selection.ranges(store).values())), "messages")
+
+
+def _queued_messages(store: MessageStore, selection: MessageQuery, everything: bool) -> Iterator[StoredMessage]:
+    named = selection.topic is not None
+    for message in selection.messages(store):
+        if has_queue_entry(message.sys_flag) and (everything or named or kind_of_topic(message.topic) == "user"):
+            yield message
+
+
+def _by_messages(messages: Iterable[StoredMessage], by: str) -> Counts:
+    counts: Counts = {}
+    for message in messages:
+        for group in _groups(message, by):
+            number, size = counts.get(group, (0, 0))
+            counts[group] = number + 1, size + message.size
+    return counts
+
+
+def _groups(message: StoredMessage, by: str) -> list[Group]:
+    if by == "topic":
+        return [(message.topic,)]
+    if by == "queue":
+        return [(message.topic, message.queue_id)]
+    if by == "tag":
+        return [(message.tags,)]
+    if by == "key":
+        return [(key,) for key in dict.fromkeys(message.keys)] or [(None,)]
+    return [(message.store_timestamp_ms // _UNIT_MS[by] * _UNIT_MS[by],)]
+
+
+# ---- count by columns
+
+
+def _is_for_columns(selection: MessageQuery) -> bool:
+    return not selection.is_by_index and selection.grep is None and selection.offsets is None
+
+
+def _by_columns(
+    store: MessageStore, selection: MessageQuery, arguments: argparse.Namespace
+) -> tuple[Counts | None, bool]:
+    """Return the counts from columns of the store, a block at a time, and whether tags come from a sample.
+
+    The counts are None without the extra ``arrow``.
+    """
+    if find_spec("pyarrow") is None:
+        return None, False
+    by, everything = arguments.by, arguments.all
+    from librmq.columns import ReaderKeywords, reader
+
+    names = _COLUMNS.get(by, ("storeTimestamp",))
+    settings = ReaderKeywords(columns=[*names, "size"], tags=selection.tags, sql=selection.sql, checksums=False)
+    settings["as_recovered"] = True  # `open_store` has reported what this leaves out
+    if by in ("topic", "queue") and selection.tags is None and selection.sql is None:
+        settings["view"] = "queues"
+    topics = {topic for topic, _ in store.queues if everything or kind_of_topic(topic) == "user"}
+    settings["topic"] = topics if selection.topic is None else selection.topic
+    if selection.queue_id is not None:
+        settings["queue"] = selection.queue_id
+    if selection.has_times:
+        settings["since"], settings["until"] = max(0, selection.begin_ms), selection.end_ms
+    counts: Counts = {}
+    ranges = selection.ranges(store)
+    total = sum(len(offsets) for (topic, _), offsets in ranges.items() if selection.topic or topic in topics)
+    is_by_code = arguments.sampled and selection.tags is None and selection.sql is None and SCHEDULE_TOPIC not in topics
+    with ProgressBar("count", total, "messages") as bar:
+        if is_by_code:
+            codes = reader(store.path, **settings | {"view": "queues", "columns": _OF_CODES})
+            by_tag = _by_codes(store, _with_bar(codes, bar))
+            if by_tag is not None:
+                return by_tag, True
+        for batch in _with_bar(reader(store.path, **settings), bar):
+            _add(counts, batch, by)
+    return counts, False
+
+
+def _with_bar(batches: Iterable[Any], bar: ProgressBar) -> Iterator[Any]:
+    for batch in batches:
+        yield batch
+        bar.advance(batch.num_rows)
+
+
+def _by_codes(store: MessageStore, batches: Iterable[Any]) -> Counts | None:
+    """Return the counts by tag from the tags codes of queue entries.
+
+    Records tell the tag of each code: its first, its last, and some thousand spread over all. The sample can miss a
+    rare tag that shares its code with a frequent one. None if codes are no answer: a code has two tags, a record is
+    unreadable, there are too many codes, or a code is the address of an extension unit.
+    """
+    import pyarrow as pa
+
+    counts: Counts = {}
+    ends: dict[int, tuple[int, int]] = {}
+    spread: list[int] = []
+    for batch in batches:
+        grouped = pa.table(batch).group_by("tagsCode").aggregate(
+            [("size", "count"), ("size", "sum"), ("physicalOffset", "min"), ("physicalOffset", "max")]
+        )  # fmt: skip
+        for row in grouped.to_pylist():
+            number, size = counts.get((row["tagsCode"],), (0, 0))
+            counts[row["tagsCode"],] = number + row["size_count"], size + row["size_sum"]
+            first, _ = ends.get(row["tagsCode"], (row["physicalOffset_min"], 0))
+            ends[row["tagsCode"]] = first, row["physicalOffset_max"]
+        if 2 * len(ends) > _MOST_READ or not all(-(1 << 31) <= code < 1 << 31 for (code,) in counts):
+            return None
+        spread += batch["physicalOffset"].to_numpy()[:: -(-batch.num_rows // _OF_A_BATCH)].tolist()
+    tags: dict[int, str | None] = {}
+    for physical_offset in sorted({*chain(*ends.values()), *spread[:: -(-len(spread) // _MOST_READ) or 1]}):
+        message = store.message_at(physical_offset)
+        if message is None:
+            return None
+        code = tags_code(message.tags or "")
+        if (code,) not in counts or tags.setdefault(code, message.tags) != message.tags:
+            return None
+    if len(tags) != len(counts):
+        return None
+    return {(tags[code],): counted for (code,), counted in counts.items()}
+
+
+def _add(counts: Counts, batch: Any, by: str) -> None:  # noqa: ANN401 (a batch of Arrow)
+    """Add the numbers and sizes of a batch."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    table = pa.table(batch)
+    if by in _UNIT_MS:
+        at = pc.divide(pc.cast(table["storeTimestamp"], pa.int64()), 1000 * _UNIT_MS[by])
+        table = pa.table({"at": pc.multiply(at, _UNIT_MS[by]), "size": table["size"]})
+    elif by == "key":
+        table = _one_row_a_key(table)
+    counted = table.group_by(table.column_names[:-1]).aggregate([("size", "count"), ("size", "sum")])
+    *groups, numbers, sizes = (
+        counted[name].to_pylist() for name in (*table.column_names[:-1], "size_count", "size_sum")
+    )
+    for group, number, size in zip(zip(*groups, strict=True), numbers, sizes, strict=True):
+        before = counts.get(group, (0, 0))
+        counts[group] = before[0] + number, before[1] + size
+
+
+def _one_row_a_key(table: Any) -> Any:  # noqa: ANN401 (a table of Arrow)
+    """Return the rows of ``keys`` and ``size`` once for each key of a message."""
+    from librmq.message.record import split_keys
+
+    rows = [
+        (key, size)
+        for keys, size in zip(table["keys"].to_pylist(), table["size"].to_pylist(), strict=True)
+        for key in (dict.fromkeys(split_keys(keys)) if keys else [None])
+    ]
+    import pyarrow as pa
+
+    return pa.table({"key": pa.array([key for key, _ in rows], pa.string()), "size": [size for _, size in rows]})
