@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from librmq.diagnosis.skips import Skip
 
 
+Row = dict[str, Any]
+
 _QUEUES: Final = 8
 _NAMED: Final = 10
 """The most retries that are named."""
@@ -34,37 +36,40 @@ _PERMISSIONS: Final = {"rw": 6, "r": 4, "w": 2}
 
 def topic(arguments: argparse.Namespace, output: Output) -> int:
     """Create a topic, add queues, change its permission, or delete it."""
-    name = arguments.topic
+    name, action = arguments.topic, arguments.action
     if is_system_topic(name):
         raise InputError(f"topic {name!r} is the broker's own: it can't be created, changed or deleted")
     with open_to_change(arguments) as (store, tables):
         old = tables.topics.rows.get(name)
-        change = {"create": _create, "grow": _grow, "permit": _permit, "delete": _delete}[arguments.action]
-        row = {"topic": name, "action": arguments.action, **change(store, tables, name, old, arguments)}
-    output.row({**row, "dry_run": arguments.dry_run})
+        if action == "create":
+            if old is not None:
+                queues = old.get("readQueueNums")
+                raise InputError(f"topic {name!r} exists with {queues} queues: add queues by `topic grow`")
+            changes = _create(tables, arguments)
+        elif old is None:
+            otherwise = TOPICS if action == "delete" else ": create it by `topic create`"
+            raise InputError(f"topic {name!r} does not exist{near(name, tables.topics.rows, otherwise)}")
+        elif action == "delete":
+            changes = _delete(store, tables, name)
+        else:
+            changes = {"grow": _grow, "permit": _permit}[action](tables, old, arguments)
+    output.row({"topic": name, "action": action, **changes, "dry_run": arguments.dry_run})
     return 0
 
 
-def _create(
-    store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    if old is not None:
-        raise InputError(f"topic {name!r} exists with {old.get('readQueueNums')} queues: add queues by `topic grow`")
+def _create(tables: BrokerTables, arguments: argparse.Namespace) -> Row:
+    name, kind = arguments.topic, arguments.type
     validate_client_topic(name)
     read = arguments.queues or _QUEUES
     write = arguments.write_queues or read
     permission = arguments.permission or "rw"
-    row, kind = topic_row(name, read, write, _PERMISSIONS[permission]), arguments.type
+    row = topic_row(name, read, write, _PERMISSIONS[permission])
     tables.topics.set(name, row if kind is None else with_topic_type(row, kind))
     type_field = {} if kind is None else {"message_type": kind}
     return {"read_queues": read, "write_queues": write, "permission": permission, **type_field}
 
 
-def _grow(
-    store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    if old is None:
-        raise _missing(name, tables)
+def _grow(tables: BrokerTables, old: Row, arguments: argparse.Namespace) -> Row:
     before = old.get("readQueueNums", 0)
     read = arguments.queues
     if read is None:
@@ -72,7 +77,7 @@ def _grow(
     write = arguments.write_queues or read
     if read < before or write < old.get("writeQueueNums", 0):
         raise InputError(f"--queues: the topic has {before} queues with messages: expected more, found {read}")
-    tables.topics.set(name, {**old, "readQueueNums": read, "writeQueueNums": write})
+    tables.topics.set(arguments.topic, {**old, "readQueueNums": read, "writeQueueNums": write})
     return {
         "read_queues": read,
         "write_queues": write,
@@ -82,31 +87,19 @@ def _grow(
     }
 
 
-def _permit(
-    store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    if old is None:
-        raise _missing(name, tables)
+def _permit(tables: BrokerTables, old: Row, arguments: argparse.Namespace) -> Row:
     if arguments.permission is None:
         raise InputError("--permission is missing: rw, r or w")
-    tables.topics.set(name, {**old, "perm": _PERMISSIONS[arguments.permission]})
+    tables.topics.set(arguments.topic, {**old, "perm": _PERMISSIONS[arguments.permission]})
     names = {value: text for text, value in _PERMISSIONS.items()}
     return {"permission": arguments.permission, "before": names.get(old.get("perm", 0), str(old.get("perm")))}
 
 
-def _delete(
-    store: MessageStore, tables: BrokerTables, name: str, old: dict[str, Any] | None, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    if old is None:
-        raise _missing(name, tables, TOPICS)
+def _delete(store: MessageStore, tables: BrokerTables, name: str) -> Row:
     tables.topics.remove(name)
     left = sum(queue.max_offset - queue.min_offset for (topic, _), queue in store.queues.items() if topic == name)
     groups = sorted(group for group, topic in StoreView.over(store, tables).progress if topic == name)
     return {"messages": left, "groups": groups, "note": "its messages stay in the log until retention deletes them"}
-
-
-def _missing(name: str, tables: BrokerTables, otherwise: str = ": create it by `topic create`") -> InputError:
-    return InputError(f"topic {name!r} does not exist{near(name, tables.topics.rows, otherwise)}")
 
 
 def group(arguments: argparse.Namespace, output: Output) -> int:
@@ -118,7 +111,7 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
         groups = StoreView.over(store, tables).groups
         if action != "create" and name not in groups:
             raise InputError(f"there is no group {name!r}{near(name, groups, GROUPS)}")
-        row: dict[str, Any] = {"group": name, "action": action}
+        row: Row = {"group": name, "action": action}
         if action == "create":
             old = tables.groups.rows.get(name) or group_row(name)
             retries = old["retryMaxTimes"] if arguments.retries is None else arguments.retries
@@ -133,7 +126,7 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _copy(tables: BrokerTables, name: str, new: str | None, groups: tuple[str, ...]) -> dict[str, Any]:
+def _copy(tables: BrokerTables, name: str, new: str | None, groups: tuple[str, ...]) -> Row:
     """Create a group with the progress of another one."""
     if new is None:
         raise InputError("copy: name the new group by --to")
@@ -151,11 +144,11 @@ def _copy(tables: BrokerTables, name: str, new: str | None, groups: tuple[str, .
     return {"to": new, "topics": topics}
 
 
-def _retries_of(store: MessageStore, tables: BrokerTables, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def _retries_of(store: MessageStore, tables: BrokerTables, name: str, arguments: argparse.Namespace) -> Row:
     """Move the waiting retries of a group if that is wanted; else return which stay with the old name."""
     if arguments.with_retries:
         moved, delayed = move_retries(store, tables, name, arguments.to)
-        fields: dict[str, Any] = {"retries_moved": moved, "retries_left": 0}
+        fields: Row = {"retries_moved": moved, "retries_left": 0}
         if delayed:
             fields["note"] = f"{delayed} retries also come to group {name} when their delay ends: do not start it again"
         return fields
@@ -216,9 +209,7 @@ def _target(arguments: argparse.Namespace, offsets: range, first_after: Callable
     return first_after(int(arguments.to))
 
 
-def _moved_row(
-    arguments: argparse.Namespace, queue_id: int, offsets: range, before: int | None, after: int
-) -> dict[str, Any]:
+def _moved_row(arguments: argparse.Namespace, queue_id: int, offsets: range, before: int | None, after: int) -> Row:
     begin = unread_from(before, offsets.start)
     return {
         "group": arguments.group,

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -185,35 +185,23 @@ def note_part(stores: Iterable[str], topics: str | None, groups: str | None, out
 
     It prints nothing if a store can't be read, because its names are not known.
     """
-    folders = list(stores)
-    if topics is not None and (names := _names_in(folders, _topics)) is not None:
-        for topic in topics.split(","):
-            note_topic(topic.strip(), names, output)
-    if groups is not None and (names := _names_in(folders, _groups)) is not None:
-        for group in groups.split(","):
-            note_group(group.strip(), names, output)
-
-
-def _names_in(stores: Iterable[str], names: Callable[[str], Iterable[str]]) -> set[str] | None:
-    """Return the names in all stores; None if a store can't be read."""
-    try:
-        return {name for path in stores for name in names(path)}
-    except StoreError:
-        return None
-
-
-def _topics(path: str) -> Iterable[str]:
-    from librmq.files.disk import DiskFiles
-    from librmq.store.format import directory
-
-    return {topic for topic, _ in directory.list_queues(path, DiskFiles())}
-
-
-def _groups(path: str) -> Iterable[str]:
     from librmq.diagnosis.view import StoreView
 
-    with StoreView.open(path) as view:
-        return view.groups
+    known_topics: set[str] = set()
+    known_groups: set[str] = set()
+    if topics is None and groups is None:
+        return
+    try:
+        for path in stores:
+            with StoreView.open(path) as view:
+                known_topics.update(view.topics)
+                known_groups.update(view.groups)
+    except StoreError:
+        return
+    for topic in topics.split(",") if topics else ():
+        note_topic(topic.strip(), known_topics, output)
+    for group in groups.split(",") if groups else ():
+        note_group(group.strip(), known_groups, output)
 
 
 def near(name: str, names: Collection[str], otherwise: str) -> str:
