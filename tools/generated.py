@@ -62,7 +62,7 @@ def log_tables() -> str:
 
 def command_tables() -> str:
     """Return a section for each command."""
-    arguments, parts = importlib.import_module("librmq.cli.arguments"), []
+    arguments, parts = importlib.import_module("librmq.cli.main"), []
     for command in importlib.import_module("librmq.cli.commands").COMMANDS.values():
         parser, rows = arguments.parser_of(command), []
         for action in parser._actions:

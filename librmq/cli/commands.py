@@ -710,7 +710,7 @@ _TOOLS: Final = (
     ),
     Command(
         "completion",
-        "arguments",
+        "main",
         "print a script that completes commands in a shell",
         "bash",
         (option("shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help="bash, zsh or fish"),),
