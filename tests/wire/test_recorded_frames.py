@@ -38,8 +38,8 @@ from librmq.protocol import (
     ViewMessage,
 )
 from librmq.wire.remote import ClusterAdmin
-from librmq.wire.remote.forms import FORMS, messages_of
 from librmq.wire.remoting import RemotingServer
+from librmq.wire.remoting.codec import FORMS, messages_of
 from librmq.wire.remoting.frames import Frame, FrameReader, answer_to
 from librmq.wire.remoting.headers import RequestCode as Code
 from tests.reference import existing, jsonl

@@ -25,10 +25,10 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
-from librmq.wire.remote.forms import FORMS, check, frame_of
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remote.remote_route import RemoteRoute
 from librmq.wire.remoting.bodies import queues_of, read_body
+from librmq.wire.remoting.codec import FORMS, check, frame_of
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import GroupAndTopicHeader, RequestCode, TopicNameHeader, TopicOfClusterHeader
 

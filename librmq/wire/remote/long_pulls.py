@@ -18,7 +18,7 @@ from librmq.message.message import StoredMessage
 from librmq.protocol import PullMessage, PullResponse, PullStatus
 from librmq.runtime.locks import Lock
 from librmq.wire.remote.connection import Transport
-from librmq.wire.remote.forms import frame_of, header_of, messages_of, refusal
+from librmq.wire.remoting.codec import frame_of, header_of, messages_of, refusal
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import (
     PULL_CODES,

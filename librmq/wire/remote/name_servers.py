@@ -10,8 +10,8 @@ from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, R
 from librmq.protocol import PERM_WRITE, QueueData, ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.wire.remote.connection_pool import Connections
-from librmq.wire.remote.forms import frame_of, refusal
 from librmq.wire.remoting.bodies import read_body
+from librmq.wire.remoting.codec import frame_of, refusal
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import RequestCode, RouteOfTopicHeader
 

@@ -51,9 +51,9 @@ from librmq.scheduling.timer_config import time_properties
 from librmq.wire.remote.client_requests import ClientRequests
 from librmq.wire.remote.connection import Transport
 from librmq.wire.remote.connection_pool import Connections
-from librmq.wire.remote.forms import FORMS, Form, check, frame_of
 from librmq.wire.remote.long_pulls import LongPulls
 from librmq.wire.remoting.bodies import read_body, subscription_of
+from librmq.wire.remoting.codec import FORMS, Form, check, frame_of
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import (
     ConsumerGroupHeader,
