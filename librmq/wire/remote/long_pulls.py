@@ -15,25 +15,15 @@ from typing import Final
 
 from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
 from librmq.message.message import StoredMessage
-from librmq.protocol import PullMessage, PullResponse, PullStatus
+from librmq.protocol import PullMessage, PullResponse, PullStatus, UpdateOffset
 from librmq.runtime.locks import Lock
 from librmq.wire.remote.connection import Transport
-from librmq.wire.remoting.codec import frame_of, header_of, messages_of, refusal
+from librmq.wire.remoting.codec import FORMS, pull_frame, pull_status, read_pulled, refusal
 from librmq.wire.remoting.frames import Frame
-from librmq.wire.remoting.headers import (
-    PULL_CODES,
-    PULL_COMMITS,
-    PULL_SUBSCRIBES,
-    PULL_WAITS,
-    GroupProgressHeader,
-    PullHeader,
-    RequestCode,
-)
 
 SUSPEND_MS: Final = 15_000
 _ANSWER_WITHIN_MS: Final = 30_000
 """After this time a pull is sent again; its answer is lost."""
-_STATUSES: Final = {code: status for status, code in PULL_CODES.items() if status is not PullStatus.HELD}
 _QUICK_MS: Final = 1_000
 _MOST_QUICK: Final = 10
 """Pulls of a queue that go out at once, one after the other, although the broker did not hold the one before."""
@@ -108,7 +98,9 @@ class LongPulls:
             BrokerUnreachableError: It can't be reached, or its answer can't be read.
         """
         if request.notify is None:
-            return self._response(request, self._connect(request.client_id).request(_frame(request), self._timeout_s))
+            return self._response(
+                request, self._connect(request.client_id).request(pull_frame(request, SUSPEND_MS), self._timeout_s)
+            )
         key = request.client_id, request.group, request.topic, request.queue_id
         answer: Frame | RmqError | None = None
         with self._lock:
@@ -126,7 +118,8 @@ class LongPulls:
             is_quick = 0 <= self._now_ms() - pull.sent_ms < _QUICK_MS
             return self._send(key, request, pull.quick + 1 if is_quick else 0)
         if request.commit_offset not in (None, pull.committed):
-            self._connect(request.client_id).send_one_way(_commit(request))
+            update = UpdateOffset(request.group, request.topic, request.queue_id, request.commit_offset or 0)
+            self._connect(request.client_id).send_one_way(FORMS[UpdateOffset].write(update))
             pull.committed = request.commit_offset
         return self._held(request) if answer is None else self._response(request, answer)
 
@@ -135,7 +128,7 @@ class LongPulls:
 
     def _is_empty(self, request: PullMessage, answer: Frame | RmqError) -> bool:
         """Return whether a hold has ended without anything, so that the next one begins at the same offset."""
-        if isinstance(answer, Frame) and _STATUSES.get(answer.code) in _NOTHING:
+        if isinstance(answer, Frame) and pull_status(answer) in _NOTHING:
             return self._response(request, answer).next_offset == request.queue_offset
         return False
 
@@ -157,7 +150,7 @@ class LongPulls:
         try:
             with self._lock:
                 self._pulls[key] = pull
-            transport.send(_frame(request), ended)
+            transport.send(pull_frame(request, SUSPEND_MS), ended)
             with self._lock:
                 pull.is_being_sent = False
                 answer = pull.outcome()
@@ -177,7 +170,7 @@ class LongPulls:
         notify, answer = pull.notify, pull.answer
         if notify is None:
             return
-        if pull.quick < _MOST_QUICK or not isinstance(answer, Frame) or _STATUSES.get(answer.code) not in _NOTHING:
+        if pull.quick < _MOST_QUICK or not isinstance(answer, Frame) or pull_status(answer) not in _NOTHING:
             notify()
         else:
             self._at(notify, pull.sent_ms + _PAUSE_MS)
@@ -194,29 +187,20 @@ class LongPulls:
     def _response(self, request: PullMessage, answer: Frame | RmqError) -> PullResponse:
         if isinstance(answer, RmqError):
             raise answer
-        status = _STATUSES.get(answer.code)
-        if status is None:
+        if pull_status(answer) is None:
             raise refusal(answer)
         try:
-            header = header_of(RequestCode.PULL_MESSAGE, answer)
-            messages = messages_of(answer.body) if status is PullStatus.FOUND else ()
-            if status is PullStatus.FOUND:
-                _check_found(request, messages, header.next_begin_offset)
+            response, suggested = read_pulled(answer)
+            if response.status is PullStatus.FOUND:
+                _check_found(request, response.messages, response.next_offset)
         except RmqError as error:
             raise BrokerUnreachableError(
                 f"{self._broker_name}: the answer to a pull of {request.topic} can't be read: {error}"
             ) from error
         place = request.topic, request.queue_id
-        self._bounds[place] = header.min_offset, header.max_offset
-        suggested = self.suggested[place] = header.suggest_which_broker_id
-        return PullResponse(
-            status,
-            header.next_begin_offset,
-            header.min_offset,
-            header.max_offset,
-            messages,
-            suggests_replica=suggested != 0,
-        )
+        self._bounds[place] = response.min_offset, response.max_offset
+        self.suggested[place] = suggested
+        return response
 
     def expire(self, client_id: str, group: str) -> None:
         """Ignore the answers to pulls of a client in a group, whose subscriptions have changed; it pulls again."""
@@ -255,30 +239,3 @@ def _check_found(request: PullMessage, messages: Sequence[StoredMessage], next_o
 
 def _asked(request: PullMessage) -> tuple[object, ...]:
     return request.queue_offset, request.max_messages, request.subscription
-
-
-def _commit(request: PullMessage) -> Frame:
-    """Return the progress that a pull stores, for one that was sent before."""
-    header = GroupProgressHeader(request.group, request.topic, request.queue_id, request.commit_offset or 0)
-    return frame_of(RequestCode.UPDATE_CONSUMER_OFFSET, header)
-
-
-def _frame(request: PullMessage) -> Frame:
-    subscription = request.subscription
-    flag = 0 if request.commit_offset is None else PULL_COMMITS
-    flag |= 0 if request.notify is None else PULL_WAITS
-    flag |= 0 if subscription is None else PULL_SUBSCRIBES
-    header = PullHeader(
-        request.group,
-        request.topic,
-        request.queue_id,
-        request.queue_offset,
-        request.max_messages,
-        flag,
-        request.commit_offset or 0,
-        0 if request.notify is None else SUSPEND_MS,
-        0 if subscription is None else subscription.version,
-        "" if subscription is None else subscription.expression,
-        "TAG" if subscription is None else subscription.expression_type,
-    )
-    return frame_of(RequestCode.PULL_MESSAGE, header)

@@ -53,7 +53,7 @@ from librmq.wire.remote.connection import Transport
 from librmq.wire.remote.connection_pool import Connections
 from librmq.wire.remote.long_pulls import LongPulls
 from librmq.wire.remoting.bodies import read_body, subscription_of
-from librmq.wire.remoting.codec import FORMS, Form, check, frame_of
+from librmq.wire.remoting.codec import FORMS, check, frame_of, heartbeat_frame, read_sent, send_frame
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import (
     ConsumerGroupHeader,
@@ -154,7 +154,7 @@ def group_names(body: bytes) -> list[str]:
 
 R = TypeVar("R")
 _log = EventLog("librmq.wire")
-_SENDS: Final = (SendMessage, SendBatch)
+_SENDS: Final = (SendMessage, SendBatch, SendReply)
 _NOT_SENT: Final = -1
 _REST_MS: Final = 3_000
 
@@ -218,17 +218,17 @@ class RemoteBroker:
         kind = type(request)
         if kind is PullMessage:
             return cast("R", self._pulls.pull(cast("PullMessage", request)))
+        if kind in _SENDS:
+            return cast("R", self._send(request))
+        if kind is Heartbeat:
+            self._note_heartbeat(cast("Heartbeat", request))
+            return cast("R", None)
         form = FORMS.get(kind)
         if form is None:
             return cast("R", self._call_otherwise(request))
-        if kind in _SENDS or kind is SendReply:
-            return cast("R", self._send(form, request))
         frame = form.write(request)
         if kind is EndTransaction:
             self._connections.get(self.address).send_one_way(frame)
-            return cast("R", None)
-        if kind is Heartbeat:
-            self._note_heartbeat(cast("Heartbeat", request))
             return cast("R", None)
         if kind is Unregister:
             self._unregister(cast("Unregister", request), frame)
@@ -258,7 +258,7 @@ class RemoteBroker:
 
     # ---- sends
 
-    def _send(self, form: Form, request: Any) -> object:  # noqa: ANN401 SendMessage | SendBatch | SendReply
+    def _send(self, request: Any) -> object:  # noqa: ANN401 SendMessage | SendBatch | SendReply
         send: SendMessage | SendBatch = request.send if type(request) is SendReply else request
         transport = self._connections.get(self.address)
         timeout_s = self._timeout_s if send.timeout_ms is None else max(0.0, send.timeout_ms / 1000)
@@ -268,12 +268,12 @@ class RemoteBroker:
             send = replace(send, message=waiting)
             request = SendReply(send) if type(request) is SendReply else send
             timeout_s = max(0.0, timeout_s - (self._runner.now_ms() - begin_ms) / 1000)
-        frame = form.write(request)
+        frame = send_frame(request)
         if isinstance(send, SendMessage) and send.is_one_way:
             transport.send_one_way(frame)
             return SendResponse(SendStatus.SEND_OK, send.queue_id, _NOT_SENT, _NOT_SENT, ("",))
         answer = transport.request(frame, timeout_s)
-        response = self._read(form.read, request, answer)
+        response = self._read(lambda _, answer: read_sent(answer), request, answer)
         self._stored(frame.fields["b"])
         return response
 
@@ -334,7 +334,7 @@ class RemoteBroker:
         """Return the connection of a client, on which the broker knows it."""
         transport = self._connections.get(self.address, client_id)
         if self._knows.get(client_id) is not transport and (beat := self._beats.get(client_id)) is not None:
-            check(self._ask(FORMS[Heartbeat].write(beat), transport))
+            check(self._ask(heartbeat_frame(beat), transport))
             with self._lock:
                 self._knows[client_id] = transport
         return transport

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Final
 
 from librmq.broker import Broker
-from librmq.errors import BrokerError, ConfigError, MalformedError, MessageIllegalError, RmqError
+from librmq.errors import BrokerError, ConfigError, MessageIllegalError, RmqError
 from librmq.java.json import ObjectKey
 from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue
@@ -31,9 +32,8 @@ from librmq.protocol import (
     ViewMessage,
 )
 from librmq.runtime.event_log import EventLog
-from librmq.store.format.broker_tables import group_row
-from librmq.wire.remoting.bodies import queue_key, read_body, read_request, records_body, subscription_row, write_body
-from librmq.wire.remoting.calls import Handlers, RemotingCall, refused
+from librmq.wire.remoting.bodies import queue_key, read_body, subscription_row, write_body
+from librmq.wire.remoting.calls import Handlers, RemotingCall, refused, served
 from librmq.wire.remoting.client_channels import ClientChannel, ClientChannels
 from librmq.wire.remoting.consuming import stored_ms
 from librmq.wire.remoting.frames import VERSION, Frame, to_fields
@@ -42,18 +42,12 @@ from librmq.wire.remoting.headers import (
     ClientStatusHeader,
     CloneOffsetHeader,
     ConsumerGroupHeader,
-    CreateTopicHeader,
     DirectConsumeHeader,
-    FoundByKeyHeader,
     GroupAndTopicHeader,
     GroupOfTopicHeader,
-    GroupToDeleteHeader,
-    PhysicalOffsetHeader,
     ProducerGroupHeader,
-    QueryByKeyHeader,
     QueueEntriesHeader,
     RequestCode,
-    ResetOffsetHeader,
     TopicNameHeader,
 )
 from librmq.wire.remoting.name_server import NameServer
@@ -82,6 +76,11 @@ ADMINISTRATIVE: Final = frozenset(
 """Requests that change a broker for other clients, and are refused to clients on other machines."""
 _log = EventLog("librmq.wire")
 _RELAY_S: Final = 10.0
+_MISSING: Final[Mapping[type[Any], ResponseCode]] = {
+    DeleteTopic: ResponseCode.TOPIC_NOT_EXIST,
+    DeleteGroup: ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
+}
+"""Refusals of deletions where nothing is there, which succeed."""
 _MOST_ENTRIES: Final = 10_000
 
 
@@ -95,25 +94,17 @@ class AdminRequests:
         self._names = names
         self._begin_ms = broker.runner.now_ms()
         self.handlers: Handlers = {
-            RequestCode.QUERY_MESSAGE: self._query,
-            RequestCode.VIEW_MESSAGE_BY_ID: self._view,
             RequestCode.QUERY_CONSUME_QUEUE: self._entries,
-            RequestCode.UPDATE_AND_CREATE_TOPIC: self._create_topic,
-            RequestCode.DELETE_TOPIC_IN_BROKER: self._delete_topic,
+            **served(self._change, CreateTopic, DeleteTopic, DeleteGroup),
             RequestCode.GET_ALL_TOPIC_CONFIG: self._topic_configs,
             RequestCode.GET_TOPIC_STATS_INFO: self._topic_stats,
             RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_BROKER: self._system_topics,
-            RequestCode.CLEAN_UNUSED_TOPIC: self._clean_topics,
             RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE: lambda call: call.answer(),  # retention does it
-            RequestCode.DELETE_EXPIRED_COMMITLOG: self._delete_expired,
-            RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP: self._set_group,
-            RequestCode.DELETE_SUBSCRIPTIONGROUP: self._delete_group,
             RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG: self._group_configs,
             RequestCode.QUERY_TOPIC_CONSUME_BY_WHO: self._groups_of_topic,
             RequestCode.GET_CONSUME_STATS: self._consume_stats,
             RequestCode.GET_BROKER_CONSUME_STATS: self._all_consume_stats,
             RequestCode.QUERY_CONSUME_TIME_SPAN: self._time_spans,
-            RequestCode.INVOKE_BROKER_TO_RESET_OFFSET: self._reset,
             RequestCode.CLONE_GROUP_OFFSET: self._clone,
             RequestCode.GET_ALL_CONSUMER_OFFSET: self._all_offsets,
             RequestCode.GET_ALL_DELAY_OFFSET: self._all_offsets,
@@ -124,27 +115,12 @@ class AdminRequests:
             RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: self._client_progress,
             RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS: self._client_progress,
             RequestCode.CONSUME_MESSAGE_DIRECTLY: self._consume_directly,
+            **served(
+                broker.call, QueryMessages, ViewMessage, CleanUnusedTopics, DeleteExpiredFiles, SetGroup, ResetGroup
+            ),
         }
 
     # ---- messages
-
-    def _query(self, call: RemotingCall) -> bytes:
-        header: QueryByKeyHeader = call.header
-        messages = self._broker.call(
-            QueryMessages(header.topic, header.key, header.max_num, header.begin_timestamp, header.end_timestamp)
-        )
-        if not messages:
-            remark = "can not find message, maybe time range not correct"
-            return call.answer(FoundByKeyHeader(0, 0), code=ResponseCode.QUERY_NOT_FOUND, remark=remark)
-        last = FoundByKeyHeader(max(message.store_timestamp_ms for message in messages), messages[-1].physical_offset)
-        return call.answer(last, body=records_body(messages))
-
-    def _view(self, call: RemotingCall) -> bytes:
-        header: PhysicalOffsetHeader = call.header
-        message = self._broker.call(ViewMessage(header.offset))
-        if message is None:
-            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message at the physical offset {header.offset}")
-        return call.answer(body=message.raw)
 
     def _entries(self, call: RemotingCall) -> bytes:
         header: QueueEntriesHeader = call.header
@@ -177,17 +153,7 @@ class AdminRequests:
 
     # ---- topics
 
-    def _create_topic(self, call: RemotingCall) -> bytes:
-        header: CreateTopicHeader = call.header
-        self._change(CreateTopic(header.topic, header.read_queue_nums, header.write_queue_nums, header.perm))
-        return call.answer()
-
-    def _delete_topic(self, call: RemotingCall) -> bytes:
-        header: TopicNameHeader = call.header
-        self._change(DeleteTopic(header.topic), missing=ResponseCode.TOPIC_NOT_EXIST)
-        return call.answer()
-
-    def _change(self, request: CreateTopic | DeleteTopic | DeleteGroup, *, missing: ResponseCode | None = None) -> None:
+    def _change(self, request: CreateTopic | DeleteTopic | DeleteGroup) -> None:
         """Change a topic or a group; as at a broker, a deletion succeeds if nothing is there."""
         try:
             if not isinstance(request, DeleteGroup):
@@ -196,7 +162,7 @@ class AdminRequests:
         except MessageIllegalError as error:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, str(error)) from error
         except BrokerError as error:
-            if error.code != missing:
+            if error.code != _MISSING.get(type(request)):
                 raise
 
     def _topic_configs(self, call: RemotingCall) -> bytes:
@@ -228,30 +194,7 @@ class AdminRequests:
     def _system_topics(self, call: RemotingCall) -> bytes:
         return call.answer(body=write_body({"topicList": self._names.system_topics()}))
 
-    def _clean_topics(self, call: RemotingCall) -> bytes:
-        self._broker.call(CleanUnusedTopics())
-        return call.answer()
-
-    def _delete_expired(self, call: RemotingCall) -> bytes:
-        self._broker.call(DeleteExpiredFiles())
-        return call.answer()
-
     # ---- groups
-
-    def _set_group(self, call: RemotingCall) -> bytes:
-        """Put a row in the place of a group's: a setting that the request leaves out gets its default."""
-        settings = read_request(call.frame.body, "UPDATE_AND_CREATE_SUBSCRIPTIONGROUP")
-        name = settings.get("groupName")
-        if not isinstance(name, str):
-            raise MalformedError(f"a group: expected groupName, text, found {name!r:.80}")
-        self._broker.call(SetGroup(name, {**group_row(name), **settings}))
-        return call.answer()
-
-    def _delete_group(self, call: RemotingCall) -> bytes:
-        header: GroupToDeleteHeader = call.header
-        request = DeleteGroup(header.group_name, header.remove_offset)
-        self._change(request, missing=ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST)
-        return call.answer()
 
     def _group_configs(self, call: RemotingCall) -> bytes:
         with self._broker.runner.lock:
@@ -349,12 +292,6 @@ class AdminRequests:
             rows = tables.offsets.rows if asks_for_groups else tables.delays.rows
             body = write_body({"offsetTable": rows})
         return call.answer(body=body)
-
-    def _reset(self, call: RemotingCall) -> bytes:
-        header: ResetOffsetHeader = call.header
-        moved = self._broker.call(ResetGroup(header.group, header.topic, header.timestamp, header.is_force))
-        table = {queue_key(queue): offset for queue, offset in moved.items()}
-        return call.answer(body=write_body({"offsetTable": table}))
 
     def _clone(self, call: RemotingCall) -> bytes:
         header: CloneOffsetHeader = call.header

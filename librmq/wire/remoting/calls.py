@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from librmq.errors import (
@@ -16,6 +17,7 @@ from librmq.errors import (
 from librmq.protocol import Request, ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.wire.remoting.channels import Channel
+from librmq.wire.remoting.codec import FORMS, Form
 from librmq.wire.remoting.frames import Frame, answer_to, encode, encode_answer, from_fields, to_fields, to_text
 from librmq.wire.remoting.headers import ERROR_FIELD, REQUESTS, RequestCode, RequestForm
 
@@ -47,6 +49,12 @@ class RemotingCall(NamedTuple):
             return encode(answer_to(self.frame, code, remark, fields=fields, body=body))
         return encode_answer(self.frame, code, remark, "" if header is None else to_text(header), (body,))
 
+    def serve(self, form: Form, ask: Callable[[Any], Any] | None = None) -> bytes:
+        """Pass the request to the broker, by ``ask`` or for this client, and return the bytes of its answer."""
+        request = form.parse(self.header, self.frame.body)
+        reply = form.reply(request, (ask or self.call_broker)(request))
+        return self.answer(reply.header, body=reply.body, code=reply.code, remark=reply.remark)
+
     def answer_with(self, header: object, records: Sequence[bytes], *, code: int, remark: str) -> bytes:
         """Return the bytes of an answer whose body has these records one after the other; as `answer` does."""
         if self.frame.is_binary:
@@ -59,6 +67,11 @@ Handler = Callable[[RemotingCall], "bytes | None"]
 Handlers = Mapping[RequestCode, Handler]
 Answering = Mapping[int, tuple[Handler, RequestForm]]
 """The handler and the form of each request, by its code."""
+
+
+def served(ask: Callable[[Any], Any] | None, *kinds: type[Request[Any]]) -> Handlers:
+    """Return the handlers of requests that go to the broker as they are, by ``ask`` or for the client."""
+    return {FORMS[kind].code: partial(RemotingCall.serve, form=FORMS[kind], ask=ask) for kind in kinds}
 
 
 def answering(parts: Iterable[Handlers]) -> Answering:

@@ -1,9 +1,18 @@
-"""Requests of `librmq.protocol` as frames, and answers as their results: one table for all that needs no state."""
+"""The codec: requests of `librmq.protocol` and their results as frames, in both directions.
+
+::
+
+    client    request ── write ──> frame  ── parse ──> request    server
+              result  <── read ─── answer <── reply ── result
+
+`FORMS` has both directions by class of request, `headers.REQUESTS` the headers by code. Mirrors ``MQClientAPIImpl``
+and the processors of the broker.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from librmq.errors import (
@@ -25,6 +34,7 @@ from librmq.protocol import (
     CleanUnusedTopics,
     ConsumerIds,
     CreateTopic,
+    DeleteExpiredFiles,
     DeleteGroup,
     DeleteTopic,
     EndTransaction,
@@ -32,6 +42,9 @@ from librmq.protocol import (
     LockQueues,
     MaxOffset,
     MinOffset,
+    PullMessage,
+    PullResponse,
+    PullStatus,
     QueryMessages,
     QueryOffset,
     QueueOffsetAt,
@@ -44,33 +57,43 @@ from librmq.protocol import (
     SendResponse,
     SendStatus,
     SetGroup,
+    Subscription,
+    TransactionState,
     UnlockQueues,
     Unregister,
     UpdateOffset,
     ViewMessage,
 )
 from librmq.store.format.broker_tables import group_row
-from librmq.wire.remoting.bodies import heartbeat_body, queue_row, queues_of, read_body, subscription_row, write_body
+from librmq.wire.remoting.bodies import (
+    heartbeat_body,
+    queue_key,
+    queue_row,
+    queues_of,
+    read_body,
+    read_request,
+    records_body,
+    subscription_of,
+    subscription_row,
+    write_body,
+)
 from librmq.wire.remoting.frames import Frame, from_fields, to_fields
 from librmq.wire.remoting.headers import (
     ERROR_FIELD,
+    PULL_CODES,
+    PULL_COMMITS,
+    PULL_SUBSCRIBES,
+    PULL_WAITS,
     REQUESTS,
     SEND_CODES,
-    ConsumerGroupHeader,
-    CreateTopicHeader,
     EndTransactionHeader,
-    GroupProgressHeader,
-    GroupQueueHeader,
-    GroupToDeleteHeader,
-    LeavingClientHeader,
-    PhysicalOffsetHeader,
-    QueryByKeyHeader,
-    QueueAtTimeHeader,
-    QueueOfTopicHeader,
+    FoundByKeyHeader,
+    PulledHeader,
+    PullHeader,
+    QueueOffsetHeader,
     RequestCode,
-    ResetOffsetHeader,
     SendBackHeader,
-    TopicNameHeader,
+    SentHeader,
 )
 
 _STATUSES: Final[dict[int, SendStatus]] = {code: status for status, code in SEND_CODES.items()}
@@ -78,7 +101,14 @@ _ERRORS: Final = {"DiskFullError": BrokerDiskFullError, "StoreFullError": Broker
 _DISK_USED: Final = re.compile(r"disk is full \[CL: *(\d+\.\d+)")
 """Used part of the log's disk, in a broker's remark of a refused send, which names other possible causes too."""
 _REFUSING_FROM: Final = 0.9  # a broker's default
-_LONGEST_TIME_MS: Final = (1 << 63) - 1
+_STATES: Final = {state.value: state for state in TransactionState}
+_PULL_STATUSES: Final = {code: status for status, code in PULL_CODES.items() if status is not PullStatus.HELD}
+_REMARKS: Final = {
+    PullStatus.FOUND: "FOUND",
+    PullStatus.NO_NEW_MESSAGE: "OFFSET_OVERFLOW_ONE",
+    PullStatus.HELD: "OFFSET_OVERFLOW_ONE",
+    PullStatus.NO_MATCHED_MESSAGE: "NO_MATCHED_MESSAGE",
+}
 
 
 def frame_of(code: RequestCode, header: object = None, body: bytes = b"") -> Frame:
@@ -108,15 +138,6 @@ def check(answer: Frame) -> Frame:
     if answer.code:
         raise refusal(answer)
     return answer
-
-
-def header_of(code: RequestCode, answer: Frame) -> Any:  # noqa: ANN401 of the class that `REQUESTS` names
-    """Return the fields of an answer.
-
-    Raises:
-        MalformedError: A field is missing, or has the wrong type.
-    """
-    return from_fields(REQUESTS[code].answer, answer.fields)
 
 
 def messages_of(body: bytes) -> tuple[StoredMessage, ...]:
@@ -158,40 +179,358 @@ def offsets_of(table: object) -> dict[MessageQueue, int]:
     return offsets
 
 
-class Form(NamedTuple):
-    """How one kind of request is written, and its answer read."""
+class Reply(NamedTuple):
+    """The answer to a request that succeeded."""
 
+    header: object = None
+    body: bytes = b""
+    code: int = 0
+    remark: str | None = None
+
+
+class Form(NamedTuple):
+    """How the requests of one class and their results are written and read, at both ends."""
+
+    code: RequestCode
     write: Callable[[Any], Frame]
+    """Returns the frame of a request."""
     read: Callable[[Any, Frame], Any]
+    """Returns the result in the answer to a request. Raises BrokerError, or MalformedError if the answer is no such."""
+    parse: Callable[[Any, bytes], Any]
+    """Returns the request in a header and a body. Raises MalformedError."""
+    reply: Callable[[Any, Any], Reply]
+    """Returns the answer to a request and its result. Raises BrokerError for a result that is answered as a refusal."""
+
+
+class _Result(NamedTuple):
+    """How a result is written and read."""
+
+    reply: Callable[[Any, Any], Reply]
+    read: Callable[[Any, Frame], Any]
+
+
+def _by_fields(kind: type[Any], code: RequestCode, fields: str, result: _Result, **constants: object) -> Form:
+    """Return the form of requests whose attributes are fields.
+
+    ``fields`` names attributes of the header; those of the request have the same name, or that after ``=``.
+    ``constants`` are further attributes of the header.
+    """
+    pairs = [(field, attribute or field) for field, _, attribute in (name.partition("=") for name in fields.split())]
+    header = REQUESTS[code].header
+
+    def write(request: object) -> Frame:
+        return frame_of(code, header(**{field: getattr(request, name) for field, name in pairs}, **constants))
+
+    def parse(found: object, body: bytes) -> object:
+        return kind(**{name: getattr(found, field) for field, name in pairs})
+
+    return Form(code, write, result.read, parse, result.reply)
+
+
+def _by_body(
+    code: RequestCode,
+    row: Callable[[Any], Mapping[str, object]],
+    parse: Callable[[dict[str, Any]], Any],
+    result: _Result,
+) -> Form:
+    """Return the form of requests in a body: ``row`` returns its object, and ``parse`` reads it."""
+    return Form(
+        code,
+        lambda request: frame_of(code, body=write_body(row(request))),
+        result.read,
+        lambda header, body: parse(read_request(body, code.name)),
+        result.reply,
+    )
+
+
+def _text(row: Mapping[str, object], name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise MalformedError(f"{name}: expected text, found {value!r:.80}")
+    return value
+
+
+# ---- results
+
+
+def _reply_nothing(request: object, result: object) -> Reply:
+    return Reply()
+
+
+def _read_nothing(request: object, answer: Frame) -> None:
+    check(answer)
+
+
+def _read_no_queues(request: CleanUnusedTopics, answer: Frame) -> tuple[tuple[str, int], ...]:
+    check(answer)
+    return ()  # a broker does not name what it deletes
+
+
+def _read_offset(request: object, answer: Frame) -> int:
+    return from_fields(QueueOffsetHeader, check(answer).fields).offset
+
+
+def _reply_progress(request: QueryOffset, offset: int | None) -> Reply:
+    if offset is None:
+        raise BrokerError(
+            ResponseCode.QUERY_NOT_FOUND,
+            f"group {request.group} has no progress in queue {request.queue_id} of {request.topic}",
+        )
+    return Reply(QueueOffsetHeader(offset))
+
+
+def _read_progress(request: QueryOffset, answer: Frame) -> int | None:
+    return None if answer.code == ResponseCode.QUERY_NOT_FOUND else _read_offset(request, answer)
+
+
+def _reply_ids(request: ConsumerIds, ids: Sequence[str]) -> Reply:
+    if not ids:
+        raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no consumer for this group, {request.group}")
+    return Reply(body=write_body({"consumerIdList": ids}))
+
+
+def _read_ids(request: ConsumerIds, answer: Frame) -> tuple[str, ...]:
+    if answer.code == ResponseCode.SYSTEM_ERROR:
+        return ()
+    ids = read_body(check(answer).body, "consumer ids").get("consumerIdList")
+    if not isinstance(ids, list) or not all(isinstance(client_id, str) for client_id in ids):
+        raise MalformedError(f"consumerIdList: expected a list of texts, found {ids!r:.80}")
+    return tuple(ids)
+
+
+def _reply_locked(request: LockQueues, queues: frozenset[MessageQueue]) -> Reply:
+    return Reply(body=write_body({"lockOKMQSet": [queue_row(queue) for queue in sorted(queues)]}))
+
+
+def _read_locked(request: LockQueues, answer: Frame) -> frozenset[MessageQueue]:
+    return queues_of(read_body(check(answer).body, "locked queues").get("lockOKMQSet") or [])
+
+
+def _reply_viewed(request: ViewMessage, message: StoredMessage | None) -> Reply:
+    if message is None:
+        offset = request.physical_offset
+        raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message at the physical offset {offset}")
+    return Reply(body=message.raw)
+
+
+def _read_viewed(request: ViewMessage, answer: Frame) -> StoredMessage | None:
+    if answer.code == ResponseCode.SYSTEM_ERROR:
+        return None
+    messages = messages_of(check(answer).body)
+    return messages[0] if messages else None
+
+
+def _reply_messages(request: QueryMessages, messages: Sequence[StoredMessage]) -> Reply:
+    if not messages:
+        remark = "can not find message, maybe time range not correct"
+        return Reply(FoundByKeyHeader(0, 0), code=ResponseCode.QUERY_NOT_FOUND, remark=remark)
+    last_ms = max(message.store_timestamp_ms for message in messages)
+    return Reply(FoundByKeyHeader(last_ms, messages[-1].physical_offset), records_body(messages))
+
+
+def _read_messages(request: QueryMessages, answer: Frame) -> tuple[StoredMessage, ...]:
+    return () if answer.code == ResponseCode.QUERY_NOT_FOUND else messages_of(check(answer).body)
+
+
+def _reply_moved(request: ResetGroup, offsets: Mapping[MessageQueue, int]) -> Reply:
+    table = {queue_key(queue): queue_offset for queue, queue_offset in offsets.items()}
+    return Reply(body=write_body({"offsetTable": table}))
+
+
+def _read_moved(request: ResetGroup, answer: Frame) -> dict[MessageQueue, int]:
+    return offsets_of(read_body(check(answer).body, "a reset").get("offsetTable") or {})
+
+
+_NOTHING: Final = _Result(_reply_nothing, _read_nothing)
+_NO_QUEUES: Final = _Result(_reply_nothing, _read_no_queues)
+_OFFSET: Final = _Result(lambda request, queue_offset: Reply(QueueOffsetHeader(queue_offset)), _read_offset)
+_PROGRESS: Final = _Result(_reply_progress, _read_progress)
+_IDS: Final = _Result(_reply_ids, _read_ids)
+_LOCKED: Final = _Result(_reply_locked, _read_locked)
+_VIEWED: Final = _Result(_reply_viewed, _read_viewed)
+_MESSAGES: Final = _Result(_reply_messages, _read_messages)
+_MOVED: Final = _Result(_reply_moved, _read_moved)
+
+
+# ---- requests whose fields differ from their attributes
+
+
+def _write_end(request: EndTransaction) -> Frame:
+    header = EndTransactionHeader(
+        request.group,
+        request.queue_offset,
+        request.physical_offset,
+        request.state.value,
+        request.from_check,
+        request.message_id,
+        request.message_id,
+    )
+    return frame_of(RequestCode.END_TRANSACTION, header)
+
+
+def _parse_end(header: EndTransactionHeader, body: bytes) -> EndTransaction:
+    state = _STATES.get(header.commit_or_rollback)
+    if state is None:
+        raise MalformedError(f"commitOrRollback: expected 8, 12 or 0, found {header.commit_or_rollback}")
+    return EndTransaction(
+        header.producer_group,
+        state,
+        header.tran_state_table_offset,
+        header.commit_log_offset,
+        header.msg_id,
+        header.from_transaction_check,
+    )
+
+
+def _write_send_back(request: SendBack) -> Frame:
+    header = SendBackHeader(
+        request.physical_offset,
+        request.group,
+        request.delay_level,
+        request.origin_message_id,
+        request.origin_topic,
+        False,
+        request.max_reconsume_times,
+        request.cause or None,
+    )
+    return frame_of(RequestCode.CONSUMER_SEND_MSG_BACK, header)
+
+
+def _parse_send_back(header: SendBackHeader, body: bytes) -> SendBack:
+    return SendBack(
+        header.group,
+        header.offset,
+        header.delay_level,
+        header.max_reconsume_times,
+        header.origin_topic,
+        header.origin_msg_id,
+        header.cause or "",
+    )
+
+
+def _locks(kind: type[LockQueues | UnlockQueues], code: RequestCode, result: _Result) -> Form:
+    def row(request: LockQueues | UnlockQueues) -> dict[str, object]:
+        queues = [queue_row(queue) for queue in sorted(request.queues)]
+        return {"clientId": request.client_id, "consumerGroup": request.group, "mqSet": queues}
+
+    def parse(body: dict[str, Any]) -> LockQueues | UnlockQueues:
+        queues = queues_of(body.get("mqSet"))
+        return kind(_text(body, "consumerGroup"), _text(body, "clientId"), queues)
+
+    return _by_body(code, row, parse, result)
+
+
+def _check_row(request: CheckSubscription) -> dict[str, object]:
+    row = subscription_row(request.subscription)
+    return {"clientId": request.client_id, "group": request.group, "subscriptionData": row}
+
+
+def _parse_check(body: dict[str, Any]) -> CheckSubscription | None:
+    """Return the request, None if it has no subscription."""
+    row = body.get("subscriptionData")
+    if row is None:
+        return None
+    subscription = subscription_of(row)
+    return CheckSubscription(_text(body, "clientId"), _text(body, "group"), subscription)
+
+
+def _parse_group(body: dict[str, Any]) -> SetGroup:
+    """Return the request, in which an omitted setting has its default: as at a broker, the row replaces the group's."""
+    name = body.get("groupName")
+    if not isinstance(name, str):
+        raise MalformedError(f"a group: expected groupName, text, found {name!r:.80}")
+    return SetGroup(name, {**group_row(name), **body})
+
+
+# ---- the table
+
+_C = RequestCode
+FORMS: Final[Mapping[type[Any], Form]] = {
+    EndTransaction: Form(_C.END_TRANSACTION, _write_end, _NOTHING.read, _parse_end, _NOTHING.reply),
+    Unregister: _by_fields(Unregister, _C.UNREGISTER_CLIENT, "client_id producer_group consumer_group", _NOTHING),
+    ConsumerIds: _by_fields(ConsumerIds, _C.GET_CONSUMER_LIST_BY_GROUP, "consumer_group=group", _IDS),
+    QueryOffset: _by_fields(QueryOffset, _C.QUERY_CONSUMER_OFFSET, "consumer_group=group topic queue_id", _PROGRESS),
+    UpdateOffset: _by_fields(
+        UpdateOffset,
+        _C.UPDATE_CONSUMER_OFFSET,
+        "consumer_group=group topic queue_id commit_offset=queue_offset",
+        _NOTHING,
+    ),
+    MaxOffset: _by_fields(MaxOffset, _C.GET_MAX_OFFSET, "topic queue_id", _OFFSET),
+    MinOffset: _by_fields(MinOffset, _C.GET_MIN_OFFSET, "topic queue_id", _OFFSET),
+    QueueOffsetAt: _by_fields(
+        QueueOffsetAt, _C.SEARCH_OFFSET_BY_TIMESTAMP, "topic queue_id timestamp=timestamp_ms", _OFFSET
+    ),
+    LockQueues: _locks(LockQueues, _C.LOCK_BATCH_MQ, _LOCKED),
+    UnlockQueues: _locks(UnlockQueues, _C.UNLOCK_BATCH_MQ, _NOTHING),
+    SendBack: Form(_C.CONSUMER_SEND_MSG_BACK, _write_send_back, _NOTHING.read, _parse_send_back, _NOTHING.reply),
+    CheckSubscription: _by_body(_C.CHECK_CLIENT_CONFIG, _check_row, _parse_check, _NOTHING),
+    CreateTopic: _by_fields(
+        CreateTopic,
+        _C.UPDATE_AND_CREATE_TOPIC,
+        "topic read_queue_nums=read_queues write_queue_nums=write_queues perm=permission",
+        _NOTHING,
+        default_topic=AUTO_CREATE_TOPIC,
+    ),
+    DeleteTopic: _by_fields(DeleteTopic, _C.DELETE_TOPIC_IN_BROKER, "topic", _NOTHING),
+    CleanUnusedTopics: _by_fields(CleanUnusedTopics, _C.CLEAN_UNUSED_TOPIC, "", _NO_QUEUES),
+    DeleteExpiredFiles: _by_fields(DeleteExpiredFiles, _C.DELETE_EXPIRED_COMMITLOG, "", _NOTHING),
+    SetGroup: _by_body(
+        _C.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP,
+        lambda request: {**group_row(request.group), **request.settings},  # a broker replaces the whole row
+        _parse_group,
+        _NOTHING,
+    ),
+    DeleteGroup: _by_fields(
+        DeleteGroup, _C.DELETE_SUBSCRIPTIONGROUP, "group_name=group remove_offset=removes_progress", _NOTHING
+    ),
+    ViewMessage: _by_fields(ViewMessage, _C.VIEW_MESSAGE_BY_ID, "offset=physical_offset", _VIEWED),
+    QueryMessages: _by_fields(
+        QueryMessages,
+        _C.QUERY_MESSAGE,
+        "topic key max_num=max_messages begin_timestamp=begin_ms end_timestamp=end_ms",
+        _MESSAGES,
+    ),
+    ResetGroup: _by_fields(
+        ResetGroup,
+        _C.INVOKE_BROKER_TO_RESET_OFFSET,
+        "topic group timestamp=timestamp_ms is_force=force",
+        _MOVED,
+    ),
+}
+"""By class of request. Heartbeats, sends and pulls, which need a connection's state, have functions of their own."""
+
+
+# ---- heartbeats
+
+
+def heartbeat_frame(request: Heartbeat) -> Frame:
+    """Return the frame of a heartbeat."""
+    return frame_of(RequestCode.HEART_BEAT, body=heartbeat_body(request))
 
 
 # ---- sends
 
 
-def _write_send(request: SendMessage) -> Frame:
-    message = request.message
-    fields = _send_fields(
-        request, message, encode_properties(message.properties).decode(), request.sys_flag, request.reconsume_times
-    )
-    if request.max_reconsume_times is not None:
-        fields["l"] = str(request.max_reconsume_times)
-    return Frame(RequestCode.SEND_MESSAGE_V2, fields, message.body)
-
-
-def _write_reply(request: SendReply) -> Frame:
-    frame = _write_send(request.send)
-    frame.code = RequestCode.SEND_REPLY_MESSAGE_V2
-    return frame
-
-
-def _write_batch(request: SendBatch) -> Frame:
-    items = [
-        BatchItem(message.body, message.flag, encode_properties(message.properties)) for message in request.messages
-    ]
-    wait = {name: value for name, value in request.messages[0].properties.items() if name == PROPERTY_WAIT}
-    fields = _send_fields(request, request.messages[0], encode_properties(wait).decode(), 0, 0)
-    fields["m"] = "true"
-    return Frame(RequestCode.SEND_BATCH_MESSAGE, fields, encode_batch(items))
+def send_frame(request: SendMessage | SendBatch | SendReply) -> Frame:
+    """Return the frame of a send, a batch or a reply."""
+    if isinstance(request, SendBatch):
+        items = [
+            BatchItem(message.body, message.flag, encode_properties(message.properties)) for message in request.messages
+        ]
+        first = request.messages[0]
+        wait = {name: value for name, value in first.properties.items() if name == PROPERTY_WAIT}
+        fields = _send_fields(request, first, encode_properties(wait).decode(), 0, 0)
+        fields["m"] = "true"
+        return Frame(RequestCode.SEND_BATCH_MESSAGE, fields, encode_batch(items))
+    send = request.send if isinstance(request, SendReply) else request
+    message = send.message
+    properties = encode_properties(message.properties).decode()
+    fields = _send_fields(send, message, properties, send.sys_flag, send.reconsume_times)
+    if send.max_reconsume_times is not None:
+        fields["l"] = str(send.max_reconsume_times)
+    code = RequestCode.SEND_MESSAGE_V2 if send is request else RequestCode.SEND_REPLY_MESSAGE_V2
+    return Frame(code, fields, message.body)
 
 
 def _send_fields(
@@ -214,196 +553,109 @@ def _send_fields(
     }
 
 
-def _read_sent(request: SendMessage | SendBatch, answer: Frame) -> SendResponse:
+def sent_reply(response: SendResponse, code: int = 0, remark: str | None = None) -> Reply:
+    """Return the answer to a send; ``code`` and ``remark`` say why a stored reply could not be pushed."""
+    status = response.status
+    header = SentHeader(
+        ",".join(response.offset_ids), response.queue_id, response.queue_offset, response.transaction_id
+    )
+    if remark is None and status is not SendStatus.SEND_OK:
+        remark = status.name
+    return Reply(header, code=code or SEND_CODES[status], remark=remark)
+
+
+def read_sent(answer: Frame) -> SendResponse:
+    """Return the response in the answer to a send.
+
+    Raises:
+        BrokerError: The send was refused.
+        MalformedError: This is no such answer.
+    """
     status = _STATUSES.get(answer.code)
     if status is None:
         raise refusal(answer)
-    sent = header_of(RequestCode.SEND_MESSAGE_V2, answer)
+    sent = from_fields(SentHeader, answer.fields)
     ids = tuple(sent.msg_id.split(","))
     return SendResponse(
         status, sent.queue_id, sent.queue_offset, parse_offset_message_id(ids[0])[1], ids, sent.transaction_id
     )
 
 
-def _write_end(request: EndTransaction) -> Frame:
-    header = EndTransactionHeader(
+# ---- pulls
+
+
+def pull_frame(request: PullMessage, suspend_ms: int) -> Frame:
+    """Return the frame of a pull, which the broker may hold for ``suspend_ms`` if the request has ``notify``."""
+    subscription = request.subscription
+    flag = 0 if request.commit_offset is None else PULL_COMMITS
+    flag |= 0 if request.notify is None else PULL_WAITS
+    flag |= 0 if subscription is None else PULL_SUBSCRIBES
+    header = PullHeader(
         request.group,
+        request.topic,
+        request.queue_id,
         request.queue_offset,
-        request.physical_offset,
-        request.state.value,
-        request.from_check,
-        request.message_id,
-        request.message_id,
+        request.max_messages,
+        flag,
+        request.commit_offset or 0,
+        0 if request.notify is None else suspend_ms,
+        0 if subscription is None else subscription.version,
+        "" if subscription is None else subscription.expression,
+        "TAG" if subscription is None else subscription.expression_type,
     )
-    return frame_of(RequestCode.END_TRANSACTION, header)
+    return frame_of(RequestCode.PULL_MESSAGE, header)
 
 
-# ---- consumers
-
-
-def _read_none(request: object, answer: Frame) -> None:
-    check(answer)
-
-
-def _write_ids(request: ConsumerIds) -> Frame:
-    return frame_of(RequestCode.GET_CONSUMER_LIST_BY_GROUP, ConsumerGroupHeader(request.group))
-
-
-def _read_ids(request: ConsumerIds, answer: Frame) -> tuple[str, ...]:
-    if answer.code == ResponseCode.SYSTEM_ERROR:  # no consumer for this group
-        return ()
-    ids = read_body(check(answer).body, "consumer ids").get("consumerIdList")
-    if not isinstance(ids, list) or not all(isinstance(client_id, str) for client_id in ids):
-        raise MalformedError(f"consumerIdList: expected a list of texts, found {ids!r:.80}")
-    return tuple(ids)
-
-
-def _read_progress(request: QueryOffset, answer: Frame) -> int | None:
-    if answer.code == ResponseCode.QUERY_NOT_FOUND:
-        return None
-    return _read_offset(RequestCode.QUERY_CONSUMER_OFFSET, answer)
-
-
-def _read_offset(code: RequestCode, answer: Frame) -> int:
-    offset: int = header_of(code, check(answer)).offset
-    return offset
-
-
-def _write_locks(code: RequestCode, request: LockQueues | UnlockQueues) -> Frame:
-    rows = [queue_row(queue) for queue in sorted(request.queues)]
-    return frame_of(
-        code, body=write_body({"clientId": request.client_id, "consumerGroup": request.group, "mqSet": rows})
+def parse_pull(
+    header: PullHeader, client_id: str, notify: Callable[[], None] | None = None, *, commits: bool = False
+) -> PullMessage:
+    """Return the request of a client; only the first try of a pull commits, since progress can move during a hold."""
+    subscription = None
+    if header.sys_flag & PULL_SUBSCRIBES:
+        expression, kind = header.subscription or "*", header.expression_type or "TAG"
+        subscription = Subscription(header.topic, expression, kind, header.sub_version)
+    return PullMessage(
+        client_id,
+        header.consumer_group,
+        header.topic,
+        header.queue_id,
+        header.queue_offset,
+        header.max_msg_nums,
+        subscription,
+        header.commit_offset if commits and header.sys_flag & PULL_COMMITS else None,
+        notify,
+        subscription_version=header.sub_version,
     )
 
 
-def _read_locked(request: LockQueues, answer: Frame) -> frozenset[MessageQueue]:
-    return queues_of(read_body(check(answer).body, "locked queues").get("lockOKMQSet") or [])
+def pulled_remark(header: PullHeader, response: PullResponse) -> str:
+    """Return the remark in the answer to a pull, which says why it has no messages."""
+    if response.status is PullStatus.OFFSET_ILLEGAL:
+        return "OFFSET_TOO_SMALL" if header.queue_offset < response.min_offset else "OFFSET_OVERFLOW_BADLY"
+    return _REMARKS[response.status]
 
 
-def _write_send_back(request: SendBack) -> Frame:
-    header = SendBackHeader(
-        request.physical_offset,
-        request.group,
-        request.delay_level,
-        request.origin_message_id,
-        request.origin_topic,
-        False,
-        request.max_reconsume_times,
-        request.cause or None,
+def pull_status(answer: Frame) -> PullStatus | None:
+    """Return the status in the answer to a pull, None if it was refused. A hold that has ended found nothing."""
+    return _PULL_STATUSES.get(answer.code)
+
+
+def read_pulled(answer: Frame) -> tuple[PullResponse, int]:
+    """Return the response in the answer to a pull, and the id of the broker that should get the next one.
+
+    Raises:
+        MalformedError: This is no such answer.
+    """
+    status = _PULL_STATUSES[answer.code]
+    header = from_fields(PulledHeader, answer.fields)
+    messages = messages_of(answer.body) if status is PullStatus.FOUND else ()
+    suggested = header.suggest_which_broker_id
+    response = PullResponse(
+        status,
+        header.next_begin_offset,
+        header.min_offset,
+        header.max_offset,
+        messages,
+        suggests_replica=suggested != 0,
     )
-    return frame_of(RequestCode.CONSUMER_SEND_MSG_BACK, header)
-
-
-def _write_check(request: CheckSubscription) -> Frame:
-    row = subscription_row(request.subscription)
-    body = {"clientId": request.client_id, "group": request.group, "subscriptionData": row}
-    return frame_of(RequestCode.CHECK_CLIENT_CONFIG, body=write_body(body))
-
-
-# ---- administration
-
-
-def _write_topic(request: CreateTopic) -> Frame:
-    header = CreateTopicHeader(
-        request.topic, AUTO_CREATE_TOPIC, request.read_queues, request.write_queues, request.permission
-    )
-    return frame_of(RequestCode.UPDATE_AND_CREATE_TOPIC, header)
-
-
-def _write_group(request: SetGroup) -> Frame:
-    """Write the whole row that a real broker puts in the place of its own."""
-    row = {**group_row(request.group), **request.settings}
-    return frame_of(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, body=write_body(row))
-
-
-def _write_query(request: QueryMessages) -> Frame:
-    header = QueryByKeyHeader(
-        request.topic, request.key, request.max_messages, request.begin_ms, min(request.end_ms, _LONGEST_TIME_MS)
-    )
-    return frame_of(RequestCode.QUERY_MESSAGE, header)
-
-
-def _read_found(request: QueryMessages, answer: Frame) -> tuple[StoredMessage, ...]:
-    if answer.code == ResponseCode.QUERY_NOT_FOUND:
-        return ()
-    return messages_of(check(answer).body)
-
-
-def _read_viewed(request: ViewMessage, answer: Frame) -> StoredMessage | None:
-    if answer.code == ResponseCode.SYSTEM_ERROR:  # as a broker answers for an offset without a message
-        return None
-    messages = messages_of(check(answer).body)
-    return messages[0] if messages else None
-
-
-def _write_reset(request: ResetGroup) -> Frame:
-    header = ResetOffsetHeader(request.topic, request.group, request.timestamp_ms, request.force)
-    return frame_of(RequestCode.INVOKE_BROKER_TO_RESET_OFFSET, header)
-
-
-def _read_reset(request: ResetGroup, answer: Frame) -> dict[MessageQueue, int]:
-    return offsets_of(read_body(check(answer).body, "a reset").get("offsetTable") or {})
-
-
-_C = RequestCode
-FORMS: Final[Mapping[type[Any], Form]] = {
-    SendMessage: Form(_write_send, _read_sent),
-    SendBatch: Form(_write_batch, _read_sent),
-    SendReply: Form(_write_reply, lambda request, answer: _read_sent(request.send, answer)),
-    EndTransaction: Form(_write_end, _read_none),
-    Heartbeat: Form(lambda request: frame_of(_C.HEART_BEAT, body=heartbeat_body(request)), _read_none),
-    Unregister: Form(
-        lambda request: frame_of(
-            _C.UNREGISTER_CLIENT, LeavingClientHeader(request.client_id, request.producer_group, request.consumer_group)
-        ),
-        _read_none,
-    ),
-    ConsumerIds: Form(_write_ids, _read_ids),
-    QueryOffset: Form(
-        lambda request: frame_of(
-            _C.QUERY_CONSUMER_OFFSET, GroupQueueHeader(request.group, request.topic, request.queue_id)
-        ),
-        _read_progress,
-    ),
-    UpdateOffset: Form(
-        lambda request: frame_of(
-            _C.UPDATE_CONSUMER_OFFSET,
-            GroupProgressHeader(request.group, request.topic, request.queue_id, request.queue_offset),
-        ),
-        _read_none,
-    ),
-    MaxOffset: Form(
-        lambda request: frame_of(_C.GET_MAX_OFFSET, QueueOfTopicHeader(request.topic, request.queue_id)),
-        lambda _, answer: _read_offset(_C.GET_MAX_OFFSET, answer),
-    ),
-    MinOffset: Form(
-        lambda request: frame_of(_C.GET_MIN_OFFSET, QueueOfTopicHeader(request.topic, request.queue_id)),
-        lambda _, answer: _read_offset(_C.GET_MIN_OFFSET, answer),
-    ),
-    QueueOffsetAt: Form(
-        lambda request: frame_of(
-            _C.SEARCH_OFFSET_BY_TIMESTAMP, QueueAtTimeHeader(request.topic, request.queue_id, request.timestamp_ms)
-        ),
-        lambda _, answer: _read_offset(_C.SEARCH_OFFSET_BY_TIMESTAMP, answer),
-    ),
-    LockQueues: Form(lambda request: _write_locks(_C.LOCK_BATCH_MQ, request), _read_locked),
-    UnlockQueues: Form(lambda request: _write_locks(_C.UNLOCK_BATCH_MQ, request), _read_none),
-    SendBack: Form(_write_send_back, _read_none),
-    CheckSubscription: Form(_write_check, _read_none),
-    CreateTopic: Form(_write_topic, _read_none),
-    DeleteTopic: Form(lambda request: frame_of(_C.DELETE_TOPIC_IN_BROKER, TopicNameHeader(request.topic)), _read_none),
-    CleanUnusedTopics: Form(lambda request: frame_of(_C.CLEAN_UNUSED_TOPIC), lambda _, answer: (check(answer), ())[1]),
-    SetGroup: Form(_write_group, _read_none),
-    DeleteGroup: Form(
-        lambda request: frame_of(
-            _C.DELETE_SUBSCRIPTIONGROUP, GroupToDeleteHeader(request.group, request.removes_progress)
-        ),
-        _read_none,
-    ),
-    ViewMessage: Form(
-        lambda request: frame_of(_C.VIEW_MESSAGE_BY_ID, PhysicalOffsetHeader(request.physical_offset)), _read_viewed
-    ),
-    QueryMessages: Form(_write_query, _read_found),
-    ResetGroup: Form(_write_reset, _read_reset),
-}
-"""By class of request."""
+    return response, suggested

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from librmq.broker import Broker
-from librmq.errors import BrokerError, MalformedError, RmqError
+from librmq.errors import RmqError
 from librmq.protocol import (
     CheckSubscription,
     ConsumerIds,
@@ -26,34 +26,24 @@ from librmq.protocol import (
     PullStatus,
     QueryOffset,
     QueueOffsetAt,
-    ResponseCode,
     SendBack,
-    Subscription,
     UnlockQueues,
     UpdateOffset,
 )
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Step
-from librmq.wire.remoting.bodies import queue_row, queues_of, read_request, subscription_of, write_body
-from librmq.wire.remoting.calls import Handlers, RemotingCall, refused
+from librmq.wire.remoting.calls import Handlers, RemotingCall, refused, served
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.client_channels import ClientChannels
+from librmq.wire.remoting.codec import FORMS, parse_pull, pulled_remark
 from librmq.wire.remoting.headers import (
     PULL_CODES,
-    PULL_COMMITS,
-    PULL_SUBSCRIBES,
     PULL_WAITS,
-    ConsumerGroupHeader,
-    GroupProgressHeader,
-    GroupQueueHeader,
     LeavingClientHeader,
     PulledHeader,
     PullHeader,
-    QueueAtTimeHeader,
-    QueueOffsetHeader,
     QueueOfTopicHeader,
     RequestCode,
-    SendBackHeader,
     TimestampHeader,
 )
 from librmq.wire.remoting.runtime_info import Rates
@@ -61,12 +51,6 @@ from librmq.wire.remoting.runtime_info import Rates
 # ---- pulls, answered when there is a message or when the client's time is over
 
 _log = EventLog("librmq.wire")
-_REMARKS: Final = {
-    PullStatus.FOUND: "FOUND",
-    PullStatus.NO_NEW_MESSAGE: "OFFSET_OVERFLOW_ONE",
-    PullStatus.HELD: "OFFSET_OVERFLOW_ONE",
-    PullStatus.NO_MATCHED_MESSAGE: "NO_MATCHED_MESSAGE",
-}
 _LONGEST_WAIT_MS: Final = 120_000
 _MOST_HELD: Final = 10_000
 """The held pulls of one connection."""
@@ -243,33 +227,14 @@ class Pulling:
             rates.took("get", took_ms)
         else:
             rates.add("miss", "", now_ms)
-        if status is PullStatus.OFFSET_ILLEGAL:
-            is_early = call.header.queue_offset < response.min_offset
-            remark = "OFFSET_TOO_SMALL" if is_early else "OFFSET_OVERFLOW_BADLY"
-        else:
-            remark = _REMARKS[status]
+        remark = pulled_remark(call.header, response)
         return call.answer_with(header, records, code=PULL_CODES[status], remark=remark)
 
 
 def _request(call: RemotingCall, notify: Callable[[], None] | None = None, *, commits: bool = False) -> PullMessage:
-    """Return the broker's request. Only the first try of a pull commits, since progress can move during a hold."""
-    header: PullHeader = call.header
-    subscription = None
-    if header.sys_flag & PULL_SUBSCRIBES:
-        expression, kind = header.subscription or "*", header.expression_type or "TAG"
-        subscription = Subscription(header.topic, expression, kind, header.sub_version)
-    return PullMessage(
-        call.channel.client_id or f"{call.channel.peer[0]}:{call.channel.peer[1]}",
-        header.consumer_group,
-        header.topic,
-        header.queue_id,
-        header.queue_offset,
-        header.max_msg_nums,
-        subscription,
-        header.commit_offset if commits and header.sys_flag & PULL_COMMITS else None,
-        notify,
-        subscription_version=header.sub_version,
-    )
+    """Return the broker's request."""
+    client_id = call.channel.client_id or f"{call.channel.peer[0]}:{call.channel.peer[1]}"
+    return parse_pull(call.header, client_id, notify, commits=commits)
 
 
 class Consuming:
@@ -284,17 +249,12 @@ class Consuming:
             RequestCode.PULL_MESSAGE: pulling.pull,
             RequestCode.HEART_BEAT: self._heartbeat,
             RequestCode.UNREGISTER_CLIENT: self._unregister,
-            RequestCode.QUERY_CONSUMER_OFFSET: self._query_offset,
-            RequestCode.UPDATE_CONSUMER_OFFSET: self._update_offset,
-            RequestCode.GET_CONSUMER_LIST_BY_GROUP: self._consumer_ids,
             RequestCode.CONSUMER_SEND_MSG_BACK: self._send_back,
-            RequestCode.LOCK_BATCH_MQ: self._lock,
-            RequestCode.UNLOCK_BATCH_MQ: self._unlock,
             RequestCode.CHECK_CLIENT_CONFIG: self._check_subscription,
-            RequestCode.SEARCH_OFFSET_BY_TIMESTAMP: self._offset_at,
-            RequestCode.GET_MAX_OFFSET: self._max_offset,
-            RequestCode.GET_MIN_OFFSET: self._min_offset,
             RequestCode.GET_EARLIEST_MSG_STORETIME: self._earliest,
+            **served(None, UpdateOffset),
+            **served(broker.call, QueryOffset, ConsumerIds, LockQueues, UnlockQueues),
+            **served(broker.call, QueueOffsetAt, MaxOffset, MinOffset),
         }
 
     # ---- clients
@@ -310,82 +270,18 @@ class Consuming:
         self._sessions.leave(call.channel, header.client_id, header.producer_group, header.consumer_group)
         return call.answer()
 
-    def _consumer_ids(self, call: RemotingCall) -> bytes:
-        header: ConsumerGroupHeader = call.header
-        ids = self._broker.call(ConsumerIds(header.consumer_group))
-        if not ids:
-            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no consumer for this group, {header.consumer_group}")
-        return call.answer(body=write_body({"consumerIdList": ids}))
-
     def _check_subscription(self, call: RemotingCall) -> bytes:
-        fields = read_request(call.frame.body, "CHECK_CLIENT_CONFIG")
-        if fields.get("subscriptionData") is not None:
-            subscription = subscription_of(fields["subscriptionData"])
-            self._broker.call(CheckSubscription(_text(fields, "clientId"), _text(fields, "group"), subscription))
+        request = FORMS[CheckSubscription].parse(call.header, call.frame.body)
+        if request is not None:
+            self._broker.call(request)
         return call.answer()
 
-    # ---- progress
-
-    def _query_offset(self, call: RemotingCall) -> bytes:
-        header: GroupQueueHeader = call.header
-        offset = self._broker.call(QueryOffset(header.consumer_group, header.topic, header.queue_id))
-        if offset is None:
-            raise BrokerError(
-                ResponseCode.QUERY_NOT_FOUND,
-                f"group {header.consumer_group} has no progress in queue {header.queue_id} of {header.topic}",
-            )
-        return call.answer(QueueOffsetHeader(offset))
-
-    def _update_offset(self, call: RemotingCall) -> bytes:
-        header: GroupProgressHeader = call.header
-        call.call_broker(UpdateOffset(header.consumer_group, header.topic, header.queue_id, header.commit_offset))
-        return call.answer()
+    # ---- failures and queues
 
     def _send_back(self, call: RemotingCall) -> bytes:
-        header: SendBackHeader = call.header
-        call.call_broker(
-            SendBack(
-                header.group,
-                header.offset,
-                header.delay_level,
-                header.max_reconsume_times,
-                header.origin_topic,
-                header.origin_msg_id,
-                header.cause or "",
-            )
-        )
+        answer, header = call.serve(FORMS[SendBack]), call.header
         self._rates.add("back", f"{header.origin_topic}@{header.group}", self._broker.runner.now_ms())
-        return call.answer()
-
-    # ---- locks
-
-    def _lock(self, call: RemotingCall) -> bytes:
-        fields = read_request(call.frame.body, "LOCK_BATCH_MQ")
-        queues = queues_of(fields.get("mqSet"))
-        held = self._broker.call(LockQueues(_text(fields, "consumerGroup"), _text(fields, "clientId"), queues))
-        return call.answer(body=write_body({"lockOKMQSet": [queue_row(queue) for queue in sorted(held)]}))
-
-    def _unlock(self, call: RemotingCall) -> bytes:
-        fields = read_request(call.frame.body, "UNLOCK_BATCH_MQ")
-        queues = queues_of(fields.get("mqSet"))
-        self._broker.call(UnlockQueues(_text(fields, "consumerGroup"), _text(fields, "clientId"), queues))
-        return call.answer()
-
-    # ---- queues
-
-    def _offset_at(self, call: RemotingCall) -> bytes:
-        header: QueueAtTimeHeader = call.header
-        return call.answer(
-            QueueOffsetHeader(self._broker.call(QueueOffsetAt(header.topic, header.queue_id, header.timestamp)))
-        )
-
-    def _max_offset(self, call: RemotingCall) -> bytes:
-        header: QueueOfTopicHeader = call.header
-        return call.answer(QueueOffsetHeader(self._broker.call(MaxOffset(header.topic, header.queue_id))))
-
-    def _min_offset(self, call: RemotingCall) -> bytes:
-        header: QueueOfTopicHeader = call.header
-        return call.answer(QueueOffsetHeader(self._broker.call(MinOffset(header.topic, header.queue_id))))
+        return answer
 
     def _earliest(self, call: RemotingCall) -> bytes:
         header: QueueOfTopicHeader = call.header
@@ -398,10 +294,3 @@ def stored_ms(broker: Broker, topic: str, queue_id: int, *, first: bool = False)
     begin, end = store.queue_range(topic, queue_id)
     messages = store.read(topic, queue_id, begin if first else end - 1, 1).messages if end > begin else ()
     return messages[0].store_timestamp_ms if messages else -1
-
-
-def _text(fields: dict[str, object], name: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str):
-        raise MalformedError(f"{name}: expected text, found {value!r:.80}")
-    return value

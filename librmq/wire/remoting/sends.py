@@ -37,17 +37,15 @@ from librmq.protocol import (
     SendReply,
     SendResponse,
     SendStatus,
-    TransactionState,
 )
 from librmq.runtime.locks import Lock
-from librmq.wire.remoting.calls import Handlers, RemotingCall, refused, tried
+from librmq.wire.remoting.calls import Handlers, RemotingCall, refused, served, tried
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.client_channels import ClientChannels
+from librmq.wire.remoting.codec import sent_reply
 from librmq.wire.remoting.frames import SMALL_NUMBERS, Frame, encode_answer, from_fields, read_json, to_fields, to_text
 from librmq.wire.remoting.headers import (
     REQUESTS,
-    SEND_CODES,
-    EndTransactionHeader,
     PushedReplyHeader,
     RefusedSendHeader,
     RequestCode,
@@ -227,7 +225,6 @@ SENDS: Final = frozenset({int(RequestCode.SEND_MESSAGE), int(RequestCode.SEND_ME
 _NONE: Final = (0, 0, 0)
 _LARGE_BATCH: Final = 256 << 10
 """Bytes from which on batches are read one at a time."""
-_STATES: Final = {state.value: state for state in TransactionState}
 
 
 class Producing:
@@ -243,7 +240,7 @@ class Producing:
             RequestCode.SEND_MESSAGE: self.send,
             RequestCode.SEND_MESSAGE_V2: self.send,
             RequestCode.SEND_BATCH_MESSAGE: self.send,
-            RequestCode.END_TRANSACTION: self._end_transaction,
+            **served(None, EndTransaction),
         }
 
     def known(self, born_host: Host) -> KnownSends:
@@ -368,23 +365,6 @@ class Producing:
         self._rates.add("put", call.header.topic, self._now_ms(), len(response.offset_ids), len(call.frame.body))
         return _answer(call, response, code, remark)
 
-    def _end_transaction(self, call: RemotingCall) -> bytes:
-        header: EndTransactionHeader = call.header
-        state = _STATES.get(header.commit_or_rollback)
-        if state is None:
-            raise MalformedError(f"commitOrRollback: expected 8, 12 or 0, found {header.commit_or_rollback}")
-        call.call_broker(
-            EndTransaction(
-                header.producer_group,
-                state,
-                header.tran_state_table_offset,
-                header.commit_log_offset,
-                header.msg_id,
-                header.from_transaction_check,
-            )
-        )
-        return call.answer()
-
 
 def _is_large_batch(frame: Frame) -> bool:
     fields = frame.fields
@@ -422,11 +402,8 @@ def _code_of_topic(topic: str) -> ResponseCode | None:
 
 
 def _answer(call: RemotingCall, response: SendResponse, code: int = 0, remark: str | None = None) -> bytes:
-    status, ids = response.status, response.offset_ids
-    sent = SentHeader(",".join(ids), response.queue_id, response.queue_offset, response.transaction_id)
-    if remark is None and status is not SendStatus.SEND_OK:
-        remark = status.name
-    return call.answer(sent, code=code or SEND_CODES[status], remark=remark)
+    reply = sent_reply(response, code, remark)
+    return call.answer(reply.header, code=reply.code, remark=reply.remark)
 
 
 # ---- replies, which are pushed to the sender of the request, and stored
