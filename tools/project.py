@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import io
 import json
 import os
 import re
@@ -145,10 +146,8 @@ def prepare(extras: frozenset[str], wheel: Path | None = None) -> None:
         Refused: The folder cannot be created, or a package cannot be installed.
     """
     with alone_in_checkout():
-        stamp, core = (
-            read_stamp(),
-            digest(*sorted(path for ending in ("pyx", "h", "py", "toml") for path in CORE.glob(f"*.{ending}"))),
-        )
+        stamp = read_stamp()
+        core = digest(*sorted(path for ending in ("pyx", "h", "py", "toml") for path in CORE.glob(f"*.{ending}")))
         python = f"{sys.version} {sys.base_prefix}"
         source = "checkout" if wheel is None else digest(wheel)
         basis = {"python": python, "checkout": str(CHECKOUT), "source": source}
@@ -439,6 +438,8 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: project.py {demo,check,site} …", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, end)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # programs print what this terminal may lack
     try:
         return commands[arguments[0]](arguments[1:])
     except Refused as refusal:
