@@ -32,7 +32,6 @@ def shares(bench: Bench, _: Path, *, share: Callable[[str], object], count: int,
 
 
 def by_hash(client: str) -> object:
-    """Compute a share by consistent hash."""
     return allocate_consistent_hash(client, QUEUES, CLIENTS)
 
 
@@ -42,7 +41,6 @@ def with_sorting(client: str) -> object:
 
 
 def averagely(client: str) -> object:
-    """Compute a share by the usual strategy."""
     return allocate_averagely(client, QUEUES, CLIENTS)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -65,7 +64,6 @@ class Awaited:
 
 
 def make_messages(count: int, **fields: Any) -> list[Message]:
-    """Make messages with a tag and a key."""
     return [Message("T", BODY, tags="tag", keys=f"key-{number}", **fields) for number in range(count)]
 
 
@@ -182,7 +180,6 @@ def ten_messages(rmq: Any) -> None:
 
 
 def explored(bench: Bench, _: Path) -> Timed:
-    """Run schedules of the test."""
     from librmq.testing.exploration import explore
 
     yield
@@ -194,7 +191,6 @@ def explored(bench: Bench, _: Path) -> Timed:
 
 
 def append(bench: Bench, folder: Path) -> Timed:
-    """Append messages to a bare store."""
     messages = make_messages(bench.count(DELAYED), unique_key=f"{0:032X}")
     with MessageStore.open(folder / "store", StoreConfig()) as store:
         store.append(messages[0])
@@ -222,24 +218,6 @@ def delay(bench: Bench, folder: Path) -> Timed:
         assert sum(1 for _ in broker.messages("T")) == len(messages)
 
 
-def idle(bench: Bench, folder: Path) -> float:
-    """Return the share of a core (%) that twenty idle consumers use."""
-    seconds = 5.0 * bench.scale
-    with Broker.open(folder / "broker", store_config=StoreConfig()) as broker:
-        broker.create_topic("T", 4)
-        consumers = [PushConsumer(broker, group=f"group-{number}") for number in range(20)]
-        for consumer in consumers:
-            consumer.subscribe("T")(lambda message: None)
-            consumer.start()
-        time.sleep(seconds / 5)
-        begin = time.process_time()
-        time.sleep(seconds)
-        share = 100 * (time.process_time() - begin) / seconds
-        for consumer in consumers:
-            consumer.shutdown()
-    return share
-
-
 single: Final[Run] = partial(by_threads, count=SINGLE, in_flight=1)
 stream: Final[Run] = partial(by_threads, count=STREAM, in_flight=None)
 ONE_NAME, STREAM_NAME = "send to listener, one in flight", "send to listener, a stream"
@@ -258,7 +236,6 @@ CASES: Final = [
     Case("explored schedules", explored, "ten messages", target=Target(200, 1000), unit="/s"),
     Case("a delayed message, stored and delivered", delay, "", append, "a single append", Target(3, 2.3, at_most=True),
          limit=True, is_cost=True),
-    Case("an idle application with 20 consumers", idle, target=Target(1, at_most=True), unit="% of a core"),
 ]  # fmt: skip
 
 if __name__ == "__main__":

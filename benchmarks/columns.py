@@ -39,7 +39,6 @@ def log(bench: Bench) -> Iterator[Any]:
 
 
 def read(given: Any, _: Path, *, columns: Sequence[str]) -> Timed:
-    """Read the whole store in this process."""
     from librmq.columns import reader
 
     yield
@@ -103,7 +102,6 @@ def export(given: Any, folder: Path, *, processes: int) -> Timed:
 
 
 def from_memory(given: Any, folder: Path) -> Timed:
-    """Write the batches by PyArrow."""
     import pyarrow.parquet as pq
 
     yield
@@ -132,7 +130,6 @@ def export_with_core(given: Any, folder: Path) -> float:
 
 
 def cases() -> Iterator[Case]:
-    """Yield all cases in the order of their table."""
     table = (("six header columns", HEADER, Target(8e6, 15e6)), ("all columns", EVERY, Target(1.5e6, 3e6)))
     for detail, columns, target in table:
         ours = partial(read, columns=columns)

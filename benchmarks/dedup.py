@@ -11,9 +11,10 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import count as numbers
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from benchmarks.frame import AbsentError, Bench, Case, Target, Timed, main
 from librmq.clock import SystemClock
@@ -64,7 +65,6 @@ def claim_and_mark(guarded: Guarded, _: Path) -> Timed:
 
 
 def bare(guarded: Guarded, _: Path) -> Timed:
-    """Do the same by the driver."""
     yield from _each_key(guarded.count, guarded.bare)
 
 
@@ -77,33 +77,22 @@ def _each_key(count: int, both: Callable[[str], None]) -> Timed:
     yield count
 
 
-def deliver(guarded: Guarded, _: Path) -> Timed:
-    """Deliver messages to a guarded listener."""
-    guard = DedupListener(lambda message: None, guarded.store, group="billing", application="shop", clock=SystemClock())
-    messages = _deliveries(guarded.count)
-    yield
-    for message in messages:
-        guard(message)
-    yield guarded.count
-    assert guard.counts.consumed == guarded.count
-
-
-def deliver_lists(guarded: Guarded, _: Path) -> Timed:
-    """Deliver them in lists."""
+def deliver(guarded: Guarded, _: Path, *, size: int = 1) -> Timed:
+    """Deliver messages to a guarded listener, one by one or in lists."""
     guard = DedupListener(
-        lambda messages: None, guarded.store, group="lists", application="shop", clock=SystemClock(), batch=True
-    )
-    messages = _deliveries(guarded.count)
+        lambda messages: None, guarded.store, group=f"lists of {size}", application="shop", clock=SystemClock(),
+        batch=size > 1,
+    )  # fmt: skip
+    run = next(_prefix)
+    messages = [
+        Delivery("orders", b"x", tags="paid", unique_key=f"{run}-{number:08d}") for number in range(guarded.count)
+    ]
+    calls: list[Any] = [messages[at : at + size] for at in range(0, guarded.count, size)] if size > 1 else messages
     yield
-    for begin in range(0, guarded.count, LIST):
-        guard(messages[begin : begin + LIST])
+    for call in calls:
+        guard(call)
     yield guarded.count
     assert guard.counts.consumed == guarded.count
-
-
-def _deliveries(count: int) -> list[Delivery]:
-    run = next(_prefix)
-    return [Delivery("orders", b"x", tags="paid", unique_key=f"{run}-{number:08d}") for number in range(count)]
 
 
 def sqlite(bench: Bench) -> Iterator[Guarded]:
@@ -143,7 +132,7 @@ def redis(bench: Bench) -> Iterator[Guarded]:
 
 PATHS: Final = (
     ("claim and mark", claim_and_mark), ("guarded delivery", deliver),
-    (f"guarded delivery, lists of {LIST}", deliver_lists),
+    (f"guarded delivery, lists of {LIST}", partial(deliver, size=LIST)),
 )  # fmt: skip
 CASES: Final = [
     *(

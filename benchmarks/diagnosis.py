@@ -79,7 +79,6 @@ def lag_columns(given: tuple[str, int], _: Path) -> Timed:
 
 
 def lag_loop(given: tuple[str, int], _: Path) -> Timed:
-    """Look up each row in an open store."""
     from librmq.diagnosis import StoreView
 
     path, count = given
@@ -110,7 +109,6 @@ def counted(bench: Bench) -> Iterator[tuple[str, int]]:
 
 
 def in_process(given: tuple[str, int], _: Path, *, words: Sequence[str]) -> Timed:
-    """Run a command in this process."""
     from librmq.cli import main
 
     path, count = given
@@ -175,21 +173,17 @@ def report_peak(bench: Bench) -> Iterator[dict[str, float]]:
 
 
 def demo(bench: Bench) -> Iterator[tuple[str, int]]:
-    """Yield the store that the demo shows."""
     archive = CHECKOUT / "tests" / "data" / "store-basic.tar.xz"
     with bench.folder() as folder, tarfile.open(archive, "r:xz") as packed:
         packed.extractall(folder, filter="data")
         yield str(folder / "store-basic" / "store"), 0
 
 
-# ---------------------------------------------------------------------------------------------------------------- cases
-
 HEADERS: Final = ("topic", "queueId", "size", "storeTimestamp", "bornTimestamp", "reconsumeTimes", "keys", "uniqueKey")
 TEN_MILLION: Final = 10_000_000
 
 
 def cases() -> Iterator[Case]:
-    """Yield all cases in the order of their table."""
     progress_of = cache(lambda groups: partial(progress, groups=groups))
     for groups, words, detail, most in (
         (1, ("lag",), "1,000 rows", 0.3),

@@ -1,10 +1,9 @@
-"""Cost of waiting for the disk: sync appends, group commit, pipelined appends; opening, and the tail of latency."""
+"""Cost of waiting for the disk: sync appends, group commit, pipelined appends; the tail of latency."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import struct
 import threading
 import time
 from collections import deque
@@ -20,7 +19,6 @@ from librmq.config import StoreConfig
 from librmq.files.memory import MemoryFiles
 from librmq.files.seam import File
 from librmq.message.message import Message
-from librmq.message.record import BLANK_MAGIC, BLANK_SIZE, Record, body_checksum, encode_record
 from librmq.store import MessageStore
 
 SYNC: Final = StoreConfig(durability="sync")
@@ -106,60 +104,6 @@ def append_pipelined(load: Load, folder: Path, *, window: int) -> Timed:
         yield len(load.messages)
 
 
-# -------------------------------------------------------------------------------------------------------------- opening
-
-
-def make_sparse(path: Path, size: int, file_size: int) -> int:
-    """Write a sparse log of about ``size`` bytes, in records with bodies of zeros; return their number."""
-    body = bytes(min(4 << 20, size // 4, file_size // 4))
-    checksum, record_size = body_checksum(body), Record(topic="large", body=body).size
-    folder = path / "commitlog"
-    folder.mkdir(parents=True)
-    in_file, count = (file_size - BLANK_SIZE) // record_size, max(size // record_size, 1)
-    for first in range(0, count, in_file):
-        start = first // in_file * file_size
-        with open(folder / f"{start:020d}", "wb", buffering=0) as file:
-            file.truncate(file_size)
-            for number in range(first, min(first + in_file, count)):
-                at = (number - first) * record_size
-                record = Record(
-                    topic="large", queue_offset=number, physical_offset=start + at, body=body, body_crc=checksum,
-                    store_timestamp_ms=1_700_000_000_000 + number,
-                )  # fmt: skip
-                data = encode_record(record)
-                for begin, end in ((0, 88), (88 + len(body), len(data))):  # around the body
-                    file.seek(at + begin)
-                    file.write(data[begin:end])
-            if first + in_file < count:
-                at = in_file * record_size
-                file.seek(at)
-                file.write(struct.pack(">II", file_size - at, BLANK_MAGIC))
-    return count
-
-
-def sparse(bench: Bench) -> Iterator[tuple[Path, StoreConfig]]:
-    """Yield the folder of closed stores by their size in MiB, with their configuration."""
-    file_size = bench.count(1 << 30)
-    config = StoreConfig(
-        commitlog_file_size=file_size, max_hash_slot_num=10_000, max_index_num=40_000, disk_refuse_ratio=100
-    )
-    with bench.folder() as folder:
-        for size in (64, 1024, 10_240):
-            count = make_sparse(folder / str(size), bench.count(size << 20), file_size)
-            with MessageStore.open(folder / str(size), config, thorough=True) as store:
-                assert store.queues["large", 0].max_offset == count
-        yield folder, config
-
-
-def open_closed(stores: tuple[Path, StoreConfig], _: Path, *, size: int) -> Timed:
-    """Open a store that was closed."""
-    folder, config = stores
-    yield
-    store = MessageStore.open(folder / str(size), config)
-    yield 1
-    store.close()
-
-
 # -------------------------------------------------------------------------------------------------------------- latency
 
 SHARES: Final = {"median": 0.5, "p99": 0.99, "p99.9": 0.999, "p99.99": 0.9999}
@@ -210,11 +154,7 @@ def write_latency(bench: Bench, folder: Path, *, touched: bool) -> dict[str, flo
     return shares(times)
 
 
-# ---------------------------------------------------------------------------------------------------------------- cases
-
-
 def cases() -> Iterator[Case]:
-    """Yield all cases in the order of their table."""
     name = "sync append"
     for detail, size in SIZES.items():
         setup = partial(make_load, body_size=size, count=2_000)
@@ -232,11 +172,6 @@ def cases() -> Iterator[Case]:
     for window, target in ((256, Target(12)), (4096, Target(reach=20))):
         run = partial(append_pipelined, window=window)
         yield Case(f"{name}, pipelined", run, f"window {window:,}", flushes, against, target, setup=setup, limit=True)
-    small, middle, large = (partial(open_closed, size=size) for size in (64, 1024, 10_240))
-    for detail, run in (("64 MiB", small), ("1 GiB", middle), ("10 GiB", large)):
-        yield Case("opening, closed cleanly", run, detail, target=Target(0.3, at_most=True), unit="s", setup=sparse)
-    yield Case("opening, closed cleanly", large, "10 GiB", small, "opening 64 MiB", Target(reach=2, at_most=True), "s",
-               sparse, limit=True)  # fmt: skip
     fresh, touched = partial(write_latency, touched=False), partial(write_latency, touched=True)
     for title, latency, share, target in (
         ("single append", append_latency, "p99", Target()),

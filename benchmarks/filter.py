@@ -243,18 +243,13 @@ def spark(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
 
 
 def plan(plans: dict[str, tuple[Any, int]], _: Path, *, name: str) -> Timed:
-    """Count the rows that pass."""
     frame, rows = plans[name]
     yield
     frame.count()
     yield rows
 
 
-# ---------------------------------------------------------------------------------------------------------------- cases
-
-
 def cases() -> Iterator[Case]:
-    """Yield all cases in the order of their table."""
     name, ours = "filter, one message", partial(one_by_one, make=lambda: SqlFilter(EXPRESSION).matches)
     distinct = partial(one_by_one, make=lambda: SqlFilter(EXPRESSION).matches, distinct=10**9)
     table: list[tuple[str, Run, Target, str]] = [

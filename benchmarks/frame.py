@@ -131,8 +131,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """A measured case."""
-
     name: str
     detail: str
     against: str
@@ -228,7 +226,6 @@ def _key(case: Case, run: Run | Part) -> tuple[Run, bool]:
 
 
 def _timed(work: Timed | float | Mapping[str, float], clock: Callable[[], float]) -> Any:
-    """Return units and seconds of a timed run, or what a run has measured itself."""
     if not isinstance(work, Generator):
         return work
     next(work)
@@ -241,7 +238,6 @@ def _timed(work: Timed | float | Mapping[str, float], clock: Callable[[], float]
 
 
 def _values(case: Case, run: Run | Part, figures: Figures) -> list[float]:
-    """Return the figures of a run in the case's unit."""
     rounds = figures[_key(case, run)]
     if isinstance(run, Part):
         return [figure[run.name] for figure in rounds]
@@ -306,8 +302,6 @@ required, "reached" for the aim, and "short" for an aim that is not reached wher
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Return the cells of a row, as `TITLES` names them."""
-
     def bound(value: float | None) -> str:
         sign = f"≤{NO_BREAK}" if row.at_most else ""
         return "" if value is None else f"{sign}{quantity(digits(value), row.unit)}"
@@ -318,14 +312,6 @@ def cells(row: Row) -> tuple[str, ...]:
         row.name, row.detail, row.against, measured, spread, bound(row.least), bound(row.reach), row.verdict,
         row.ours, row.other,
     )  # fmt: skip
-
-
-def show(rows: Sequence[Row]) -> None:
-    """Print a table in plain columns."""
-    lines = [TITLES, *map(cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -352,7 +338,6 @@ def shortcomings(rows: Sequence[Row]) -> str:
 
 
 def page(subject: str, rows: Sequence[Row], measured_on: str) -> str:
-    """Return the page of a subject's results."""
     return f"""\
 # Results of benchmarks.{subject}
 
@@ -382,25 +367,14 @@ def record(subject: str, rows: Sequence[Row], measured_on: str) -> None:
 
     results = recorded() if RESULTS.exists() else {}
     results[subject] = list(rows), measured_on
-    text = json.dumps(
-        {
-            name: {"measured_on": place, "rows": [_set_fields(row) for row in part]}
-            for name, (part, place) in sorted(results.items())
-        },
-        indent=1,
-        ensure_ascii=False,
-    )
-    RESULTS.write_text(f"{text}\n", "utf-8")
+    subjects = {
+        name: {"measured_on": place, "rows": list(map(asdict, part))} for name, (part, place) in sorted(results.items())
+    }
+    text = json.dumps(subjects, ensure_ascii=False).replace('{"', '\n{"')  # a row a line
+    RESULTS.write_text(f"{text.strip()}\n", "utf-8")
     TABLES.mkdir(exist_ok=True)
     (TABLES / f"{subject}.md").write_text(page(subject, rows, measured_on), "utf-8")
     plots.draw(subject, rows)
-
-
-def _set_fields(row: Row) -> dict[str, Any]:
-    return {name: value for name, value in asdict(row).items() if name in _ALWAYS or value not in (None, "", False)}
-
-
-_ALWAYS: Final = ("name", "detail", "against", "measured", "unit")
 
 
 def machine(scratch: Path) -> str:
@@ -459,7 +433,6 @@ def main(subject: str, description: str | None, cases: Sequence[Case], arguments
         rows, absent = measure([case for case in cases if any(word in case.name for word in words)], bench)
     if absent:
         measured_on += f"; not installed and left out: {', '.join(sorted(absent))}"
-    show(rows)
-    print(f"\n{shortcomings(rows)}\n\nMeasured on: {measured_on}.")
+    print(f"{markdown(rows)}\n\n{shortcomings(rows)}\n\nMeasured on: {measured_on}.")
     if options.write:
         record(subject, rows, measured_on)

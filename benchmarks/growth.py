@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-from benchmarks.frame import Bench, Case, Run, Setup, Timed, main
+from benchmarks.frame import Bench, Case, Run, Setup, Target, Timed, main
 from librmq.broker import Broker
 from librmq.client.producer import Producer
 from librmq.config import StoreConfig
@@ -221,8 +221,6 @@ def append_in_threads(bench: Bench, folder: Path, *, count: int) -> Timed:
         yield len(messages)
 
 
-# ---------------------------------------------------------------------------------------------------------------- cases
-
 MESSAGES: Final = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 QUEUES: Final = (1, 10, 100, 1_000, 10_000, 50_000)
 DESCRIPTORS: Final = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200
@@ -244,12 +242,12 @@ CURVES: Final[list[tuple[str, str, str, Sequence[int], Callable[..., Any], Run]]
 
 
 def cases() -> Iterator[Case]:
-    """Yield a case for each point of each curve."""
     setups: dict[tuple[Any, int], Setup] = {}
     for name, size, unit, counts, setup, run in CURVES:
+        target = Target(300, at_most=True) if name == "opening the store: closed cleanly" else Target()
         for count in counts:
             shared = setups.setdefault((setup, count), partial(setup, count=count))
-            yield Case(name, run, f"{size}: {count:,}", unit=unit, setup=shared, cpu=True, figure=min)
+            yield Case(name, run, f"{size}: {count:,}", target=target, unit=unit, setup=shared, cpu=True, figure=min)
     for count in (1, 2, 4, 8, 16):
         yield Case("threads that append: append", partial(append_in_threads, count=count), f"producers: {count}",
                    unit="µs", cpu=True, figure=min)  # fmt: skip

@@ -11,14 +11,16 @@ from __future__ import annotations
 import os
 import sqlite3
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.frame import Bench, Timed
+from librmq.clock import ManualClock
 from librmq.message.message import Message
 from librmq.store import MessageStore
 
@@ -30,7 +32,7 @@ _pack_long = struct.Struct(">q").pack
 _INSERT: Final = "INSERT INTO record VALUES (?, ?, ?, ?, ?)"
 
 
-def make_messages(count: int, body_size: int = 128, **properties: str) -> list[Message]:
+def make_messages(count: int, body_size: int = 128, added: Mapping[str, str] | None = None) -> list[Message]:
     """Make messages with a unique id, a key, a tag and two properties, or more."""
     body = (bytes(range(256)) * 4)[:body_size]
     messages = []
@@ -39,9 +41,19 @@ def make_messages(count: int, body_size: int = 128, **properties: str) -> list[M
             TOPIC, body, tags=TAG, keys=f"order-{number:08d}", properties={"region": "eu-west-1", "amount": "1234"},
             unique_key=f"7F0000010BB8{number:020X}",
         )  # fmt: skip
-        message.properties.update(properties)
+        message.properties.update(added or {})
         messages.append(message)
     return messages
+
+
+def append_alone(bench: Bench, folder: Path, *, count: int, added: Mapping[str, str] | None = None) -> Timed:
+    """Append messages to a store whose clock stands still."""
+    messages = make_messages(bench.count(count), added=added)
+    with MessageStore.open(folder / "store", clock=ManualClock()) as store:
+        yield
+        for message in messages:
+            store.append(message)
+        yield len(messages)
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,6 @@ def sqlite_table(folder: Path, synchronous: str = "OFF") -> sqlite3.Connection:
 
 
 def sqlite(load: Load, folder: Path, *, size: int = 1, synchronous: str = "OFF", share: int = 1) -> Timed:
-    """Insert ``size`` rows a transaction."""
     rows = load.rows(share)
     with closing(sqlite_table(folder, synchronous)) as connection:
         execute, executemany = connection.execute, connection.executemany
@@ -112,7 +123,6 @@ def sqlite(load: Load, folder: Path, *, size: int = 1, synchronous: str = "OFF",
 
 
 def _lmdb(folder: Path, writemap: bool = False, sync: bool = False) -> Any:
-    """Return an environment of LMDB with its three tables."""
     import lmdb
 
     environment = lmdb.open(
@@ -193,56 +203,45 @@ def rocksdb(load: Load, folder: Path, *, size: int = 1) -> Timed:
     database.close()
 
 
+def put_each(load: Load, share: int, put: Callable[[bytes], object]) -> Timed:
+    """Put only the records."""
+    records = load.raw[: max(len(load.raw) // share, 1)]
+    yield
+    for raw in records:
+        put(raw)
+    yield len(records)
+
+
 def litequeue(load: Load, folder: Path, *, share: int = 1) -> Timed:
-    """``put`` of only the record."""
     import litequeue
 
     queue = litequeue.LiteQueue(folder / "litequeue.db")
     queue.conn.execute("PRAGMA synchronous = OFF")
-    records = load.raw[: max(len(load.raw) // share, 1)]
-    yield
-    for raw in records:
-        queue.put(raw)
-    yield len(records)
+    yield from put_each(load, share, queue.put)
     queue.conn.close()
 
 
 def diskcache(load: Load, folder: Path, *, share: int = 1) -> Timed:
-    """``push`` of only the record."""
     import diskcache
 
-    cache = diskcache.Cache(folder / "diskcache", sqlite_synchronous=0)
-    records = load.raw[: max(len(load.raw) // share, 1)]
-    yield
-    for raw in records:
-        cache.push(raw)
-    yield len(records)
-    cache.close()
+    with diskcache.Cache(folder / "diskcache", sqlite_synchronous=0) as cache:
+        yield from put_each(load, share, cache.push)
 
 
 def persist_queue(load: Load, folder: Path, *, synchronous: str = "OFF", share: int = 1) -> Timed:
-    """``put`` of only the record into its SQLite queue, which is faster than its files; with FULL, each put syncs."""
+    """Put into its SQLite queue, which is faster than its files; with FULL, each put syncs."""
     import persistqueue
 
     queue: Any = persistqueue.SQLiteQueue(str(folder / "persist-queue"), auto_commit=True)
     queue._putter.execute(f"PRAGMA synchronous = {synchronous}")
-    records = load.raw[: max(len(load.raw) // share, 1)]
-    yield
-    for raw in records:
-        queue.put(raw)
-    yield len(records)
+    yield from put_each(load, share, queue.put)
     queue.close()
 
 
 def raw_write(load: Load, folder: Path) -> Timed:
     """Run at the limit: ``write`` of the record's bytes to a file, unbuffered."""
-    descriptor = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    write = os.write
-    yield
-    for raw in load.raw:
-        write(descriptor, raw)
-    yield len(load.raw)
-    os.close(descriptor)
+    with open(folder / "raw", "ab", buffering=0) as file:
+        yield from put_each(load, 1, partial(os.write, file.fileno()))
 
 
 def raw_flushed(load: Load, folder: Path, *, most: int | None = None) -> Timed:

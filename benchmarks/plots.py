@@ -54,7 +54,6 @@ def draw(subject: str, rows: Sequence[Row]) -> None:
 
 
 def label(row: Row) -> str:
-    """Return what stands above a ratio's dot."""
     return f"{cells(row)[3]}  {row.title}{' (less is better)' if row.less else ''}"
 
 

@@ -18,7 +18,6 @@ BODY: Final = b"x" * 128
 
 
 def send(bench: Bench, folder: Path, *, mode: Literal["async", "sync"] | None) -> Timed:
-    """Send messages, without a replica or with one."""
     count = bench.count(SENDS)
     with Broker.open(
         folder / "master", BrokerConfig(replication=mode or "async"), store_config=StoreConfig()

@@ -108,7 +108,6 @@ def decode(given: tuple[Any, Any], _: Path, *, columns: Sequence[str]) -> Timed:
 
 
 def decode_loop(given: tuple[Any, Any], _: Path, *, row: Callable[[Any, int], object]) -> Timed:
-    """Make the tuples of a Python source."""
     raw, places = given
     view = raw.data
     yield
@@ -168,7 +167,6 @@ def starts(bench: Bench, _: Path, *, with_queues: bool) -> Timed:
 
 
 def chain(bench: Bench, _: Path) -> Timed:
-    """Find them record by record."""
     with MessageStore.open(store_of(bench.count(MESSAGES)), read_only=True) as store:
         yield
         count = sum(1 for _ in store.log.scan(check_body=False))
@@ -528,8 +526,6 @@ def weighed(bench: Bench) -> Iterator[dict[str, float]]:
     yield json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 
 
-# ---------------------------------------------------------------------------------------------------------------- cases
-
 READ: Final = [
     (
         "Spark, reading",
@@ -555,7 +551,6 @@ READ: Final = [
 
 
 def cases() -> Iterator[Case]:
-    """Yield all cases in the order of their table."""
     everything = (*HEADER, "topic", "tags", "keys", "uniqueKey", "properties", "body", "sysFlag")
     for detail, columns, row, target in (
         ("six header columns", HEADER, header_row, Target(25, 40)),

@@ -53,7 +53,6 @@ def append(load: Load, folder: Path) -> Timed:
 
 
 def append_batches(load: Load, folder: Path) -> Timed:
-    """Append the same in batches."""
     messages = load.messages
     with MessageStore.open(folder / "store") as store:
         yield
@@ -133,7 +132,6 @@ def pull(stored: Any, _: Path) -> Timed:
 
 
 def pull_sqlite(stored: Any, _: Path) -> Timed:
-    """Read all rows, 32 a query."""
     execute, queue_offset, count = stored.table.execute, 0, 0
     yield
     while queue_offset < stored.count:
@@ -155,7 +153,6 @@ def slice_records(stored: Any, _: Path) -> Timed:
 
 
 def scan(stored: Any, _: Path) -> Timed:
-    """Read every record of the log, and compare its body with its checksum."""
     yield
     count = sum(1 for _ in stored.store.log.scan(0, stored.end))
     yield stored.end
@@ -163,7 +160,6 @@ def scan(stored: Any, _: Path) -> Timed:
 
 
 def crc32(stored: Any, _: Path) -> Timed:
-    """Compute the checksum of the same bytes, in pieces."""
     with (
         open(stored.store.log.sequence.path(0), "rb") as file,
         mmap.mmap(file.fileno(), stored.end, access=mmap.ACCESS_READ) as mapped,
@@ -186,7 +182,6 @@ def scan_in_processes(stored: Any, _: Path, *, two: bool) -> Timed:
 
 
 def count_records(path: Path, begin: int, end: int) -> int:
-    """Scan a part of a log; return the number of its records."""
     return sum(1 for _ in _opened(path).log.scan(begin, end))
 
 
@@ -208,7 +203,6 @@ def rebuild(stored: tuple[Load, Path], _: Path) -> Timed:
 
 
 def append_again(stored: tuple[Load, Path], folder: Path) -> Timed:
-    """Append the same messages one by one."""
     return append(stored[0], folder)
 
 
@@ -314,9 +308,6 @@ def start(_: Bench, folder: Path, *, code: str) -> float:
 import_packages: Final = partial(start, code=IMPORT.format("numpy, sortedcontainers, lark"))
 
 
-# ---------------------------------------------------------------------------------------------------------------- cases
-
-
 def reading(detail: str, size: int) -> Iterator[Case]:
     """Yield the cases that read a store, for a size of bodies."""
     small = size == 128
@@ -333,7 +324,6 @@ def reading(detail: str, size: int) -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Yield all cases in the order of their table."""
     for name, run, table in (("single append", append, SINGLE), (f"batch append {BATCH}", append_batches, BATCHED)):
         for detail, size in SIZES.items():
             setup = partial(make_load, body_size=size, count=320 * BATCH)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.frame import CHECKOUT, Bench, Case, Target, Timed, from_setup, main
-from benchmarks.peers import TOPIC, make_messages
+from benchmarks.peers import TOPIC, append_alone, make_messages
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.scheduling.timer import Timers
@@ -22,16 +22,6 @@ TIMERS: Final = 10_000
 PENDING: Final = 1_000_000
 DAY_S: Final = 86_400
 SETTINGS: Final = TimerConfig(save_every_s=None)
-
-
-def appends(bench: Bench, folder: Path) -> Timed:
-    """Append the messages alone."""
-    messages = make_messages(bench.count(TIMERS))
-    with MessageStore.open(folder / "store", StoreConfig(), clock=ManualClock()) as store:
-        yield
-        for message in messages:
-            store.append(message)
-        yield len(messages)
 
 
 def fill(timers: Timers, clock: ManualClock, count: int, first_s: int, last_s: int) -> None:
@@ -97,7 +87,8 @@ def weigh() -> None:
 
 
 CASES: Final = [
-    Case("a timer, stored and delivered", timed, "", appends, "a single append", limit=True, is_cost=True),
+    Case("a timer, stored and delivered", timed, "", partial(append_alone, count=TIMERS), "a single append",
+         limit=True, is_cost=True),
     Case(f"{TIMERS:,} timers delivered", partial(timed, waiting=10, put=False), f"while {10 * TIMERS:,} wait",
          partial(timed, put=False), "the same while none do", limit=True),
     Case(f"{PENDING:,} timers", from_setup, "memory beside a thousand", target=Target(64, at_most=True), unit="MiB",

@@ -7,35 +7,21 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.frame import Bench, Case, Target, Timed, main
-from benchmarks.peers import make_messages
+from benchmarks.peers import append_alone, make_messages
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import Transactions
 
 COUNT: Final = 20_000
-
-
-def halves(count: int) -> list[Message]:
-    """Make messages of transactions."""
-    return make_messages(count, TRAN_MSG="true", PGROUP="group")
-
-
-def appends(bench: Bench, folder: Path) -> Timed:
-    """Append the messages alone."""
-    messages = halves(bench.count(COUNT))
-    with MessageStore.open(folder / "store", StoreConfig(), clock=ManualClock()) as store:
-        yield
-        for message in messages:
-            store.append(message)
-        yield len(messages)
+HALF: Final = {"TRAN_MSG": "true", "PGROUP": "group"}
+"""Properties of messages of a transaction."""
 
 
 def commits(bench: Bench, folder: Path) -> Timed:
     """Commit a transaction for each message: half, final and op message."""
-    messages, clock = halves(bench.count(COUNT)), ManualClock()
+    messages, clock = make_messages(bench.count(COUNT), added=HALF), ManualClock()
     with MessageStore.open(folder / "store", StoreConfig(), clock=clock) as store:
         transactions = Transactions(store, BrokerTables.open(str(folder / "config")), clock.now_ms())
         yield
@@ -48,7 +34,7 @@ def commits(bench: Bench, folder: Path) -> Timed:
 def check(bench: Bench, folder: Path, *, ended: int) -> Timed:
     """Check pending half messages, in a pass after a history of ended transactions."""
     clock, pending, ended = ManualClock(), bench.count(COUNT), bench.count(ended) if ended else 0
-    messages = halves(pending + ended)
+    messages = make_messages(pending + ended, added=HALF)
     with MessageStore.open(folder / "store", StoreConfig(), clock=clock) as store:
         transactions = Transactions(store, BrokerTables.open(str(folder / "config")), clock.now_ms())
         for message in messages[:ended]:
@@ -66,8 +52,8 @@ def check(bench: Bench, folder: Path, *, ended: int) -> Timed:
 
 
 CASES: Final = [
-    Case("a committed transaction", commits, "", appends, "a single append", Target(4, 3.2, at_most=True), limit=True,
-         is_cost=True),
+    Case("a committed transaction", commits, "", partial(append_alone, count=COUNT, added=HALF), "a single append",
+         Target(4, 3.2, at_most=True), limit=True, is_cost=True),
     Case(f"a check pass over {COUNT:,} halves", partial(check, ended=5 * COUNT),
          f"behind {5 * COUNT:,} that have ended", partial(check, ended=0), "the same without it", Target(0.8), "/s",
          limit=True),

@@ -56,8 +56,6 @@ def program(call: str, *arguments: object, **variables: str) -> Iterator[Any]:
 
 
 class BareStub:
-    """The calls of the service over lists in memory."""
-
     def __init__(self) -> None:
         import grpc
 
@@ -198,7 +196,6 @@ def push_officially(configuration: Any, topic: str, count: int) -> float:
 
 
 def receive_officially(configuration: Any, topic: str, count: int) -> float:
-    """Return the seconds of receives and acknowledgements."""
     import rocketmq
 
     consumer = rocketmq.SimpleConsumer(configuration, f"g-{topic}", {topic: rocketmq.FilterExpression()}, 5)
@@ -322,7 +319,6 @@ def request_all(port: int, requests: list[bytes], window: int) -> list[Frame]:
 
 
 def sends(count: int) -> list[bytes]:
-    """Return requests that send messages."""
     requests = []
     for number in range(count):
         properties = f"UNIQ_KEY\1{number:032X}\2WAIT\1true\2TAGS\1a"
@@ -358,7 +354,6 @@ def remote(given: Any, _: Path, *, server: str, kind: str) -> Timed:
 
 
 def connected(given: Any, _: Path, *, count: int, one_way: bool) -> Timed:
-    """Send to the stub by ``librmq.connect``."""
     import librmq
 
     count = given.bench.count(count)
@@ -371,11 +366,7 @@ def connected(given: Any, _: Path, *, count: int, one_way: bool) -> Timed:
         yield count
 
 
-# ---------------------------------------------------------------------------------------------------------------- cases
-
-
 def cases() -> Iterator[Case]:
-    """Yield all cases in the order of their table."""
     for detail, kind, count in (
         ("a send", "send", 2_000),
         ("an asynchronous send", "async", 4_000),

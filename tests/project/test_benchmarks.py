@@ -128,8 +128,7 @@ def test_absent_programs_are_named(frame: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "measured", "less"),
-    [({}, 4.0, False), ({"is_cost": True}, 0.25, True), ({"unit": "s"}, 4.0, True)],
+    ("options", "measured", "less"), [({}, 4.0, False), ({"is_cost": True}, 0.25, True), ({"unit": "s"}, 4.0, True)]
 )
 def test_a_ratio_is_that_of_the_units(
     frame: ModuleType, tmp_path: Path, options: dict[str, Any], measured: float, less: bool
