@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple
 
 from librmq.diagnosis.findings import counted
 from librmq.diagnosis.formatting import duration, moment, number, percent, rate, short, size, span
 from librmq.diagnosis.page.plots import Scale, area, bar, cells, columns
-from librmq.diagnosis.page.render import Column, PageTable, Section, table
 from librmq.diagnosis.survey.model import (
     DELAY_BOUNDS_MS,
     BornToStored,
@@ -22,6 +22,8 @@ from librmq.diagnosis.survey.model import (
 from librmq.message.delay_levels import DEFAULT_LEVELS
 from librmq.message.topics import is_user_topic
 
+MOST: Final = 20
+"""Most rows of a table."""
 _N: Final = "number"
 _UNEVEN: Final = 1.5
 _HOURS: Final = (6, 12, 24, 48, 72)
@@ -36,6 +38,65 @@ _KINDS: Final = {
     "timer": "timer",
     "retry": "retry",
 }
+
+
+class Column(NamedTuple):
+    """A column in a table."""
+
+    name: str
+    kind: Literal["text", "number", "plot", "store"] = "text"
+    axis: Sequence[str] = ()
+    """Labels below the columns of a plot, or at the beginning, the middle and the end of an area."""
+    ends: bool = False
+    """Whether these are begin, middle and end."""
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Rows of strings and plots."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Any]]
+    left_out: str = ""
+    """Says what the table leaves out."""
+    legend: bool = False
+    """Whether the shades of `plots.cells` are explained below."""
+
+    @property
+    def first(self) -> int:
+        """The column that names a row."""
+        return int(self.columns[0].kind == "store")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with a sentence and tables. Without tables only the sentence is shown, at the end of the page."""
+
+    anchor: str
+    title: str
+    about: str
+    tables: Sequence[PageTable] = field(default_factory=tuple)
+
+
+def table(
+    columns: Sequence[Column], rows: Iterable[Sequence[Any]], *, stores: bool, legend: bool = False, limit: int = MOST
+) -> Sequence[PageTable]:
+    """Return a table whose rows begin with their store; empty columns are omitted, and so is a single store."""
+    every = list(rows)
+    if not every:
+        return ()
+    names = [Column("store", "store"), *columns]
+    positions = [at for at in range(len(names)) if (stores or at) and any(row[at] != "" for row in every[:limit])]
+    visible_rows = [[row[at] for at in positions] for row in every[:limit]]
+    names = [names[at] for at in positions]
+    hidden = len(every) - len(visible_rows)
+    left_out = (
+        f"{hidden:,} more {'rows are' if hidden > 1 else 'row is'} in the JSON beside this page." if hidden else ""
+    )
+    return (PageTable(names, visible_rows, left_out, legend),)
+
+
+# ------------------------------------------------------------------------------------------------------------- sections
 
 
 def sections(report: Report, comparison: Comparison | None) -> Iterator[Section]:
