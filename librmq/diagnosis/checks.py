@@ -20,7 +20,6 @@ from librmq.diagnosis.deadletters import dead_letter_findings, given_up
 from librmq.diagnosis.findings import (
     NAMED,
     Finding,
-    Severity,
     Thresholds,
     counted,
     cut_evidence,
@@ -45,7 +44,7 @@ _FEWEST: Final = 10
 
 
 def newest(view: StoreView, topic: str, limit: int) -> Iterator[StoredMessage]:
-    """Yield about ``most`` of the newest messages of a topic, as many from each queue."""
+    """Yield about ``limit`` of the newest messages of a topic, as many from each queue."""
     ids = view.topics.get(topic, ())
     for queue_id in ids:
         state = view.ranges[topic, queue_id]
@@ -77,10 +76,6 @@ def sample_findings(source: Source, thresholds: Thresholds | None = None) -> lis
         return [*_filter_findings(view, limits), *_clock_findings(view, limits), *_retry_findings(view, limits)]
 
 
-def _severity(topic: str, limits: Thresholds) -> Severity:
-    return "error" if topic in limits.topics else "warning"
-
-
 def _filter_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield the registered filters that match none of their topic's newest messages."""
     for group, topic, expression in registered_filters(view):
@@ -99,7 +94,7 @@ def _filter_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
         missing = [f"{name}" + f" (did you mean {other}?)" * (other is not None) for name, other in near.items()]
         yield Finding(
             "filter-matches-nothing",
-            _severity(topic, limits),
+            limits.severity_of(topic),
             f"group {group}, topic {topic}",
             f"The registered filter {expression} matches none of the newest {counted(len(messages), 'message')}"
             + (f"; none has the property {', '.join(missing)}." if missing else "."),
@@ -130,7 +125,7 @@ def _clock_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
             most_s = max(late_s, key=abs)
             yield Finding(
                 "born-far-from-stored",
-                _severity(topic, limits),
+                limits.severity_of(topic),
                 f"topic {topic}",
                 f"{counted(len(late_s), 'message')} of the newest {looked_at:,}: more than {duration(limits.clock_s)} "
                 f"from birth to storing, up to {duration(abs(most_s))}{', born in the future' * (most_s < 0)}, most "
@@ -157,7 +152,7 @@ def _retry_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
         if waiting and not _has_progress(view, group, retry_topic):
             yield Finding(
                 "retries-without-progress",
-                _severity(retry_topic, limits),
+                limits.severity_of(retry_topic),
                 f"group {group}, topic {retry_topic}",
                 f"{counted(waiting, 'message')} to retry: the group has no progress in this topic, so its lag does not "
                 "count them.",
@@ -171,7 +166,7 @@ def _retry_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
             if topic in view.topics and topic != retry_topic and not _has_progress(view, group, topic):
                 yield Finding(
                     "retries-without-progress",
-                    _severity(topic, limits),
+                    limits.severity_of(topic),
                     f"group {group}, topic {topic}",
                     f"{counted(count, 'retry message')} of this topic: the group consumed from it, but has no progress "
                     "there any more.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from librmq.consumequeue import ENTRY_SIZE
 from librmq.diagnosis.findings import NAMED, Finding, counted, cut_evidence
@@ -14,6 +14,10 @@ from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.recovery.open import read_closed_state
 
+if TYPE_CHECKING:
+    from librmq.diagnosis.survey.model import DamagedPlace
+    from librmq.files.seam import Damage
+
 AT_ONCE: Final = 30_000
 """The most messages that `diagnose` verifies without being asked."""
 _NEXT: Final = (
@@ -22,34 +26,9 @@ _NEXT: Final = (
 )
 
 
-class DamageLike(Protocol):
-    """A damaged place."""
-
-    @property
-    def file(self) -> str:
-        """Return the path of the damaged file."""
-
-    @property
-    def offset(self) -> int:
-        """Return the first damaged byte of the file."""
-
-    @property
-    def kind(self) -> str:
-        """Return the kind of damage."""
-
-    @property
-    def what(self) -> str:
-        """Return a sentence about it."""
-
-
-def message_count(view: StoreView) -> int:
-    """Return the number of messages in all queues."""
-    return sum(state.max_offset - state.min_offset for state in view.ranges.values())
-
-
 def is_verified(view: StoreView, check: bool | None) -> bool:
     """Return whether `damage_findings` verifies each record."""
-    return not view.is_live and (message_count(view) <= AT_ONCE if check is None else check)
+    return not view.is_live and (view.message_count() <= AT_ONCE if check is None else check)
 
 
 def damage_findings(view: StoreView, check: bool | None) -> list[Finding]:
@@ -220,7 +199,9 @@ def missing_queue_findings(view: StoreView) -> list[Finding]:
     ]  # fmt: skip
 
 
-def damage_finding(subject: str, damage: Sequence[DamageLike], path: str = "", error: str | None = None) -> Finding:
+def damage_finding(
+    subject: str, damage: Sequence[Damage | DamagedPlace], path: str = "", error: str | None = None
+) -> Finding:
     """Return the finding about damaged places, or about the error that the opening of a store raised.
 
     ``path`` is the folder that the places' files are in, if they are not relative to it.

@@ -168,7 +168,7 @@ def _causes_finding(causes: Sequence[DeadLetterCause], limits: Thresholds) -> Fi
     what = largest.cause if len(causes) == 1 else f"{counted(len(causes), 'rarer cause')}, such as {largest.cause}"
     return Finding(
         "dead-letters",
-        "error" if largest.original_topic in limits.topics else "warning",
+        limits.severity_of(largest.original_topic),
         f"group {largest.group}, topic {largest.original_topic}",
         f"{counted(messages, 'dead letter')}: {what}.",
         {

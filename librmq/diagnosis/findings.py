@@ -63,6 +63,10 @@ class Thresholds:
     topics: frozenset[str] = field(default_factory=frozenset)
     """Important topics, whose warnings count as errors."""
 
+    def severity_of(self, topic: str) -> Severity:
+        """Return how severe a warning about a topic is."""
+        return "error" if topic in self.topics else "warning"
+
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, such as ``1 message`` and ``2,000 messages``."""

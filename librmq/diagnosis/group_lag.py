@@ -493,7 +493,7 @@ def lag_findings(
 
 
 def is_uneven(view: StoreView, topic: str, largest: int, total: int, limits: Thresholds) -> bool:
-    """Return whether one queue of a topic, with ``most`` messages to consume, has many more than the others."""
+    """Return whether one queue of a topic, with ``largest`` messages to consume, has many more than the others."""
     queues = view.queue_count(topic)
     return queues > 1 and total > limits.normal_lag and largest * queues > limits.uneven * total
 
@@ -541,9 +541,8 @@ def _topic_findings(view: StoreView, topic_lag: TopicLag, limits: Thresholds) ->
         "oldest_age_s": age_s,
     }
     if topic_lag.lag > limits.normal_lag:
-        severity: Severity = "warning" if topic_lag.lag > limits.large_lag or is_old else "info"
-        if severity == "warning" and topic_lag.topic in limits.topics:
-            severity = "error"
+        is_large = topic_lag.lag > limits.large_lag or is_old
+        severity: Severity = limits.severity_of(topic_lag.topic) if is_large else "info"
         yield Finding(
             "backlog",
             severity,

@@ -366,7 +366,7 @@ def half_findings(source: Source, thresholds: Thresholds | None = None) -> list[
 def _given_up_finding(group: str, topic: str, halves: list[GivenUpHalf], limits: Thresholds) -> Finding:
     return Finding(
         "given-up-halves",
-        "error" if topic in limits.topics else "warning",
+        limits.severity_of(topic),
         f"producer group {group}, topic {topic}",
         f"Checks have given up {counted(len(halves), 'half message')}, without commit or rollback.",
         {
@@ -395,7 +395,7 @@ def _unchecked_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding
         due_ms, oldest = min(halves, key=lambda pair: pair[0])
         yield Finding(
             "unchecked-halves",
-            "error" if topic in limits.topics else "warning",
+            limits.severity_of(topic),
             f"producer group {group}, topic {topic}",
             f"{counted(len(halves), 'half message')} without commit or rollback, and never checked; the first check "
             f"was due {duration(view.age_s(due_ms))} ago.",

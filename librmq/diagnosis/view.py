@@ -177,9 +177,10 @@ class StoreView:
         """Return a message of a queue; None if it is deleted."""
         return next(self.store.messages(topic, queue_id, queue_offset, queue_offset + 1), None)
 
-    def message_count(self, topic: str) -> int:
-        """Return the number of messages of a topic."""
-        ranges = (self.ranges[topic, queue_id] for queue_id in self.topics.get(topic, ()))
+    def message_count(self, topic: str | None = None) -> int:
+        """Return the number of messages of a topic, or of all queues."""
+        topics = self.topics if topic is None else [topic]
+        ranges = (self.ranges[name, queue_id] for name in topics for queue_id in self.topics.get(name, ()))
         return sum(state.max_offset - state.min_offset for state in ranges)
 
     def queue_count(self, topic: str) -> int:
@@ -201,15 +202,15 @@ class StoreView:
     def _last_timestamp_ms(self) -> int | None:
         """Return the store time of the last message, usually that at the log's end."""
         ends = sorted(((state.max_physic_offset, name) for name, state in self.ranges.items()), reverse=True)
-        for _, name in ends[:8]:
-            with suppress(CorruptionError):
-                queue = self.store.queues[name]
-                entry = queue.entry(queue.max_offset - 1)
-                time_ms = (
-                    None if entry is None else self.store.log.store_timestamp_ms(entry.physical_offset, entry.size)
-                )
-                if time_ms is not None:
-                    return time_ms
+        times = (self.stored_at(name, self.ranges[name].max_offset - 1) for _, name in ends[:8])
+        return next((time_ms for time_ms in times if time_ms is not None), None)
+
+    def stored_at(self, name: QueueName, queue_offset: int) -> int | None:
+        """Return the store time of a message of a queue; None if it is deleted or unreadable."""
+        with suppress(CorruptionError):
+            entry = self.store.queues[name].entry(queue_offset)
+            if entry is not None:
+                return self.store.log.store_timestamp_ms(entry.physical_offset, entry.size)
         return None
 
     def close(self) -> None:

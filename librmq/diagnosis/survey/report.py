@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis.checks import diagnose, registered_filters
-from librmq.diagnosis.damage import damage_finding, message_count, not_verified, unverified_damage
+from librmq.diagnosis.damage import damage_finding, not_verified, unverified_damage
 from librmq.diagnosis.deadletters import dead_letter_causes, dead_letters, sum_up_causes
 from librmq.diagnosis.findings import Finding, Thresholds, finding_order
 from librmq.diagnosis.group_lag import Lag, lag
@@ -133,16 +133,13 @@ VERIFIED: Final = 300_000
 
 def find_time_range(view: StoreView, scope: ReportScope) -> tuple[int, int] | None:
     """Return the store times of the first and the last wanted message; None without messages."""
-    times = []
-    for name, state in view.ranges.items():
-        if scope.has_topic(name[0]):
-            with suppress(CorruptionError):
-                queue = view.store.queues[name]
-                for at in (state.min_offset, state.max_offset - 1):
-                    entry = queue.entry(at)
-                    time_ms = entry and view.store.log.store_timestamp_ms(entry.physical_offset, entry.size)
-                    if time_ms is not None:
-                        times.append(time_ms)
+    times = [
+        time_ms
+        for name, state in view.ranges.items()
+        if scope.has_topic(name[0])
+        for queue_offset in (state.min_offset, state.max_offset - 1)
+        if (time_ms := view.stored_at(name, queue_offset)) is not None
+    ]
     if not times:
         return None
     last = max(times) if scope.end_ms is None else min(max(times), scope.end_ms - 1)
@@ -150,7 +147,7 @@ def find_time_range(view: StoreView, scope: ReportScope) -> tuple[int, int] | No
 
 
 def _is_checked(view: StoreView, check: bool | None) -> bool:
-    return message_count(view) <= VERIFIED if check is None else check
+    return view.message_count() <= VERIFIED if check is None else check
 
 
 def passes_over(view: StoreView, check: bool | None) -> int:
@@ -196,7 +193,7 @@ def survey_store(
         window_s: Seconds between messages of one key that count as repeated.
         check: Whether to run ``verify``; None runs it for up to `VERIFIED` messages.
     """
-    count = message_count(view)
+    count = view.message_count()
     part = survey_findings(view, name, scope, limits=limits, check=_is_checked(view, check))
     if view.store.read_only:  # the findings' pages of queues would add to those of this pass
         for queue_name in view.ranges:
