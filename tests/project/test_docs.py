@@ -262,6 +262,14 @@ def test_the_map_is_that_of_the_folder() -> None:
     assert (shown, len(shown) > 20) == (sorted(shown), True)
 
 
+def test_the_modules_of_ideas_and_walks_exist() -> None:
+    text = (DOCS / "design.md").read_text("utf-8").partition("| idea | module |")[2]
+    cells = re.findall(r"^\|[^|`]*\| (`[a-z_`., ;]+`) \|", text, re.MULTILINE)
+    names = {name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
+    assert len(names) > 25
+    assert [name for name in sorted(names) if find_spec(f"librmq.{name}") is None] == []
+
+
 # ---------------------------------------------------------------------------------------------------- examples
 
 
