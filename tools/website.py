@@ -19,9 +19,13 @@ import generated
 CHECKOUT = Path(__file__).resolve().parent.parent
 DOCS = CHECKOUT / "docs"
 PROJECT_PAGES = ("CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+"""The head of a page that the search leaves out: code that other pages link to."""
 LANGUAGES = {".py": "python", ".mjs": "javascript", ".json": "json", ".ipynb": "json"}
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s#]+\.\w+|LICENSE)((?:#[^)\s]*)?)\)")
+_ROW = re.compile(r"^\|.*$", re.MULTILINE)
+_CODE = re.compile(r"`[^`]*`")
 _VERSION = re.compile(r"^## \[(.+?)\]", re.MULTILINE)
 
 
@@ -74,7 +78,9 @@ def relinked(text: str, origin: Path, name: str, sources: dict[Path, str]) -> st
             sources[path] = place
         return f"]({os.path.relpath(place, PurePosixPath(name).parent)}{link[2]})"
 
-    return _LINK.sub(relink, text)
+    # GitHub wants bars in the code of a table escaped, and MkDocs would show the escape.
+    bare = _ROW.sub(lambda row: _CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), text)
+    return _LINK.sub(relink, bare)
 
 
 def reference() -> Iterator[tuple[str, str]]:
