@@ -44,7 +44,7 @@ from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, s
 from librmq.store.format.documents import read_document, write_document
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.check import UncleanQueues
-from librmq.store.recovery.repair import Planner, Recovery, RecoveryMode, WalkFindings
+from librmq.store.recovery.repair import Recovery, RecoveryMode, WalkFindings
 
 # ---- the state at a clean close
 
@@ -370,15 +370,13 @@ def load(  # noqa: C901 (a step for each part of a store)
         set_abort(files, path)
     elif mode is not None:
         begin = walked_from if walked_from is not None else scan_from(log) if bodies_from is None else bodies_from
-        planner = Planner(path, parts, mode, begin, is_clean=clean)
-        plan = planner.plan(findings, changed_queues)
+        has_ext = config.enable_consumequeue_ext
+        recovery = Recovery(path, files, clock, parts, unclean, mode, is_clean=clean, has_ext=has_ext)
+        recovery.plan(findings, begin, changed_queues, bodies_from)
         set_abort(files, path)  # only now, because a refused store must not change
         make_folders(files, log.sequence.folder)  # a store is recognised by it
-        recovery = Recovery(
-            path, files, clock, parts, unclean, has_ext=config.enable_consumequeue_ext, bodies_from=bodies_from
-        )
         try:
-            recovery.run(plan, planner)
+            recovery.run()
         except CorruptionError:
             if clean:  # refused after all: nothing was cut, and repaired parts are right
                 clear_abort(files, path)

@@ -129,31 +129,6 @@ class QueueCheck:
     they have the queue offset ``expected``, which is impossible while the short cut is closed.
     """
 
-    __slots__ = (
-        "_begin",
-        "_checks",
-        "_claimed",
-        "_delayed",
-        "_entry_check",
-        "_held",
-        "_is_complete",
-        "_log",
-        "_next",
-        "_opened",
-        "_queue_id",
-        "_repair",
-        "_topic",
-        "_units",
-        "damages",
-        "entries",
-        "expected",
-        "first",
-        "left_out",
-        "name",
-        "prefix_hash",
-        "released_all",
-    )
-
     def __init__(
         self,
         checks: _Others,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from librmq.clock import Clock
@@ -111,145 +111,6 @@ class WalkFindings:
             self.suspects.append(Suspect(physical_offset, what, False))
 
 
-@dataclass(frozen=True, slots=True)
-class RecoveryPlan:
-    """Changes of a recovery to the log, and the start of its checks."""
-
-    mode: RecoveryMode
-    is_clean: bool
-    """Whether the store was closed."""
-    begin: int
-    """Start of the walk over the log."""
-    end: LogEnd
-    """Planned end of the log."""
-    cut: int
-    """Number of bytes to cut there."""
-    uncovered_from: int
-    """After an unclean exit, the place of the first record that the checkpoint does not cover."""
-    changed_queues: frozenset[QueueName] | None
-    """Queues deleted or added since the store was closed; None if queues and index are unchanged."""
-
-
-class Planner:
-    """Planner of a recovery of the store in folder ``path``; it changes nothing."""
-
-    def __init__(self, path: str, parts: Parts, mode: RecoveryMode, begin: int, *, is_clean: bool) -> None:
-        self._path = path
-        self._parts = parts
-        self._mode = mode
-        self._begin = begin
-        self._clean = is_clean
-
-    def plan(self, findings: WalkFindings, changed_queues: frozenset[QueueName] | None) -> RecoveryPlan:
-        """Return the planned end of the log, by the findings of the walk.
-
-        Raises:
-            CorruptionError: This would cut sound records for damage that no crash explains, and the mode is not
-                thorough.
-        """
-        log = self._parts.log
-        end, uncovered = log.found_end, log.end
-        if not self._clean:
-            torn, uncovered = self._first_torn(findings)
-            end = torn or end
-        cut = self._bytes_behind(end)
-        if not self._mode.is_thorough:
-            self.check_cut(end, cut)
-            if not self._clean and self._mode is not RecoveryMode.PREVIEW:
-                self._check_walk(end.physical_offset)
-        return RecoveryPlan(self._mode, self._clean, self._begin, end, cut, uncovered, changed_queues)
-
-    def _first_torn(self, findings: WalkFindings) -> tuple[LogEnd | None, int]:
-        """Return the first record that did not reach the device completely (but its body did), and the covered bytes.
-
-        Like a broker, librmq delivers a suspect record that no crash explains, because only its body has a checksum.
-
-        Raises:
-            CorruptionError: The record names no queue, so it cannot be delivered, and the mode is not thorough.
-        """
-        log = self._parts.log
-        uncovered = log.end if findings.uncovered is None else findings.uncovered
-        for at, what, is_nameless in findings.suspects:
-            torn = LogEnd(at, CorruptionError(log.sequence.path_at(at), at, "record", what))
-            if self._mode is not RecoveryMode.LIVING and self._explained_by_crash(at, log.sequence.end):
-                return torn, min(uncovered, at)
-            if is_nameless:
-                if not self._mode.is_thorough:
-                    self.check_cut(torn, log.data_behind(at))
-                return None, min(uncovered, at)  # nothing after it stays
-        return None, uncovered
-
-    def _check_walk(self, log_end: int) -> None:
-        """Refuse, before any change, damage in the part of the log before the walk.
-
-        The check begins at the end of the remaining index. Covered bytes are cut only on demand.
-        """
-        log, index = self._parts.log, self._parts.index
-        stale = uncovered_index_files(self._parts)
-        remaining = [file for file in index.files if file not in stale and file.header.end_physical_offset < log_end]
-        begin = max(remaining[-1].header.end_physical_offset, log.begin) if remaining else log.begin
-        checked: set[tuple[bytes, bool]] = set()
-        for physical_offset, size, raw in log.scan(begin, min(self._begin, log_end), check_body=False):
-            if raw is None:
-                continue
-            _, _, topic_at, topic_end, _, _ = record.frame(raw, 0, size)
-            what = names_no_queue(raw, raw[topic_at:topic_end], checked)
-            if what is not None:
-                what += f": `librmq recover {self._path}` would cut the log here and keep the cut bytes aside"
-                raise CorruptionError(log.sequence.path_at(physical_offset), physical_offset, "record", what)
-
-    def _bytes_behind(self, end: LogEnd) -> int:
-        """Return the number of bytes to cut; after a clean exit they are searched only if there is a hint of any."""
-        parts = self._parts
-        log, at = parts.log, end.physical_offset
-        if (
-            end.damage is not None
-            or not self._clean
-            or self._mode.is_thorough
-            or any(queue.max_physic_offset > at for queue in parts.queues.values())
-            or any(any(log.sequence.file(start).buffer[:8]) for start in log.sequence.starts if start > at)
-        ):
-            return log.data_behind(at)
-        return 0  # only zeros, possibly a gigabyte
-
-    def check_cut(self, end: LogEnd, cut: int) -> None:
-        """Refuse to cut sound records, unless a crash explains the damage before them.
-
-        A crash explains it if the last writes reached the device in another order: uncovered records are then after a
-        page or sector that was never written.
-        """
-        if not cut or self._mode is RecoveryMode.PREVIEW:
-            return
-        log, at = self._parts.log, end.physical_offset
-        if self._explained_by_crash(at, at + cut):
-            return
-        following = salvage.find_record(log.sequence, at + 1, at + cut)
-        what = "a stretch of zeros" if end.damage is None else end.damage.what
-        raise CorruptionError(
-            log.sequence.path_at(at),
-            at,
-            "record" if end.damage is None else end.damage.kind,
-            f"{what}, and sound records from {following} on, which no crash leaves. "
-            f"`librmq recover {self._path}` would cut {cut} bytes here and keep them aside "
-            f"(--dry-run shows it), `librmq salvage {self._path}` returns the sound records",
-        )
-
-    def _explained_by_crash(self, at: int, until: int) -> bool:
-        """Return whether no sound record is after ``at``, or only uncovered ones after zeros.
-
-        Records of an unfinished write at ``at`` do not count.
-        """
-        log = self._parts.log
-        unfinished = 0 if self._clean else log.unfinished_at(at)
-        following = salvage.find_record(log.sequence, at + max(unfinished, 1), until)
-        if following is None:
-            return True
-        place = following % log.file_size
-        stored_ms = record.store_timestamp_ms(log.sequence.file(following - place).buffer, place)
-        is_covered = stored_ms <= self._parts.checkpoint.min_timestamp_ms
-        return not self._clean and not is_covered and (unfinished > 0 or _may_be_unwritten(log, at, following))
-
-
 def uncovered_index_files(parts: Parts) -> Sequence[IndexFile]:
     """Return the index files after the checkpoint, which can be incomplete on the device."""
     files, limit = parts.index.files, parts.checkpoint.index_timestamp_ms
@@ -309,7 +170,10 @@ _MANY_QUEUES: Final = 64  # number of files from which flushing the whole file s
 
 
 class Recovery:
-    """One recovery of a store's parts, which are open for writing."""
+    """One recovery of the store in folder ``path``, whose parts are open for writing."""
+
+    end: LogEnd
+    """Planned end of the log."""
 
     def __init__(
         self,
@@ -318,37 +182,161 @@ class Recovery:
         clock: Clock,
         parts: Parts,
         unclean: UncleanQueues,
+        mode: RecoveryMode,
         *,
+        is_clean: bool,
         has_ext: bool,
-        bodies_from: int | None = None,
     ) -> None:
-        """Take the parts; with ``bodies_from``, check the bodies of records from there on, as no walk has done it."""
+        """Take the parts; ``is_clean`` says that the store was closed."""
         self._path = path
         self._files = files
         self._clock = clock
         self._parts = parts
+        self._mode = mode
+        self._clean = is_clean
+        self._is_preview = mode is RecoveryMode.PREVIEW
         self._has_ext = has_ext
-        self._bodies_from = bodies_from
         self._unclean = unclean
 
-    def run(self, plan: RecoveryPlan, planner: Planner) -> None:
+    # ---- plan
+
+    def plan(
+        self,
+        findings: WalkFindings,
+        begin: int,
+        changed_queues: frozenset[QueueName] | None,
+        bodies_from: int | None = None,
+    ) -> None:
+        """Plan the end of the log, by the findings of the walk from ``begin`` on; this changes nothing.
+
+        ``changed_queues`` were deleted or added since the store was closed; None means that queues and index are
+        unchanged. With ``bodies_from``, check the bodies of records from there on, as no walk has done it.
+
+        Raises:
+            CorruptionError: This would cut sound records for damage that no crash explains, and the mode is not
+                thorough.
+        """
+        log = self._parts.log
+        self._begin, self._changed_queues, self._bodies_from = begin, changed_queues, bodies_from
+        self.end, self._uncovered_from = log.found_end, log.end
+        if not self._clean:
+            torn, self._uncovered_from = self._first_torn(findings)
+            self.end = torn or self.end
+        self._cut = self._bytes_behind(self.end)
+        if not self._mode.is_thorough:
+            self._check_cut(self.end, self._cut)
+            if not self._clean and not self._is_preview:
+                self._check_walk(self.end.physical_offset)
+
+    def _first_torn(self, findings: WalkFindings) -> tuple[LogEnd | None, int]:
+        """Return the first record that did not reach the device completely (but its body did), and the covered bytes.
+
+        Like a broker, librmq delivers a suspect record that no crash explains, because only its body has a checksum.
+
+        Raises:
+            CorruptionError: The record names no queue, so it cannot be delivered, and the mode is not thorough.
+        """
+        log = self._parts.log
+        uncovered = log.end if findings.uncovered is None else findings.uncovered
+        for at, what, is_nameless in findings.suspects:
+            torn = LogEnd(at, CorruptionError(log.sequence.path_at(at), at, "record", what))
+            if self._mode is not RecoveryMode.LIVING and self._explained_by_crash(at, log.sequence.end):
+                return torn, min(uncovered, at)
+            if is_nameless:
+                if not self._mode.is_thorough:
+                    self._check_cut(torn, log.data_behind(at))
+                return None, min(uncovered, at)  # nothing after it stays
+        return None, uncovered
+
+    def _check_walk(self, log_end: int) -> None:
+        """Refuse, before any change, damage in the part of the log before the walk.
+
+        The check begins at the end of the remaining index. Covered bytes are cut only on demand.
+        """
+        log, index = self._parts.log, self._parts.index
+        stale = uncovered_index_files(self._parts)
+        remaining = [file for file in index.files if file not in stale and file.header.end_physical_offset < log_end]
+        begin = max(remaining[-1].header.end_physical_offset, log.begin) if remaining else log.begin
+        checked: set[tuple[bytes, bool]] = set()
+        for physical_offset, size, raw in log.scan(begin, min(self._begin, log_end), check_body=False):
+            if raw is None:
+                continue
+            _, _, topic_at, topic_end, _, _ = record.frame(raw, 0, size)
+            what = names_no_queue(raw, raw[topic_at:topic_end], checked)
+            if what is not None:
+                what += f": `librmq recover {self._path}` would cut the log here and keep the cut bytes aside"
+                raise CorruptionError(log.sequence.path_at(physical_offset), physical_offset, "record", what)
+
+    def _bytes_behind(self, end: LogEnd) -> int:
+        """Return the number of bytes to cut; after a clean exit they are searched only if there is a hint of any."""
+        parts = self._parts
+        log, at = parts.log, end.physical_offset
+        if (
+            end.damage is not None
+            or not self._clean
+            or self._mode.is_thorough
+            or any(queue.max_physic_offset > at for queue in parts.queues.values())
+            or any(any(log.sequence.file(start).buffer[:8]) for start in log.sequence.starts if start > at)
+        ):
+            return log.data_behind(at)
+        return 0  # only zeros, possibly a gigabyte
+
+    def _check_cut(self, end: LogEnd, cut: int) -> None:
+        """Refuse to cut sound records, unless a crash explains the damage before them.
+
+        A crash explains it if the last writes reached the device in another order: uncovered records are then after a
+        page or sector that was never written.
+        """
+        if not cut or self._is_preview:
+            return
+        log, at = self._parts.log, end.physical_offset
+        if self._explained_by_crash(at, at + cut):
+            return
+        following = salvage.find_record(log.sequence, at + 1, at + cut)
+        what = "a stretch of zeros" if end.damage is None else end.damage.what
+        raise CorruptionError(
+            log.sequence.path_at(at),
+            at,
+            "record" if end.damage is None else end.damage.kind,
+            f"{what}, and sound records from {following} on, which no crash leaves. "
+            f"`librmq recover {self._path}` would cut {cut} bytes here and keep them aside "
+            f"(--dry-run shows it), `librmq salvage {self._path}` returns the sound records",
+        )
+
+    def _explained_by_crash(self, at: int, until: int) -> bool:
+        """Return whether no sound record is after ``at``, or only uncovered ones after zeros.
+
+        Records of an unfinished write at ``at`` do not count.
+        """
+        log = self._parts.log
+        unfinished = 0 if self._clean else log.unfinished_at(at)
+        following = salvage.find_record(log.sequence, at + max(unfinished, 1), until)
+        if following is None:
+            return True
+        place = following % log.file_size
+        stored_ms = record.store_timestamp_ms(log.sequence.file(following - place).buffer, place)
+        is_covered = stored_ms <= self._parts.checkpoint.min_timestamp_ms
+        return not self._clean and not is_covered and (unfinished > 0 or _may_be_unwritten(log, at, following))
+
+    # ---- repair
+
+    def run(self) -> None:
         """Carry out the plan."""
-        parts, self._plan, self._planner = self._parts, plan, planner
-        self._is_preview = plan.mode is RecoveryMode.PREVIEW
-        if not plan.is_clean and not self._is_preview:
-            self._unclean.uncovered_from = plan.uncovered_from
-        self._cut_log(plan.end, plan.cut)
+        parts = self._parts
+        if not self._clean and not self._is_preview:
+            self._unclean.uncovered_from = self._uncovered_from
+        self._cut_log(self.end, self._cut)
         for queue in parts.queues.opened():
             self.cut_queue(queue)
         begin, scope = self._reconcile_from()
-        if begin < parts.log.end or self._plan.mode.is_thorough or not self._plan.is_clean:
+        if begin < parts.log.end or self._mode.is_thorough or not self._clean:
             self._reconcile(begin, scope)
         if self._is_preview:
             return
         stored = self._last_timestamp_ms()
-        if self._plan.mode.is_thorough:
+        if self._mode.is_thorough:
             self._check_checkpoint(stored)
-        if not self._plan.is_clean or parts.cuts:
+        if not self._clean or parts.cuts:
             self._set_checkpoint(stored)
 
     def _last_timestamp_ms(self) -> int:
@@ -370,14 +358,14 @@ class Recovery:
     def _set_checkpoint(self, stored: int) -> None:
         """Set the checkpoint for the complete store."""
         log, checkpoint = self._parts.log, self._parts.checkpoint
-        folders = set() if self._plan.is_clean else self._write_again()
+        folders = set() if self._clean else self._write_again()
         log.flush()
         queues = self._parts.queues.opened()
         if len(queues) + len(self._unclean.states) > _MANY_QUEUES and self._files.flush_all(self._path):
             for queue in queues:
                 queue.note_flushed()
         else:
-            for folder in sorted(folders if self._plan.is_clean else folders | self._unclean.folders(queues)):
+            for folder in sorted(folders if self._clean else folders | self._unclean.folders(queues)):
                 self._files.flush_folder(folder)
             self._unclean.flush()
             for queue in queues:
@@ -389,10 +377,10 @@ class Recovery:
 
     def _write_again(self) -> set[str]:
         """Write uncovered bytes again, because the writer can have died before a flush; return the folders to flush."""
-        log, begin = self._parts.log, self._plan.uncovered_from
+        log, begin = self._parts.log, self._uncovered_from
         log.sequence.write_again(begin, log.end)
         folders = {self._path}
-        if self._plan.mode.is_thorough:  # otherwise those that the checkpoint does not cover are rebuilt
+        if self._mode.is_thorough:  # otherwise those that the checkpoint does not cover are rebuilt
             for file in uncovered_index_files(self._parts):
                 file.write_again()
                 folders.add(self._parts.index.folder)
@@ -426,18 +414,18 @@ class Recovery:
         """Return the place from which records are compared with the index, and the records to compare with queues."""
         parts = self._parts
         log, index = parts.log, parts.index
-        if self._plan.mode.is_thorough:
-            absent_before = self._dispatched() if self._plan.mode is RecoveryMode.COPY else 0
+        if self._mode.is_thorough:
+            absent_before = self._dispatched() if self._mode is RecoveryMode.COPY else 0
             return log.begin, Scope(log.begin, since=recreated_queues(log, parts.queues), absent_before=absent_before)
-        if self._plan.is_clean:
+        if self._clean:
             dispatched = self._dispatched()
-            begin = log.begin if self._plan.changed_queues is not None else min(dispatched, index.end_physical_offset)
-            scope = Scope(dispatched, self._plan.changed_queues or frozenset())
+            begin = log.begin if self._changed_queues is not None else min(dispatched, index.end_physical_offset)
+            scope = Scope(dispatched, self._changed_queues or frozenset())
         elif parts.walked_from is not None:
-            return self._plan.begin, Scope(self._plan.begin)
+            return self._begin, Scope(self._begin)
         else:
             self._drop_index(uncovered_index_files(self._parts), "the checkpoint")
-            begin, scope = min(self._plan.begin, index.end_physical_offset), Scope(self._plan.begin)
+            begin, scope = min(self._begin, index.end_physical_offset), Scope(self._begin)
         ahead = [file for file in index.files if file.header.end_physical_offset >= log.end]
         begin = min(begin, self._drop_index(ahead, "the log's end"))
         return max(begin, log.begin), scope
@@ -472,12 +460,12 @@ class Recovery:
                         before_rebuild=parts.checkpoint.clear_index_time,
                         has_ext=self._has_ext,
                         bodies_from=self._bodies_from,
-                        unclean=None if self._plan.is_clean else self._unclean,
+                        unclean=None if self._clean else self._unclean,
                     )
                 )
             except GapError as gap:
                 begin = parts.log.begin
-                scope = replace(scope, all_of=scope.all_of | {gap.name}) if self._plan.is_clean else Scope(begin)
+                scope = replace(scope, all_of=scope.all_of | {gap.name}) if self._clean else Scope(begin)
                 continue
             except CorruptionError as error:
                 path = parts.log.sequence.path_at(error.offset)
@@ -485,9 +473,9 @@ class Recovery:
                     raise
                 # A record with an impossible queue ends the log.
                 end, cut = LogEnd(error.offset, error), parts.log.data_behind(error.offset)
-                if not self._plan.mode.is_thorough:
-                    self._planner.check_cut(end, cut)
-                    if error.offset < self._plan.begin and not self._is_preview:
+                if not self._mode.is_thorough:
+                    self._check_cut(end, cut)
+                    if error.offset < self._begin and not self._is_preview:
                         raise  # covered bytes are cut only on demand
                 parts.cuts += damages
                 self._cut_log(end, cut)
