@@ -165,35 +165,23 @@ class DiskFiles:
         if not sys.platform.startswith("linux"):
             self.flush(self.open(path, writable=True))
             return
-        with named("open", path):
-            descriptor = os.open(path, _TO_WRITE)
-        try:
-            with named("flush", path):
-                os.fdatasync(descriptor)
-        finally:
-            os.close(descriptor)
+        with _opened("flush", path, _TO_WRITE) as descriptor:
+            os.fdatasync(descriptor)
 
     @contextmanager
     def _descriptor(self, file: File, call: str) -> Iterator[int]:
-        with named(call, file.path):
-            if file.descriptor >= 0:
+        if file.descriptor >= 0:
+            with named(call, file.path):
                 yield file.descriptor
-                return
-            descriptor = os.open(file.path, _TO_WRITE)
-            try:
-                yield descriptor
-            finally:
-                os.close(descriptor)
+            return
+        with _opened(call, file.path, _TO_WRITE) as descriptor:
+            yield descriptor
 
     def flush_folder(self, path: str) -> None:
         if sys.platform == "win32":
             return
-        with named("flush the folder", path):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        with _opened("flush the folder", path, os.O_RDONLY) as descriptor:
+            os.fsync(descriptor)
 
     def list(self, path: str) -> list[FolderEntry]:
         entries = []
@@ -326,26 +314,14 @@ class DiskFiles:
         if not sys.platform.startswith("linux"):  # elsewhere a mapping may not show written bytes
             self.open(path, writable=True).buffer[at : at + len(data)] = data
             return
-        try:
-            descriptor = os.open(path, _TO_WRITE)
-            try:
-                _write_at(descriptor, at, data)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise StoreIOError("write", path, error) from error
+        with _opened("write", path, _TO_WRITE) as descriptor:
+            _write_at(descriptor, at, data)
 
     def read_at(self, path: str, at: int, size: int) -> bytes:
         if not sys.platform.startswith("linux"):  # elsewhere a file may not have the changes of its mapping
             return self.open(path).buffer[at : at + size]
-        try:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                return os.pread(descriptor, size, at)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise StoreIOError("read", path, error) from error
+        with _opened("read", path, os.O_RDONLY) as descriptor:
+            return os.pread(descriptor, size, at)
 
     def write(self, path: str, data: bytes) -> None:
         with _replacement("write", path, path + ".tmp") as file:
@@ -394,6 +370,17 @@ class DiskFiles:
         # Count like df: space reserved for the superuser is neither used nor free.
         within_reach = usage.used + usage.free
         return usage.used / within_reach if within_reach else 0.0
+
+
+@contextmanager
+def _opened(call: str, path: str, flags: int) -> Iterator[int]:
+    """Open a file or folder for one call, whose error names it."""
+    with named(call, path):
+        descriptor = os.open(path, flags)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
 
 def _data_end(descriptor: int, begin: int, limit: int) -> int:
