@@ -63,8 +63,13 @@ class Awaited:
         yield len(messages)
 
 
-def make_messages(count: int, **fields: Any) -> list[Message]:
-    return [Message("T", BODY, tags="tag", keys=f"key-{number}", **fields) for number in range(count)]
+def make_messages(count: int, *, with_ids: bool = False, delay_level: int = 0) -> list[Message]:
+    """Make messages, for the store with the unique ids that a producer gives."""
+    return [
+        Message("T", BODY, tags="tag", keys=f"key-{number}", delay_level=delay_level,
+                unique_key=f"{number:032X}" if with_ids else None)
+        for number in range(count)
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- threads
@@ -191,7 +196,7 @@ def explored(bench: Bench, _: Path) -> Timed:
 
 
 def append(bench: Bench, folder: Path) -> Timed:
-    messages = make_messages(bench.count(DELAYED), unique_key=f"{0:032X}")
+    messages = make_messages(bench.count(DELAYED), with_ids=True)
     with MessageStore.open(folder / "store", StoreConfig()) as store:
         store.append(messages[0])
         yield
@@ -206,7 +211,7 @@ def delay(bench: Bench, folder: Path) -> Timed:
     The schedule gets a later time, so nothing waits until they are due. As during single appends, a thread of the store
     flushes.
     """
-    messages = make_messages(bench.count(DELAYED), unique_key=f"{0:032X}", delay_level=1)
+    messages = make_messages(bench.count(DELAYED), with_ids=True, delay_level=1)
     with Broker.open(folder / "broker", store_config=StoreConfig()) as broker:
         broker.create_topic("T", 1)
         yield

@@ -32,11 +32,13 @@ _pack_long = struct.Struct(">q").pack
 _INSERT: Final = "INSERT INTO record VALUES (?, ?, ?, ?, ?)"
 
 
-def make_messages(count: int, body_size: int = 128, added: Mapping[str, str] | None = None) -> list[Message]:
+def make_messages(
+    count: int, body_size: int = 128, *, first: int = 0, added: Mapping[str, str] | None = None
+) -> list[Message]:
     """Make messages with a unique id, a key, a tag and two properties, or more."""
     body = (bytes(range(256)) * 4)[:body_size]
     messages = []
-    for number in range(count):
+    for number in range(first, first + count):
         message = Message(
             TOPIC, body, tags=TAG, keys=f"order-{number:08d}", properties={"region": "eu-west-1", "amount": "1234"},
             unique_key=f"7F0000010BB8{number:020X}",

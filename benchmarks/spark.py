@@ -185,6 +185,10 @@ def started() -> Any:
     return spark
 
 
+def names(types: str) -> list[str]:
+    return [column.split()[0] for column in types.split(", ")]
+
+
 def sources(path: str, count: int, slow: int) -> dict[str, Any]:  # noqa: C901 (a peer each)
     """Return Python data sources that do equal work by other means; ``slow`` is the rows of those with loops."""
     import pyarrow as pa
@@ -194,21 +198,17 @@ def sources(path: str, count: int, slow: int) -> dict[str, Any]:  # noqa: C901 (
         for _ in range(count // TASKS // batch.num_rows + 1):
             yield batch
 
+    def numpy_columns(rows: int, types: str) -> Any:
+        at = np.arange(rows, dtype=np.int64)
+        casts = {"int": pa.int32(), "bigint": pa.int64(), "timestamp": pa.timestamp("us", "UTC")}
+        arrays = [pa.array(at).cast(casts[column.split()[1]]) for column in types.split(", ")]
+        return pa.RecordBatch.from_arrays(arrays, names(types))
+
     def entries(number: int) -> Iterator[Any]:
-        at, small = np.arange(65_536, dtype=np.int64), np.arange(65_536, dtype=np.int32)
-        columns = [small, at, at, small, at]
-        return same(
-            pa.RecordBatch.from_arrays(list(map(pa.array, columns)), [part.split()[0] for part in ENTRIES.split(", ")])
-        )
+        return same(numpy_columns(65_536, ENTRIES))
 
     def header(number: int) -> Iterator[Any]:
-        at, small = np.arange(ROWS, dtype=np.int64), np.arange(ROWS, dtype=np.int32)
-        times = pa.array(at).cast(pa.timestamp("us", "UTC"))
-        return same(
-            pa.RecordBatch.from_arrays(
-                [pa.array(small), pa.array(at), pa.array(at), times, times, pa.array(small)], list(HEADER)
-            )
-        )
+        return same(numpy_columns(ROWS, HEADER_TYPES))
 
     def prepared(number: int) -> Iterator[Any]:
         from librmq.columns import reader
@@ -230,7 +230,7 @@ def sources(path: str, count: int, slow: int) -> dict[str, Any]:  # noqa: C901 (
 
         from librmq.spark.source import schema_of
 
-        schema = to_arrow_schema(schema_of([part.split()[0] for part in WHOLE.split(", ")]), timezone="UTC")
+        schema = to_arrow_schema(schema_of(names(WHOLE)), timezone="UTC")
         records = tuples(number)
         while block := list(islice(records, ROWS)):
             columns = zip(*((*row[:9], list(row[9].items()), *row[10:]) for row in block), strict=True)
@@ -258,16 +258,8 @@ def sources(path: str, count: int, slow: int) -> dict[str, Any]:  # noqa: C901 (
 
         return Source
 
-    return {
-        read.__name__: source(read, types)
-        for read, types in (
-            (entries, ENTRIES),
-            (header, HEADER_TYPES),
-            (prepared, WHOLE),
-            (tuples, WHOLE),
-            (arrow, WHOLE),
-        )
-    }
+    peers = ((entries, ENTRIES), (header, HEADER_TYPES), (prepared, WHOLE), (tuples, WHOLE), (arrow, WHOLE))
+    return {read.__name__: source(read, types) for read, types in peers}
 
 
 def frames(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:

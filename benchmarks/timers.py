@@ -28,7 +28,7 @@ def fill(timers: Timers, clock: ManualClock, count: int, first_s: int, last_s: i
     """Put messages into the wheel at random times between two."""
     rng = random.Random(count)
     for begin in range(0, count, 1_000):
-        for message in make_messages(min(1_000, count - begin)):
+        for message in make_messages(min(1_000, count - begin), first=begin):
             message.properties["TIMER_DELAY_SEC"] = str(rng.randint(first_s, last_s))
             timers.put(message)
         timers.run_due(clock.now_ms())
