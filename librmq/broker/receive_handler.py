@@ -35,8 +35,7 @@ from librmq.broker.long_polling import ALL, Selection, selection_of
 from librmq.broker.send_handler import SendHandler
 from librmq.broker.topics import not_readable
 from librmq.errors import BrokerError, ReceiptError, RmqError
-from librmq.message.message import Message, StoredMessage
-from librmq.message.record import parse_host
+from librmq.message.message import StoredMessage
 from librmq.message.topics import validate_topic
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
@@ -62,7 +61,6 @@ _log = EventLog("librmq.broker")
 MAX_IN_FLIGHT: Final = 10_000
 """Messages of a queue that a group can have in flight, as in 5.x."""
 _MAX_RETRY_TOPIC: Final = 127
-_FIRST_POP_TIME: Final = "1ST_POP_TIME"
 _RETRIES_FIRST_EVERY: Final = 5
 _TRY_AGAIN_MS: Final = 1000
 _READS_WITHOUT_MESSAGE: Final = 8
@@ -91,7 +89,6 @@ class ReceiveHandler:
         self._sending = sending
         self._progress = progress
         self._check_subscription = check_subscription
-        self._store_host = parse_host(context.store.config.store_host)
         self._queues: dict[QueueKey, QueueFlights] = {}
         self._visible: Deadlines[tuple[QueueKey, int]] = Deadlines()
         self._held = context.held
@@ -465,7 +462,7 @@ class ReceiveHandler:
                 self._held.wake_receives(key[0], key[1])
                 continue
             try:
-                self._store_again(key, flight)
+                self._sending.failed.store_again(key, flight)
             except RmqError as error:
                 self._visible.set((key, queue_offset), now_ms + _TRY_AGAIN_MS)
                 what = f"storing a message of group {key[0]} again, which was not acknowledged"
@@ -484,34 +481,6 @@ class ReceiveHandler:
                         flight.visible_ms = now_ms + flight.invisible_ms
                         self._wake_at(flight.visible_ms, key, queue_offset)
         self._latest_ms = now_ms
-
-    def _store_again(self, key: QueueKey, flight: Flight) -> None:
-        """Store a message again for its group, as 5.x does when it revives one."""
-        message = self._store.message_at(flight.physical_offset)
-        if message is None:
-            _log.warning(
-                "group %(group)s: the message of %(topic)s/%(queue_id)d at physical offset %(physical_offset)d was "
-                "not acknowledged, and can't come again: "
-                "retention has deleted it",
-                group=key[0],
-                topic=key[1],
-                queue_id=key[2],
-                physical_offset=flight.physical_offset,
-            )
-            return
-        group, topic, _ = key
-        retries = topic if is_receive_retry(group, topic) else receive_retry_topic(group, topic)
-        copy = Message(self._topics.ensure(retries).name, message.stored_body, flag=message.flag)
-        copy.properties.update(message.properties)
-        copy.properties.setdefault(_FIRST_POP_TIME, str(flight.received_ms))
-        self._sending.store_message(
-            copy,
-            0,
-            message.born_timestamp_ms,
-            self._store_host,
-            message.sys_flag,
-            message.reconsume_times + 1,
-        )
 
 
 def _check_number(name: str, value: int, minimum: int, maximum: int) -> None:

@@ -2,7 +2,7 @@
 
 A failed message goes to the retry topic of its group, delayed. After too many deliveries, or if the listener says so,
 it becomes a dead letter in the group's dead-letter topic, which no consumer reads. `retry_of` sends it to the group
-again.
+again. A received message that was not acknowledged goes to a retry topic of its group and topic, to be received again.
 """
 
 from __future__ import annotations
@@ -12,21 +12,26 @@ from typing import Final
 
 from librmq.broker.context import BrokerContext
 from librmq.broker.groups import Group
+from librmq.broker.in_flight import Flight, QueueKey, is_receive_retry, receive_retry_topic
 from librmq.errors import BrokerError, ConfigError, CorruptionError
 from librmq.message import Message, StoredMessage, dead_letter_topic, record, retry_topic
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 from librmq.protocol import LOCAL_HOST, PERM_WRITE, ResponseCode, SendBack, SendMessage, SentBack
 from librmq.protocol.client_requests import INNER_PRODUCER, MAX_SIZE_WITH_CAUSE
+from librmq.runtime.event_log import EventLog
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.store import AppendResult
 from librmq.store.engine.dispatch import parse_level
+
+_log = EventLog("librmq.broker")
 
 _WAIT: Final = record.PROPERTY_WAIT
 _DELAY: Final = record.PROPERTY_DELAY
 _RETRY_TOPIC: Final = record.PROPERTY_RETRY_TOPIC
 _CAUSE: Final = record.PROPERTY_DEAD_LETTER_CAUSE
 _FIRST_RETRY_LEVEL: Final = 3
+_FIRST_POP_TIME: Final = "1ST_POP_TIME"
 _DELIVERY_PROPERTIES: Final = (
     record.PROPERTY_DELAY,
     record.PROPERTY_REAL_TOPIC,
@@ -47,6 +52,7 @@ class FailedMessages:
         self._groups = context.groups
         self._metrics = context.metrics
         self._put = put
+        self._store_host = record.parse_host(context.store.config.store_host)
         self._offsets = context.offsets
         self._earlier = EarlierCopies(context.store, in_order=False) if context.was_killed else None
         self._saved = {name: dict(row) for name, row in context.tables.offsets.rows.items() if name[:1] == "%"}
@@ -141,6 +147,34 @@ class FailedMessages:
             return queue_id
         message.topic = self._dead_letters_of(group)
         return 0
+
+    def store_again(self, key: QueueKey, flight: Flight) -> None:
+        """Store a received message that was not acknowledged in time, as 5.x does when it revives one."""
+        group, topic, queue_id = key
+        message = self._store.message_at(flight.physical_offset)
+        if message is None:
+            _log.warning(
+                "group %(group)s: the message of %(topic)s/%(queue_id)d at physical offset %(physical_offset)d was "
+                "not acknowledged, and can't come again: "
+                "retention has deleted it",
+                group=group,
+                topic=topic,
+                queue_id=queue_id,
+                physical_offset=flight.physical_offset,
+            )
+            return
+        retries = topic if is_receive_retry(group, topic) else receive_retry_topic(group, topic)
+        copy = Message(self._topics.ensure(retries).name, message.stored_body, flag=message.flag)
+        copy.properties.update(message.properties)
+        copy.properties.setdefault(_FIRST_POP_TIME, str(flight.received_ms))
+        self._put(
+            copy,
+            0,
+            message.born_timestamp_ms,
+            self._store_host,
+            message.sys_flag,
+            message.reconsume_times + 1,
+        )
 
     def _dead_letters_of(self, group: Group) -> str:
         with self._runner.lock:

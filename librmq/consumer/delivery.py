@@ -1,4 +1,4 @@
-"""Delivery: the common part of concurrent and orderly consumption, from the call of a listener to its log lines.
+"""Delivery: the common part of concurrent and orderly consumption, around the call of a listener.
 
 Delivery has three steps: begin (claim messages, under the lock), run the listener (without it), apply its outcome
 (under the lock). Other turns, such as a rebalance, can come between the steps.

@@ -1,4 +1,4 @@
-"""Listeners: the user's functions by topic and tag, the messages that they get, and the meaning of their results."""
+"""Listeners: the user's functions by topic and tag, the messages that they get, and subscriptions to these."""
 
 from __future__ import annotations
 
