@@ -21,8 +21,7 @@ from librmq.message.message import StoredMessage
 from librmq.runtime.event_log import EventLog
 from librmq.testing import Kit
 from librmq.testing.evidence import UnknownGroupError
-from librmq.testing.frame_links import WireClient
-from librmq.testing.served import NotSettledError, ServedKit, ServedRemoting
+from librmq.testing.served import NotSettledError, ServedKit, ServedRemoting, WireClient
 from librmq.wire.remoting import listen
 
 if TYPE_CHECKING:

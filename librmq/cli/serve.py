@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from librmq.cli.control import Control, Ports
     from librmq.config import StoreConfig
     from librmq.testing import Kit
-    from librmq.testing.frame_links import WireClient
+    from librmq.testing.served import WireClient
     from librmq.wire.grpc import GrpcServer
     from librmq.wire.remoting import RemotingServer
 

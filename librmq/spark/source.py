@@ -38,31 +38,16 @@ from librmq.config import suggest
 from librmq.errors import ConfigError, RmqError
 from librmq.files.disk import DiskFiles
 from librmq.spark.options import parse_read_options, refuse_urls
+from librmq.spark.partition import PartPartition
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.datasource import DataSourceStreamReader, DataSourceStreamWriter, DataSourceWriter
-    from pyspark.sql.types import StructType
 
     from librmq.columns.options import Predicate, ReadOptions, ReadSelection
-    from librmq.columns.parts import Part
     from librmq.spark.options import Renaming
-
-
-# ---- a task's part
-
-
-@dataclass
-class PartPartition(InputPartition):
-    """The work of one task."""
-
-    part: Part
-
-    def __init__(self, part: Part) -> None:
-        super().__init__(None)
-        self.part = part
 
 
 _PUSHING: Final = "pyspark.sql.worker.data_source_pushdown_filters"

@@ -30,7 +30,7 @@ from librmq.columns.parts import DataLossError
 from librmq.columns.planner import PlannedStore
 from librmq.errors import ConfigError, RmqError
 from librmq.spark.options import StreamLimits
-from librmq.spark.source import PartPartition
+from librmq.spark.partition import PartPartition
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -21,7 +21,8 @@ from pyspark.errors import PySparkException
 
 from librmq.errors import ConfigError
 from librmq.spark.options import StreamLimits, parse_read_options
-from librmq.spark.source import PartPartition, arrow_schema, schema_of
+from librmq.spark.partition import PartPartition
+from librmq.spark.source import arrow_schema, schema_of
 from librmq.spark.stream import Key, StreamLag, StreamReader, share, stream_lags
 from tests.spark_session import shared_session
 
