@@ -21,7 +21,7 @@ from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.rolling import file_name
-from librmq.message.lag import deleted_unread, queue_lag, unread_from
+from librmq.message.lag import deleted_unread, unread_and_lags, unread_from
 from librmq.message.record import (
     BORN_HOST_V6,
     FIXED_SIZE,
@@ -236,8 +236,11 @@ class TopicProgress(NamedTuple):
 
     def sums(self) -> TopicLag:
         """Return the sums over the queues."""
-        ends = zip(self.consumer_offsets, self.max_offsets, strict=True)
-        beyond = sum(offset is not None and offset > end for offset, end in ends)
+        expired = beyond = 0
+        for begin, end, offset in zip(self.min_offsets, self.max_offsets, self.consumer_offsets, strict=True):
+            if offset is not None and not begin <= offset <= end:
+                beyond += offset > end
+                expired += deleted_unread(offset, begin)
         return TopicLag(
             self.group,
             self.topic,
@@ -247,7 +250,7 @@ class TopicProgress(NamedTuple):
             min((time for time in self.oldest_ms if time is not None), default=None),
             self.consumer_offsets.count(None),
             beyond,
-            sum(map(deleted_unread, self.consumer_offsets, self.min_offsets)),
+            expired,
         )
 
 
@@ -394,20 +397,18 @@ def _topic_progress(
 ) -> Iterator[TopicProgress]:
     """Yield the columns of a topic for each group that has progress in it, or in a deleted queue of it."""
     ids, begins, ends = queues or _Queues((), (), ())
-    columns: list[tuple[str, list[int | None], list[int]]] = []
+    columns: list[tuple[str, list[int | None], list[int], list[int]]] = []
     for group in groups:
         offsets = list(map(view.progress[group, topic].get, ids))
-        starts = list(map(unread_from, offsets, begins))
-        columns.append((group, offsets, starts))
+        columns.append((group, offsets, *unread_and_lags(offsets, begins, ends)))
     oldest: Iterable[Sequence[int | None]] = repeat([None] * len(ids))
     if times and ids:
-        by_queue = zip(ids, ends, zip(*(starts for _, _, starts in columns), strict=True), strict=True)
+        by_queue = zip(ids, ends, zip(*(starts for _, _, starts, _ in columns), strict=True), strict=True)
         oldest = zip(
             *(_oldest_timestamps(view, (topic, queue_id), starts, end) for queue_id, end, starts in by_queue),
             strict=True,
         )
-    for (group, offsets, _), oldest_ms in zip(columns, oldest, strict=False):
-        lags = list(map(queue_lag, offsets, begins, ends))
+    for (group, offsets, _, lags), oldest_ms in zip(columns, oldest, strict=False):
         columns_of_group = TopicProgress(group, topic, ids, begins, ends, offsets, lags, oldest_ms)
         progress = view.progress[group, topic]
         deleted = [queue_id for queue_id in progress.keys() - ids if progress[queue_id] > 0]

@@ -9,6 +9,8 @@ RocketMQ 4.9 counts a queue without progress from 0, and so includes messages th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def unread_from(progress: int | None, begin: int) -> int:
     """Return the offset of the first message that a group has left to consume in a queue."""
@@ -19,6 +21,18 @@ def queue_lag(progress: int | None, begin: int, end: int) -> int:
     """Return the number of messages that a group has left to consume in a queue."""
     first = unread_from(progress, begin)
     return end - first if end > first else 0
+
+
+def unread_and_lags(
+    progresses: Sequence[int | None], begins: Sequence[int], ends: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return `unread_from` and `queue_lag` of many queues."""
+    # Inline, because calls for each of 100,000 queues would take longer than all else.
+    firsts = [
+        begin if progress is None or progress < begin else progress
+        for progress, begin in zip(progresses, begins, strict=True)
+    ]
+    return firsts, [end - first if end > first else 0 for first, end in zip(firsts, ends, strict=True)]
 
 
 def deleted_unread(progress: int | None, begin: int) -> int:

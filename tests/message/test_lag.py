@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from librmq.message.lag import deleted_unread, queue_lag, unread_from
+from librmq.message.lag import deleted_unread, queue_lag, unread_and_lags, unread_from
 
 CASES = [
     # progress, begin, end: first unread, lag, deleted unread
@@ -30,3 +30,8 @@ def test_a_queue(progress: int | None, begin: int, end: int, first: int, lag: in
     assert unread_from(progress, begin) == first
     assert queue_lag(progress, begin, end) == lag
     assert deleted_unread(progress, begin) == deleted
+
+
+def test_many_queues() -> None:
+    progresses, begins, ends, firsts, lags, _ = zip(*CASES, strict=True)
+    assert unread_and_lags(progresses, begins, ends) == (list(firsts), list(lags))
