@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from librmq.cli.input import age_clock, parse_time
-from librmq.diagnosis.group_lag import UNKNOWN, Ints, store_times
 from librmq.errors import BodyCompressionError, InputError, MissingExtraError
 from librmq.message.message import StoredMessage
 from librmq.message.topics import is_system_topic
@@ -20,6 +19,7 @@ from librmq.runtime.call_progress import advance
 
 if TYPE_CHECKING:  # a search of the log alone needs none of these
     from librmq.consumequeue import ConsumeQueue
+    from librmq.diagnosis.group_lag import Ints
     from librmq.store import MessageStore
     from librmq.store.engine.open_store import QueueName
     from librmq.store.engine.read import MessageFilter
@@ -167,7 +167,7 @@ def end_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, offsets: rang
     """Return the end of those of some queue offsets whose messages were stored before a time, as `first_at` does."""
     begin, end = (_near(store, queue, at, offsets) for at in (time_ms, time_ms + _STEP_BACK_MS))
     for at, times in _times(store, queue, begin, end):
-        earlier = np.flatnonzero((times < time_ms) & (times != UNKNOWN))
+        earlier = np.flatnonzero((times < time_ms) & (times >= 0))  # below 0: unknown
         if len(earlier):
             begin = at + int(earlier[-1]) + 1
     return begin
@@ -175,6 +175,8 @@ def end_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, offsets: rang
 
 def _times(store: MessageStore, queue: ConsumeQueue, begin: int, end: int) -> Iterator[tuple[int, Ints]]:
     """Yield blocks of the store times of a queue's messages, with the first queue offset of each."""
+    from librmq.diagnosis.group_lag import store_times  # which few selections need
+
     if begin < end:
         for at, block in queue.blocks(begin, end):
             yield at, store_times(store.log, block["physical_offset"].astype(np.int64))

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis.group_lag import QueueLag, lag
-from librmq.diagnosis.pending import kind_of
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, CorruptionError
 from librmq.message.topics import RETRY_PREFIX
@@ -147,6 +146,8 @@ def _origins(view: StoreView, group: str, topic: str, rows: list[QueueLag], samp
     total = sum(row.lag for row in rows)
     if topic.startswith(RETRY_PREFIX):
         return WaitingOrigins(group, topic, total, total, 0, 0, total)
+    from librmq.diagnosis.pending import kind_of  # loads transactions and timers
+
     kinds: Counter[str] = Counter()
     for row in rows:
         begin = row.next_offset
