@@ -31,10 +31,10 @@ from librmq.cli.options import (
 )
 
 _ALL: Final = option(
-    "--all", action="store_true", help="include the broker's own topics; count: also retries and dead letters"
+    "--all", action="store_true", help="include the broker's own topics; count: retries and dead letters too"
 )
 _IMPORTANT: Final = option(
-    "--important", metavar="TOPIC", action="append", help="report warnings about this topic as errors; may be repeated"
+    "--important", metavar="TOPIC", action="append", help="report warnings about this topic as errors; repeatable"
 )
 _BODY: Final = option(
     "--body", choices=("text", "json", "hex", "base64", "none"), default="text", help="how to print bodies (text)"
@@ -42,7 +42,8 @@ _BODY: Final = option(
 
 _ENTRIES: Final = "The numbers count entries of queues, whose records can be damaged: `librmq verify` reads each."
 
-_MOST_QUEUES: Final = 65_536
+_QUEUE_COUNT: Final = whole(1, 65_536)
+_UP_TO_1024: Final = whole(1, 1024)
 
 _LOOK: Final = (
     Command(
@@ -127,7 +128,7 @@ _LOOK: Final = (
             option(
                 "--every",
                 metavar="TIME",
-                type=duration("a time such as 5s or 1m", "100ms"),
+                type=duration,
                 help="print rates instead, measured every TIME (10s) by group and topic, until interrupted",
             ),
         ),
@@ -144,14 +145,14 @@ _LOOK: Final = (
             option(
                 "--reserved",
                 metavar="TIME",
-                type=duration("the time for which files are kept, such as 72h"),
+                type=duration,
                 default="72h",
                 help="how long the broker keeps log files (72h)",
             ),
             option(
                 "--within",
                 metavar="TIME",
-                type=duration("a time from now on, such as 6h"),
+                type=duration,
                 default="6h",
                 help="only what expires within this time (6h)",
             ),
@@ -216,22 +217,15 @@ _LOOK: Final = (
             option(
                 "--handler",
                 metavar="TIME",
-                type=duration("the time of one call such as 20ms or 1.5s"),
+                type=duration,
                 required=True,
-                help="mean duration of a listener's call (20ms, 1.5s)",
+                help="mean duration of a listener's call (20ms)",
             ),
-            option("--clients", metavar="N", type=whole(1, 1024), help="instances of the group (1)"),
-            option(
-                "--threads",
-                metavar="N",
-                type=whole(1, 1024),
-                help="listeners that run in parallel in each instance (20)",
-            ),
-            option("--batch", metavar="N", type=whole(1, 1024), help="messages per call (1)"),
+            option("--clients", metavar="N", type=_UP_TO_1024, help="instances of the group (1)"),
+            option("--threads", metavar="N", type=_UP_TO_1024, help="listeners in parallel in each instance (20)"),
+            option("--batch", metavar="N", type=_UP_TO_1024, help="messages per call (1)"),
             option("--orderly", action="store_true", help="consume each queue in order"),
-            option(
-                "--inflow", metavar="N", type=decimal, help="new messages per second (the rate of the last ten minutes)"
-            ),
+            option("--inflow", metavar="N", type=decimal, help="new messages per second (as in the last ten minutes)"),
             option(
                 "--downstream",
                 metavar="N",
@@ -284,11 +278,11 @@ _CHANGE: Final = (
         "create store orders --queues 4",
         (
             option("topic", metavar="TOPIC"),
-            option("--queues", metavar="N", type=whole(1, _MOST_QUEUES), help="number of queues (create: 8)"),
+            option("--queues", metavar="N", type=_QUEUE_COUNT, help="number of queues (create: 8)"),
             option(
                 "--write-queues",
                 metavar="N",
-                type=whole(1, _MOST_QUEUES),
+                type=_QUEUE_COUNT,
                 help="number of queues that accept messages (all)",
             ),
             option("--permission", choices=("rw", "r", "w"), help="create, permit: allow reads, writes or both (rw)"),
@@ -313,7 +307,7 @@ _CHANGE: Final = (
                 "--retries",
                 metavar="N",
                 type=whole(0, 9_999_999),
-                help="create: maximum number of retries of a message (16)",
+                help="create: maximum retries of a message (16)",
             ),
             option("--to", metavar="NEW", help="copy: the new group, which starts at the old group's progress"),
             option("--with-retries", action="store_true", help="copy: move the retries that wait to the new group"),
@@ -343,21 +337,11 @@ _CHANGE: Final = (
         "store --group CG_order --topic OrderTopic --keep 10",
         (
             *_OF_GROUP,
-            option(
-                "--older-than",
-                metavar="AGE",
-                type=duration("an age such as 90s, 30m, 2h or 7d"),
-                help="skip messages stored longer ago than this (90s, 2h, 7d)",
-            ),
+            option("--older-than", metavar="AGE", type=duration, help="skip messages stored longer ago than this (2h)"),
             option("--keep", metavar="N", help="leave the last N messages of each queue (0)"),
             option("--aside", metavar="TOPIC", help="first copy the skipped messages to this topic"),
             option("--move", metavar="TOPIC", help="the same, and the group continues with the copies in this topic"),
-            option(
-                "--queues",
-                metavar="N",
-                type=whole(1, _MOST_QUEUES),
-                help="with --move: number of queues of a new topic (that of --topic)",
-            ),
+            option("--queues", metavar="N", type=_QUEUE_COUNT, help="with --move: number of queues of a new topic"),
             *CHANGES,
         ),
         output=OUTPUT,
@@ -392,7 +376,7 @@ _CHANGE: Final = (
                 "physical_offset",
                 metavar="OFFSET",
                 type=whole(),
-                help="its physical offset, from `pending --kind given_up`",
+                help="its physical offset in `pending --kind given_up`",
             ),
             option("--commit", action="store_true", help="deliver the message"),
             option("--rollback", action="store_true", help="drop the message"),
@@ -410,7 +394,7 @@ _CHANGE: Final = (
             option(
                 "--input-format",
                 choices=("parquet", "csv", "jsonl"),
-                help="the format of PATH (by its ending, else jsonl)",
+                help="format of PATH (by its ending, else jsonl)",
             ),
             option("--skip", metavar="N", default="0", help="skip the first N rows"),
             *CHANGES,
@@ -493,29 +477,24 @@ _FILES: Final = (
                 "--format",
                 dest="file_format",
                 choices=("parquet", "csv", "jsonl"),
-                help="the format of the data (by PATH's ending, else parquet)",
+                help="format of PATH (by its ending, else parquet)",
             ),
             option("-o", "--out", metavar="PATH", required=True, help="a folder for Parquet, else a file"),
-            option("--topic", action="append", help="only this topic; may be repeated"),
+            option("--topic", action="append", help="only this topic; repeatable"),
             option("--all", action="store_true", help="include retries, dead letters and the broker's own topics"),
             option(
                 "--queue",
                 metavar="ID",
                 type=whole(),
                 action="append",
-                help="only this queue of the topics; may be repeated",
+                help="only this queue of the topics; repeatable",
             ),
             TAG,
             SQL,
             GREP,
             *TIMES,
             option("--columns", metavar="A,B", type=names, help="only these columns"),
-            option(
-                "--partition-by",
-                metavar="A,B",
-                type=names,
-                help="with Parquet: a folder for each topic, queueId or date",
-            ),
+            option("--partition-by", metavar="A,B", type=names, help="with Parquet: folders by topic, queueId or date"),
             option("--processes", metavar="N", default="1", help="number of reading processes (1)"),
             option("--skip-deleted", action="store_true", help="continue after messages that retention deleted"),
         ),
@@ -597,9 +576,7 @@ _TOOLS: Final = (
         "store --grpc 8081 --remoting 9876",
         (
             option("--grpc", type=int, metavar="PORT", help="port for clients of RocketMQ 5; 0 takes a free one"),
-            option(
-                "--grpc-tls", type=int, metavar="PORT", help="a second port for them, with TLS; the first stays plain"
-            ),
+            option("--grpc-tls", type=int, metavar="PORT", help="a second port for them, with TLS"),
             option("--remoting", type=int, metavar="PORT", help="port for clients of 4.x; 0 takes a free one"),
             option("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine only)"),
             option("--advertise", metavar="HOST[:PORT]", help="the address in routes (what the client dialled)"),
@@ -613,7 +590,7 @@ _TOOLS: Final = (
             option(
                 "--no-auto-create",
                 action="store_true",
-                help="do not create a topic when a client of RocketMQ 5 asks for its route",
+                help="create no topic when a client of RocketMQ 5 asks for its route",
             ),
             option(
                 "--clock",
@@ -621,9 +598,7 @@ _TOOLS: Final = (
                 default="system",
                 help="manual: time moves only by requests to the control port, for tests in any language",
             ),
-            option(
-                "--control", type=int, metavar="PORT", help="control port of --clock manual; 0 takes a free one (0)"
-            ),
+            option("--control", type=int, metavar="PORT", help="control port of --clock manual (a free one)"),
         ),
         description="Serves the store until interrupted, and creates it if it does not exist. Without a port: gRPC "
         "on 8081 if the extra grpc is installed, and remoting (4.x) on 9876. Prints a line when ready, then one for "
@@ -668,13 +643,7 @@ _TOOLS: Final = (
                 metavar="EXPR",
                 help="explain this expression; without one, each case on standard input",
             ),
-            option(
-                "properties",
-                nargs="*",
-                type=pair,
-                metavar="NAME=TEXT",
-                help="with --explain EXPR: the message's properties",
-            ),
+            option("properties", nargs="*", type=pair, metavar="NAME=TEXT", help="with --explain EXPR: the properties"),
         ),
         description="Evaluates the cases {expr, props} on standard input, one JSON object a line. With --explain it "
         "says which term of an expression decides about a message with the given properties, and why.",

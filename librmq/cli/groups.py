@@ -76,6 +76,9 @@ def _lag_rates(arguments: argparse.Namespace, output: Output) -> None:
     if arguments.by in ("group", "origin"):
         raise InputError(f"--every measures by group and topic: expected no --by {arguments.by}")
 
+    if arguments.every < _LEAST_S:
+        raise InputError(f"--every: expected at least 100ms, found {arguments.every} s")
+
     def measure() -> Lag:
         with open_source(arguments) as source:
             return source.lag(arguments.group, arguments.topic, times=False)
@@ -99,6 +102,7 @@ def _note_unknown(source: Source, arguments: argparse.Namespace, output: Output)
 # ---- rates
 
 _WINDOW_S: Final = 600
+_LEAST_S: Final = 0.1
 
 
 def follow_rates(measure: Callable[[], Lag], seconds: float, output: Output) -> NoReturn:

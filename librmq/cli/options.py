@@ -100,21 +100,12 @@ def decimal(text: str) -> float:
     raise argparse.ArgumentTypeError(f"expected a number of 0 or more, found {text!r:.80}")
 
 
-def duration(expected: str, minimum: str = "0s") -> Callable[[str], float]:
-    """Return the reader of seconds, written as ``20ms``, ``1.5s``, ``30m``, ``2h`` or ``7d``."""
-
-    def seconds(text: str) -> float:
-        match = _DURATION.fullmatch(text)
-        if match is None:
-            raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r:.80}")
-        return float(match[1]) * UNIT_MS[match[2]] / 1000
-
-    def read(text: str) -> float:
-        if seconds(text) < seconds(minimum):
-            raise argparse.ArgumentTypeError(f"expected at least {minimum}, found {text}")
-        return seconds(text)
-
-    return read
+def duration(text: str) -> float:
+    """Return seconds, written as ``20ms``, ``1.5s``, ``30m``, ``2h`` or ``7d``."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected a time such as 20ms, 90s, 30m, 2h or 7d, found {text!r:.80}")
+    return float(match[1]) * UNIT_MS[match[2]] / 1000
 
 
 def names(text: str) -> list[str]:

@@ -225,7 +225,7 @@ def test_skipped_messages_can_be_set_aside_and_replayed(shell: Shell) -> None:
         (["reset", "store", "--group", "CG_ordr", "--topic", "OrderTopic", "--to", "end"], "did you mean 'CG_order'?"),
         (["reset", "store", "--group", "CG_order", "--topic", "OrdrTopic", "--to", "end"], "mean 'OrderTopic'?"),
         (["skip", "store", *ORDERS, "--keep", "1", "--older-than", "1h"], "expected either"),
-        (["skip", "store", *ORDERS, "--older-than", "yesterday"], "expected an age"),
+        (["skip", "store", *ORDERS, "--older-than", "yesterday"], "expected a time such as"),
     ],
 )  # fmt: skip
 def test_moves_that_make_no_sense_are_refused(shell: Shell, words: list[str], said: str) -> None:
