@@ -28,6 +28,14 @@ class Answer(NamedTuple):
         return [json.loads(line) for line in self.out.splitlines()]
 
 
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        """Return True."""
+        return True
+
+
 class Shell:
     """Runs commands in a current folder."""
 

@@ -241,13 +241,6 @@ def test_a_name_that_is_none(log: Log, name: str) -> None:
     assert name in err
 
 
-def test_folders_that_are_not_stores(tmp_path: Path) -> None:
-    assert dump(tmp_path)[0] == 2
-    assert dump(tmp_path / "absent")[0] == 2
-    (tmp_path / "file").write_bytes(b"")
-    assert dump(tmp_path / "file")[0] == 2
-
-
 def test_queues_in_rocksdb_do_not_matter(log: Log) -> None:
     (log.store / "consumequeue").mkdir()
     for name in ("CURRENT", "MANIFEST-000005"):

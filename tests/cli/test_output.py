@@ -16,15 +16,11 @@ from hypothesis import strategies as st
 from librmq.cli.output import JsonLines, LimitReached, Output, complain, json_line, open_output
 from librmq.errors import MissingExtraError
 from librmq.message.printable import printable
+from tests.cli.stand import Terminal
 
 # Erase the screen, set the title, an 8-bit control code, a right-to-left override, and a lone surrogate.
 NASTY = "a\x1b[2Jb\x1b]0;title\x07c\x9b2Jd\u202ee\x7f\r\n\ud800f"
 SAFE = "a\\u001b[2Jb\\u001b]0;title\\u0007c\\u009b2Jd\\u202ee\\u007f\\u000d\\u000a\\ud800f"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_foreign_text_cannot_control_a_terminal() -> None:

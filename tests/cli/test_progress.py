@@ -16,11 +16,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.message import Message
 from librmq.store import MessageStore
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+from tests.cli.stand import Terminal
 
 
 class Hurried(ManualClock):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import sys
 import threading
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from librmq import Message, MessageStore, StoreConfig
 from librmq.cli import main
 from librmq.clock import ManualClock
 from tests.budget import many
-from tests.cli.stand import Shell
+from tests.cli.stand import Shell, Terminal
 
 Row = dict[str, Any]
 Test = Callable[[Row], bool]
@@ -257,10 +256,6 @@ def test_a_terminal_shows_that_nothing_was_found(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A pipe gets no note, because its reader can see that there are no rows."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
 
     words = ["show", "store", "--grep", "no such body"]
     assert shell(*words).said == ""

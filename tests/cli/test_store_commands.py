@@ -328,15 +328,6 @@ def test_load_ends_at_an_invalid_line(run: Run, copy: Path, line: str) -> None:
     assert run("verify", copy)[0] == 0
 
 
-def test_a_second_writer_is_refused_before_its_first_line(run: Run, copy: Path) -> None:
-    from librmq.store import MessageStore
-
-    with MessageStore.open(str(copy)):
-        status, printed, err = run("load", copy, given=json.dumps(PUT))
-    assert (status, printed) == (2, [])
-    assert "locked" in err
-
-
 def test_an_interruption_leaves_a_closed_store(run: Run, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lines() -> Iterator[bytes]:
         yield json.dumps(PUT).encode()
