@@ -63,7 +63,7 @@ def log_tables() -> str:
 def command_tables() -> str:
     """Return a section for each command."""
     arguments, parts = importlib.import_module("librmq.cli.main"), []
-    for command in importlib.import_module("librmq.cli.commands").COMMANDS.values():
+    for command in importlib.import_module("librmq.cli.syntax").COMMANDS.values():
         parser, rows = arguments.parser_of(command), []
         for action in parser._actions:
             if not SHARED.intersection(action.option_strings) and (command.name == "serve" or action.dest != "tls"):

@@ -1,4 +1,4 @@
-"""The ``librmq`` command: loads the command's module, turns errors into exit statuses.
+"""The ``librmq`` command: parses arguments, loads the command's module, turns errors into exit statuses.
 
 Exit status 0: success; 1: the store is damaged; 2: bad usage or bad input; 3: no row; 130: interrupted.
 """
@@ -11,13 +11,11 @@ import importlib
 import io
 import os
 import re
-import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from librmq.cli.commands import COMMANDS, READING, SECTIONS
 from librmq.cli.options import (
     AS_RECOVERED,
     CONFIG,
@@ -28,6 +26,7 @@ from librmq.cli.options import (
     Command,
 )  # fmt: skip
 from librmq.cli.output import BAD_INPUT, DAMAGED, EMPTY, INTERRUPTED, LimitReached, Output, complain, open_output
+from librmq.cli.syntax import COMMANDS, READING, SECTIONS
 from librmq.errors import InputError
 
 if TYPE_CHECKING:
@@ -149,85 +148,6 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(BAD_INPUT)
 
 
-# ---- completion
-
-_BASH: Final = """\
-_librmq() {{
-    local current=${{COMP_WORDS[COMP_CWORD]}} command=${{COMP_WORDS[1]}} words=
-    if [ "$COMP_CWORD" -eq 1 ]; then
-        words={commands}
-    else
-        case "$command:${{COMP_WORDS[COMP_CWORD-1]}}" in
-{choices}
-        *)
-            case $command in
-{options}
-            esac
-        esac
-        case $words:$current in
-        -*:[!-]*|-*:) words= ;;
-        esac
-    fi
-    COMPREPLY=($(compgen -W "$words" -- "$current"))
-    [ -n "$words" ] || COMPREPLY=($(compgen -f -- "$current"))
-}}
-complete -o filenames -F _librmq librmq
-"""
-
-
-def completion(arguments: argparse.Namespace, output: Output) -> int:
-    """Print the script for a shell."""
-    if arguments.shell == "fish":
-        sys.stdout.write(_fish())
-    else:
-        begin = "autoload -U +X bashcompinit && bashcompinit\n" if arguments.shell == "zsh" else ""
-        sys.stdout.write(begin + _bash())
-    return 0
-
-
-def _bash() -> str:
-    choices, options = [], []
-    for name in COMMANDS:
-        for action in _arguments_of(name):
-            if action.choices and action.option_strings:
-                values = " ".join(map(str, action.choices))
-                choices += [
-                    f"        {name}:{option}) words={shlex.quote(values)} ;;" for option in action.option_strings
-                ]
-            elif action.choices and action.dest == "action":
-                choices.append(f"        {name}:{name}) words={shlex.quote(' '.join(map(str, action.choices)))} ;;")
-        options.append(f"            {name}) words={shlex.quote(' '.join(options_of(name)))} ;;")
-    return _BASH.format(
-        commands=shlex.quote(" ".join(COMMANDS)), choices="\n".join(choices), options="\n".join(options)
-    )
-
-
-def _fish() -> str:
-    lines = []
-    for name, command in COMMANDS.items():
-        summary = shlex.quote(command.summary)
-        lines.append(f"complete -c librmq -n __fish_use_subcommand -f -a {name} -d {summary}")
-        seen = f"complete -c librmq -n '__fish_seen_subcommand_from {name}'"
-        for action in _arguments_of(name):
-            values = f" -x -a {shlex.quote(' '.join(map(str, action.choices)))}" if action.choices else ""
-            names = " ".join(
-                f"{'-l' if word.startswith('--') else '-s'} {word.lstrip('-')}" for word in action.option_strings
-            )
-            if names or (values and action.dest == "action"):
-                description = shlex.quote((action.help or "").replace("\n", " "))
-                lines.append(f"{seen} {names}{values} -d {description}".replace("  ", " "))
-    return "\n".join(lines) + "\n"
-
-
-def options_of(name: str) -> list[str]:
-    """Return the options of a command."""
-    return [option for action in _arguments_of(name) for option in action.option_strings]
-
-
-def _arguments_of(name: str) -> list[argparse.Action]:
-    return [action for action in parser_of(COMMANDS[name])._actions if action.help is not argparse.SUPPRESS]
-
-
 # ---- the command
 
 Handler = Callable[[argparse.Namespace, Output], int]
@@ -324,7 +244,7 @@ def _call(arguments: argparse.Namespace) -> int:
     command = arguments.command
     if command.store and arguments.store is not None:
         _locate(arguments)
-    handler: Handler = getattr(importlib.import_module(f"librmq.cli.{command.module}"), command.function)
+    handler: Handler = getattr(importlib.import_module(f"librmq.cli.commands.{command.module}"), command.function)
     path = getattr(arguments, "out", None) if any("--out" in option.names for option in command.output) else None
     output = open_output(arguments.format, sys.stdout, path, getattr(arguments, "limit", None))
     try:

@@ -45,7 +45,7 @@ class Command:
 
     name: str
     module: str
-    """The module of `librmq.cli` with the function of this name."""
+    """The module of `librmq.cli.commands` with the function of this name."""
     summary: str
     example: str
     """Arguments that work on the store in ``tests/data``, which the help shows."""

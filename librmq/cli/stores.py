@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli.commands import READING
 from librmq.cli.input import parse_object
 from librmq.cli.output import complain, name_as
+from librmq.cli.syntax import READING
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, InputError, NotAStoreError

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from librmq.cli.commands import COMMANDS
+from librmq.cli.syntax import COMMANDS
 from tests.cli.stand import Shell
 
 CASES = [

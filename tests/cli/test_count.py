@@ -62,7 +62,7 @@ def test_messages_are_counted_by(
     if arrow:
         pytest.importorskip("pyarrow")
     else:
-        monkeypatch.setattr("librmq.cli.topics.find_spec", lambda name: None)
+        monkeypatch.setattr("librmq.cli.commands.topics.find_spec", lambda name: None)
     messages: Counter[Any] = Counter()
     sizes: Counter[Any] = Counter()
     for row in shell("dump", "store").rows:

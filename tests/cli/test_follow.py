@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from librmq import Broker, ManualRunner, StoreConfig
-from librmq.cli.maintenance import StatusLine
+from librmq.cli.commands.maintenance import StatusLine
 from librmq.store import verify
 from tests.broker.parties import send
 from tests.cli.stand import Shell, files_of

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import librmq
-from librmq.cli.commands import COMMANDS
+from librmq.cli.syntax import COMMANDS
 from tests.budget import many
 from tests.cli.stand import Shell, files_of
 

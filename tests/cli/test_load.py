@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from librmq.cli.load import run
+from librmq.cli.commands.load import run
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, InputError, StoreClosedError, StoreLockedError
 from librmq.filter import BROKER_BLOOM

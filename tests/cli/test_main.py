@@ -15,8 +15,8 @@ import librmq
 from librmq import MessageStore
 from librmq.__main__ import main as started
 from librmq.cli import main
-from librmq.cli.commands import COMMANDS
 from librmq.cli.output import Output
+from librmq.cli.syntax import COMMANDS
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordError, StoreIOError
 from tests.cli.stand import Shell
 from tests.programs import POSIX, environment, run_program
@@ -29,7 +29,7 @@ Fake = Callable[[Callable[[argparse.Namespace, Output], int]], list[argparse.Nam
 def replace_function(monkeypatch: pytest.MonkeyPatch, name: str, handler: Callable[..., int]) -> None:
     """Let a command call ``handler``."""
     command = COMMANDS[name]
-    monkeypatch.setattr(importlib.import_module(f"librmq.cli.{command.module}"), command.function, handler)
+    monkeypatch.setattr(importlib.import_module(f"librmq.cli.commands.{command.module}"), command.function, handler)
 
 
 @pytest.fixture
@@ -224,8 +224,9 @@ def test_a_short_answer_loads_nothing_slow(words: list[str], shell: Shell) -> No
 
 def test_a_reader_that_leaves_early_is_not_an_error() -> None:
     program = (
-        "import sys, types; from librmq.cli.commands import COMMANDS\n"
-        "name = 'librmq.cli.' + COMMANDS['queues'].module; module = sys.modules[name] = types.ModuleType(name)\n"
+        "import sys, types; from librmq.cli.syntax import COMMANDS\n"
+        "name = 'librmq.cli.commands.' + COMMANDS['queues'].module\n"
+        "module = sys.modules[name] = types.ModuleType(name)\n"
         "module.queues = lambda arguments, output: [output.row({'n': n}) for n in range(100000)] and 0\n"
         "from librmq.cli import main; sys.exit(main(['queues', 's']))"
     )
@@ -252,8 +253,9 @@ def test_a_closed_standard_output_is_not_an_error() -> None:
 
 def test_output_is_utf8_in_any_locale() -> None:
     program = (
-        "import sys, types; from librmq.cli.commands import COMMANDS\n"
-        "name = 'librmq.cli.' + COMMANDS['queues'].module; module = sys.modules[name] = types.ModuleType(name)\n"
+        "import sys, types; from librmq.cli.syntax import COMMANDS\n"
+        "name = 'librmq.cli.commands.' + COMMANDS['queues'].module\n"
+        "module = sys.modules[name] = types.ModuleType(name)\n"
         "module.queues = lambda arguments, output: output.row({'topic': '订单'}) or 0\n"
         "from librmq.cli import main; sys.exit(main(['queues', 's']))"
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from librmq.cli.commands import COMMANDS
-from librmq.cli.main import options_of
+from librmq.cli.commands.completion import options_of
+from librmq.cli.syntax import COMMANDS
 from tests.reference import CHECKOUT
 
 OF_4_9 = """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from librmq.cli.cases import answer_bloom, answer_case, explain_text
+from librmq.cli.commands.cases import answer_bloom, answer_case, explain_text
 from librmq.clock import ManualClock
 from librmq.errors import ConfigError, FilterError, FilterSyntaxError
 from librmq.filter import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from librmq.cli.cases import answer_bloom, answer_case
+from librmq.cli.commands.cases import answer_bloom, answer_case
 from librmq.errors import ConfigError, FilterEvaluationError, FilterSyntaxError
 from librmq.filter import BROKER_BLOOM, BloomFilter, Registrations, SqlFilter, TagFilter
 from librmq.filter.explain import explain

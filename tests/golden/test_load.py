@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from librmq.cli.load import run
+from librmq.cli.commands.load import run
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY

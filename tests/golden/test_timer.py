@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from librmq.cli import main
-from librmq.cli.load import run
+from librmq.cli.commands.load import run
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files.disk import DiskFiles

@@ -36,7 +36,7 @@ from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.format.directory import COMMITLOG
 from librmq.store.recovery.salvage import find_record
 
-if TYPE_CHECKING:  # commands that read the log alone need none of these
+if TYPE_CHECKING:
     from librmq.store import MessageStore
     from librmq.store.engine.message_filters import ByTags
 

@@ -26,12 +26,13 @@ from librmq.runtime.event_log import EventLog
 
 if TYPE_CHECKING:
     from librmq.broker import Broker
-    from librmq.cli.control import Control, Ports
+    from librmq.cli.commands.control import Control, Ports
     from librmq.config import StoreConfig
     from librmq.testing import Kit
     from librmq.testing.served import WireClient
     from librmq.wire.grpc import GrpcServer
     from librmq.wire.remoting import RemotingServer
+
 
 _log = EventLog("librmq.cli")
 
@@ -159,7 +160,7 @@ def _by_hand(
 ) -> dict[str, Any]:
     """Serve a kit, whose clock moves by requests to a control port; return its part of the first line."""
     from librmq.broker import BrokerConfig
-    from librmq.cli.control import Control, Ports
+    from librmq.cli.commands.control import Control, Ports
     from librmq.config import StoreConfig
     from librmq.scheduling.timer_config import TimerConfig
     from librmq.testing import Kit

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from librmq.spark.pipelines import LeftOut
 
+
 T = TypeVar("T")
 
 

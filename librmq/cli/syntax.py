@@ -679,7 +679,7 @@ _TOOLS: Final = (
     ),
     Command(
         "completion",
-        "main",
+        "completion",
         "print a script that completes commands in a shell",
         "bash",
         (option("shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help="bash, zsh or fish"),),

@@ -27,6 +27,7 @@ from librmq.wire.remoting import listen
 if TYPE_CHECKING:
     from librmq.wire.grpc import GrpcServer
 
+
 _log = EventLog("librmq.cli")
 
 _MOST_BYTES: Final = 64 << 10

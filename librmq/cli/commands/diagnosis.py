@@ -18,6 +18,7 @@ from librmq.errors import InputError
 if TYPE_CHECKING:
     from librmq.diagnosis.survey.model import Report
 
+
 _HAS_ERRORS = 1
 
 
@@ -123,7 +124,7 @@ def _survey_of_stores(arguments: argparse.Namespace, output: Output) -> Report:
 
 
 def _survey_by_spark(arguments: argparse.Namespace, output: Output) -> Report:
-    from librmq.cli.spark import as_store_error, start
+    from librmq.cli.commands.spark import as_store_error, start
     from librmq.spark.overview import overview
 
     session = start(arguments)
