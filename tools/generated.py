@@ -1,20 +1,16 @@
-"""Tables of the documentation that come from the code.
+"""Tables of the documentation that come from the code: ``<!-- generated: commands -->`` in a page becomes one.
 
-A line ``<!-- generated: commands -->`` of a page becomes the arguments of all commands, ``log lines`` the log lines,
-``metrics`` the metrics, and ``settings librmq.TimerConfig`` the fields of a dataclass.
+The others are ``log lines``, ``metrics``, and ``settings librmq.TimerConfig`` for the fields of a class.
 """
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import inspect
 import re
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 LIBRARY = Path(__file__).resolve().parent.parent / "librmq"
 _MARK = re.compile(r"^<!-- generated: ([a-z ]+?)(?: (librmq\.[\w.]+))? -->$", re.MULTILINE)
@@ -83,18 +79,18 @@ def metrics_table() -> str:
 
 
 def settings_table(path: str) -> str:
-    """Return the fields of a dataclass, with their defaults and the docstrings below them."""
+    """Return the fields of a class, with their defaults and the docstrings below them."""
     module, _, name = path.rpartition(".")
-    kind: Any = getattr(importlib.import_module(module), name)
-    body: Any = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    kind = getattr(importlib.import_module(module), name)
+    body = next(node for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef))
+    defaults = {name: field.default for name, field in getattr(kind, "__dataclass_fields__", {}).items()}
     rows = []
     for node, after in zip(body.body, body.body[1:], strict=False):
         if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
-            default = defaults[ast.unparse(node.target)]
+            default = defaults.get(ast.unparse(node.target), "")
             shown = f"{default:,}" if type(default) is int else str(getattr(default, "__name__", default))
             text = " ".join(ast.literal_eval(after.value).split())
-            rows.append((f"`{ast.unparse(node.target)}`", f"`{shown}`", text.replace("``", "`")))
+            rows.append((f"`{ast.unparse(node.target)}`", f"`{shown}`" * bool(shown), text.replace("``", "`")))
     return table(("setting", "default", "meaning"), rows)
 
 
