@@ -321,8 +321,9 @@ class NamedConfig(Config):
     def __new__(cls, **settings: Any) -> Self:  # noqa: ANN401 checked by the class
         """Note the names. ``dataclasses.replace`` gives all settings; of those, others than a preset's count."""
         named = set(settings)
-        if len(settings) == len(cls.names()):
-            named = {name for name, value in settings.items() if value != _default(cls, name)}
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        if len(settings) == len(fields):
+            named = {field.name for field in fields if settings[field.name] != field.default}
             named -= cls._unnamed(settings)
         return _name(super().__new__(cls), named)
 
@@ -344,10 +345,6 @@ _N = TypeVar("_N", bound=NamedConfig)
 def _name(config: _N, named: Iterable[str]) -> _N:
     object.__setattr__(config, "named", frozenset(named))
     return config
-
-
-def _default(kind: type[NamedConfig], name: str) -> object:
-    return kind.__dataclass_fields__[name].default  # type: ignore[attr-defined]
 
 
 def _with_names(kind: type[_N], settings: Mapping[str, Any], named: Iterable[str]) -> _N:

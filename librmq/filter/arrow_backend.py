@@ -28,7 +28,7 @@ from librmq.filter.questions import (
     TextTrue,
 )
 from librmq.filter.syntax import JavaLong
-from librmq.java.lang import DIGIT_ZEROS, INT_MAX, INT_MIN
+from librmq.java.lang import DIGIT_ZEROS, INT_MAX, INT_MIN, TRIMMED
 
 # ---- texts compared with a few short ones
 
@@ -434,7 +434,6 @@ _HEXADECIMAL: Final = (
     r"\A(?P<sign>[+-]?)0[xX](?:(?P<whole>[0-9a-fA-F]+)\.?|(?P<front>[0-9a-fA-F]*)\.(?P<back>[0-9a-fA-F]+))"
     r"[pP](?P<exponent>[+-]?[0-9]+)[fFdD]?\z"
 )
-_TRIMMED: Final = "".join(map(chr, range(0x21)))
 
 
 def _where(mask: Any, column: Any) -> Any:
@@ -517,7 +516,7 @@ def _doubles(text: Any) -> tuple[Any, Any]:
 
 def _other_doubles(text: Any) -> Any:
     """Parse texts that are not just digits as doubles; null for a text that is none in Java."""
-    text = pc.utf8_trim(text, _TRIMMED)
+    text = pc.utf8_trim(text, TRIMMED)
     decimal = pc.match_substring_regex(text, _DECIMAL)
     # Remove the suffix, and the plus sign, which some versions refuse. "Infinity" and "NaN" end in other letters.
     bare = pc.utf8_rtrim(pc.utf8_ltrim(_where(decimal, text), "+"), "fFdD")

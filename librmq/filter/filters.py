@@ -22,7 +22,8 @@ from librmq.filter.explain import Explanation, Lint, explain, lint
 from librmq.filter.parser import Dialect, Selector, parse, refuse_rest
 from librmq.filter.python_backend import EvaluationRefusedError, compile_evaluate, compile_match
 from librmq.filter.questions import reduce
-from librmq.java.lang import string_hash
+from librmq.java.lang import TRIMMED, string_hash
+from librmq.message.record import tags_code as tags_code
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 
@@ -173,13 +174,6 @@ class SqlFilter:
 
 ALL_TAGS: Final = "*"
 
-_TRIMMED: Final = "".join(map(chr, range(0x21)))  # the characters that Java's trim removes
-
-
-def tags_code(tags: str | None) -> int:
-    """Return the 8-byte code of a message's tags in a queue entry: their Java hash, 0 for none."""
-    return string_hash(tags) if tags else 0
-
 
 @dataclass(frozen=True, slots=True)
 class TagFilter:
@@ -204,7 +198,7 @@ class TagFilter:
         parts = [] if expression == ALL_TAGS else expression.split("||")
         if parts and not any(parts):
             raise FilterSyntaxError(expression, 0, "expected tags between the ||")
-        tags = frozenset(tag for part in parts if (tag := part.strip(_TRIMMED)))
+        tags = frozenset(tag for part in parts if (tag := part.strip(TRIMMED)))
         object.__setattr__(self, "expression", expression)
         object.__setattr__(self, "tags", tags)
         object.__setattr__(self, "codes", frozenset(map(string_hash, tags)))

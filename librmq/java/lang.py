@@ -312,7 +312,8 @@ DECIMAL_DIGITS: Final = "".join(f"{zero}-{chr(ord(zero) + 9)}" for zero in DIGIT
 _INTEGER: Final = re.compile(rf"([+-]?)([{DECIMAL_DIGITS}]+)")
 _TO_ASCII: Final = {ord(zero) + value: str(value) for zero in DIGIT_ZEROS for value in range(10)}
 
-_TRIMMED: Final = "".join(map(chr, range(0x21)))
+TRIMMED: Final = "".join(map(chr, range(0x21)))
+"""The characters that Java's ``trim`` removes."""
 _DECIMAL: Final = re.compile(r"[+-]?(?:NaN|Infinity|((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)[fFdD]?)")
 _HEXADECIMAL: Final = re.compile(r"([+-]?0[xX](?:[0-9a-fA-F]+\.?|[0-9a-fA-F]*\.[0-9a-fA-F]+)[pP][+-]?[0-9]+)[fFdD]?")
 
@@ -351,7 +352,7 @@ def _parse_integer(text: str, smallest: int, largest: int) -> int | None:
 
 def parse_double(text: str) -> float | None:
     """Return ``Double.valueOf(text)``, None if Java throws NumberFormatException."""
-    text = text.strip(_TRIMMED)
+    text = text.strip(TRIMMED)
     match = _DECIMAL.fullmatch(text)
     if match is not None:
         return float(text.rstrip("fFdD") if match.group(1) else text)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from librmq.errors import CorruptionError, MalformedError
@@ -36,6 +36,8 @@ Rows = dict[Any, Any]
 MOST_QUEUES: Final = 1 << 16
 """The most queues that an administrator can give a topic."""
 _DATA_VERSION: Final = "dataVersion"
+_TOPIC_NUMBERS: Final = ("readQueueNums", "writeQueueNums", "perm", "topicSysFlag")
+_GROUP_NUMBERS: Final = ("retryMaxTimes", "retryQueueNums")
 _BACKUP: Final = ".bak"
 _ATTRIBUTES: Final = "attributes"
 _TOPIC_TYPE: Final = "message.type"
@@ -47,9 +49,13 @@ class BrokerTables:
     def __init__(self, folder: str, files: Files) -> None:
         self._folder = folder
         self._files = files
-        self.topics = self._table("topics.json", "topicConfigTable", _check_topics, versioned=True)
+        self.topics = self._table(
+            "topics.json", "topicConfigTable", partial(_check_numbers, _TOPIC_NUMBERS), versioned=True
+        )
         """Rows as `topic_row` makes them, by topic."""
-        self.groups = self._table("subscriptionGroup.json", "subscriptionGroupTable", _check_groups, versioned=True)
+        self.groups = self._table(
+            "subscriptionGroup.json", "subscriptionGroupTable", partial(_check_numbers, _GROUP_NUMBERS), versioned=True
+        )
         """Rows as `group_row` makes them, by consumer group."""
         self.offsets = self._table("consumerOffset.json", "offsetTable", _check_offsets_by_text)
         """Queue offsets by queue id, by ``topic@group``."""
@@ -316,15 +322,7 @@ def _check_objects(rows: Rows) -> Rows:
     return rows
 
 
-def _check_topics(rows: Rows) -> Rows:
-    return _check_numbers(rows, ("readQueueNums", "writeQueueNums", "perm", "topicSysFlag"))
-
-
-def _check_groups(rows: Rows) -> Rows:
-    return _check_numbers(rows, ("retryMaxTimes", "retryQueueNums"))
-
-
-def _check_numbers(rows: Rows, names: tuple[str, ...]) -> Rows:
+def _check_numbers(names: tuple[str, ...], rows: Rows) -> Rows:
     """Return whether the values are objects whose fields ``names``, if present, are numbers of 32 bits."""
     for key, row in _check_objects(rows).items():
         for name in names:
