@@ -6,8 +6,6 @@ Mirrors ``ClientManageProcessor``, ``ConsumerManageProcessor``, the queue offset
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -30,6 +28,7 @@ from librmq.protocol import (
     UnlockQueues,
     UpdateOffset,
 )
+from librmq.runtime.deadlines import Deadlines
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Step
 from librmq.wire.remoting.calls import Handlers, RemotingCall, refused, served
@@ -56,7 +55,6 @@ _MOST_HELD: Final = 10_000
 """The held pulls of one connection."""
 _MOST_HELD_IN_ALL: Final = 100_000
 _MOST_STARTED: Final = 100_000
-_SORT_OUT_AT: Final = 1_000
 
 
 class _Waiting:
@@ -79,9 +77,7 @@ class Pulling:
         self._broker = broker
         self._runner = broker.runner
         self._step = Step(f"{broker.name}: pulls of the wire", self._run_due)
-        self._due: list[tuple[int, int, _Waiting]] = []
-        self._sort_out_at = _SORT_OUT_AT
-        self._number = itertools.count()
+        self._deadlines: Deadlines[_Waiting] = Deadlines()
         self._held: dict[Channel, set[_Waiting]] = {}
         self._count = 0
         self._ends_holds = ends_holds
@@ -106,7 +102,9 @@ class Pulling:
                 if len(held) < _MOST_HELD and self._count < _MOST_HELD_IN_ALL:
                     held.add(waiting)
                     self._count += 1
-                    self._note(self._runner.now_ms() + waits_ms, waiting)
+                    if self._ends_holds:
+                        self._deadlines.set(waiting, self._runner.now_ms() + waits_ms)
+                        self._runner.wake(self._step, self._deadlines.first_ms)
                     return None
             waiting.is_answered = True
         return self._answer(call, response, begin_ms)
@@ -140,16 +138,6 @@ class Pulling:
                 consume_from=members.consume_from.name,
             )
 
-    def _note(self, deadline_ms: int, waiting: _Waiting) -> None:
-        if not self._ends_holds:
-            return
-        if len(self._due) >= self._sort_out_at:
-            self._due = [entry for entry in self._due if not entry[2].is_answered]
-            heapq.heapify(self._due)
-            self._sort_out_at = max(_SORT_OUT_AT, 2 * len(self._due))
-        heapq.heappush(self._due, (deadline_ms, next(self._number), waiting))
-        self._runner.wake(self._step, deadline_ms)
-
     def drop_pulls(self, channel: Channel, group: str | None = None) -> None:
         """Drop the pulls of a connection that has ended, or of a group that its client has left."""
         with self._runner.lock:
@@ -160,6 +148,7 @@ class Pulling:
     def _end(self, waiting: _Waiting) -> None:
         """Hold a pull no longer."""
         waiting.is_answered = True
+        self._deadlines.discard(waiting)
         channel = waiting.call.channel
         held = self._held.get(channel, set())
         if waiting in held:
@@ -186,15 +175,12 @@ class Pulling:
 
     def _run_due(self, now_ms: int) -> int | None:
         """Answer the pulls whose clients have waited long enough."""
-        due = self._due
-        if due and due[0][0] > now_ms + _LONGEST_WAIT_MS:  # the clock was set back
-            now_ms = max(due)[0]
-        while due and (due[0][0] <= now_ms or due[0][2].is_answered):
-            waiting = heapq.heappop(due)[2]
-            if not waiting.is_answered:
-                waiting.is_asking = True
-                waiting.call.channel.run_later(partial(self._ask_again, waiting, is_last=True))
-        return due[0][0] if due else None
+        deadlines = self._deadlines
+        was_set_back = (deadlines.first_ms or 0) > now_ms + _LONGEST_WAIT_MS
+        for waiting in deadlines.pop_all() if was_set_back else deadlines.pop_due(now_ms):
+            waiting.is_asking = True
+            waiting.call.channel.run_later(partial(self._ask_again, waiting, is_last=True))
+        return deadlines.first_ms
 
     def _ask_again(self, waiting: _Waiting, *, is_last: bool) -> None:
         call = waiting.call
