@@ -103,8 +103,9 @@ class Pulling:
                     held.add(waiting)
                     self._count += 1
                     if self._ends_holds:
-                        self._deadlines.set(waiting, self._runner.now_ms() + waits_ms)
-                        self._runner.wake(self._step, self._deadlines.first_ms)
+                        deadline_ms = self._runner.now_ms() + waits_ms
+                        self._deadlines.set(waiting, deadline_ms)
+                        self._runner.wake(self._step, deadline_ms)
                     return None
             waiting.is_answered = True
         return self._answer(call, response, begin_ms)
