@@ -10,14 +10,13 @@ from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, R
 from librmq.protocol import PERM_WRITE, QueueData, ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.wire.remote.connection_pool import Connections
-from librmq.wire.remoting.bodies import read_body
+from librmq.wire.remoting.bodies import broker_addresses, read_body, route_of
 from librmq.wire.remoting.codec import frame_of, refusal
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import RequestCode, RouteOfTopicHeader
 
 _log = EventLog("librmq.wire")
 _MASTER = 0
-_MOST_QUEUES = 100_000
 _MOST_BYTES = 1 << 20
 """In a route or a list of brokers; thousands of brokers fit."""
 
@@ -76,7 +75,7 @@ class NameServers:
         answer = self._ask(frame_of(RequestCode.GET_ROUTEINFO_BY_TOPIC, RouteOfTopicHeader(topic)))
         if answer.code == ResponseCode.TOPIC_NOT_EXIST:
             return LearntRoute({})
-        return self._read(answer, f"the route of {topic}", _route_of)
+        return self._read(answer, f"the route of {topic}", _usable_route)
 
     def brokers(self) -> LearntRoute:
         """Return the brokers of all clusters.
@@ -86,7 +85,7 @@ class NameServers:
             BrokerError: The server at the address is no name server.
         """
         answer = self._ask(frame_of(RequestCode.GET_BROKER_CLUSTER_INFO))
-        return self._read(answer, "the brokers", lambda body: LearntRoute(_addresses(body.get("brokerAddrTable"))))
+        return self._read(answer, "the brokers", _brokers_of)
 
     def _read(self, answer: Frame, what: str, parse: Any) -> LearntRoute:  # noqa: ANN401 a function of a parsed body
         if answer.code:
@@ -125,53 +124,18 @@ class NameServers:
         raise BrokerUnreachableError(f"no name server answers: {'; '.join(why)}")
 
 
-def _route_of(body: Mapping[str, Any]) -> LearntRoute:
-    rows = body.get("brokerDatas") or []
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise MalformedError(f"brokerDatas: expected a list of objects, found {rows!r:.80}")
-    brokers = _addresses({str(row.get("brokerName")): row for row in rows})
-    queues = body.get("queueDatas") or []
-    if not isinstance(queues, list):
-        raise MalformedError(f"queueDatas: expected a list, found {queues!r:.80}")
-    data = [_queue_data(row) for row in queues]
-    if sum(max(queue_data.read_queues, queue_data.write_queues) for queue_data in data) > _MOST_QUEUES:
-        raise MalformedError(f"queueDatas: expected at most {_MOST_QUEUES:,} queues")
+def _brokers_of(body: Mapping[str, Any]) -> LearntRoute:
+    return LearntRoute(broker_addresses(body.get("brokerAddrTable")))
+
+
+def _usable_route(body: Mapping[str, Any]) -> LearntRoute:
+    """Return a route without the queues of unknown brokers; brokers without a master take no messages."""
+    brokers, queues = route_of(body)
     usable = [
         queue_data
         if _MASTER in brokers[queue_data.broker_name]
         else replace(queue_data, permission=queue_data.permission & ~PERM_WRITE)
-        for queue_data in data
+        for queue_data in queues
         if queue_data.broker_name in brokers
     ]
     return LearntRoute(brokers, tuple(sorted(usable, key=lambda queue_data: queue_data.broker_name)))
-
-
-def _queue_data(row: object) -> QueueData:
-    if isinstance(row, dict):
-        name = row.get("brokerName")
-        read, write, permission = (_number(row.get(key)) for key in ("readQueueNums", "writeQueueNums", "perm"))
-        if isinstance(name, str) and read is not None and write is not None and permission is not None:
-            return QueueData(name, read, write, permission)
-    raise MalformedError(f"queueDatas: expected a broker with its numbers of queues, found {row!r:.200}")
-
-
-def _number(value: object) -> int | None:
-    return value if type(value) is int and 0 <= value <= _MOST_QUEUES else None
-
-
-def _addresses(table: object) -> dict[str, dict[int, str]]:
-    """Return the addresses of brokers by their names and ids."""
-    if not isinstance(table, dict):
-        raise MalformedError(f"expected a table of brokers, found {table!r:.80}")
-    by_name: dict[str, dict[int, str]] = {}
-    for name, row in table.items():
-        addresses = row.get("brokerAddrs") if isinstance(row, dict) else None
-        if not isinstance(addresses, dict):
-            raise MalformedError(f"broker {name!r:.80}: expected brokerAddrs, found {row!r:.80}")
-        for key, address in addresses.items():
-            if not str(key).isdecimal():
-                raise MalformedError(f"broker {name!r:.80}: expected a broker id, found {key!r:.80}")
-            if not isinstance(address, str) or not address.rpartition(":")[2].isdecimal():
-                raise MalformedError(f"broker {name!r:.80}: expected host:port, found {address!r:.80}")
-            by_name.setdefault(str(name), {})[int(key)] = address
-    return by_name

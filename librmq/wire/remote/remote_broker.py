@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
@@ -20,14 +20,12 @@ from librmq.message.properties import PROPERTY_DELAY
 from librmq.protocol import (
     ChannelClosed,
     CheckSubscription,
-    ConsumeFrom,
     ConsumerData,
     Endpoint,
     EndTransaction,
     GroupSubscriptions,
     Heartbeat,
     LockQueues,
-    MessageModel,
     PullMessage,
     Request,
     ResponseCode,
@@ -52,13 +50,12 @@ from librmq.wire.remote.client_requests import ClientRequests
 from librmq.wire.remote.connection import Transport
 from librmq.wire.remote.connection_pool import Connections
 from librmq.wire.remote.long_pulls import LongPulls
-from librmq.wire.remoting.bodies import read_body, subscription_of
+from librmq.wire.remoting.bodies import group_clients_of, read_body
 from librmq.wire.remoting.codec import FORMS, check, frame_of, heartbeat_frame, read_sent, send_frame
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import (
     ConsumerGroupHeader,
     RequestCode,
-    TopicNameHeader,
 )
 
 # ---- delays: brokers of 4.9 have levels, those of 5.x a timer as well
@@ -111,45 +108,6 @@ class BrokerDelays(NamedTuple):
                 "timerWheelEnable=true, or librmq's with BrokerConfig(timers=TimerConfig()))"
             )
         return Message._from_parts(message.topic, message.body, message.flag, message.properties | added)
-
-
-# ---- clients of a group
-
-
-def consumer_data(group: str, body: Mapping[str, Any]) -> tuple[ConsumerData, tuple[str, ...]]:
-    """Return a group as its clients describe it, and the ids of the clients.
-
-    Raises:
-        MalformedError: This is no list of connections.
-    """
-    rows = body.get("connectionSet") or []
-    ids = [row.get("clientId") if isinstance(row, dict) else None for row in rows] if isinstance(rows, list) else [None]
-    if not all(isinstance(client_id, str) for client_id in ids):
-        raise MalformedError(f"connectionSet: expected objects with a clientId, found {rows!r:.80}")
-    table = body.get("subscriptionTable") or {}
-    if not isinstance(table, dict):
-        raise MalformedError(f"subscriptionTable: expected an object, found {table!r:.80}")
-    begin, model = body.get("consumeFromWhere"), body.get("messageModel")
-    data = ConsumerData(
-        group,
-        "pull" if body.get("consumeType") == "CONSUME_ACTIVELY" else "push",
-        MessageModel.BROADCASTING if model == MessageModel.BROADCASTING.value else MessageModel.CLUSTERING,
-        next((start for start in ConsumeFrom if start.value == begin), ConsumeFrom.LAST),
-        {str(topic): subscription_of(row) for topic, row in table.items()},
-    )
-    return data, tuple(map(str, ids))
-
-
-def group_names(body: bytes) -> list[str]:
-    """Return the groups of a topic from the body of an answer.
-
-    Raises:
-        MalformedError: This is no list of groups.
-    """
-    names = read_body(body, "the groups of a topic").get("groupList") or []
-    if not isinstance(names, list):
-        raise MalformedError(f"groupList: expected a list, found {names!r:.80}")
-    return [str(name) for name in names]
 
 
 R = TypeVar("R")
@@ -224,7 +182,7 @@ class RemoteBroker:
             self._note_heartbeat(cast("Heartbeat", request))
             return cast("R", None)
         form = FORMS.get(kind)
-        if form is None:
+        if form is None or kind is TopicGroups:  # whose result takes further requests
             return cast("R", self._call_otherwise(request))
         frame = form.write(request)
         if kind is EndTransaction:
@@ -450,7 +408,7 @@ class RemoteBroker:
             return None
         check(answer)
         try:
-            return consumer_data(group, read_body(answer.body, "the clients of a group"))
+            return group_clients_of(group, read_body(answer.body, "the clients of a group"))
         except MalformedError as error:
             raise BrokerUnreachableError(f"{self.name}: the clients of {group} can't be read: {error}") from error
 
@@ -463,8 +421,8 @@ class RemoteBroker:
 
     def groups_of(self, topic: str) -> list[str]:
         """Return the groups that consume a topic or have progress in it."""
-        answer = check(self.request(frame_of(RequestCode.QUERY_TOPIC_CONSUME_BY_WHO, TopicNameHeader(topic))))
-        return cast("list[str]", self._read(lambda _, answer: group_names(answer.body), TopicGroups(topic), answer))
+        request, form = TopicGroups(topic), FORMS[TopicGroups]
+        return cast("list[str]", self._read(form.read, request, self.request(form.write(request))))
 
     def request(self, frame: Frame) -> Frame:
         """Send a request that is no client's, and return its answer.

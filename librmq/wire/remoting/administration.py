@@ -19,6 +19,7 @@ from librmq.message.message import MessageQueue
 from librmq.message.topics import validate_client_topic
 from librmq.protocol import (
     CleanUnusedTopics,
+    ConsumerData,
     CreateTopic,
     DeleteExpiredFiles,
     DeleteGroup,
@@ -32,7 +33,7 @@ from librmq.protocol import (
     ViewMessage,
 )
 from librmq.runtime.event_log import EventLog
-from librmq.wire.remoting.bodies import queue_key, read_body, subscription_row, write_body
+from librmq.wire.remoting.bodies import group_clients_body, queue_key, read_body, subscription_row, write_body
 from librmq.wire.remoting.calls import Handlers, RemotingCall, refused, served
 from librmq.wire.remoting.client_channels import ClientChannel, ClientChannels
 from librmq.wire.remoting.consuming import stored_ms
@@ -101,7 +102,6 @@ class AdminRequests:
             RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_BROKER: self._system_topics,
             RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE: lambda call: call.answer(),  # retention does it
             RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG: self._group_configs,
-            RequestCode.QUERY_TOPIC_CONSUME_BY_WHO: self._groups_of_topic,
             RequestCode.GET_CONSUME_STATS: self._consume_stats,
             RequestCode.GET_BROKER_CONSUME_STATS: self._all_consume_stats,
             RequestCode.QUERY_CONSUME_TIME_SPAN: self._time_spans,
@@ -115,9 +115,8 @@ class AdminRequests:
             RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: self._client_progress,
             RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS: self._client_progress,
             RequestCode.CONSUME_MESSAGE_DIRECTLY: self._consume_directly,
-            **served(
-                broker.call, QueryMessages, ViewMessage, CleanUnusedTopics, DeleteExpiredFiles, SetGroup, ResetGroup
-            ),
+            **served(broker.call, QueryMessages, ViewMessage, CleanUnusedTopics, DeleteExpiredFiles),
+            **served(broker.call, SetGroup, ResetGroup, TopicGroups),
         }
 
     # ---- messages
@@ -200,11 +199,6 @@ class AdminRequests:
         with self._broker.runner.lock:
             table = dict(self._broker.tables.groups.rows)
         return call.answer(body=write_body({"dataVersion": _version(self._begin_ms), "subscriptionGroupTable": table}))
-
-    def _groups_of_topic(self, call: RemotingCall) -> bytes:
-        header: TopicNameHeader = call.header
-        groups = self._broker.call(TopicGroups(header.topic))
-        return call.answer(body=write_body({"groupList": list(groups)}))
 
     def _consume_stats(self, call: RemotingCall) -> bytes:
         header: GroupAndTopicHeader = call.header
@@ -310,16 +304,8 @@ class AdminRequests:
         members = self._broker.connections(group)
         if members is None:
             raise BrokerError(ResponseCode.CONSUMER_NOT_ONLINE, f"the consumer group[{group}] not online")
-        body = {
-            "connectionSet": [self._connection(client_id) for client_id in members.client_ids],
-            "consumeFromWhere": members.consume_from.value,
-            "consumeType": "CONSUME_PASSIVELY" if members.kind == "push" else "CONSUME_ACTIVELY",
-            "messageModel": members.model.value,
-            "subscriptionTable": {
-                topic: subscription_row(subscription) for topic, subscription in members.subscriptions.items()
-            },
-        }
-        return call.answer(body=write_body(body))
+        data = ConsumerData(group, members.kind, members.model, members.consume_from, members.subscriptions)
+        return call.answer(body=group_clients_body(data, map(self._connection, members.client_ids)))
 
     def _connection(self, client_id: str) -> dict[str, Any]:
         session = self._sessions.get(client_id)

@@ -14,11 +14,13 @@ from librmq.errors import FilterSyntaxError, MalformedError
 from librmq.filter import TAG, TagFilter
 from librmq.java import json as java_json
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.protocol import ConsumeFrom, ConsumerData, Heartbeat, MessageModel, Subscription
+from librmq.protocol import ConsumeFrom, ConsumerData, Heartbeat, MessageModel, QueueData, Subscription
 
 MOST_REQUEST_BYTES: Final = 4 << 20
 MOST_REQUEST_ELEMENTS: Final = 200_000
 """Values in the body of a request. A heartbeat of a thousand groups has some ten thousand."""
+_MOST_QUEUES: Final = 100_000
+"""Of a topic, and in each number of a route."""
 _PULLS = ("CONSUME_ACTIVELY", 0)
 _BROADCASTS = ("BROADCASTING", 0)
 _FIRST = ("CONSUME_FROM_FIRST_OFFSET", 4)
@@ -109,6 +111,84 @@ def _queue_of(row: object) -> MessageQueue:
     raise MalformedError(f"expected a queue with topic, brokerName and queueId, found {row!r:.80}")
 
 
+# ---- routes
+
+
+def broker_row(name: str, cluster: str, addresses: Mapping[int, str]) -> dict[str, Any]:
+    """Return a broker with its addresses by broker id, as a name server writes it."""
+    by_id = {str(broker_id): address for broker_id, address in addresses.items()}
+    return {"brokerAddrs": by_id, "brokerName": name, "cluster": cluster}
+
+
+def broker_addresses(table: object) -> dict[str, dict[int, str]]:
+    """Return the addresses of brokers by their names and ids, from a table of their rows.
+
+    Raises:
+        MalformedError: This is not such a table.
+    """
+    if not isinstance(table, dict):
+        raise MalformedError(f"expected a table of brokers, found {table!r:.80}")
+    by_name: dict[str, dict[int, str]] = {}
+    for name, row in table.items():
+        addresses = row.get("brokerAddrs") if isinstance(row, dict) else None
+        if not isinstance(addresses, dict):
+            raise MalformedError(f"broker {name!r:.80}: expected brokerAddrs, found {row!r:.80}")
+        for key, address in addresses.items():
+            if not str(key).isdecimal():
+                raise MalformedError(f"broker {name!r:.80}: expected a broker id, found {key!r:.80}")
+            if not isinstance(address, str) or not address.rpartition(":")[2].isdecimal():
+                raise MalformedError(f"broker {name!r:.80}: expected host:port, found {address!r:.80}")
+            by_name.setdefault(str(name), {})[int(key)] = address
+    return by_name
+
+
+def route_body(brokers: Iterable[Mapping[str, Any]], queues: Iterable[QueueData]) -> bytes:
+    """Return the body of a route: the rows of its brokers, and the queues at each."""
+    rows = [
+        {
+            "brokerName": data.broker_name,
+            "perm": data.permission,
+            "readQueueNums": data.read_queues,
+            "topicSysFlag": 0,
+            "writeQueueNums": data.write_queues,
+        }
+        for data in queues
+    ]
+    return write_body({"brokerDatas": list(brokers), "filterServerTable": {}, "queueDatas": rows})
+
+
+def route_of(body: Mapping[str, Any]) -> tuple[dict[str, dict[int, str]], list[QueueData]]:
+    """Return the addresses of a route's brokers by name and id, and the queues at each.
+
+    Raises:
+        MalformedError: This is not a route.
+    """
+    rows = body.get("brokerDatas") or []
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise MalformedError(f"brokerDatas: expected a list of objects, found {rows!r:.80}")
+    brokers = broker_addresses({str(row.get("brokerName")): row for row in rows})
+    queues = body.get("queueDatas") or []
+    if not isinstance(queues, list):
+        raise MalformedError(f"queueDatas: expected a list, found {queues!r:.80}")
+    data = [_queue_data(row) for row in queues]
+    if sum(max(queue_data.read_queues, queue_data.write_queues) for queue_data in data) > _MOST_QUEUES:
+        raise MalformedError(f"queueDatas: expected at most {_MOST_QUEUES:,} queues")
+    return brokers, data
+
+
+def _queue_data(row: object) -> QueueData:
+    if isinstance(row, dict):
+        name = row.get("brokerName")
+        read, write, permission = (_number(row.get(key)) for key in ("readQueueNums", "writeQueueNums", "perm"))
+        if isinstance(name, str) and read is not None and write is not None and permission is not None:
+            return QueueData(name, read, write, permission)
+    raise MalformedError(f"queueDatas: expected a broker with its numbers of queues, found {row!r:.200}")
+
+
+def _number(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value <= _MOST_QUEUES else None
+
+
 # ---- heartbeats
 
 
@@ -121,7 +201,10 @@ def heartbeat_of(body: bytes) -> tuple[str, frozenset[str], tuple[ConsumerData, 
     heartbeat = read_request(body, "a heartbeat")
     client_id = heartbeat.get("clientID") or ""
     producers = frozenset(_name(row) for row in _rows(heartbeat, "producerDataSet"))
-    consumers = tuple(_consumer_of(row) for row in _rows(heartbeat, "consumerDataSet"))
+    consumers = tuple(
+        _consumer_of(_name(row), row, {subscription.topic: subscription for subscription in _subscriptions(row)})
+        for row in _rows(heartbeat, "consumerDataSet")
+    )
     if not isinstance(client_id, str) or (not client_id and (producers or consumers)):
         raise MalformedError(f"a heartbeat: expected clientID, text, found {client_id!r:.80}")
     return client_id, producers, consumers
@@ -134,6 +217,10 @@ def _rows(table: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return rows
 
 
+def _subscriptions(row: Mapping[str, Any]) -> list[Subscription]:
+    return [subscription_of(subscription) for subscription in _rows(row, "subscriptionDataSet")]
+
+
 def _name(row: Mapping[str, Any]) -> str:
     name = row.get("groupName")
     if not isinstance(name, str):
@@ -141,26 +228,31 @@ def _name(row: Mapping[str, Any]) -> str:
     return name
 
 
-def _consumer_of(row: Mapping[str, Any]) -> ConsumerData:
+def _consumer_of(group: str, row: Mapping[str, Any], subscriptions: Mapping[str, Subscription]) -> ConsumerData:
     begin = row.get("consumeFromWhere")
-    subscriptions = [subscription_of(subscription) for subscription in _rows(row, "subscriptionDataSet")]
     return ConsumerData(
-        _name(row),
+        group,
         "pull" if row.get("consumeType") in _PULLS else "push",
         MessageModel.BROADCASTING if row.get("messageModel") in _BROADCASTS else MessageModel.CLUSTERING,
         ConsumeFrom.FIRST if begin in _FIRST else ConsumeFrom.TIMESTAMP if begin in _TIMESTAMP else ConsumeFrom.LAST,
-        {subscription.topic: subscription for subscription in subscriptions},
+        subscriptions,
     )
+
+
+def _consumer_row(data: ConsumerData) -> dict[str, Any]:
+    return {
+        "consumeFromWhere": data.consume_from.value,
+        "consumeType": _PULLS[0] if data.kind == "pull" else "CONSUME_PASSIVELY",
+        "messageModel": data.model.value,
+    }
 
 
 def heartbeat_body(heartbeat: Heartbeat) -> bytes:
     """Return the body of a heartbeat, as `heartbeat_of` reads it."""
     consumers = [
         {
-            "consumeFromWhere": data.consume_from.value,
-            "consumeType": _PULLS[0] if data.kind == "pull" else "CONSUME_PASSIVELY",
+            **_consumer_row(data),
             "groupName": data.group,
-            "messageModel": data.model.value,
             "subscriptionDataSet": [subscription_row(subscription) for subscription in data.subscriptions.values()],
             "unitMode": False,
         }
@@ -168,6 +260,35 @@ def heartbeat_body(heartbeat: Heartbeat) -> bytes:
     ]
     producers = [{"groupName": group} for group in sorted(heartbeat.producer_groups)]
     return write_body({"clientID": heartbeat.client_id, "consumerDataSet": consumers, "producerDataSet": producers})
+
+
+# ---- clients of a group
+
+
+def group_clients_body(data: ConsumerData, connections: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return the body with a group as its clients describe it, and the rows of their connections."""
+    subscriptions = {topic: subscription_row(subscription) for topic, subscription in data.subscriptions.items()}
+    return write_body({"connectionSet": list(connections), **_consumer_row(data), "subscriptionTable": subscriptions})
+
+
+def group_clients_of(group: str, body: Mapping[str, Any]) -> tuple[ConsumerData, tuple[str, ...]]:
+    """Return a group as its clients describe it, and the ids of the clients.
+
+    Raises:
+        MalformedError: This is no list of connections.
+    """
+    rows = body.get("connectionSet") or []
+    ids = [row.get("clientId") if isinstance(row, dict) else None for row in rows] if isinstance(rows, list) else [None]
+    if not all(isinstance(client_id, str) for client_id in ids):
+        raise MalformedError(f"connectionSet: expected objects with a clientId, found {rows!r:.80}")
+    table = body.get("subscriptionTable") or {}
+    if not isinstance(table, dict):
+        raise MalformedError(f"subscriptionTable: expected an object, found {table!r:.80}")
+    subscriptions = {str(topic): subscription_of(row) for topic, row in table.items()}
+    return _consumer_of(group, body, subscriptions), tuple(map(str, ids))
+
+
+# ---- subscriptions
 
 
 def subscription_of(row: object) -> Subscription:

@@ -12,7 +12,7 @@ and the processors of the broker.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from librmq.errors import (
@@ -58,6 +58,7 @@ from librmq.protocol import (
     SendStatus,
     SetGroup,
     Subscription,
+    TopicGroups,
     TransactionState,
     UnlockQueues,
     Unregister,
@@ -221,8 +222,8 @@ def _by_fields(kind: type[Any], code: RequestCode, fields: str, result: _Result,
     def write(request: object) -> Frame:
         return frame_of(code, header(**{field: getattr(request, name) for field, name in pairs}, **constants))
 
-    def parse(found: object, body: bytes) -> object:
-        return kind(**{name: getattr(found, field) for field, name in pairs})
+    def parse(header: object, body: bytes) -> object:
+        return kind(**{name: getattr(header, field) for field, name in pairs})
 
     return Form(code, write, result.read, parse, result.reply)
 
@@ -298,6 +299,17 @@ def _read_ids(request: ConsumerIds, answer: Frame) -> tuple[str, ...]:
     return tuple(ids)
 
 
+def _reply_groups(request: TopicGroups, groups: Iterable[str]) -> Reply:
+    return Reply(body=write_body({"groupList": list(groups)}))
+
+
+def _read_groups(request: TopicGroups, answer: Frame) -> list[str]:
+    names = read_body(check(answer).body, "the groups of a topic").get("groupList") or []
+    if not isinstance(names, list):
+        raise MalformedError(f"groupList: expected a list, found {names!r:.80}")
+    return [str(name) for name in names]
+
+
 def _reply_locked(request: LockQueues, queues: frozenset[MessageQueue]) -> Reply:
     return Reply(body=write_body({"lockOKMQSet": [queue_row(queue) for queue in sorted(queues)]}))
 
@@ -346,6 +358,8 @@ _NO_QUEUES: Final = _Result(_reply_nothing, _read_no_queues)
 _OFFSET: Final = _Result(lambda request, queue_offset: Reply(QueueOffsetHeader(queue_offset)), _read_offset)
 _PROGRESS: Final = _Result(_reply_progress, _read_progress)
 _IDS: Final = _Result(_reply_ids, _read_ids)
+_GROUPS: Final = _Result(_reply_groups, _read_groups)
+"""Only the names of the groups."""
 _LOCKED: Final = _Result(_reply_locked, _read_locked)
 _VIEWED: Final = _Result(_reply_viewed, _read_viewed)
 _MESSAGES: Final = _Result(_reply_messages, _read_messages)
@@ -449,6 +463,7 @@ FORMS: Final[Mapping[type[Any], Form]] = {
     EndTransaction: Form(_C.END_TRANSACTION, _write_end, _NOTHING.read, _parse_end, _NOTHING.reply),
     Unregister: _by_fields(Unregister, _C.UNREGISTER_CLIENT, "client_id producer_group consumer_group", _NOTHING),
     ConsumerIds: _by_fields(ConsumerIds, _C.GET_CONSUMER_LIST_BY_GROUP, "consumer_group=group", _IDS),
+    TopicGroups: _by_fields(TopicGroups, _C.QUERY_TOPIC_CONSUME_BY_WHO, "topic", _GROUPS),
     QueryOffset: _by_fields(QueryOffset, _C.QUERY_CONSUMER_OFFSET, "consumer_group=group topic queue_id", _PROGRESS),
     UpdateOffset: _by_fields(
         UpdateOffset,

@@ -13,7 +13,7 @@ from librmq.message.ids import format_host
 from librmq.message.topics import RETRY_PREFIX, is_system_topic
 from librmq.protocol import PERM_WRITE, CreateTopic, QueueData, ResponseCode
 from librmq.runtime.locks import Lock
-from librmq.wire.remoting.bodies import write_body
+from librmq.wire.remoting.bodies import broker_row, route_body, write_body
 from librmq.wire.remoting.calls import Handlers, RemotingCall
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.headers import (
@@ -80,26 +80,11 @@ class NameServer:
         if not queues:
             remark = f"No topic route info in name server for the topic: {header.topic}"
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, remark)
-        data = {
-            "brokerDatas": [self._broker_row(call.channel)],
-            "filterServerTable": {},
-            "queueDatas": [
-                {
-                    "brokerName": queue_data.broker_name,
-                    "perm": queue_data.permission,
-                    "readQueueNums": queue_data.read_queues,
-                    "topicSysFlag": 0,
-                    "writeQueueNums": queue_data.write_queues,
-                }
-                for queue_data in queues
-            ],
-        }
-        return call.answer(body=write_body(data))
+        return call.answer(body=route_body([self._broker_row(call.channel)], queues))
 
     def _broker_row(self, channel: Channel) -> dict[str, Any]:
         broker = self._broker
-        addresses = {"0": self.address(channel)}
-        return {"brokerAddrs": addresses, "brokerName": broker.name, "cluster": broker.cluster_name}
+        return broker_row(broker.name, broker.cluster_name, {0: self.address(channel)})
 
     def _clusters(self, call: RemotingCall) -> bytes:
         broker = self._broker
