@@ -23,7 +23,7 @@ from librmq.wire.remote.connection_pool import Connections
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remoting.channels import Channel
 from librmq.wire.remoting.client_channels import ClientChannels
-from librmq.wire.remoting.consuming import Pulling
+from librmq.wire.remoting.consuming import Pulls
 from librmq.wire.remoting.frames import Frame, FrameReader, encode
 from librmq.wire.remoting.runtime_info import Rates
 from librmq.wire.remoting.sends import SENDS
@@ -76,8 +76,8 @@ class _Server:
         rates = Rates()
         self.broker = broker
         self.sessions = ClientChannels(broker, lambda *_: None)
-        self.pulling = Pulling(broker, rates, ends_holds=False)  # otherwise a test would never be idle
-        self.answers = FrameAnswers(broker, self.sessions, self.pulling, rates)
+        self.pulls = Pulls(broker, rates, ends_holds=False)  # otherwise a test would never be idle
+        self.answers = FrameAnswers(broker, self.sessions, self.pulls, rates)
 
 
 class _TurnChannel(Channel):

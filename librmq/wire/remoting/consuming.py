@@ -57,7 +57,7 @@ _MOST_HELD_IN_ALL: Final = 100_000
 _MOST_STARTED: Final = 100_000
 
 
-class _Waiting:
+class _HeldPull:
     """A pull that is answered later. Changes only under the runner's lock."""
 
     __slots__ = ("call", "is_answered", "is_asking")
@@ -69,7 +69,7 @@ class _Waiting:
         """Whether its connection's thread is about to ask again."""
 
 
-class Pulling:
+class Pulls:
     """The pulls of one server's clients. Thread-safe."""
 
     def __init__(self, broker: Broker, rates: Rates, *, ends_holds: bool = True) -> None:
@@ -77,8 +77,8 @@ class Pulling:
         self._broker = broker
         self._runner = broker.runner
         self._step = Step(f"{broker.name}: pulls of the wire", self._run_due)
-        self._deadlines: Deadlines[_Waiting] = Deadlines()
-        self._held: dict[Channel, set[_Waiting]] = {}
+        self._deadlines: Deadlines[_HeldPull] = Deadlines()
+        self._held: dict[Channel, set[_HeldPull]] = {}
         self._count = 0
         self._ends_holds = ends_holds
         self._rates = rates
@@ -94,7 +94,7 @@ class Pulling:
         begin_ms = self._runner.now_ms()
         if not header.sys_flag & PULL_WAITS or waits_ms <= 0:
             return self._answer(call, call.call_broker(_request(call, commits=True)), begin_ms)
-        waiting = _Waiting(call)
+        waiting = _HeldPull(call)
         with self._runner.lock:  # so that the hold is known before it can end
             response = call.call_broker(_request(call, lambda: self._woken(waiting), commits=True))
             if response.status is PullStatus.HELD:
@@ -146,7 +146,7 @@ class Pulling:
             for waiting in [pull for pull in held if group in (None, pull.call.header.consumer_group)]:
                 self._end(waiting)
 
-    def _end(self, waiting: _Waiting) -> None:
+    def _end(self, waiting: _HeldPull) -> None:
         """Hold a pull no longer."""
         waiting.is_answered = True
         self._deadlines.discard(waiting)
@@ -168,7 +168,7 @@ class Pulling:
                     waiting.is_asking = True
                     waiting.call.channel.run_later(partial(self._ask_again, waiting, is_last=True))
 
-    def _woken(self, waiting: _Waiting) -> None:
+    def _woken(self, waiting: _HeldPull) -> None:
         """Let the connection's thread ask again. Called under the runner's lock."""
         if not waiting.is_answered and not waiting.is_asking:
             waiting.is_asking = True
@@ -183,7 +183,7 @@ class Pulling:
             waiting.call.channel.run_later(partial(self._ask_again, waiting, is_last=True))
         return deadlines.first_ms
 
-    def _ask_again(self, waiting: _Waiting, *, is_last: bool) -> None:
+    def _ask_again(self, waiting: _HeldPull, *, is_last: bool) -> None:
         call = waiting.call
         notify: Callable[[], None] | None = None if is_last else lambda: self._woken(waiting)
         with self._runner.lock:
@@ -224,16 +224,16 @@ def _request(call: RemotingCall, notify: Callable[[], None] | None = None, *, co
     return parse_pull(call.header, client_id, notify, commits=commits)
 
 
-class Consuming:
+class ConsumerRequests:
     """The consumers of one server. Thread-safe."""
 
-    def __init__(self, broker: Broker, sessions: ClientChannels, pulling: Pulling, rates: Rates) -> None:
+    def __init__(self, broker: Broker, sessions: ClientChannels, pulls: Pulls, rates: Rates) -> None:
         self._broker = broker
         self._rates = rates
         self._sessions = sessions
-        self._pulling = pulling
+        self._pulls = pulls
         self.handlers: Handlers = {
-            RequestCode.PULL_MESSAGE: pulling.pull,
+            RequestCode.PULL_MESSAGE: pulls.pull,
             RequestCode.HEART_BEAT: self._heartbeat,
             RequestCode.UNREGISTER_CLIENT: self._unregister,
             RequestCode.CONSUMER_SEND_MSG_BACK: self._send_back,
@@ -253,7 +253,7 @@ class Consuming:
     def _unregister(self, call: RemotingCall) -> bytes:
         header: LeavingClientHeader = call.header
         if header.consumer_group:
-            self._pulling.drop_pulls(call.channel, header.consumer_group)  # if it asked again, it would be refused
+            self._pulls.drop_pulls(call.channel, header.consumer_group)  # if it asked again, it would be refused
         self._sessions.leave(call.channel, header.client_id, header.producer_group, header.consumer_group)
         return call.answer()
 

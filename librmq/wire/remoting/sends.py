@@ -221,13 +221,13 @@ def plain_answer(frame: Frame, response: SendResponse) -> bytes | None:
 
 _SEND_BATCH: Final = int(RequestCode.SEND_BATCH_MESSAGE)
 SENDS: Final = frozenset({int(RequestCode.SEND_MESSAGE), int(RequestCode.SEND_MESSAGE_V2), _SEND_BATCH})
-"""The codes of requests that `Producing.send_all` answers."""
+"""The codes of requests that `Sends.send_all` answers."""
 _NONE: Final = (0, 0, 0)
 _LARGE_BATCH: Final = 256 << 10
 """Bytes from which on batches are read one at a time."""
 
 
-class Producing:
+class Sends:
     """The sends of one server's clients. Thread-safe."""
 
     def __init__(self, broker: Broker, rates: Rates) -> None:
@@ -414,10 +414,10 @@ _PUSH_S: Final = 3.0
 class Replies:
     """The replies of one server's clients. Thread-safe."""
 
-    def __init__(self, broker: Broker, sessions: ClientChannels, producing: Producing) -> None:
+    def __init__(self, broker: Broker, sessions: ClientChannels, sends: Sends) -> None:
         self._broker = broker
         self._sessions = sessions
-        self._producing = producing
+        self._sends = sends
         self.handlers: Handlers = {
             RequestCode.SEND_REPLY_MESSAGE: self._reply,
             RequestCode.SEND_REPLY_MESSAGE_V2: self._reply,
@@ -440,14 +440,14 @@ class Replies:
         header: SendHeader = call.header
         client_id = decode_properties(header.properties).get(PROPERTY_REPLY_TO_CLIENT, "")
         if self._sessions.get(client_id) is None and client_id in self._broker.client_ids():  # in this process
-            sent = self._producing.request(call)
+            sent = self._sends.request(call)
             if isinstance(sent, SendBatch):
                 raise MalformedError("a reply: expected one message, found a batch")
-            return self._producing.answer(call, call.call_broker(SendReply(sent)))
+            return self._sends.answer(call, call.call_broker(SendReply(sent)))
         problem = self._push(call, header)
         code = 0 if problem is None else ResponseCode.SYSTEM_ERROR
         try:
-            return self._producing.answer(call, call.call_broker(self._producing.request(call)), code, problem)
+            return self._sends.answer(call, call.call_broker(self._sends.request(call)), code, problem)
         except RmqError:  # as at a broker, the reply has arrived, and is only not kept
             return call.answer(SentHeader("0", max(header.queue_id, 0), 0), code=code, remark=problem)
 

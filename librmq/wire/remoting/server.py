@@ -25,11 +25,11 @@ from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
 from librmq.wire.remoting.calls import answer_of, answering, refused
 from librmq.wire.remoting.channels import Channel, limit_time
 from librmq.wire.remoting.client_channels import ClientChannels
-from librmq.wire.remoting.consuming import Consuming, Pulling
+from librmq.wire.remoting.consuming import ConsumerRequests, Pulls
 from librmq.wire.remoting.frames import Frame, FrameReader
 from librmq.wire.remoting.name_server import NameServer
 from librmq.wire.remoting.runtime_info import Description, Rates
-from librmq.wire.remoting.sends import SENDS, Producing, Replies
+from librmq.wire.remoting.sends import SENDS, Replies, Sends
 
 # ---- budgets of all connections together
 
@@ -143,7 +143,7 @@ class FrameAnswers:
         self,
         broker: Broker,
         sessions: ClientChannels,
-        pulling: Pulling,
+        pulls: Pulls,
         rates: Rates,
         *,
         advertise: str | None = None,
@@ -152,13 +152,13 @@ class FrameAnswers:
     ) -> None:
         """The last three arguments are those of `RemotingServer`."""
         self._allows_admin = allows_admin
-        names, self._producing = NameServer(broker, advertise, creates_retry_topics), Producing(broker, rates)
-        self.known = self._producing.known
+        names, self._sends = NameServer(broker, advertise, creates_retry_topics), Sends(broker, rates)
+        self.known = self._sends.known
         parts: list[Any] = [
             names,
-            self._producing,
-            Replies(broker, sessions, self._producing),
-            Consuming(broker, sessions, pulling, rates),
+            self._sends,
+            Replies(broker, sessions, self._sends),
+            ConsumerRequests(broker, sessions, pulls, rates),
             AdminRequests(broker, sessions, names, rates),
             Description(broker, names, rates),
         ]
@@ -171,9 +171,7 @@ class FrameAnswers:
         for is_send, run in itertools.groupby(frames, _is_send):
             together = list(run)
             answered = (
-                self._producing.send_all(channel, together)
-                if is_send
-                else map(partial(self._answer, channel), together)
+                self._sends.send_all(channel, together) if is_send else map(partial(self._answer, channel), together)
             )
             for frame, answer in answered:
                 if answer is not None and not frame.is_one_way:
@@ -267,12 +265,12 @@ class RemotingServer:
         self.host, self.port = self._listening.getsockname()[:2]
         self._sessions = ClientChannels(broker, changed or (lambda *_: None))
         rates = Rates()
-        self._pulling = Pulling(broker, rates, ends_holds=endpoints is None)
+        self._pulls = Pulls(broker, rates, ends_holds=endpoints is None)
         self._endpoints = endpoints or (lambda _: broker)
         self._answers = FrameAnswers(
             broker,
             self._sessions,
-            self._pulling,
+            self._pulls,
             rates,
             advertise=advertise,
             creates_retry_topics=creates_retry_topics,
@@ -302,7 +300,7 @@ class RemotingServer:
 
         ``queue`` is a group, a topic and a queue id.
         """
-        self._pulling.release(queue)
+        self._pulls.release(queue)
 
     def close(self, timeout: float = 5) -> bool:
         """Stop answering requests, and end all connections. A second call does nothing.
@@ -427,7 +425,7 @@ class RemotingServer:
         finally:
             channel.close()
             self._budgets.remove(channel)
-            self._pulling.drop_pulls(channel)
+            self._pulls.drop_pulls(channel)
             self._sessions.closed(channel)
             channel.release()
 

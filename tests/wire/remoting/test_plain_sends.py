@@ -25,7 +25,7 @@ from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
 from librmq.wire.remoting.headers import REQUESTS, SendHeader
 from librmq.wire.remoting.headers import RequestCode as Code
 from librmq.wire.remoting.runtime_info import Rates
-from librmq.wire.remoting.sends import Producing
+from librmq.wire.remoting.sends import Sends
 from librmq.wire.remoting.server import RemotingServer
 from tests.budget import many
 from tests.wire.remoting_client import RawClient
@@ -67,7 +67,7 @@ def sends(draw: Any) -> Frame:
 
 
 @contextmanager
-def served(files: Files | None = None, **settings: Any) -> Iterator[tuple[Broker, Producing, Channel]]:
+def served(files: Files | None = None, **settings: Any) -> Iterator[tuple[Broker, Sends, Channel]]:
     ours, peers = socket.socketpair()
     runner, store = ManualRunner(ManualClock(BEGIN_MS)), StoreConfig.tiny(compress_from=4096, **settings)
     with (
@@ -78,7 +78,7 @@ def served(files: Files | None = None, **settings: Any) -> Iterator[tuple[Broker
         ) as broker,
     ):
         broker.create_topic("t", 4)
-        yield broker, Producing(broker, Rates()), Channel(ours, ("127.0.0.1", 5), ("127.0.0.1", 6), broker)
+        yield broker, Sends(broker, Rates()), Channel(ours, ("127.0.0.1", 5), ("127.0.0.1", 6), broker)
 
 
 def records(broker: Broker) -> list[bytes]:
