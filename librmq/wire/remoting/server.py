@@ -25,7 +25,7 @@ from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
 from librmq.wire.remoting.calls import answer_of, answering, refused
 from librmq.wire.remoting.channels import Channel, limit_time
 from librmq.wire.remoting.client_channels import ClientChannels
-from librmq.wire.remoting.consuming import ConsumerRequests, Pulls
+from librmq.wire.remoting.consumer_requests import ConsumerRequests, Pulls
 from librmq.wire.remoting.frames import Frame, FrameReader
 from librmq.wire.remoting.name_server import NameServer
 from librmq.wire.remoting.runtime_info import Description, Rates

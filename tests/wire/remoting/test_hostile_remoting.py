@@ -18,7 +18,7 @@ from librmq import Broker, ManualRunner
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.wire.certificates import self_signed
 from librmq.wire.remoting import RemotingServer
-from librmq.wire.remoting import consuming as consuming_module
+from librmq.wire.remoting import consumer_requests as consuming_module
 from librmq.wire.remoting import server as server_module
 from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
 from librmq.wire.remoting.headers import ClientOfGroupHeader
