@@ -19,6 +19,21 @@ def broker(name: str, runner: ManualRunner, files: MemoryFiles | None = None) ->
     return Broker.open("/b", name=name, runner=runner, files=files or MemoryFiles(), store_config=StoreConfig.tiny())
 
 
+class TwoBrokers:
+    """Brokers a and b with a topic; the files of b outlast it."""
+
+    def __init__(self) -> None:
+        self.runner, self.files = ManualRunner(), MemoryFiles()
+        self.a, self.b = broker("a", self.runner), broker("b", self.runner, self.files)
+        for member in (self.a, self.b):
+            member.create_topic("T", 2)
+
+
+@pytest.fixture
+def two() -> TwoBrokers:
+    return TwoBrokers()
+
+
 def names(routes: RouteTable, topic: str = "T") -> list[str]:
     return [data.broker_name for data in routes.topic_route(topic)]
 
@@ -53,71 +68,49 @@ def test_a_topic_is_where_any_broker_has_it() -> None:
         routes.endpoint("c")
 
 
-def test_a_closed_broker_stays_in_the_route_for_up_to_30_s() -> None:
-    runner, files = ManualRunner(), MemoryFiles()
-    a, b = broker("a", runner), broker("b", runner, files)
-    routes = RouteTable(a, b)
-    for one in (a, b):
-        one.create_topic("T", 2)
-    runner.advance(1_000)
+def test_a_closed_broker_stays_in_the_route_for_up_to_30_s(two: TwoBrokers) -> None:
+    routes = RouteTable(two.a, two.b)
+    two.runner.advance(1_000)
     told = Told(routes)
-    b.close()
+    two.b.close()
     assert (names(routes), routes.broker_names(), told.times) == (["a", "b"], ("a",), 1)
     with pytest.raises(BrokerUnreachableError):
         routes.endpoint("b").call(MaxOffset("T", 0))
-    runner.advance(28_999)
+    two.runner.advance(28_999)
     assert (names(routes), told.times) == (["a", "b"], 1)
-    runner.advance(1)
+    two.runner.advance(1)
     assert (names(routes), told.times) == (["a"], 2)
-    again = broker("b", runner, files)
+    again = broker("b", two.runner, two.files)
     routes.add(again)
     assert routes.endpoint("b").call(MaxOffset("T", 0)) == 0
     assert names(routes) == ["a"]
-    runner.advance(30_000)
+    two.runner.advance(30_000)
     assert (names(routes), routes.broker_names()) == (["a", "b"], ("a", "b"))
-    assert runner.next_due_ms() is None
+    assert two.runner.next_due_ms() is None
 
 
-def test_a_killed_broker_stays_in_the_route_for_up_to_150_s() -> None:
-    runner, files = ManualRunner(), MemoryFiles()
-    a, b = broker("a", runner), broker("b", runner, files)
-    for one in (a, b):
-        one.create_topic("T", 2)
-    routes = RouteTable(a, b)
-    runner.advance(1_000)
-    b.abandon()
-    runner.advance(148_999)
+@pytest.mark.parametrize(
+    ("settings", "last_ms"), [({}, 148_999), ({"poll_s": 4, "expiry_s": 10}, 10_999)], ids=["150 s", "chosen"]
+)
+def test_a_killed_broker_stays_until_a_look_after_its_expiry(
+    two: TwoBrokers, settings: dict[str, int], last_ms: int
+) -> None:
+    routes = RouteTable(two.a, two.b, **settings)
+    two.runner.advance(1_000)
+    two.b.abandon()
+    two.runner.advance(last_ms)
     assert names(routes) == ["a", "b"]
-    runner.advance(1)
+    two.runner.advance(1)
     assert names(routes) == ["a"]
 
 
-def test_looks_and_expiry_of_a_route_can_be_chosen() -> None:
-    """A broker killed after a second expires 10 s later; clients update their route in the 12th second."""
-    runner = ManualRunner()
-    a, b = broker("a", runner), broker("b", runner)
-    for one in (a, b):
-        one.create_topic("T", 2)
-    routes = RouteTable(a, b, poll_s=4, expiry_s=10)
-    runner.advance(1_000)
-    b.abandon()
-    runner.advance(10_999)
-    assert names(routes) == ["a", "b"]
-    runner.advance(1)
-    assert names(routes) == ["a"]
-
-
-def test_a_quickly_reopened_broker_stays_in_the_route() -> None:
-    runner, files = ManualRunner(), MemoryFiles()
-    a, b = broker("a", runner), broker("b", runner, files)
-    for one in (a, b):
-        one.create_topic("T", 2)
-    routes = RouteTable(a, b)
-    b.abandon()
+def test_a_quickly_reopened_broker_stays_in_the_route(two: TwoBrokers) -> None:
+    routes = RouteTable(two.a, two.b)
+    two.b.abandon()
     assert routes.broker_names() == ("a",)
-    routes.add(broker("b", runner, files))
+    routes.add(broker("b", two.runner, two.files))
     assert (names(routes), routes.broker_names()) == (["a", "b"], ("a", "b"))
-    runner.advance(600_000)
+    two.runner.advance(600_000)
     assert names(routes) == ["a", "b"]
 
 
@@ -138,23 +131,19 @@ def test_a_broker_out_of_reach_loses_its_clients() -> None:
         routes.cut("b")
 
 
-def test_a_cut_outlasts_its_broker() -> None:
+def test_a_cut_outlasts_its_broker(two: TwoBrokers) -> None:
     """A broker that is opened again stays out of reach until its connection is restored."""
-    runner, files = ManualRunner(), MemoryFiles()
-    a, b = broker("a", runner), broker("b", runner, files)
-    for one in (a, b):
-        one.create_topic("T", 2)
-    routes = RouteTable(a, b)
+    routes = RouteTable(two.a, two.b)
     routes.cut("b")
-    b.abandon()
-    routes.add(broker("b", runner, files))
+    two.b.abandon()
+    routes.add(broker("b", two.runner, two.files))
     with pytest.raises(BrokerUnreachableError, match="b cannot be reached"):
         routes.endpoint("b").call(MaxOffset("T", 0))
-    runner.advance(180_000)
+    two.runner.advance(180_000)
     assert names(routes) == ["a"]
     routes.restore("b")
     assert routes.endpoint("b").call(MaxOffset("T", 0)) == 0
-    runner.advance(60_000)
+    two.runner.advance(60_000)
     assert names(routes) == ["a", "b"]
 
 
