@@ -1,4 +1,4 @@
-"""Cost of a cluster: a send over a route of four brokers; an hour of a drill over four sites."""
+"""Cost of a cluster: a send over a route of four brokers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from librmq.client.producer import Producer
 from librmq.cluster import Cluster
 from librmq.config import StoreConfig
 from librmq.runtime.runner import ManualRunner
-from librmq.testing.drills import one_cluster, run_drill
 
 SENDS: Final = 20_000
 BODY: Final = b"x" * 128
-SITES: Final = ("bj", "hz", "sh", "sz")
 
 
 def send(bench: Bench, folder: Path, *, brokers: int) -> Timed:
@@ -32,19 +30,9 @@ def send(bench: Bench, folder: Path, *, brokers: int) -> Timed:
             yield bench.count(SENDS)
 
 
-def drill(bench: Bench, _: Path) -> Timed:
-    """Run an hour with an order a second at each site, and all outages."""
-    yield
-    report = run_drill(one_cluster(SITES), minutes=max(51, bench.count(60)), rate=max(0.01, min(1.0, bench.scale)))
-    yield 1
-    assert not report.lost
-
-
 CASES: Final = [
     Case("a send over 4 brokers", partial(send, brokers=4), "", partial(send, brokers=1), "one over a single broker",
          Target(1.3, at_most=True), limit=True, is_cost=True),
-    Case("a drill of four sites", drill, "60 minutes, 14,400 orders, CPU time", target=Target(10, at_most=True),
-         unit="s", cpu=True),
 ]  # fmt: skip
 
 if __name__ == "__main__":

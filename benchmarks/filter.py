@@ -10,14 +10,12 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
 from benchmarks.frame import Bench, Case, Run, Target, Timed, main
 from librmq.filter import SqlFilter
-from librmq.filter.filters import Compiled
 
 EXPRESSION: Final = "a > 50 AND region IN ('eu','us') AND (TAGS IS NOT NULL OR b = 'x')"
 CEL: Final = (
@@ -101,22 +99,6 @@ def one_by_one(
     for message in messages:
         decide(message)
     yield len(messages)
-
-
-def compiling(_: Bench, folder: Path, *, compiled: Callable[[], object]) -> Timed:
-    compiled()
-    yield
-    for _round in repeat(None, 200):
-        compiled()
-    yield 200
-
-
-def at_first() -> object:
-    return Compiled(EXPRESSION, "4.9")
-
-
-def from_cache() -> object:
-    return SqlFilter(EXPRESSION)
 
 
 # ---------------------------------------------------------------------------------------------------------------- Arrow
@@ -268,11 +250,6 @@ def cases() -> Iterator[Case]:
     by_lambda = partial(one_by_one, make=lambda: by_hand(exact_integer), distinct=10**9)
     yield Case(name, distinct, "all distinct", ours, "100 values", Target(0.6), limit=True)
     yield Case(name, distinct, "all distinct", by_lambda, "a lambda, exact")
-    name, first = "filter, compiling", partial(compiling, compiled=at_first)
-    yield Case(name, first, target=Target(1, at_most=True), unit="ms")
-    yield Case(
-        name, partial(compiling, compiled=from_cache), "from the cache", first, "at first", unit="ms", limit=True
-    )
     name, columns = (
         "filter, Arrow",
         partial(in_batches, match=lambda given: SqlFilter(EXPRESSION).match_arrow(given.batch)),

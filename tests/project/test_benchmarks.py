@@ -231,7 +231,7 @@ def test_wrong_arguments_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rows"), [("store", "queue, mapped"), ("filter", "compiling")])
+@pytest.mark.parametrize(("name", "rows"), [("store", "queue, mapped"), ("filter", "one message")])
 def test_the_command_shows_a_table(name: str, rows: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--rounds", "1", "--rows", rows],
