@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from librmq.cli.rows import Row, is_listed, kind_of_topic
 from librmq.cli.selection import MessageQuery
-from librmq.cli.sources import Row, is_listed, kind_of_topic
 from librmq.diagnosis.deadletters import GivenUpMessage, given_up
 from librmq.diagnosis.group_lag import Lag, QueueLag
 from librmq.diagnosis.view import is_own_group

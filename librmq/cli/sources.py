@@ -7,21 +7,17 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from librmq.cli.output import ProgressBar
+from librmq.cli.rows import Row, is_listed, kind_of_topic
 from librmq.cli.stores import open_view
 from librmq.diagnosis.group_lag import Lag
 from librmq.diagnosis.group_lag import lag as lag_of
 from librmq.diagnosis.view import StoreView, is_own_group
-from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
+from librmq.message.delay_levels import DelayLevels
 from librmq.message.topics import (
-    DEAD_LETTER_PREFIX,
-    HALF_TOPIC,
-    OP_TOPIC,
-    RETRY_PREFIX,
     dead_letter_topic,
-    is_system_topic,
 )
 from librmq.store.format import directory
 
@@ -31,26 +27,6 @@ if TYPE_CHECKING:
     from librmq.diagnosis.deadletters import GivenUpMessage
     from librmq.message.message import StoredMessage
     from librmq.store import MessageStore
-
-Row = dict[str, Any]
-
-_INHERITED: Final = 1
-_KINDS: Final = {SCHEDULE_TOPIC: "delay", HALF_TOPIC: "half", OP_TOPIC: "op"}
-
-
-def kind_of_topic(topic: str) -> str:
-    """Return the kind of a topic: user, retry, dead, delay, half, op or system."""
-    if topic.startswith(RETRY_PREFIX):
-        return "retry"
-    if topic.startswith(DEAD_LETTER_PREFIX):
-        return "dead"
-    return _KINDS.get(topic) or ("system" if is_system_topic(topic) else "user")
-
-
-def is_listed(topic: str, permission: int) -> bool:
-    """Return whether a topic is listed though it has no messages: users have made it."""
-    is_own = kind_of_topic(topic) == "system" or topic in _KINDS or topic.endswith("_REPLY_TOPIC")
-    return not is_own and not permission & _INHERITED
 
 
 class Source(Protocol):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from librmq import Broker, ManualRunner, columns
-from librmq.cli.sources import kind_of_topic
+from librmq.cli.rows import kind_of_topic
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.message import Message

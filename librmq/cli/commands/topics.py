@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.input import TOPICS, near, note_topic_of
 from librmq.cli.output import Output, ProgressBar, log_bar, watching_bar
-from librmq.cli.rows import entry_rows, queue_row
+from librmq.cli.rows import entry_rows, kind_of_topic, queue_row
 from librmq.cli.selection import MessageQuery, select
-from librmq.cli.sources import StoreSource, kind_of_topic, open_source
+from librmq.cli.sources import StoreSource, open_source
 from librmq.cli.stores import open_store, open_view
 from librmq.diagnosis.findings import id_ranges
 from librmq.diagnosis.view import is_own_group
