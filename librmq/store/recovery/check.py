@@ -24,9 +24,9 @@ from librmq.java.lang import java_decode, string_hash
 from librmq.message import record as record_format
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
-from librmq.message.record import PROPERTY_KEYS, split_keys
+from librmq.message.record import split_keys
 from librmq.message.topics import validate_queue
-from librmq.store.engine.dispatch import BitmapOf, Derivation, Pending, RawPending, is_indexed, key_block, key_hashes
+from librmq.store.engine.dispatch import BitmapOf, Derivation, RawPending, key_block, key_hashes
 from librmq.store.engine.open_store import OpenQueue, QueueName, QueueState
 from librmq.store.format import directory
 from librmq.store.format.index_layout import IndexHeader, entry_seconds
@@ -467,24 +467,21 @@ class IndexCheck:
             self.damages.append(Damage(place, 0, "missing", f"lacks keys of the log's last {self._lacking} records"))
 
 
-def rebuild_index(log: CommitLog, index: KeyIndex) -> None:
+def rebuild_index(log: CommitLog, index: KeyIndex, levels: DelayLevels) -> None:
     """Rebuild the whole key index."""
     for file in index.files:
         index.delete(file.name)
-    prefixes: dict[str, int] = {}
-    records: list[Pending] = []
-    for physical_offset, _, raw in log.scan(check_body=False):
+    derive = Derivation(levels).derive
+    prefixes: dict[bytes, int] = {}
+    records: list[RawPending] = []
+    for place, size, raw in log.scan(check_body=False):
         if raw is None:
             continue
-        message = StoredMessage(raw)
-        topic = message.topic
+        _, _, _, topic, _, _, _, stored, _, unique, key = derive(place, size, raw)
         prefix_hash = prefixes.get(topic)
         if prefix_hash is None:
-            prefix_hash = prefixes[topic] = string_hash(topic + "#")
-        unique_key = keys = None
-        if is_indexed(message.sys_flag):
-            unique_key, keys = message.unique_key, message.properties.get(PROPERTY_KEYS)
-        records.append((physical_offset, message.store_timestamp_ms, prefix_hash, unique_key, keys))
+            prefix_hash = prefixes[topic] = string_hash(java_decode(topic) + "#")
+        records.append((place, stored, prefix_hash, unique, key))
         if len(records) >= _BLOCK:
             index.append_block(*key_block(records))
             records = []
@@ -580,4 +577,4 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
         if repair and not keys.sound:
             if before_rebuild is not None:
                 before_rebuild()
-            rebuild_index(log, index)
+            rebuild_index(log, index, levels)
