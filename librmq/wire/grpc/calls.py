@@ -169,7 +169,7 @@ def _leave_status(response: Any) -> None:  # noqa: ANN401
 
 
 def refuse(status: Any, error: Exception) -> None:  # noqa: ANN401
-    """Set a status to that of an error."""
+    """Set a status by an error."""
     status.code = code_of(error) if isinstance(error, RmqError) else Code.INTERNAL_SERVER_ERROR
     status.message = str(error)
 
@@ -188,7 +188,7 @@ def header(context: Context, name: str) -> str:
 
 
 def sum_up(status: Any, codes: list[Code]) -> None:  # noqa: ANN401
-    """Set the status of a response from those of its entries."""
+    """Set the status of a response from the codes of its entries."""
     code = codes[0] if len(set(codes)) == 1 else Code.MULTIPLE_RESULTS
     status.code, status.message = code, code.name
 

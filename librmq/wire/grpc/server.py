@@ -95,7 +95,7 @@ class GrpcServer:
         if type(port) is not int or not 0 <= port <= _LAST_PORT:  # gRPC takes the remainder of larger ones
             raise ConfigError(f"port: expected 0 to {_LAST_PORT}, found {port!r:.80}")
         if tls is not None:
-            server_context(*tls)  # gRPC tells nothing of a bad pair
+            server_context(*tls)  # gRPC reports no error of a bad pair
         if advertise is not None and not advertise.rpartition(":")[2].isdecimal():
             raise ConfigError(f"advertise: expected host:port, found {advertise!r:.80}")
         self._service = Service(

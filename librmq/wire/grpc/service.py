@@ -195,7 +195,7 @@ class Service:
         self.receives.close()
 
     def telemetry(self, requests: Iterator[Any], context: Context) -> Iterator[Any]:
-        """Keep a client's stream: it tells its settings, and is asked about its transactions."""
+        """Serve a client's stream, in which it sends its settings, and is asked about its transactions."""
         client_id = client_id_of(context)
         stream = Commands()
         words = requests, client_id, header(context, "x-mq-client-version"), stream
@@ -218,14 +218,14 @@ class Service:
             stream.put_again(command)
 
     def _read(self, requests: Iterator[Any], client_id: str, version: str, stream: Commands) -> None:
-        """Take what a client tells, until its stream ends; with its last stream it is gone."""
+        """Read a client's commands until its stream ends; the end of its last stream removes the client."""
         is_first = True
         try:
             for command in requests:
                 if is_first or command.WhichOneof("command") == "settings":
                     self._accept(client_id, command, version, stream)
                 is_first = False
-        except (ValueError, RmqError) as error:  # the client tells nonsense
+        except (ValueError, RmqError) as error:  # the commands make no sense
             stream.end(error)
         except Exception as error:  # the stream was cut
             _log.debug("client %(client)s: its stream has ended: %(error)s", client=client_id, error=error)
@@ -248,7 +248,7 @@ class Service:
 
     @answers("NotifyClientTerminationResponse")
     def notify_client_termination(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
-        """Take a client's good-bye."""
+        """Remove a client that ends."""
         client_id = client_id_of(context)
         was_known = self.sessions.leave(client_id, has_said_so=True)
         self.receives.client_gone(client_id)

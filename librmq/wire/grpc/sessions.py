@@ -221,7 +221,7 @@ class Sessions:
         return len(self._by_id)
 
     def push_consumers(self) -> list[str]:
-        """Return the ids of the push consumers, including those of the server before."""
+        """Return the ids of the push consumers, and of the server before."""
         with self._lock:
             client_ids = {
                 session.client_id for session in self._by_id.values() if session.settings.client_type == PUSH_CONSUMER
@@ -296,7 +296,7 @@ class Sessions:
         return self.leave(client_id)
 
     def leave(self, client_id: str, *, has_said_so: bool = False) -> bool:
-        """Forget a client; return whether it was known.
+        """Remove a client; return whether it was known.
 
         A client for Node that has said so ends its stream itself: if the server did, it would open another one.
         """
@@ -330,7 +330,7 @@ class Sessions:
             self._endpoints(client_id).call(ChannelClosed(client_id) if session is None else session.heartbeat())
 
     def close(self) -> None:
-        """End all streams; the broker forgets the clients."""
+        """End all streams, and remove the clients from the broker."""
         for client_id in list(self._by_id):
             with suppress(RmqError):  # the broker was closed before
                 self.leave(client_id)

@@ -83,7 +83,7 @@ class BrokerGroup:
         return all(arrived)
 
     def close(self) -> None:
-        """Forget all clients, and end their connections."""
+        """Remove all clients, and end their connections."""
         for broker in self._members.values():
             broker.close()
 

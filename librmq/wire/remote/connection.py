@@ -303,7 +303,7 @@ class _Connection:
                 if self._is_silent(number, received, timeout_s):  # it may be half open
                     self._end("the server is silent")
                 raise BrokerUnreachableError(f"{self.address} has not answered within {timeout_s:.3g} s")
-            waiter.wait()  # another thread is about to tell the outcome
+            waiter.wait()  # another thread is about to set the outcome
         if isinstance(waiter.outcome, Frame):
             return waiter.outcome
         assert waiter.outcome is not None
@@ -317,7 +317,7 @@ class _Connection:
             before, latest, waited_s = self._silence
             if before != received:
                 latest, waited_s = 0, 0.0
-            if number > latest:  # otherwise its time is that of another one
+            if number > latest:  # otherwise the time belongs to another one
                 self._silence = received, self._latest, waited_s + timeout_s
             return self._silence[2] >= self._silent_s
 

@@ -176,7 +176,7 @@ class LongPulls:
             self._at(notify, pull.sent_ms + _PAUSE_MS)
 
     def _drop(self, key: _Key, pull: _Pull) -> None:
-        """Forget a pull, unless a later one has replaced it. Under the lock."""
+        """Drop a pull, unless a later one has replaced it. Under the lock."""
         if self._pulls.get(key) is pull:
             del self._pulls[key]
 

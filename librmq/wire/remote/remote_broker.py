@@ -136,12 +136,12 @@ class RemoteBroker:
         Args:
             name: Its name.
             address: Its ``host:port``, which may change.
-            connections: Those of the route.
-            runner: Tells the time.
+            connections: The connections of the route.
+            runner: Has the time.
             later: Runs a function under the runner's lock, soon.
             stored: Called with the topic of each message that was stored.
             timeout_s: Time for an answer.
-            name_servers: Addresses, which clients tell a broker that asks.
+            name_servers: Addresses, which clients report to a broker that asks.
         """
         self.name = name
         self.address = address
@@ -443,7 +443,7 @@ class RemoteBroker:
             self._connections.drop(client_id, before)
 
     def close(self) -> None:
-        """Forget all clients, and end their connections, by which the broker forgets them."""
+        """Remove all clients, and end their connections, by which the broker removes them too."""
         with self._lock:
             beats = list(self._beats.values())
             self._beats.clear()

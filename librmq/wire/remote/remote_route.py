@@ -1,4 +1,4 @@
-"""The brokers that name servers tell of, as a `Route`. Mirrors ``MQClientInstance`` and ``NettyRemotingClient``."""
+"""The brokers that name servers know, as a `Route`. Mirrors ``MQClientInstance`` and ``NettyRemotingClient``."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class RemoteRoute:
         return queues or ()
 
     def _note_asked(self, topic: str) -> bool:
-        """Note that a topic is in use, and forget others if there are too many; return whether one of them exists."""
+        """Note that a topic is in use, and remove others if there are too many; return whether one of them exists."""
         self._asked.pop(topic, None)
         self._asked[topic] = self.runner.now_ms()  # the last in order
         is_less = False
@@ -266,7 +266,7 @@ class RemoteRoute:
         return brokers, {topic: self.name_servers.topic(topic) for topic in sorted(self._asked)}
 
     def _take(self, brokers: LearntRoute, topics: Mapping[str, LearntRoute]) -> None:
-        """Note what the name servers say, and tell the watchers of changes."""
+        """Note what the name servers say, and notify the watchers of changes."""
         changed = self._learn(brokers)
         for topic, learnt in topics.items():
             changed |= self._learn(learnt)
@@ -360,7 +360,7 @@ class RemoteRoute:
         return self._beat(self._reviving, REVIVE_MS) if self._lost_ones else None
 
     def _beat(self, step: Step, again_ms: int) -> int | None:
-        """Repeat the heartbeats, which reopens connections; tell the clients of brokers that are back."""
+        """Repeat the heartbeats, which reopens connections; notify the clients of brokers that are back."""
         if self._is_closed:
             return None
         lost = set(self._lost_ones)

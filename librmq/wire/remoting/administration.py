@@ -279,7 +279,7 @@ class AdminRequests:
         return messages[0].store_timestamp_ms if messages else -1
 
     def _all_offsets(self, call: RemotingCall) -> bytes:
-        """Answer with the progress of all groups, or with that of the delay levels."""
+        """Answer with the progress of all groups, or of the delay levels."""
         tables = self._broker.tables
         asks_for_groups = call.frame.code == RequestCode.GET_ALL_CONSUMER_OFFSET
         with self._broker.runner.lock:

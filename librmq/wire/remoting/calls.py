@@ -102,7 +102,7 @@ def tried(step: Callable[..., T], *arguments: object) -> T | Exception:
 
 
 def refused(frame: Frame, error: Exception, header: object = None, *, code: int | None = None) -> bytes:
-    """Return the bytes of the answer to a failed request; ``code`` replaces that of an error of librmq."""
+    """Return the bytes of the answer to a failed request; ``code`` replaces the code of an error of librmq."""
     if isinstance(error, RmqError):
         fields = {} if header is None else to_fields(header)
         for kind in (DiskFullError, StoreFullError):

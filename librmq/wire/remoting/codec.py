@@ -213,7 +213,7 @@ class _Result(NamedTuple):
 def _by_fields(kind: type[Any], code: RequestCode, fields: str, result: _Result, **constants: object) -> Form:
     """Return the form of requests whose attributes are fields.
 
-    ``fields`` names attributes of the header; those of the request have the same name, or that after ``=``.
+    ``fields`` names attributes of the header; an attribute of the request has the same name, or the one after ``=``.
     ``constants`` are further attributes of the header.
     """
     pairs = [(field, attribute or field) for field, _, attribute in (name.partition("=") for name in fields.split())]
@@ -551,7 +551,7 @@ def send_frame(request: SendMessage | SendBatch | SendReply) -> Frame:
 def _send_fields(
     request: SendMessage | SendBatch, message: Message, properties: str, sys_flag: int, reconsume_times: int
 ) -> dict[str, str]:
-    # By hand, because a small send spends much of its time here; the letters are those of `SendHeader`.
+    # By hand, because a small send spends much of its time here; the letters number the fields of `SendHeader`.
     return {
         "a": request.group,
         "b": message.topic,

@@ -159,7 +159,7 @@ class Pulls:
             self._held.pop(channel, None)
 
     def release(self, queue: tuple[str, str, int] | None = None) -> None:
-        """Answer the held pulls now, or those of one queue: of a group, a topic and a queue id."""
+        """Answer the held pulls now: all, or the pulls of a group, topic and queue id."""
         with self._runner.lock:
             for waiting in [pull for held in self._held.values() for pull in held]:
                 header: PullHeader = waiting.call.header

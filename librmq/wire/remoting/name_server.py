@@ -42,7 +42,7 @@ class NameServer:
     """Routes of one broker, and a table of keys and values that lasts as long as the server. Thread-safe."""
 
     def __init__(self, broker: Broker, advertise: str | None, creates_retry_topics: bool) -> None:
-        """The last two arguments are those of `RemotingServer`."""
+        """See `RemotingServer` for the last two arguments."""
         self._broker = broker
         self._advertise = advertise
         self._creates_retry_topics = creates_retry_topics

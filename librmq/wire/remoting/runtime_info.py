@@ -350,7 +350,7 @@ class Description:
             name, _, value = (part.strip() for part in line.partition("="))
             if not line.startswith("#") and settings.get(name) != value:
                 raise ConfigError(
-                    f"{name[:80]} can't be changed while the broker is open: its settings are those of the program "
+                    f"{name[:80]} can't be changed while the broker is open: its settings come from the program "
                     "that opened it; name them there, as Broker.open(config=, store_config=)"
                 )
         return call.answer()

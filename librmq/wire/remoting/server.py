@@ -150,7 +150,7 @@ class FrameAnswers:
         creates_retry_topics: bool = False,
         allows_admin: bool = False,
     ) -> None:
-        """The last three arguments are those of `RemotingServer`."""
+        """See `RemotingServer` for the last three arguments."""
         self._allows_admin = allows_admin
         names, self._sends = NameServer(broker, advertise, creates_retry_topics), Sends(broker, rates)
         self.known = self._sends.known
@@ -241,7 +241,7 @@ class RemotingServer:
             broker: The broker to serve. Close the server before it. Clients also connect to its ``store_host``: open
                 the store with the server's address, as ``librmq serve`` does by `listen`.
             listening: A socket that `listen` has created, or a port on the loopback address; 0 takes a free one, which
-                `port` tells.
+                `port` names.
             advertise: ``host:port`` for routes. None uses the address that each client has connected to.
             tls: Certificate chain and private key, in PEM; None serves plain text.
             creates_retry_topics: Whether requesting the route of a group's retry topic creates the topic. Clients ask
@@ -296,7 +296,7 @@ class RemotingServer:
         return len(self._sessions)
 
     def release_pulls(self, queue: tuple[str, str, int] | None = None) -> None:
-        """Answer held pulls now, or those of one queue, so that clients ask again and report their progress.
+        """Answer held pulls now, of all queues or one, so that clients ask again and report their progress.
 
         ``queue`` is a group, a topic and a queue id.
         """
