@@ -19,10 +19,9 @@ from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc import messages as messages_module
 from librmq.wire.grpc import receives as receives_module
 from librmq.wire.grpc import server as server_module
-from librmq.wire.grpc import service as service_module
 from librmq.wire.grpc.receives import Poll
 from librmq.wire.grpc.schema import SERVICE, message_class
-from librmq.wire.grpc.service import Service
+from librmq.wire.grpc.server import Service
 from librmq.wire.grpc.sessions import Commands
 from tests.wire.stub import Stub, consumer_settings, message, producer_settings, resource, wait_until
 
@@ -106,7 +105,7 @@ def test_streams_without_settings_stop_no_client(broker: Broker, monkeypatch: py
         silent = [ends.enter_context(Stub(server.address, f"c{number}")) for number in range(70)]
         stub = ends.enter_context(Stub(server.address))
         with monkeypatch.context() as hurried:
-            hurried.setattr(service_module, "_SETTINGS_S", 0.5)
+            hurried.setattr(server_module, "_SETTINGS_S", 0.5)
             streams = [one.telemetry(None) for one in silent]
             assert stub.send(message("t")).status.code == OK
             for stream in streams:
