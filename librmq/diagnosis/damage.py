@@ -26,9 +26,9 @@ _NEXT: Final = (
 )
 
 
-def is_verified(view: StoreView, check: bool | None) -> bool:
-    """Return whether `damage_findings` verifies each record."""
-    return not view.is_live and (view.message_count() <= AT_ONCE if check is None else check)
+def is_verified(view: StoreView, check: bool | None, limit: int) -> bool:
+    """Return whether to verify each record: as ``check`` says, or where None, of up to ``limit`` messages."""
+    return view.message_count() <= limit if check is None else check
 
 
 def damage_findings(view: StoreView, check: bool | None) -> list[Finding]:
@@ -42,7 +42,7 @@ def damage_findings(view: StoreView, check: bool | None) -> list[Finding]:
     if view.is_live:
         return []
     path = view.store.path
-    if not is_verified(view, check):
+    if not is_verified(view, check, AT_ONCE):
         return [*unverified_damage(view), not_verified(f"store {path}", AT_ONCE)]
     from librmq.store.recovery.verify import MISSING_LOG, verify
 

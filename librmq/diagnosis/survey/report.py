@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis.checks import diagnose, registered_filters
-from librmq.diagnosis.damage import damage_finding, not_verified, unverified_damage
+from librmq.diagnosis.damage import damage_finding, is_verified, not_verified, unverified_damage
 from librmq.diagnosis.deadletters import dead_letter_causes, dead_letters, sum_up_causes
 from librmq.diagnosis.findings import Finding, Thresholds, finding_order
 from librmq.diagnosis.group_lag import Lag, lag
@@ -146,13 +146,9 @@ def find_time_range(view: StoreView, scope: ReportScope) -> tuple[int, int] | No
     return min(max(min(times), scope.begin_ms or 0), last), last
 
 
-def _is_checked(view: StoreView, check: bool | None) -> bool:
-    return view.message_count() <= VERIFIED if check is None else check
-
-
 def passes_over(view: StoreView, check: bool | None) -> int:
     """Return the number of log bytes that a report reads; ``verify`` takes two passes."""
-    return (view.store.log.end - view.store.log.begin) * (3 if _is_checked(view, check) else 1)
+    return (view.store.log.end - view.store.log.begin) * (3 if is_verified(view, check, VERIFIED) else 1)
 
 
 def _verify(path: str, name: str, view: StoreView | None = None) -> tuple[DamagedPlace, ...]:
@@ -194,7 +190,7 @@ def survey_store(
         check: Whether to run ``verify``; None runs it for up to `VERIFIED` messages.
     """
     count = view.message_count()
-    part = survey_findings(view, name, scope, limits=limits, check=_is_checked(view, check))
+    part = survey_findings(view, name, scope, limits=limits, check=is_verified(view, check, VERIFIED))
     if view.store.read_only:  # the findings' pages of queues would add to those of this pass
         for queue_name in view.ranges:
             view.store.queues[queue_name].keep_descriptors(False)
