@@ -112,15 +112,15 @@ class StoreSource:
         """Return the groups of the broker's tables, and those of retry and dead-letter topics."""
         return self.view.groups
 
-    def topic_rows(self, *, quiet: bool = False) -> Iterator[Row]:
-        """Yield a row for each topic that has queues, or that users made."""
+    def topic_rows(self, *, quiet: bool = False, command: str = "topics") -> Iterator[Row]:
+        """Yield a row for each topic that has queues, or that users made, with a progress bar of the command."""
         tables, store = self.view.tables, self.view.store
         queues_by_topic: dict[str, list[ConsumeQueue]] = {
             topic: [] for topic, row in tables.topics.rows.items() if is_listed(topic, row.get("perm", 0))
         }
         for (topic, _), queue in sorted(store.queues.items()):
             queues_by_topic.setdefault(topic, []).append(queue)
-        with ProgressBar("topics", len(queues_by_topic), "topics", quiet=quiet) as bar:
+        with ProgressBar(command, len(queues_by_topic), "topics", quiet=quiet) as bar:
             for number, (topic, queues) in enumerate(sorted(queues_by_topic.items())):
                 bar.to(number)
                 yield _topic_row(store, topic, queues)

@@ -42,7 +42,7 @@ def topics(arguments: argparse.Namespace, output: Output) -> int:
 def stats(arguments: argparse.Namespace, output: Output) -> int:
     """Print a row about the whole store."""
     with open_view(arguments) as view:
-        store, rows = view.store, list(StoreSource(view).topic_rows())
+        store, rows = view.store, list(StoreSource(view).topic_rows(command="stats"))
         user_rows = [row for row in rows if row["kind"] == "user"]
         times = [
             row[name] for row in rows for name in ("min_timestamp_ms", "max_timestamp_ms") if row[name] is not None
