@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from librmq.store import MessageStore
 
 
-if TYPE_CHECKING:
-    pass
-
 _LONGEST_LINE: Final = 64 << 20
 _LARGEST: Final = (1 << 63) - 1
 _AGO: Final = re.compile(r"-?(\d{1,12})(ms|s|m|h|d)")

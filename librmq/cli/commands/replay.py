@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from librmq.cli.cluster import connect_to
 from librmq.cli.output import Output, ProgressBar, complain
@@ -28,27 +28,40 @@ from librmq.protocol import SendStatus
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
 
-if TYPE_CHECKING:
-    pass
-
 _GROUP: Final = "librmq-replay"
 _TOGETHER: Final = 256  # messages
 _TOGETHER_BYTES: Final = 1 << 20
 _LARGEST: Final = (1 << 63) - 1
 
 
-def replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
+def replay(arguments: argparse.Namespace, output: Output) -> int:
+    """Start a second group where a group's last skip of a topic began, or send messages elsewhere."""
+    if arguments.route is not None or arguments.to_topic is not None:
+        return _replay_to_cluster(arguments, output)
+    if None in (arguments.group, arguments.topic, arguments.to):
+        raise InputError("expected --group, --topic and --to; or --route or --to-topic, to send messages")
+    from librmq.diagnosis.skips import replay, skipped
+
+    with open_broker(arguments) as broker:
+        name = arguments.group, arguments.topic
+        skips = [skip for skip in skipped(broker) if (skip.group, skip.topic) == name]
+        if not skips:
+            raise InputError(f"group {arguments.group!r} has skipped nothing of topic {arguments.topic!r}")
+        note = skips[-1]
+        messages = replay(broker, note, arguments.to)
+    row = {"group": arguments.to, "topic": note.topic, "skipped_by": note.group, "skipped_at_ms": note.at_ms}
+    output.row({**row, "skipped": note.messages, "messages": messages, "dry_run": arguments.dry_run})
+    return 0
+
+
+def _replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
     """Send the selected messages in log order, each queue's to one queue, and print a line for each topic.
 
     A file in the store notes how far the cluster has acknowledged them, so that a repeated command continues there.
     """
     _check_target(arguments)
-    of_now = {
-        "store": None,
-        "key": None,
-        "id": None,
-    }  # ages count from now, so that a later call sends what was too new
-    selection = select(argparse.Namespace(**(vars(arguments) | of_now)))
+    # Without a store, ages count from now, so that a later call sends what was too new.
+    selection = select(argparse.Namespace(**(vars(arguments) | {"store": None, "key": None, "id": None})))
     counted: dict[str, list[int]] = {}
     with ExitStack() as opened:
         broker = None
@@ -231,8 +244,7 @@ class _Progress:
         names = ("topic", "queue", "offset", "tag", "sql", "grep", "since", "until", "to_topic")
         options = {name: str(value) for name in names if (value := getattr(arguments, name)) is not None}
         self._key = json.dumps({"route": arguments.route, **options}, sort_keys=True)
-        self._folder = os.path.join(store.path, "librmq")
-        self._path = os.path.join(self._folder, "replay.json")
+        self._path = os.path.join(store.path, "librmq", "replay.json")
         self._files = DiskFiles()
         self._is_finished = False
         self._most = _LARGEST
@@ -327,10 +339,8 @@ class _Progress:
         if not self._is_finished and self.selection.begin_ms >= 0:
             now["since_ms"] = self.selection.begin_ms
         places = self._places() | {self._key: now}
-        if not self._files.is_folder(self._folder):
-            self._files.make_folder(self._folder)
-        self._files.write(f"{self._path}.new", json.dumps(places, indent=1).encode())
-        self._files.rename(f"{self._path}.new", self._path)
+        self._files.make_folder(os.path.dirname(self._path))
+        self._files.write(self._path, json.dumps(places, indent=1).encode())
 
 
 def _is_progress(value: object) -> bool:
@@ -340,26 +350,3 @@ def _is_progress(value: object) -> bool:
     if not isinstance(record_before, list) or [type(field) for field in record_before] != [int, str, int]:
         return False
     return type(value.get("since_ms", 0)) is int
-
-
-def replay(arguments: argparse.Namespace, output: Output) -> int:
-    """Start a second group where a group's last skip of a topic began, or send messages elsewhere."""
-    if arguments.route is not None or arguments.to_topic is not None:
-        return replay_to_cluster(arguments, output)
-    if None in (arguments.group, arguments.topic, arguments.to):
-        raise InputError("expected --group, --topic and --to; or --route or --to-topic, to send messages")
-    from librmq.diagnosis.skips import replay, skipped
-
-    with open_broker(arguments) as broker:
-        notes = [
-            skip_note
-            for skip_note in skipped(broker)
-            if (skip_note.group, skip_note.topic) == (arguments.group, arguments.topic)
-        ]
-        if not notes:
-            raise InputError(f"group {arguments.group!r} has skipped nothing of topic {arguments.topic!r}")
-        note = notes[-1]
-        messages = replay(broker, note, arguments.to)
-    row = {"group": arguments.to, "topic": note.topic, "skipped_by": note.group, "skipped_at_ms": note.at_ms}
-    output.row({**row, "skipped": note.messages, "messages": messages, "dry_run": arguments.dry_run})
-    return 0

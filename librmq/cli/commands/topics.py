@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from librmq.cli.input import TOPICS, near, note_topic_of
 from librmq.cli.output import Output, ProgressBar, log_bar, watching_bar
@@ -27,9 +27,6 @@ from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
-
-if TYPE_CHECKING:
-    pass
 
 
 def topics(arguments: argparse.Namespace, output: Output) -> int:
