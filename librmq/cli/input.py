@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import re
+import signal
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -101,6 +104,21 @@ def standard_input() -> Iterator[bytes]:
         return iter(())
     stream = sys.stdin.buffer
     return iter(lambda: stream.readline(_LONGEST_LINE + 1), b"")
+
+
+@contextmanager
+def end_signals() -> Iterator[queue.SimpleQueue[int]]:
+    """Put the numbers of SIGINT and SIGTERM in a queue."""
+    # An event has a lock that the main thread may hold when a handler runs.
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    before = {
+        number: signal.signal(number, lambda number, _: ended.put(number)) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield ended
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def input_size() -> int:

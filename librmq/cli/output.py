@@ -81,6 +81,10 @@ class Output:
         if self.rows == self._limit:
             raise LimitReached
 
+    def of_lines(self) -> Output:
+        """Return output of JSON lines, on a terminal too, where a table would wait until it is full."""
+        return Output(JsonLines(sys.stdout)) if self.is_on_terminal else self
+
     def flush(self) -> None:
         """Pass on every row so far; a table may wait until it is full."""
         self.writer.flush()

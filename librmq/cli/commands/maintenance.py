@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import queue
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from librmq.cli.output import DAMAGED, INTERRUPTED, JsonLines, Output, ProgressBar, complain, log_bar
+from librmq.cli.input import end_signals
+from librmq.cli.output import DAMAGED, INTERRUPTED, Output, ProgressBar, complain, log_bar
 from librmq.cli.rows import gap_row, message_row, snapshot_row
 from librmq.cli.stores import files_and_config
 from librmq.clock import SystemClock
@@ -153,10 +152,9 @@ def follow(arguments: argparse.Namespace, output: Output) -> int:
     """Keep the copy up to date until a signal ends it, or copy up to the present end."""
     from librmq.cluster import Replica
 
-    if output.is_on_terminal:  # a table would wait until it is full
-        output = Output(JsonLines(sys.stdout))
+    output = output.of_lines()
     with ExitStack() as following:
-        ended = following.enter_context(_signals())
+        ended = following.enter_context(end_signals())
         with Replica.open(arguments.copy, of=arguments.store) as replica:
             lines = _States(replica, output)
             is_complete = _catch_up(replica, lines, ended)
@@ -169,20 +167,6 @@ def follow(arguments: argparse.Namespace, output: Output) -> int:
         complain("interrupted")
         return INTERRUPTED
     return 0
-
-
-@contextmanager
-def _signals() -> Iterator[queue.SimpleQueue[int]]:
-    """Put the numbers of SIGINT and SIGTERM in a queue."""
-    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    before = {
-        number: signal.signal(number, lambda number, _: ended.put(number)) for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield ended
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _States:

@@ -6,7 +6,6 @@ import argparse
 import os
 import queue
 import select
-import signal
 import socket
 import sys
 import threading
@@ -18,7 +17,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli.output import JsonLines, Output, complain
+from librmq.cli.input import end_signals
+from librmq.cli.output import Output, complain
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError
 from librmq.message.ids import format_host, parse_host
@@ -53,10 +53,7 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
 
     _check_clock(arguments)
     grpc, remoting = _ports(arguments)
-    # An event has a lock that the main thread may hold when the handler runs.
-    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    if output.is_on_terminal:  # a table would wait until it is full
-        output = Output(JsonLines(sys.stdout))
+    output = output.of_lines()
     lines = _Lines(output)
     pair = None if arguments.tls is None and arguments.grpc_tls is None else _pair(arguments)
     tls = pair if arguments.grpc_tls is None else None
@@ -65,39 +62,38 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
         state = "connected" if is_connected else "left"
         lines.put({"client": client_id[:_MAX_NAME], "group": group or None, "state": state})
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: ended.put(number))
     stop = _Stop()
-    with ExitStack() as serving:
-        listening, config = None, None
-        if remoting is not None:
-            from librmq.wire.remoting import listen
+    with end_signals() as ended:  # to the last line: a second signal changes nothing
+        with ExitStack() as serving:
+            listening, config = None, None
+            if remoting is not None:
+                from librmq.wire.remoting import listen
 
-            listening = serving.enter_context(listen(arguments.host, remoting))  # clients dial the store's address
-            remoting = listening.getsockname()[1]
-            config = StoreConfig(store_host=f"{_dialled(arguments)}:{remoting}")
-        ready: dict[str, Any] = {"ready": True, "grpc": None, "remoting": None, "control": None}
-        if arguments.clock == "manual":
-            ready |= _by_hand(arguments, grpc, listening, config, lines.put, changed, serving, stop)
-            grpc = listening = None
-        else:
-            broker = serving.enter_context(
-                Broker.open(arguments.store, BrokerConfig(timers=TimerConfig()), store_config=config)
-            )
-        if listening is not None:
-            ready["remoting"] = _served(_remoting(broker, listening, arguments, tls, changed), serving, stop)
-            _warn_of_address(broker)
-        if grpc is not None:
-            ready["grpc"] = _served(_grpc(broker, grpc, arguments, tls, changed), serving, stop)
-        if arguments.grpc_tls is not None:
-            second = _grpc(broker, arguments.grpc_tls, arguments, pair, changed)
-            ready["grpc_tls"] = _served(second, serving, stop)
-        if pair is not None and not arguments.tls:
-            ready["certificate"] = _keep_certificate(arguments.store, pair[0])
-        lines.start(ready)
-        ended.get()
-        stop.begin()
-    lines.end()
+                listening = serving.enter_context(listen(arguments.host, remoting))  # clients dial the store's address
+                remoting = listening.getsockname()[1]
+                config = StoreConfig(store_host=f"{_dialled(arguments)}:{remoting}")
+            ready: dict[str, Any] = {"ready": True, "grpc": None, "remoting": None, "control": None}
+            if arguments.clock == "manual":
+                ready |= _by_hand(arguments, grpc, listening, config, lines.put, changed, serving, stop)
+                grpc = listening = None
+            else:
+                broker = serving.enter_context(
+                    Broker.open(arguments.store, BrokerConfig(timers=TimerConfig()), store_config=config)
+                )
+            if listening is not None:
+                ready["remoting"] = _served(_remoting(broker, listening, arguments, tls, changed), serving, stop)
+                _warn_of_address(broker)
+            if grpc is not None:
+                ready["grpc"] = _served(_grpc(broker, grpc, arguments, tls, changed), serving, stop)
+            if arguments.grpc_tls is not None:
+                second = _grpc(broker, arguments.grpc_tls, arguments, pair, changed)
+                ready["grpc_tls"] = _served(second, serving, stop)
+            if pair is not None and not arguments.tls:
+                ready["certificate"] = _keep_certificate(arguments.store, pair[0])
+            lines.start(ready)
+            ended.get()
+            stop.begin()
+        lines.end()
     if not stop.is_complete:  # the interpreter would wait for threads of abandoned calls
         output.flush()
         os._exit(0)
