@@ -144,12 +144,13 @@ class ReceiveHandler:
         if receipt is None:
             return False
         key = self._key(group, topic, receipt)
-        flight = self._flight(key, receipt)
-        if flight is None:  # acknowledged before, or with an older receipt
+        queue = self._current(key)
+        flight = None if queue is None else queue.flights.get(receipt.queue_offset)
+        if queue is None or flight is None or not flight.has(receipt):  # acknowledged before, or by an older receipt
             return receipt.received_ms + receipt.invisible_ms > now_ms
         if flight.visible_ms <= now_ms:
             return False
-        self._finish_message(key, receipt.queue_offset)
+        self._finish(key, queue, receipt.queue_offset)
         return True
 
     def change(self, request: ChangeInvisible) -> str:
@@ -298,7 +299,9 @@ class ReceiveHandler:
                     continue
                 flight = Flight(message.physical_offset, now_ms, request.invisible_ms, attempt)
                 queue.add_flight(message.queue_offset, flight)
-                self._wake_at(flight.visible_ms, key, message.queue_offset)
+                self._visible.set((key, message.queue_offset), flight.visible_ms)
+                if not received:  # the others are visible at the same time
+                    self._runner.wake(self._step, flight.visible_ms)
                 received.append(self._received(request.topic, key, message, flight, group.is_ordered))
             queue.next_offset = result.next_offset
             if received or result.next_offset == before:
@@ -398,10 +401,13 @@ class ReceiveHandler:
         self._saved.changed()
 
     def _finish_message(self, key: QueueKey, queue_offset: int) -> None:
-        """Finish a message: move the progress, and wake receives that wait for the queue in order or for room."""
+        """Finish a message that was stored again, unless its progress was moved meanwhile."""
         queue = self._current(key)
-        if queue is None or queue_offset not in queue.flights:  # its progress was moved while it was stored again
-            return
+        if queue is not None and queue_offset in queue.flights:
+            self._finish(key, queue, queue_offset)
+
+    def _finish(self, key: QueueKey, queue: QueueFlights, queue_offset: int) -> None:
+        """Finish a message: move the progress, and wake receives that wait for the queue in order or for room."""
         was_full = len(queue.flights) >= MAX_IN_FLIGHT
         queue.remove_flight(queue_offset)
         self._visible.discard((key, queue_offset))
@@ -417,11 +423,6 @@ class ReceiveHandler:
     def _key(group: str, topic: str, receipt: Receipt) -> QueueKey:
         return group, receive_retry_topic(group, topic) if receipt.is_retry else topic, receipt.queue_id
 
-    def _flight(self, key: QueueKey, receipt: Receipt) -> Flight | None:
-        queue = self._current(key)
-        flight = None if queue is None else queue.flights.get(receipt.queue_offset)
-        return flight if flight is not None and flight.has(receipt) else None
-
     def _in_flight(self, group: str, topic: str, text: str) -> tuple[QueueKey, Receipt, Flight]:
         """Return the delivery of a receipt; raise `ReceiptError` if it has ended."""
         receipt = self._parse(text)
@@ -431,8 +432,9 @@ class ReceiveHandler:
                 f"{text!r:.200} is not a receipt of {self._broker_name}: pass one unchanged",
             )
         key = self._key(group, topic, receipt)
-        flight = self._flight(key, receipt)
-        if flight is None or flight.visible_ms <= self._runner.now_ms():
+        queue = self._current(key)
+        flight = None if queue is None else queue.flights.get(receipt.queue_offset)
+        if flight is None or not flight.has(receipt) or flight.visible_ms <= self._runner.now_ms():
             raise ReceiptError(
                 ResponseCode.MESSAGE_ILLEGAL,
                 f"group {group!r}, {topic!r}/{receipt.queue_id}: the message at queue offset {receipt.queue_offset} is "

@@ -32,7 +32,8 @@ class Deadlines(Generic[K]):
 
     def set(self, key: K, at_ms: int) -> None:
         """Give a key a deadline, in place of its former one."""
-        self.discard(key)
+        if key in self._entries:
+            self.discard(key)
         entry = self._entries[key] = at_ms, next(self._numbers), key
         self._in_order.add(entry)
 
