@@ -55,7 +55,7 @@ _STATES: Final = {0: TransactionState.UNKNOWN, 1: TransactionState.COMMIT, 2: Tr
 _FROM_CHECK: Final = 2
 
 
-class Sends:
+class SendCalls:
     """The sends of one server's clients. Thread-safe."""
 
     def __init__(self, broker: Broker, routes: Routes, sessions: Sessions, endpoints: Endpoints) -> None:
@@ -175,7 +175,7 @@ class Service:
         self._silent = CallBounds("streams without settings", of_connection=64, of_address=96, in_all=128)
         self.sessions = Sessions(broker, changed, endpoints, former)
         self.routes = Routes(broker, advertise, auto_create)
-        self.sends = Sends(broker, self.routes, self.sessions, endpoints)
+        self.sends = SendCalls(broker, self.routes, self.sessions, endpoints)
         self.receives = Receives(broker, self.routes, self.sessions, endpoints, former)
 
     def is_settled(self) -> bool:
