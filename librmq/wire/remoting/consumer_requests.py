@@ -55,6 +55,8 @@ _MOST_HELD: Final = 10_000
 """The held pulls of one connection."""
 _MOST_HELD_IN_ALL: Final = 100_000
 _MOST_STARTED: Final = 100_000
+_OWN_LANGUAGE: Final = "PYTHON"
+"""The language of librmq's clients, which log themselves what a new group skips; other Python clients say ``CPP``."""
 
 
 class _HeldPull:
@@ -88,7 +90,8 @@ class Pulls:
     def pull(self, call: RemotingCall) -> bytes | None:
         """Answer a pull, or hold it."""
         header: PullHeader = call.header
-        if (header.consumer_group, header.topic, header.queue_id) not in self._started:
+        place = header.consumer_group, header.topic, header.queue_id
+        if place not in self._started and call.frame.language != _OWN_LANGUAGE:
             self._warn_of_skipped(header)
         waits_ms = min(header.suspend_timeout_millis, _LONGEST_WAIT_MS)
         begin_ms = self._runner.now_ms()
