@@ -16,9 +16,7 @@ from librmq.diagnosis.group_lag import Lag
 from librmq.diagnosis.group_lag import lag as lag_of
 from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.message.delay_levels import DelayLevels
-from librmq.message.topics import (
-    dead_letter_topic,
-)
+from librmq.message.topics import dead_letter_topic
 from librmq.store.format import directory
 
 if TYPE_CHECKING:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from librmq.cli.input import GROUPS, TOPICS, age_clock, near, parse_time
 from librmq.cli.output import Output, complain
+from librmq.cli.rows import Row
 from librmq.cli.selection import first_at
 from librmq.cli.stores import open_broker, open_to_change, select_queues
 from librmq.diagnosis.findings import counted
@@ -25,8 +26,6 @@ from librmq.store.format.broker_tables import BrokerTables, group_row, topic_row
 if TYPE_CHECKING:
     from librmq.diagnosis.skips import Skip
 
-
-Row = dict[str, Any]
 
 _QUEUES: Final = 8
 _NAMED: Final = 10

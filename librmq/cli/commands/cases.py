@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from librmq.cli import fields
+from librmq.cli.fields import Row
 from librmq.cli.input import read_rows, standard_input
 from librmq.cli.output import Output
 from librmq.client.allocation import (
@@ -119,7 +120,6 @@ def explain_text(expr: str, props: Mapping[str, str] | None, dialect: Dialect = 
     return "\n\n".join(parts)
 
 
-Row = dict[str, Any]
 T = TypeVar("T")
 
 
