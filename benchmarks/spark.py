@@ -161,7 +161,7 @@ def starts(bench: Bench, _: Path, *, with_queues: bool) -> Timed:
     task = _Task(options, pa.schema([]), part, DiskFiles())
     yield
     entries, _gone = task._entries()
-    rows, bad = task._walk(entries if with_queues else entries.take(slice(0, 0)), *part.walk)  # type: ignore[misc]
+    rows, bad = task._walk(entries if with_queues else entries.take(slice(0, 0)), *part.walk)
     yield len(rows)
     assert not bad
 
