@@ -66,7 +66,7 @@ _MOST_PROCESSES: Final = 256
 
 
 class ReaderKeywords(TypedDict, total=False):
-    """Settings of a read: which rows and columns, and how."""
+    """Settings of a read: which rows and columns, and how. A condition that is left out, or None, takes all rows."""
 
     topic: str | Iterable[str] | re.Pattern[str] | None
     """A name, several, or a pattern for the whole name. By default all user topics: neither the broker's own, nor those
@@ -82,28 +82,33 @@ class ReaderKeywords(TypedDict, total=False):
     columns: Sequence[str] | None
     """The names of the columns to return; others are not decoded."""
     since: datetime | int | None
-    """Earliest store time: a time with a time zone, or milliseconds since 1970."""
+    """Earliest store time: a time with a time zone, or milliseconds since 1970. With it and ``until``, store times are
+    assumed to grow along a queue."""
     until: datetime | int | None
     """Exclusive end of the store times."""
     offsets: range | Mapping[tuple[str, int], range | int] | None
     """Queue offsets: one range for every queue, or a mapping from topic and queue id to a range or the first offset.
     Only queues in the mapping are read."""
     view: View
-    """``messages`` (those in queues), ``queues`` (their entries alone) or ``log`` (every record)."""
+    """``messages`` (those in queues), ``queues`` (their entries alone) or ``log`` (every record).
+    Default: ``messages``."""
     processes: int
-    """The number of reading processes; with 1 only this one."""
+    """The number of reading processes; with 1 only this one. Default: 1."""
     mode: Mode
-    """On damage ``FAILFAST`` raises, ``PERMISSIVE`` returns a row with the reason, ``DROPMALFORMED`` skips the row."""
+    """On damage ``FAILFAST`` raises, ``PERMISSIVE`` returns a row with the reason in a column ``_corrupt_record``,
+    ``DROPMALFORMED`` skips the row. Default: ``FAILFAST``."""
     as_recovered: bool
-    """Whether ``FAILFAST`` leaves out sound records after damage, as a recovery does, instead of raising."""
+    """Whether ``FAILFAST`` leaves out sound records after damage, as a recovery does, instead of raising.
+    Default: False."""
     fail_on_data_loss: bool
-    """Whether to raise if offsets named in a mapping are gone, instead of reading the rest."""
+    """Whether to raise if offsets named in a mapping are gone, instead of reading the rest. Default: True."""
     checksums: bool
-    """Whether to compare bodies with their checksums."""
+    """Whether to compare bodies with their checksums. Default: True."""
     files: Files | None
     """Where the files are; by default on the disk."""
     storage_options: Mapping[str, Any] | None
-    """For a URL: arguments of the file system, such as keys and endpoints."""
+    """For a URL: arguments of the file system, such as keys and endpoints; refused for a local path, and for a
+    `RemoteStore`, which has its own."""
 
 
 def reader(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchReader:
