@@ -5,10 +5,13 @@ The others are ``log lines``, ``metrics``, and ``settings librmq.TimerConfig`` f
 
 from __future__ import annotations
 
+import argparse
 import ast
+import dataclasses
 import importlib
 import inspect
 import re
+import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,9 +20,16 @@ _MARK = re.compile(r"^<!-- generated: ([a-z ]+?)(?: (librmq\.[\w.]+))? -->$", re
 _WRITES = re.compile(r"\b_?log\.(debug|info|warning|error|exception|log)$")
 BAR = "\\|"
 _FIELD = re.compile(r"%\(_?(\w+)\)[.\d]*[sdfr]")
-SHARED = {"-h", "--config", "--as-recovered", "--storage-options", "--route", "--access-key", "--secret-key", "--keys"}
-SHARED |= {"--tls-ca", "--format", "--limit", "--fail-empty", "--dry-run"}
-"""Options that the page of the commands describes once for all."""
+_SHOWN = re.compile(r"{(\w+)}")
+VALUES: dict[int | str | None, str] = {None: "{}", "?": "[{}]", "*": "[{} ...]", "+": "{} [{} ...]"}
+"""How the values of an argument are written, by its ``nargs``."""
+WORDLESS_LINES = {
+    "{recovery}": "{path}: recovered in … s, because it was not closed: the log ends at …",
+    "{refusal}": "{path}: message refused: …",
+    "{broker}: {differences}": "{broker}: instances of group {group} differ on …",
+    "{path}: {error}": "…/offsets.json: {error}",
+}
+"""Lines that have no words of their own: a part to search for, from the value."""
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
@@ -40,11 +50,13 @@ def log_lines() -> Iterator[tuple[str, str, str, str]]:
             if isinstance(call, ast.Call) and (written := _WRITES.search(ast.unparse(call.func))):
                 first = call.args[written[1] == "log"]
                 text = texts[first.id] if isinstance(first, ast.Name) else ast.literal_eval(first)
-                names = {word.arg for word in call.keywords if word.arg} - {"exc_info", *_FIELD.findall(text)}
+                line = _FIELD.sub(r"{\1}", text).replace("%%", "%")
+                line = WORDLESS_LINES.get(line, line)
+                names = {word.arg for word in call.keywords if word.arg} - {"exc_info", *_SHOWN.findall(line)}
                 more = sorted(name for name in names if not name.startswith("_"))
                 level = {"exception": "ERROR", "log": "by case"}.get(written[1], written[1].upper())
                 name = logger[1] if logger else f"librmq.{path.relative_to(LIBRARY).parts[0]}"
-                yield name, level, _FIELD.sub(r"{\1}", text).replace("%%", "%"), ", ".join(more)
+                yield name, level, line, ", ".join(more)
 
 
 def log_tables() -> str:
@@ -56,18 +68,41 @@ def log_tables() -> str:
     return "\n\n".join(parts)
 
 
+def values_of(action: argparse.Action) -> str:
+    """Return what an argument takes, as the help of argparse shows it."""
+    if action.nargs == 0:
+        return ""
+    metavar = action.metavar or " | ".join(action.choices or [action.dest.upper()])
+    return f"[{' '.join(metavar)}]" if isinstance(metavar, tuple) else VALUES[action.nargs].replace("{}", metavar)
+
+
+def common_options() -> dict[str, str]:
+    """Return the names, by the texts of their help, of options that the page of the commands describes once for all."""
+    options = importlib.import_module("librmq.cli.options")
+    shared = (
+        options.CONFIG,
+        options.AS_RECOVERED,
+        options.STORAGE_OPTIONS,
+        options.ROUTE,
+        *options.SECURED,
+        *options.CHANGES,
+    )
+    return {option.settings["help"]: option.names[0] for option in (*shared, *options.LISTED)}
+
+
 def command_tables() -> str:
-    """Return a section for each command."""
-    arguments, parts = importlib.import_module("librmq.cli.main"), []
+    """Return a section for each command: its arguments, and a line with those that other commands have too."""
+    arguments, shared, parts = importlib.import_module("librmq.cli.main"), common_options(), []
     for command in importlib.import_module("librmq.cli.syntax").COMMANDS.values():
         parser, rows = arguments.parser_of(command), []
         for action in parser._actions:
-            if not SHARED.intersection(action.option_strings) and (command.name == "serve" or action.dest != "tls"):
-                value = f" {action.metavar or ', '.join(action.choices or [])}" if action.nargs != 0 else ""
-                names = ", ".join(action.option_strings) + value * bool(action.option_strings)
-                rows.append((f"`{names or action.metavar}`", (action.help or "").replace("%%", "%")))
-        text = f"{' '.join(parser.description.split())}\n\n    librmq {command.name} {command.example}"
-        parts.append(f"### librmq {command.name}\n\n{text}\n\n{table(('argument', 'meaning'), rows)}")
+            if action.help not in shared and "-h" not in action.option_strings:
+                names = f"{', '.join(action.option_strings)} {values_of(action)}".strip()
+                rows.append((f"`{names}`", (action.help or "").replace("%%", "%")))
+        text = f"{' '.join(parser.description.split())}\n\n    librmq {command.name} {command.example}".rstrip()
+        common = ", ".join(f"`{shared[action.help]}`" for action in parser._actions if action.help in shared)
+        parts += [f"### librmq {command.name}", text]
+        parts += [table(("argument", "meaning"), rows)] * bool(rows) + [f"Common options: {common}."] * bool(common)
     return "\n\n".join(parts)
 
 
@@ -83,15 +118,27 @@ def settings_table(path: str) -> str:
     module, _, name = path.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     body = next(node for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef))
-    defaults = {name: field.default for name, field in getattr(kind, "__dataclass_fields__", {}).items()}
+    defaults = {field.name: default_of(field) for field in getattr(kind, "__dataclass_fields__", {}).values()}
     rows = []
     for node, after in zip(body.body, body.body[1:], strict=False):
         if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
             default = defaults.get(ast.unparse(node.target), "")
-            shown = f"{default:,}" if type(default) is int else str(getattr(default, "__name__", default))
             text = " ".join(ast.literal_eval(after.value).split())
-            rows.append((f"`{ast.unparse(node.target)}`", f"`{shown}`" * bool(shown), text.replace("``", "`")))
+            rows.append((f"`{ast.unparse(node.target)}`", f"`{default}`" * bool(default), text.replace("``", "`")))
+    if typing.is_typeddict(kind):  # its docstrings name the defaults
+        return table(("setting", "meaning"), [(name, text) for name, _, text in rows])
     return table(("setting", "default", "meaning"), rows)
+
+
+def default_of(field: dataclasses.Field[typing.Any]) -> str:
+    """Return the default of a field as the page shows it, or the call that makes it; empty for none."""
+    factory: typing.Any = field.default_factory
+    if factory is not dataclasses.MISSING:
+        return f"{factory.__name__}()"
+    value = field.default
+    if value is dataclasses.MISSING:
+        return ""
+    return f"{value:,}" if type(value) is int else str(getattr(value, "__name__", value))
 
 
 def fill(markdown: str) -> str:

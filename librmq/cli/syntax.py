@@ -277,7 +277,7 @@ _CHANGE: Final = (
         "create a topic, add queues, or delete it",
         "create store orders --queues 4",
         (
-            option("topic", metavar="TOPIC"),
+            option("topic", metavar="TOPIC", help="the topic"),
             option("--queues", metavar="N", type=_QUEUE_COUNT, help="number of queues (create: 8)"),
             option(
                 "--write-queues",
@@ -302,7 +302,7 @@ _CHANGE: Final = (
         "create a group, copy it to a new name, or delete it",
         "copy store CG_order --to billing",
         (
-            option("group", metavar="GROUP"),
+            option("group", metavar="GROUP", help="the group; copy: the old group"),
             option(
                 "--retries",
                 metavar="N",
@@ -512,7 +512,10 @@ _FILES: Final = (
         "topics",
         "print the entries of a queue",
         "store OrderTopic 0",
-        (option("topic", metavar="TOPIC"), option("queue_id", metavar="ID", type=whole(), help="the queue's number")),
+        (
+            option("topic", metavar="TOPIC", help="the queue's topic"),
+            option("queue_id", metavar="ID", type=whole(), help="the queue's number"),
+        ),
         output=LISTED,
     ),
     Command("timers", "delivery", "print the files of RocketMQ 5's timer", "store", output=LISTED),
@@ -584,8 +587,8 @@ _TOOLS: Final = (
             option(
                 "--tls",
                 nargs="*",
-                metavar="PEM",
-                help="serve TLS: with the files of a certificate and its key, or without with a self-signed pair",
+                metavar=("CERT", "KEY"),
+                help="serve TLS with a certificate and its key, two PEM files; without them with a self-signed pair",
             ),
             option(
                 "--no-auto-create",
