@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import builtins
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import SimpleNamespace
+
+_blocks = threading.Lock()  # noqa: TID251
 
 
 @contextmanager
@@ -22,7 +25,6 @@ def lazy_exports(namespace: dict[str, object]) -> Iterator[None]:
     """
     package = str(namespace["__name__"])
     modules: dict[str, str] = {}
-    imported = builtins.__import__
 
     def note(
         module: str,
@@ -47,11 +49,12 @@ def lazy_exports(namespace: dict[str, object]) -> Iterator[None]:
     def list_names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *modules})
 
-    builtins.__import__ = note  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if builtins.__import__ is note:  # else another thread's block replaced it, and calls it
+    with _blocks:  # a block loads no module, so it never waits for another thread's import while it holds the lock
+        imported = builtins.__import__
+        builtins.__import__ = note  # type: ignore[assignment]
+        try:
+            yield
+        finally:
             builtins.__import__ = imported
     for name in modules:
         del namespace[name]

@@ -42,7 +42,6 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
-from librmq.runtime.event_log import EventLog
 from librmq.scheduling.half_messages import CHECK_GROUP, QUEUE
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer import Timers
@@ -116,8 +115,6 @@ class Administration:
 
 
 # ---- progress
-
-_log = EventLog("librmq.broker")
 
 
 class Progress:

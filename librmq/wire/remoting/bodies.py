@@ -239,10 +239,10 @@ def _consumer_of(group: str, row: Mapping[str, Any], subscriptions: Mapping[str,
     )
 
 
-def _consumer_row(data: ConsumerData) -> dict[str, Any]:
+def _consumer_row(data: ConsumerData, *, is_active: bool) -> dict[str, Any]:
     return {
         "consumeFromWhere": data.consume_from.value,
-        "consumeType": _PULLS[0] if data.kind == "pull" else "CONSUME_PASSIVELY",
+        "consumeType": _PULLS[0] if is_active else "CONSUME_PASSIVELY",
         "messageModel": data.model.value,
     }
 
@@ -251,7 +251,7 @@ def heartbeat_body(heartbeat: Heartbeat) -> bytes:
     """Return the body of a heartbeat, as `heartbeat_of` reads it."""
     consumers = [
         {
-            **_consumer_row(data),
+            **_consumer_row(data, is_active=data.kind == "pull"),
             "groupName": data.group,
             "subscriptionDataSet": [subscription_row(subscription) for subscription in data.subscriptions.values()],
             "unitMode": False,
@@ -268,7 +268,8 @@ def heartbeat_body(heartbeat: Heartbeat) -> bytes:
 def group_clients_body(data: ConsumerData, connections: Iterable[Mapping[str, Any]]) -> bytes:
     """Return the body with a group as its clients describe it, and the rows of their connections."""
     subscriptions = {topic: subscription_row(subscription) for topic, subscription in data.subscriptions.items()}
-    return write_body({"connectionSet": list(connections), **_consumer_row(data), "subscriptionTable": subscriptions})
+    row = _consumer_row(data, is_active=data.kind != "push")
+    return write_body({"connectionSet": list(connections), **row, "subscriptionTable": subscriptions})
 
 
 def group_clients_of(group: str, body: Mapping[str, Any]) -> tuple[ConsumerData, tuple[str, ...]]:

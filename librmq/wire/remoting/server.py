@@ -405,7 +405,8 @@ class RemotingServer:
                 finally:  # what came before rubbish is answered
                     if frames and not has_asked:
                         has_asked = True
-                        self._count(channel, held, has_asked=True)  # before a client can act on its first answer
+                        # before a client can act on its first answer
+                        self._count(channel, held if held > _COUNTED else 0, has_asked=True)
                     self._answers.write(channel, frames)
                 if held > _COUNTED:
                     self._count(channel, reader.held, has_asked=has_asked)

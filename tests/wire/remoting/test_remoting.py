@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from librmq import Broker, ConfigError, ManualRunner, StoreConfig
+from librmq import Broker, ConfigError, ManualRunner, PullConsumer, PushConsumer, SimpleConsumer, StoreConfig
 from librmq.message.message import StoredMessage
 from librmq.store import verify
 from librmq.wire.remoting import RemotingServer, listen
@@ -276,6 +276,24 @@ def test_a_heartbeat_of_numbers_is_understood(client: RawClient, broker: Broker)
     assert found is not None
     assert (found.kind, found.model.name, found.consume_from.name) == ("push", "BROADCASTING", "FIRST")
     assert found.subscriptions["t"].version == 12
+
+
+def test_only_a_push_consumer_consumes_passively(client: RawClient, broker: Broker) -> None:
+    broker.create_topic("t", 1)
+    pushing, pulling, simple = (
+        PushConsumer(broker, "push"),
+        PullConsumer(broker, "pull"),
+        SimpleConsumer(broker, "simple"),
+    )
+    pushing.subscribe("t", print)
+    pulling.subscribe("t")
+    simple.subscribe("t")
+    with pushing, pulling, simple:
+        kinds = {
+            group: client.ask(Code.GET_CONSUMER_CONNECTION_LIST, consumer_group=group)["consumeType"]
+            for group in ("push", "pull", "simple")
+        }
+    assert kinds == {"push": "CONSUME_PASSIVELY", "pull": "CONSUME_ACTIVELY", "simple": "CONSUME_ACTIVELY"}
 
 
 def test_queues_are_locked_for_one_client(client: RawClient) -> None:
