@@ -12,10 +12,10 @@ from typing import Final
 
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.delivery import Delivery
+from librmq.consumer.failures import REDELIVERY_MS, outcome
 from librmq.consumer.instance import PushInstance
 from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.consumer.rebalancing import next_from_first
-from librmq.consumer.retries import REDELIVERY_MS, outcome
 from librmq.listener import DownstreamDown
 from librmq.message.message import StoredMessage
 from librmq.protocol import MessageModel

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from librmq.consumer.assignment import AssignedQueue
+from librmq.consumer.failures import Rests, Retries, cause_of, is_requested, outcome
 from librmq.consumer.instance import BlockedQueue, ConsumeContext, ConsumerCounts, PushInstance
 from librmq.consumer.listeners import DeliveredMessage, Listener
-from librmq.consumer.retries import Rests, Retries, cause_of, is_requested, outcome
 from librmq.errors import ClientStateError
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics

@@ -22,10 +22,10 @@ from typing import Final
 
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.delivery import Delivery
+from librmq.consumer.failures import suspension_ms
 from librmq.consumer.instance import BlockedQueue, PushInstance
 from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.consumer.rebalancing import next_from_first
-from librmq.consumer.retries import suspension_ms
 from librmq.errors import RmqError
 from librmq.listener import DownstreamDown
 from librmq.message.message import MessageQueue

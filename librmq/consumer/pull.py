@@ -18,8 +18,8 @@ from librmq.config import to_seconds, to_timestamp_ms
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords
+from librmq.consumer.failures import Rests
 from librmq.consumer.listeners import DeliveredMessage
-from librmq.consumer.retries import Rests
 from librmq.errors import ClientStateError, ConfigError, RmqError
 from librmq.listener import DownstreamDown
 from librmq.message.message import MessageQueue
