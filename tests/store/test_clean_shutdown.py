@@ -127,7 +127,8 @@ def test_it_is_not_believed_after_a_change(change: Callable[[MemoryFiles], None]
     "text",
     [b"", b"{", b"[]", b"null", b'{"version":2}', b'{"version":1}', b"\xff", b"[" * 100_000,
      b'{"version":1,"log_begin":true,"log_end":0,"last_record":null,"last_record_crc32":0,"index_files":0,'
-     b'"index_end":0,"queues":[]}'],
+     b'"index_end":0,"queues":[]}',
+     b'{"version":1,"log_begin":0,"log_end":0,"last_record_crc32":0,"index_files":0,"index_end":0,"queues":[]}'],
 )  # fmt: skip
 def test_rubbish_is_ignored(text: bytes) -> None:
     files = in_memory({**closed(), CLOSED: text})

@@ -129,7 +129,7 @@ def read_closed_state(path: str, files: Files) -> ClosedState | None:
         return None
     try:
         state = _state(read_document(place, files, _STATE_KINDS, max_size=_LARGEST_FILE))
-    except (ValueError, TypeError, CorruptionError):
+    except (ValueError, TypeError, KeyError, CorruptionError):
         return None  # it only saves time
     return _without_deleted(state, path, files)
 
@@ -146,7 +146,7 @@ def _without_deleted(state: ClosedState, path: str, files: Files) -> ClosedState
 
 
 def _state(fields: dict[str, Any]) -> ClosedState:
-    """Raise ValueError or TypeError for values that no store has."""
+    """Raise ValueError, TypeError or KeyError for values that no store has."""
     queues = {}
     for topic, *numbers in fields.pop("queues"):
         queue_id, *state = map(_checked_number, numbers)
