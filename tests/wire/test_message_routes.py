@@ -100,11 +100,11 @@ def cases(now_ms: int) -> dict[str, dict[str, Any]]:
 
 
 def row(stored: StoredMessage, begin_ms: int, names: dict[str, str]) -> tuple[Any, ...]:
-    """Return what arrived, without what differs from run to run: ids, and the queue of a send in turn."""
+    """Return what arrived, without what differs from run to run: ids, times, and the queue of a send in turn."""
     what = names.get(stored.message_id, "")
     is_in_turn = what == "transaction"
     properties = [
-        (name, what if name == "UNIQ_KEY" else value)
+        (name, what if name == "UNIQ_KEY" else int(value) - begin_ms if name == "TIMER_DELIVER_MS" else value)
         for name, value in stored.properties.items()
         if not (is_in_turn and name == "REAL_QID")
     ]
