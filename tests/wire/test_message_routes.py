@@ -35,6 +35,7 @@ from tests.wire.stub import Stub, message
 ROUTES = ("kit", "kit over tcp", "connect")
 TIMERS = BrokerConfig(timers=TimerConfig())
 V5_0_0 = 413
+TIMES = ("TIMER_DELIVER_MS", "TIMER_ENQUEUE_MS", "TIMER_DEQUEUE_MS", "TIMER_OUT_MS")
 SENT = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "0"}
 
 
@@ -104,7 +105,7 @@ def row(stored: StoredMessage, begin_ms: int, names: dict[str, str]) -> tuple[An
     what = names.get(stored.message_id, "")
     is_in_turn = what == "transaction"
     properties = [
-        (name, what if name == "UNIQ_KEY" else int(value) - begin_ms if name == "TIMER_DELIVER_MS" else value)
+        (name, what if name == "UNIQ_KEY" else int(value) - begin_ms if name in TIMES else value)
         for name, value in stored.properties.items()
         if not (is_in_turn and name == "REAL_QID")
     ]
