@@ -366,7 +366,7 @@ def check(arguments: Sequence[str]) -> int:
         run([*python, "ruff", "format", "--quiet", "."])
     beside: dict[str, Words] = {}  # types and site keep one core busy, and tests leave cores partly idle
     if not paths:
-        step("style (./check --fix mends most of it)", *python, "ruff", "check", ".")
+        step("style (./check --fix repairs most of it)", *python, "ruff", "check", ".")
         step("format", *python, "ruff", "format", "--check", ".")
         step("layers", BIN / "lint-imports", "--no-logo")
         beside["types"] = [*python, "mypy", *(() if "spark" in read_stamp()["extras"] else WITHOUT_SPARK)]
@@ -418,7 +418,7 @@ def parser() -> argparse.ArgumentParser:
     kind = made.add_mutually_exclusive_group()
     kind.add_argument("--quick", action="store_true", help="leave out slow tests and Spark; end at the first failure")
     kind.add_argument("--lint", action="store_true", help="style, types and layers only")
-    kind.add_argument("--fix", action="store_true", help="let ruff mend and format the files, then --lint")
+    kind.add_argument("--fix", action="store_true", help="let ruff repair and format the files, then --lint")
     made.add_argument("--keep-going", action="store_true", help="with --quick: continue after a failing test")
     made.add_argument("--coverage", action="store_true", help="list the lines of librmq that no test reached")
     wheel = "test this built wheel instead of the checkout (also: LIBRMQ_WHEEL)"

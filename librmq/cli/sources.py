@@ -173,15 +173,17 @@ class StoreSource:
 
 
 def _topic_row(store: MessageStore, topic: str, queues: list[ConsumeQueue]) -> dict[str, Any]:
-    ends = [(queue, at) for queue in queues if queue.max_offset > queue.min_offset for at in (queue.min_offset,)]
+    filled = [queue for queue in queues if queue.max_offset > queue.min_offset]
     return {
         "topic": topic,
         "kind": kind_of_topic(topic),
         "queues": len(queues),
         "messages": sum(queue.max_offset - queue.min_offset for queue in queues),
-        "min_timestamp_ms": min(filter(None, (_stored_ms(store, *end) for end in ends)), default=None),
+        "min_timestamp_ms": min(
+            filter(None, (_stored_ms(store, queue, queue.min_offset) for queue in filled)), default=None
+        ),
         "max_timestamp_ms": max(
-            filter(None, (_stored_ms(store, queue, queue.max_offset - 1) for queue, _ in ends)), default=None
+            filter(None, (_stored_ms(store, queue, queue.max_offset - 1) for queue in filled)), default=None
         ),
     }
 

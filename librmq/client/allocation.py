@@ -101,6 +101,12 @@ def _room_before_at(broker_name: str) -> str | None:
     return room if len(others) == 1 else None
 
 
+def room_before_dash(name: str) -> str | None:
+    """Return the room of a broker or client that is named ``room-name``, None for another form."""
+    room, dash, _ = name.partition("-")
+    return room if dash else None
+
+
 def allocate_machine_room_nearby(
     inner: AllocationStrategy,
     queue_room: Callable[[MessageQueue], str | None],

@@ -46,13 +46,8 @@ class ConcurrentDelivery(Delivery):
         self._postponed: deque[tuple[int, _Pulled]] = deque()
         self._resting: list[_Pulled] = []
         self._timeout_ms = max(1, round(self.config.consume_timeout * 1000))
-        self._started_ms = 0
         self._expiring = Step(f"{consumer.label} consume timeout", self._expire, consumer.client)
         self._redelivery = Step(f"{consumer.label} deliver again", self._deliver_postponed, consumer.client)
-
-    def start(self) -> None:
-        """Note when the consumer joined its group, the start of the grid on which timeouts are checked."""
-        self._started_ms = self.runner.now_ms()
 
     def max_times(self) -> int | None:
         """Return the number of redeliveries before a message becomes a dead letter."""
@@ -106,7 +101,7 @@ class ConcurrentDelivery(Delivery):
         for message in messages:
             message.consume_start_timestamp_ms = now_ms
         if self._expiring.at is None:
-            self.runner.wake(self._expiring, next_from_first(now_ms, self._started_ms, self._timeout_ms))
+            self.runner.wake(self._expiring, next_from_first(now_ms, self.started_ms, self._timeout_ms))
         self.submit(assigned, messages, self._done)
 
     def _done(
@@ -214,5 +209,5 @@ class ConcurrentDelivery(Delivery):
                 elif not len(assigned.messages):
                     self.runner.wake(assigned.pull)
         if any(assigned.messages.begun for assigned in self.consumer.assigned.values()):
-            return next_from_first(now_ms, self._started_ms, self._timeout_ms)
+            return next_from_first(now_ms, self.started_ms, self._timeout_ms)
         return None

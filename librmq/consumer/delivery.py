@@ -32,6 +32,8 @@ class Delivery:
         self.runner = consumer.runner
         self.running = 0
         """The listeners that run or are about to."""
+        self.started_ms = 0
+        """The time of joining the group, the start of the grid on which timeouts are checked and locks renewed."""
         self.counts = ConsumerCounts()
         self.rests = Rests(consumer, self._resumed)
         self.retries = Retries(consumer, self.counts)
@@ -42,7 +44,8 @@ class Delivery:
         raise NotImplementedError
 
     def start(self) -> None:
-        """Start, after the consumer has joined its group."""
+        """Note when the consumer joined its group."""
+        self.started_ms = self.runner.now_ms()
 
     def stop(self) -> threading.Event | None:
         """Begin nothing new; return an event that is set when all listeners have ended, None if none runs."""

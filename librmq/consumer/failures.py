@@ -1,4 +1,4 @@
-"""Retries: what becomes of messages whose listener failed, and of the consumer.
+"""Failures: what becomes of messages whose listener failed, and of the consumer.
 
 ::
 

@@ -64,12 +64,7 @@ class OrderlyDelivery(Delivery):
         self._waiting: deque[AssignedQueue] = deque()  # for a listener
         self._resting: dict[MessageQueue, Step] = {}
         self._unlocking: dict[MessageQueue, Step] = {}
-        self._started_ms = 0
         self._renewing = Step(f"{consumer.label} locks", self._renew, consumer.client)
-
-    def start(self) -> None:
-        """Note when the consumer joined its group, the start of the grid on which locks are renewed."""
-        self._started_ms = self.runner.now_ms()
 
     def max_times(self) -> int | None:
         """Return the number of redeliveries before a message becomes a dead letter, None without a limit."""
@@ -106,7 +101,7 @@ class OrderlyDelivery(Delivery):
 
     def _renew_on_grid(self, now_ms: int) -> int:
         """Schedule the next periodic lock, and return its time."""
-        due_ms = next_from_first(now_ms, self._started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
+        due_ms = next_from_first(now_ms, self.started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
         if self._renewing.at is None:
             self.runner.wake(self._renewing, due_ms)
         return due_ms
@@ -131,7 +126,7 @@ class OrderlyDelivery(Delivery):
             for assigned in queues:
                 self._apply_lock(assigned, assigned.queue in locked, now_ms)
         if any(not assigned.locked or len(assigned.messages) for assigned in consumer.assigned.values()):
-            return next_from_first(now_ms, self._started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
+            return next_from_first(now_ms, self.started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
         return None
 
     def _apply_lock(self, assigned: AssignedQueue, is_locked: bool, now_ms: int) -> None:

@@ -286,14 +286,11 @@ def strategy_of(text: str) -> allocation.AllocationStrategy:
             return allocation.allocate_by_machine_room([room.strip() for room in setting.split(",") if room.strip()])
         case "MACHINE_ROOM_NEARBY" if not setting.startswith(name):
             inner = strategy_of(setting or "AVG")
-            return allocation.allocate_machine_room_nearby(inner, lambda queue: _room(queue.broker_name), _room)
+            return allocation.allocate_machine_room_nearby(
+                inner, lambda queue: allocation.room_before_dash(queue.broker_name), allocation.room_before_dash
+            )
     strategies = "AVG, AVG_BY_CIRCLE, CONSISTENT_HASH[:nodes], MACHINE_ROOM:rooms, MACHINE_ROOM_NEARBY[:inner]"
     raise ConfigError(f"unknown allocation strategy {text!r}; known are {strategies}")
-
-
-def _room(name: str) -> str | None:
-    room, separator, _ = name.partition("-")
-    return room if separator else None
 
 
 def allocate(

@@ -18,7 +18,7 @@ from librmq.filter import SQL92, SqlFilter, TagFilter
 from librmq.filter.filters import PredicateCounts
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import MessageQueue, StoredMessage, retry_topic
-from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, dead_letter_topic, is_system_topic
+from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, dead_letter_topic, is_user_topic
 from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription
 from librmq.runtime.runner import Work
 from librmq.testing.faults import Faults
@@ -65,7 +65,7 @@ def undelivered(
     message's queue. ``fixture`` is the name of what the test moves time with.
     """
     subscribed_topics = {subscriber.subscription.topic for subscriber in subscribed}
-    sent = [topic for topic in topics if _is_the_users(topic)]
+    sent = [topic for topic in topics if is_user_topic(topic)]
     unread = [topic for topic in sent if topic not in subscribed_topics and topic not in read_topics]
     suggested: set[str] = set()
     for subscriber in subscribed:
@@ -125,10 +125,6 @@ def _why_none_of(
 
 def _are(messages: Sequence[StoredMessage]) -> str:
     return "1 message is" if len(messages) == 1 else f"{len(messages):,} messages are"
-
-
-def _is_the_users(topic: str) -> bool:
-    return not is_system_topic(topic) and not topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
 
 
 class UnknownGroupError(LookupError):

@@ -21,6 +21,7 @@ from librmq.client.allocation import (
     allocate_by_machine_room,
     allocate_consistent_hash,
     allocate_machine_room_nearby,
+    room_before_dash,
 )
 from librmq.client.queue_selectors import select_by_hash
 from librmq.errors import (
@@ -219,7 +220,9 @@ def _strategy(name: str, row: Row) -> AllocationStrategy:
             return _by_unknown_rooms if row["consumer_idcs"] is None else allocate_by_machine_room(rooms)
         case "MACHINE_ROOM_NEARBY" if fields.text(row, "inner") != name:
             inner = _strategy(row["inner"], row)
-            return allocate_machine_room_nearby(inner, lambda queue: _room(queue.broker_name), _room)
+            return allocate_machine_room_nearby(
+                inner, lambda queue: room_before_dash(queue.broker_name), room_before_dash
+            )
     raise InputError(f"unknown strategy {name!r:.80}; known are {_STRATEGIES}")
 
 
@@ -234,12 +237,6 @@ def _by_unknown_rooms(client_id: str, queues: Sequence[MessageQueue], clients: S
     if allocate_by_machine_room(rooms)(client_id, queues, [client_id] if client_id in clients else clients):
         return _fail_on_null(client_id, queues, clients)
     return []
-
-
-def _room(name: str) -> str | None:
-    """Return the text before the first ``-``."""
-    room, dash, _ = name.partition("-")
-    return room if dash else None
 
 
 def _selected(row: Row) -> list[Any] | None:

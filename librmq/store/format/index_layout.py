@@ -68,7 +68,7 @@ def stored_entry_dtype() -> np.dtype[np.void]:
 
 
 def file_length(slots: int, entries: int) -> int:
-    """Return the length in bytes of a file with this geometry."""
+    """Return the length in bytes of a file with this geometry: the position of the entry after these."""
     return HEADER_SIZE + SLOT_SIZE * slots + ENTRY_SIZE * entries
 
 
@@ -303,7 +303,7 @@ class IndexWriter:
             entries["time_diff"] = 0
         entries["time_diff"][0] = first_seconds
         entries["previous"] = previous
-        position = self._position(number)
+        position = file_length(self.max_slots, number)
         buffer[position : position + ENTRY_SIZE * keys] = entries.tobytes()
         self._write_slots(buffer, int(ordered[0]), int(ordered[-1]), touched, newest)
         return keys - int(np.count_nonzero(previous))
@@ -332,7 +332,7 @@ class IndexWriter:
         A slot that leads to one gets the entry's previous number.
         """
         start = self.count
-        position, restore = self._position(start), []
+        position, restore = file_length(self.max_slots, start), []
         for number in range(start, max_entries):
             entry_hash, physical, seconds, previous = unpack_entry(buffer, position)
             if entry_hash < 0 or physical < self.end_physical or seconds < 0 or not 0 <= previous <= number:
@@ -349,9 +349,6 @@ class IndexWriter:
             if buffer[slot : slot + SLOT_SIZE] == _pack_int(number):
                 buffer[slot : slot + SLOT_SIZE] = _pack_int(previous)
         if restore:
-            begin = self._position(start)
+            begin = file_length(self.max_slots, start)
             buffer[begin:position] = bytes(position - begin)
         return bool(restore)
-
-    def _position(self, number: int) -> int:
-        return HEADER_SIZE + SLOT_SIZE * self.max_slots + ENTRY_SIZE * number

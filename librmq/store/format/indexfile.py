@@ -231,7 +231,7 @@ class IndexFile:
 
     def entry_position(self, number: int) -> int:
         """Return the position of an entry in the file."""
-        return HEADER_SIZE + SLOT_SIZE * self.max_slots + ENTRY_SIZE * number
+        return file_length(self.max_slots, number)
 
     def query(self, key_hash: int, begin_ms: int, end_ms: int, max_results: int, places: list[int]) -> None:
         """Append to ``places`` the physical offsets of a hash, the newest first, until it has ``max_results``.
