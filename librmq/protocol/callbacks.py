@@ -7,32 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import field
 
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.protocol.client_requests import MessageModel, SendMessage
+from librmq.protocol.client_requests import MessageModel
 from librmq.protocol.endpoint import Request, value
-
-
-@value
-class ConsumersChanged(Request[None]):
-    """Notify a client that the members of its group have changed, so that it rebalances."""
-
-    group: str
-
-
-@value
-class ClientRemoved(Request[None]):
-    """Notify a client that the broker has removed it. As in 4.9, its next heartbeat registers it again."""
-
-    broker_name: str
-
-
-@value
-class CheckTransaction(Request[None]):
-    """Ask a producer how the local transaction of a half message ended; it answers by `EndTransaction`, or never."""
-
-    group: str
-    message: StoredMessage
-    transaction_id: str
-    broker_name: str
 
 
 @value
@@ -168,11 +144,3 @@ class ConsumeDirectly(Request[None]):
     broker_name: str
     ended: Callable[[DirectlyConsumed], None]
     """Gets the result, under the runner's lock."""
-
-
-@value
-class ReplyArrived(Request[None]):
-    """Pass a client the reply to one of its requests; a reply that it no longer waits for is ignored."""
-
-    send: SendMessage
-    """The reply, as its sender sent it."""

@@ -1,4 +1,4 @@
-"""Requests of clients: of producers, and of consumers that pull or receive."""
+"""Requests of clients: of producers, of consumers that pull or receive, and of brokers to them."""
 
 from __future__ import annotations
 
@@ -497,3 +497,38 @@ class EndTransaction(Request[None]):
     physical_offset: int
     message_id: str
     from_check: bool = False
+
+
+# ---- requests of brokers to clients
+
+
+@value
+class ConsumersChanged(Request[None]):
+    """Notify a client that the members of its group have changed, so that it rebalances."""
+
+    group: str
+
+
+@value
+class ClientRemoved(Request[None]):
+    """Notify a client that the broker has removed it. As in 4.9, its next heartbeat registers it again."""
+
+    broker_name: str
+
+
+@value
+class CheckTransaction(Request[None]):
+    """Ask a producer how the local transaction of a half message ended; it answers by `EndTransaction`, or never."""
+
+    group: str
+    message: StoredMessage
+    transaction_id: str
+    broker_name: str
+
+
+@value
+class ReplyArrived(Request[None]):
+    """Pass a client the reply to one of its requests; a reply that it no longer waits for is ignored."""
+
+    send: SendMessage
+    """The reply, as its sender sent it."""
