@@ -6,6 +6,7 @@ from librmq.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
     from librmq.cluster.cluster import Cluster as Cluster
+    from librmq.cluster.cluster import RouteTable as RouteTable
     from librmq.cluster.replica import Replica as Replica
     from librmq.cluster.replica import ReplicaConfig as ReplicaConfig
     from librmq.cluster.replica import promote_replica as promote_replica
@@ -13,7 +14,6 @@ with lazy_exports(globals()):
     from librmq.cluster.router import RoutedClient as RoutedClient
     from librmq.cluster.router import SiteRouter as SiteRouter
     from librmq.cluster.router import Switch as Switch
-    from librmq.cluster.routes import RouteTable as RouteTable
     from librmq.cluster.sites import SiteRoute as SiteRoute
     from librmq.cluster.sites import site_of as site_of
     from librmq.cluster.stored_master import StoredMaster as StoredMaster

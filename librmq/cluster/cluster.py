@@ -1,22 +1,272 @@
-"""A cluster of one process: named brokers behind one route, each with its own store and store host."""
+"""Several brokers of one process behind one route, and the times at which clients notice changes.
+
+Mirrors ``RouteInfoManager`` and ``MQClientInstance``, as clients see them::
+
+    a broker is closed   calls fail immediately; its queues leave the route at the clients' next poll, every 30 s
+    it is killed         the same, 120 s later
+    it is reopened       calls work immediately; its queues return to the route at the clients' next poll
+
+There is no name server and no polling, but changes take effect on the same grid of times. A `Cluster` also opens its
+brokers, each with its own store and store host.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 from librmq.broker import Broker, BrokerConfig
-from librmq.cluster.routes import RouteTable
+from librmq.cluster.sites import SiteRoute, check_site, site_of
 from librmq.config import StoreConfig
-from librmq.errors import ConfigError, NoRouteError
+from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
+from librmq.message.ids import parse_host, parse_offset_message_id
+from librmq.message.message import StoredMessage
 from librmq.metrics import Metrics
-from librmq.runtime.runner import Runner
+from librmq.protocol import Endpoint, QueueData, Request
+from librmq.protocol.endpoint import Watchers
+from librmq.runtime.runner import Runner, Step, next_on_grid
 from librmq.runtime.threads import ThreadRunner
+
+R = TypeVar("R")
+
+
+class _Link:
+    """The connection to one broker, which can be cut."""
+
+    __slots__ = ("_call", "broker", "is_cut")
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+        self.is_cut = False
+        self._call = broker.call
+
+    def call(self, request: Request[R], /) -> R:
+        if self.is_cut:
+            raise BrokerUnreachableError(f"broker {self.broker.name} cannot be reached: its connection is cut")
+        return self._call(request)
+
+    @property
+    def is_up(self) -> bool:
+        return not self.is_cut and not self.broker.dead
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A broker as clients know it."""
+
+    link: _Link
+    end_watch: Callable[[], None]
+    is_routed: bool = True
+    """Whether clients have its queues in their routes."""
+    was_up: bool = True
+    noticed_ms: int | None = field(default=None)
+    """When they notice that this has changed."""
+
+
+class RouteTable:
+    """A `Route` over several brokers that share a runner. Thread-safe."""
+
+    def __init__(self, *brokers: Broker, poll_s: float = 30, expiry_s: float = 120) -> None:
+        """Clients poll the route every ``poll_s`` seconds; a killed broker stays in it for ``expiry_s`` seconds.
+
+        Raises:
+            ConfigError: There is no broker, two have one name, or they have different runners.
+        """
+        if not brokers:
+            raise ConfigError("a route table needs at least one broker")
+        self.runner: Runner = brokers[0].runner
+        self._poll_ms = max(1, round(1000 * poll_s))
+        self._created_ms = self.runner.now_ms()
+        self._expiry_ms = round(1000 * expiry_s)
+        self._watchers = Watchers()
+        self._entries: dict[str, _Entry] = {}
+        self._sites: dict[str, SiteRoute] = {}
+        self._step = Step("routes", self._update)
+        for broker in brokers:
+            if broker.name in self._entries:
+                raise ConfigError(f"two brokers are named {broker.name!r}")
+            self.add(broker)
+
+    def add(self, broker: Broker) -> None:
+        """Add a new broker, or one that was reopened under its name.
+
+        A link that was cut stays cut. Clients know the first brokers immediately. Once the table is in use, they
+        notice a new broker at their next update.
+        """
+        if broker.runner is not self.runner:
+            raise ConfigError(f"broker {broker.name} has another runner: open all brokers of a route with one runner")
+        with self.runner.lock:
+            old = self._entries.get(broker.name)
+            if old is not None:
+                old.end_watch()
+            is_routed = old.is_routed if old is not None else not self._watchers
+            end_watch = broker.watch(self.changed)
+            link = _Link(broker)
+            link.is_cut = old is not None and old.link.is_cut
+            entry = self._entries[broker.name] = _Entry(link, end_watch, is_routed, link.is_up)
+            if old is not None and link.is_cut:
+                entry.noticed_ms = old.noticed_ms  # clients have yet to notice the cut
+            elif not is_routed:
+                self._schedule_update(entry, self.runner.now_ms())
+            self._watchers.notify()
+
+    def cut(self, broker_name: str, *, site: str | None = None) -> None:
+        """Cut the connection to a broker, like a network failure: the broker keeps running and loses its clients.
+
+        With ``site`` only the clients of that site lose the broker.
+        """
+        with self.runner.lock:
+            link = self._entry(broker_name).link
+            if site is None:
+                link.is_cut = True
+            else:
+                self.at(site).cut.add(broker_name)
+            for client_id in () if link.broker.dead else link.broker.client_ids():
+                if site is None or site_of(client_id) == site:
+                    link.broker.remove_client(client_id)
+            self.changed()
+
+    def restore(self, broker_name: str, *, site: str | None = None) -> None:
+        """Restore the connection to a broker, for all clients or for the clients of one site."""
+        with self.runner.lock:
+            link = self._entry(broker_name).link
+            if site is None:
+                link.is_cut = False
+            else:
+                self.at(site).cut.discard(broker_name)
+            self.changed()
+
+    # ---- sites
+
+    def sites(self) -> tuple[str, ...]:
+        """Return the sites that have a broker, sorted."""
+        return tuple(sorted({site for name in self._entries if (site := site_of(name)) is not None}))
+
+    def at(self, site: str) -> SiteRoute:
+        """Return the route for clients of ``site``: their ids begin with it, and its links can be cut separately.
+
+        Raises:
+            ConfigError: ``site`` contains characters other than letters and digits.
+        """
+        check_site(site)
+        route = self._sites.get(site)
+        if route is None:
+            route = self._sites[site] = SiteRoute(self, site)
+        return route
+
+    def shared_client_ids(self) -> dict[str, tuple[str, ...]]:
+        """Return the ids that two clients use, each with the names of the brokers that know both."""
+        brokers_by_client: dict[str, tuple[str, ...]] = {}
+        for name, entry in sorted(self._entries.items()):
+            for client_id in sorted(entry.link.broker.shared_client_ids()) if not entry.link.broker.dead else ():
+                brokers_by_client[client_id] = (*brokers_by_client.get(client_id, ()), name)
+        return brokers_by_client
+
+    # ---- messages
+
+    def find_by_id(self, message_id: str) -> StoredMessage | None:
+        """Return the first record with an offset id or a producer's unique id; None if no broker has one.
+
+        An offset id names its broker by the store host; a unique id is searched in all brokers, by name.
+
+        Raises:
+            BrokerUnreachableError: A broker that could have the message cannot be asked.
+            ConfigError: Several brokers have the store host in the id, and a message at its offset.
+        """
+        try:
+            host = parse_offset_message_id(message_id)[0]
+        except MalformedError:
+            host = None
+        entries = sorted(self._entries.items())
+        named = [entry for entry in entries if host == parse_host(entry[1].link.broker.store.config.store_host)]
+        messages: dict[str, StoredMessage] = {}
+        down = []
+        for name, entry in named or entries:
+            if not entry.link.is_up:
+                down.append(name)
+            elif (message := entry.link.broker.find_by_id(message_id)) is not None:
+                messages[name] = message
+        if len(messages) > 1 and named:
+            raise ConfigError(
+                f"message {message_id}: brokers {', '.join(messages)} have one store host; open each with its own "
+                "StoreConfig(store_host=…), or all by Cluster.open"
+            )
+        if not messages and down:
+            raise BrokerUnreachableError(f"message {message_id}: {', '.join(down)} cannot be asked")
+        return next(iter(messages.values()), None)
+
+    def brokers(self) -> tuple[Broker, ...]:
+        """Return all brokers by name, including closed ones."""
+        return tuple(entry.link.broker for _, entry in sorted(self._entries.items()))
+
+    # ---- route
+
+    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return the brokers that have ``topic``, by name, except brokers that clients have noticed to be down."""
+        entries = sorted(self._entries.items())
+        return tuple(data for _, entry in entries if entry.is_routed for data in entry.link.broker.topic_route(topic))
+
+    def registered_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return all brokers that have ``topic``, by name, including those that are down."""
+        return tuple(data for broker in self.brokers() for data in broker.topic_route(topic))
+
+    def broker_names(self) -> tuple[str, ...]:
+        """Return the names of the brokers that can be reached, sorted."""
+        return tuple(sorted(name for name, entry in self._entries.items() if entry.is_routed and entry.link.is_up))
+
+    def endpoint(self, broker_name: str) -> Endpoint:
+        """Return the broker with that name; its calls raise `BrokerUnreachableError` while it is down."""
+        return self._entry(broker_name).link
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call ``changed``, under the runner's lock, at each change of the route; return a function that ends this."""
+        return self._watchers.watch(changed)
+
+    # ---- details
+
+    def _entry(self, broker_name: str) -> _Entry:
+        entry = self._entries.get(broker_name)
+        if entry is None:
+            raise NoRouteError(f"unknown broker {broker_name!r}; expected one of {', '.join(sorted(self._entries))}")
+        return entry
+
+    def changed(self) -> None:
+        """Note that a broker's topics or its reachability have changed. Called under the runner's lock."""
+        now = self.runner.now_ms()
+        for entry in self._entries.values():
+            is_up = entry.link.is_up
+            if is_up != entry.was_up:
+                entry.was_up = is_up
+                if is_up == entry.is_routed:
+                    entry.noticed_ms = None  # it was back before a client noticed
+                else:
+                    is_announced = is_up or (entry.link.broker.dead and not entry.link.broker.was_killed)
+                    self._schedule_update(entry, now if is_announced else now + self._expiry_ms)
+        self._watchers.notify()
+
+    def _schedule_update(self, entry: _Entry, change_ms: int) -> None:
+        """Schedule the clients' first poll after ``change_ms``, when a name server would have the change."""
+        entry.noticed_ms = next_on_grid(change_ms, self._created_ms, self._poll_ms)
+        self.runner.wake(self._step, entry.noticed_ms)
+
+    def _update(self, now_ms: int) -> int | None:
+        changed = False
+        longest_ms = self._expiry_ms + self._poll_ms  # a longer wait means that the clock was set back
+        for entry in self._entries.values():
+            if entry.noticed_ms is not None and not now_ms < entry.noticed_ms <= now_ms + longest_ms:
+                entry.is_routed, entry.noticed_ms, changed = entry.link.is_up, None, True
+        if changed:
+            self._watchers.notify()
+        return min((entry.noticed_ms for entry in self._entries.values() if entry.noticed_ms is not None), default=None)
+
+
+# ---- a cluster with stores of its own
 
 _PORT: Final = 10911
 _NOT_IN_NAMES: Final = frozenset("/\\\0:")

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
-from librmq.cluster.routes import RouteTable
+from librmq.cluster.cluster import RouteTable
 from librmq.cluster.sites import SiteRoute, check_site
 from librmq.config import to_seconds
 from librmq.errors import CapacityError, ConfigError
