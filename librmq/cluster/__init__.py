@@ -9,6 +9,7 @@ with lazy_exports(globals()):
     from librmq.cluster.cluster import RouteTable as RouteTable
     from librmq.cluster.replica import Replica as Replica
     from librmq.cluster.replica import ReplicaConfig as ReplicaConfig
+    from librmq.cluster.replica import StoredMaster as StoredMaster
     from librmq.cluster.replica import promote_replica as promote_replica
     from librmq.cluster.replica_route import ReplicaRoute as ReplicaRoute
     from librmq.cluster.router import RoutedClient as RoutedClient
@@ -16,4 +17,3 @@ with lazy_exports(globals()):
     from librmq.cluster.router import Switch as Switch
     from librmq.cluster.sites import SiteRoute as SiteRoute
     from librmq.cluster.sites import site_of as site_of
-    from librmq.cluster.stored_master import StoredMaster as StoredMaster

@@ -16,17 +16,38 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Final, Self, cast
+from typing import Annotated, Any, Final, Self, TypeVar, cast
 
 from librmq.broker import Broker, BrokerConfig
+from librmq.clock import Clock, SystemClock
 from librmq.cluster.replica_admission import check_bytes, check_folder, check_origin
-from librmq.cluster.stored_master import StoredMaster
+from librmq.commitlog import CommitLog
 from librmq.config import Between, Config, Seconds, check_kind
-from librmq.errors import BrokerUnreachableError, FlushFailedError, ReplicaError, RmqError, StoreClosedError
+from librmq.errors import (
+    BrokerError,
+    BrokerUnreachableError,
+    FlushFailedError,
+    ReplicaError,
+    RmqError,
+    StoreClosedError,
+    StoreError,
+)
 from librmq.files.disk import DiskFiles
 from librmq.files.seam import Files
+from librmq.message.record import BLANK_MAGIC, BLANK_SIZE
 from librmq.metrics import Metrics
-from librmq.protocol import CopyTables, DescribeLog, Endpoint, FollowLog, LeaveLog, LogBytes, LogDescription
+from librmq.protocol import (
+    CopiedTables,
+    CopyTables,
+    DescribeLog,
+    Endpoint,
+    FollowLog,
+    LeaveLog,
+    LogBytes,
+    LogDescription,
+    Request,
+    ResponseCode,
+)
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner, Step, Work, next_on_grid
@@ -34,7 +55,77 @@ from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.engine.copies import whole_size
 from librmq.store.format import directory
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.documents import ReplicaMark, clear_mark, read_mark, write_mark
+
+# ---- a store on disk as a master
+
+R = TypeVar("R")
+
+
+class StoredMaster:
+    """An `Endpoint` that serves a replica from the files of a store, without changing them. Thread-safe.
+
+    It can't wait for the writer, so a replica checks it from time to time, and no send waits for such a replica.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, files: Files | None = None, clock: Clock | None = None) -> None:
+        """Open the store in ``path`` for reading.
+
+        Raises:
+            NotAStoreError: The folder has no store.
+            CorruptionError: The store is damaged.
+        """
+        self.path = os.fspath(path)
+        self._files = files or DiskFiles()
+        self._store = MessageStore.open(self.path, read_only=True, files=self._files, clock=clock or SystemClock())
+
+    def call(self, request: Request[R], /) -> R:
+        """Answer a replica's request.
+
+        Raises:
+            BrokerUnreachableError: The files can't be read at the moment.
+        """
+        try:
+            return cast(R, self._answer(request))
+        except StoreError as error:
+            raise BrokerUnreachableError(f"{self.path} cannot be read: {error}") from error
+
+    def _answer(self, request: Request[Any]) -> object:
+        store = self._store
+        if isinstance(request, FollowLog):
+            if _end(store.log) <= request.physical_offset:
+                store.refresh()
+            log, at = store.log, request.physical_offset
+            end = _end(log)
+            data = log.data_at(at, min(request.size, end - at)) if log.begin <= at < end else b""
+            return LogBytes(data, log.begin, end)
+        if isinstance(request, DescribeLog):
+            store.refresh()
+            place = None if self._files.is_shared else self._files, os.path.realpath(self.path)
+            return LogDescription(self.path, place, store.config, store.log.begin, _end(store.log))
+        if isinstance(request, CopyTables):
+            tables = BrokerTables.open(os.path.join(self.path, "config"), files=self._files)
+            return CopiedTables(tables.topics.rows, tables.groups.rows, tables.offsets.rows, tables.delays.rows)
+        if isinstance(request, LeaveLog):
+            return None
+        raise BrokerError(
+            ResponseCode.REQUEST_CODE_NOT_SUPPORTED, f"{self.path} does not know {type(request).__name__}"
+        )
+
+    def close(self) -> None:
+        """Release the store."""
+        self._store.close()
+
+
+def _end(log: CommitLog) -> int:
+    """Return the log's end, after the blank of its last file.
+
+    While a writer runs, a reader ends the log before that blank; without one, after it.
+    """
+    end, left = log.end, -log.end % log.file_size
+    blank = left.to_bytes(4, "big") + BLANK_MAGIC.to_bytes(4, "big")
+    return end + left if left >= BLANK_SIZE and log.data_at(end, BLANK_SIZE) == blank else end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
