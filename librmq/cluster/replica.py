@@ -94,16 +94,16 @@ class StoredMaster:
     def _answer(self, request: Request[Any]) -> object:
         store = self._store
         if isinstance(request, FollowLog):
-            if _end(store.log) <= request.physical_offset:
+            if _log_end(store.log) <= request.physical_offset:
                 store.refresh()
             log, at = store.log, request.physical_offset
-            end = _end(log)
+            end = _log_end(log)
             data = log.data_at(at, min(request.size, end - at)) if log.begin <= at < end else b""
             return LogBytes(data, log.begin, end)
         if isinstance(request, DescribeLog):
             store.refresh()
             place = None if self._files.is_shared else self._files, os.path.realpath(self.path)
-            return LogDescription(self.path, place, store.config, store.log.begin, _end(store.log))
+            return LogDescription(self.path, place, store.config, store.log.begin, _log_end(store.log))
         if isinstance(request, CopyTables):
             tables = BrokerTables.open(os.path.join(self.path, "config"), files=self._files)
             return CopiedTables(tables.topics.rows, tables.groups.rows, tables.offsets.rows, tables.delays.rows)
@@ -118,7 +118,7 @@ class StoredMaster:
         self._store.close()
 
 
-def _end(log: CommitLog) -> int:
+def _log_end(log: CommitLog) -> int:
     """Return the log's end, after the blank of its last file.
 
     While a writer runs, a reader ends the log before that blank; without one, after it.
@@ -573,24 +573,24 @@ class Replica:
 
     def close(self) -> None:
         """Stop following, and close the copy. A second call does nothing."""
-        if self._end():
+        if self._stop_turns():
             try:
                 with self._following:
                     self._leave()
                     self.broker.close()
             finally:
-                self._release()
+                self._release_resources()
 
     def abandon(self) -> None:
         """Release everything without saving, like a killed process. The next `open` recovers the copy."""
-        if self._end():
+        if self._stop_turns():
             try:
                 with self._following:
                     self.broker.abandon()
             finally:
-                self._release()
+                self._release_resources()
 
-    def _end(self) -> bool:
+    def _stop_turns(self) -> bool:
         """Stop taking turns; return False if this has happened before."""
         with self.runner.lock:
             was_dead, self.dead = self.dead, True
@@ -606,7 +606,7 @@ class Replica:
                 error=error,
             )
 
-    def _release(self) -> None:
+    def _release_resources(self) -> None:
         if self._metrics is not None:
             self._metrics.gauge("replica_lag_bytes", None)
         if isinstance(self._master, StoredMaster):
