@@ -16,8 +16,8 @@ from benchmarks import peers
 from benchmarks.frame import SIZES, Bench, Case, Part, Target, Timed, main
 from benchmarks.peers import Load, make_load, make_messages
 from librmq.config import StoreConfig
+from librmq.files.interface import File
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import File
 from librmq.message.message import Message
 from librmq.store import MessageStore
 

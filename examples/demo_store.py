@@ -30,7 +30,7 @@ from demo_screen import CONSOLE, answers, code, draw, run_part, say, step, table
 from librmq import ManualClock, Message, MessageStore, StoredMessage
 from librmq.commitlog import CommitLog
 from librmq.files import DiskFiles
-from librmq.files.seam import Damage
+from librmq.files.interface import Damage
 from librmq.store.format.directory import recognise
 from librmq.store.recovery.verify import verify
 

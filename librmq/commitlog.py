@@ -22,8 +22,8 @@ from typing import Final, NamedTuple, Self
 
 from librmq.errors import CorruptionError, MessageIllegalError, RecordError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Buffer, Files, without_zeros
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.files.seam import Buffer, Files, without_zeros
 from librmq.message import frames, record
 from librmq.message.frames import MAGICS, SIZE_AND_MAGIC, LogItem
 from librmq.message.message import StoredMessage

@@ -27,8 +27,8 @@ from librmq.consumequeue_entries import BLOCK, ENTRY, ENTRY_SIZE, HOLE_SIZE, PLA
 from librmq.consumequeue_ext import EXT_FILE_SIZE, ConsumeQueueExt, ExtUnit, is_ext_address
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.files.seam import Files
 from librmq.runtime import lazy_numpy as np
 
 __all__ = [

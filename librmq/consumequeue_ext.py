@@ -22,8 +22,8 @@ from typing import Final, NamedTuple, Self
 
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.files.seam import Files
 
 __all__ = ["EXT_FILE_SIZE", "LAST_EXT_ADDRESS", "ConsumeQueueExt", "ExtUnit", "is_ext_address", "pack_unit"]
 

@@ -15,8 +15,8 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import File, Files
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import File, Files
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
 from librmq.store import AppendResult, MessageStore

@@ -11,8 +11,8 @@ import pytest
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, MessageIllegalError, ReadOnlyError, StoreIOError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import File, Files
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import File, Files
 from librmq.message.record import BLANK_MAGIC, Record, body_checksum, encode_record
 from librmq.testing import FailingFiles, RecordingFiles
 

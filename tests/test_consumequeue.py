@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue, Entries, QueueEntry, entry_dtype
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import File, Files
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappingPool
-from librmq.files.seam import File, Files
 from tests.reference import Row, rows, store_folders
 
 FILLER = (0, 0x7FFFFFFF, 0)

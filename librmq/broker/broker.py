@@ -39,7 +39,7 @@ from librmq.errors import (
     StoreLockedError,
 )
 from librmq.files.disk import DiskFiles, TemporaryFolder
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.lazy_exports import exported
 from librmq.message.message import StoredMessage, dead_letter_topic
 from librmq.message.topics import TopicType

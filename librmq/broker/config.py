@@ -16,7 +16,7 @@ from librmq.txn import TransactionConfig
 
 if TYPE_CHECKING:
     from librmq.clock import Clock
-    from librmq.files.seam import Files
+    from librmq.files.interface import Files
     from librmq.metrics import Metrics
     from librmq.runtime.runner import Runner
 

@@ -21,7 +21,7 @@ from librmq.broker.transactions import BrokerTransactions
 from librmq.clock import moves_by_itself
 from librmq.config import StoreConfig
 from librmq.errors import BrokerError, RmqError
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.message.message import Message
 from librmq.message.properties import PROPERTY_PUSH_REPLY_TIME, PROPERTY_REPLY_TO_CLIENT
 from librmq.message.topics import HALF_TOPIC

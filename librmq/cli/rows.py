@@ -29,7 +29,7 @@ from librmq.store.engine.dispatch import derived_tags_code
 
 if TYPE_CHECKING:
     from librmq.consumequeue import ConsumeQueue
-    from librmq.files.seam import Damage
+    from librmq.files.interface import Damage
     from librmq.store import MessageStore, ReadResult
     from librmq.store.recovery.salvage import Gap
     from librmq.store.recovery.verify import Verdict

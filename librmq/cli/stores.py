@@ -17,8 +17,8 @@ from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, InputError, NotAStoreError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Damage, Files
 from librmq.files.memory import OverlayFiles
-from librmq.files.seam import Damage, Files
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.directory import COMMITLOG, CONFIG, check_config, check_kind, infer_config
 

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple, Protocol
 
 from librmq.errors import LargeBodyError, MessageIllegalError
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.message.message import Message
 from librmq.message.record import PROPERTY_UNIQUE_KEY
 from librmq.runtime.locks import Lock

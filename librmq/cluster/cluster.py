@@ -24,7 +24,7 @@ from librmq.cluster.sites import SiteRoute, check_site, site_of
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.message.ids import parse_host, parse_offset_message_id
 from librmq.message.message import StoredMessage
 from librmq.metrics import Metrics

@@ -33,7 +33,7 @@ from librmq.errors import (
     StoreError,
 )
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.message.record import BLANK_MAGIC, BLANK_SIZE
 from librmq.metrics import Metrics
 from librmq.protocol import (

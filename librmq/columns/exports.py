@@ -34,7 +34,7 @@ from librmq.columns.remote import RemoteFiles, RemoteStore
 from librmq.columns.schema import CORRUPT, TYPES
 from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import make_folders
+from librmq.files.interface import make_folders
 from librmq.runtime.call_progress import advance
 from librmq.store.format import directory
 

@@ -18,8 +18,8 @@ from librmq.columns.arrays import Ints
 from librmq.config import ENTRY_SIZE
 from librmq.consumequeue import entry_dtype
 from librmq.errors import CorruptionError, StoreError, StoreIOError
+from librmq.files.interface import Damage, Files
 from librmq.files.rolling import file_name
-from librmq.files.seam import Damage, Files
 from librmq.store.format import directory
 
 REST: Final = (

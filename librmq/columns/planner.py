@@ -27,8 +27,8 @@ from librmq.config import ENTRY_SIZE, StoreConfig, suggest
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Damage, Files
 from librmq.files.rolling import MappingPool, file_name
-from librmq.files.seam import Damage, Files
 from librmq.message.record import header_struct
 from librmq.message.topics import is_system_topic
 from librmq.store import MessageStore

@@ -15,7 +15,7 @@ import numpy as np
 
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, Entries, QueueEntry, entry_dtype
 from librmq.consumequeue_entries import places_and_sizes
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.store.engine.open_store import QueueState
 
 _SHORT: Final = 1 << 10

@@ -30,8 +30,8 @@ from librmq.config import ENTRY_SIZE
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Damage, File, Files
 from librmq.files.rolling import file_name
-from librmq.files.seam import Damage, File, Files
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.runtime.event_log import EventLog

@@ -26,7 +26,7 @@ from librmq.columns.remote import RemoteFiles, RemoteStore, check_storage_option
 from librmq.columns.schema import TYPES, columns_of, default_columns
 from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 
 # ---- plans for other processes
 

@@ -30,8 +30,8 @@ from librmq.columns.parts import RemoteLog
 from librmq.config import ENTRY_SIZE
 from librmq.errors import ConfigError, CorruptionError, MissingExtraError, NotAStoreError, StoreIOError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Files, make_folders
 from librmq.files.rolling import file_name
-from librmq.files.seam import Files, make_folders
 from librmq.runtime.call_progress import advance
 from librmq.store.format import directory
 

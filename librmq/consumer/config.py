@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Self, TypedDict
 from librmq.client.allocation import AllocationStrategy, allocate_averagely
 from librmq.config import Between, Config, Seconds, to_seconds
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.protocol import ConsumeFrom, MessageModel
 
 _DURATIONS: Final = ("consume_timeout", "suspend_time", "pull_interval", "shutdown_timeout", "poll_timeout")

@@ -17,7 +17,7 @@ from typing import Final
 from librmq.client.client import Client
 from librmq.consumer.assignment import AssignedQueue
 from librmq.errors import ConfigError, MalformedError, RmqError
-from librmq.files.seam import Files, make_folders
+from librmq.files.interface import Files, make_folders
 from librmq.java.json import ObjectKey, dumps, loads
 from librmq.message.message import MessageQueue
 from librmq.protocol import QueryOffset, UpdateOffset

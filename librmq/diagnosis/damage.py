@@ -16,7 +16,7 @@ from librmq.store.recovery.open import read_closed_state
 
 if TYPE_CHECKING:
     from librmq.diagnosis.survey.model import DamagedPlace
-    from librmq.files.seam import Damage
+    from librmq.files.interface import Damage
 
 AT_ONCE: Final = 30_000
 """The most messages that `diagnose` verifies without being asked."""

@@ -15,7 +15,7 @@ from librmq.broker import Broker
 from librmq.diagnosis.group_lag import QueueLag, lag, no_progress
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, MalformedError
-from librmq.files.seam import make_folders
+from librmq.files.interface import make_folders
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import RESERVED_PROPERTIES
 from librmq.protocol import LOCAL_HOST, QueueData, SendMessage

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 from librmq.clock import Clock, SystemClock
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.message.message import StoredMessage
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 from librmq.store import MessageStore

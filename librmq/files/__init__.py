@@ -7,11 +7,11 @@ from librmq.lazy_exports import lazy_exports
 with lazy_exports(globals()):
     from librmq.files.disk import DiskFiles as DiskFiles
     from librmq.files.disk import TemporaryFolder as TemporaryFolder
+    from librmq.files.interface import Buffer as Buffer
+    from librmq.files.interface import Damage as Damage
+    from librmq.files.interface import File as File
+    from librmq.files.interface import FileLock as FileLock
+    from librmq.files.interface import Files as Files
+    from librmq.files.interface import FolderEntry as FolderEntry
     from librmq.files.memory import MemoryFiles as MemoryFiles
     from librmq.files.memory import OverlayFiles as OverlayFiles
-    from librmq.files.seam import Buffer as Buffer
-    from librmq.files.seam import Damage as Damage
-    from librmq.files.seam import File as File
-    from librmq.files.seam import FileLock as FileLock
-    from librmq.files.seam import Files as Files
-    from librmq.files.seam import FolderEntry as FolderEntry

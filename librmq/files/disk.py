@@ -17,8 +17,8 @@ from functools import cache
 from typing import Any, BinaryIO, Final
 
 from librmq.errors import CorruptionError, StoreIOError
+from librmq.files.interface import File, FileLock, FolderEntry, named, without_zeros
 from librmq.files.lock import DiskLock, lock_holder
-from librmq.files.seam import File, FileLock, FolderEntry, named, without_zeros
 
 _BINARY: Final = getattr(os, "O_BINARY", 0)
 # Do not follow a link to a file to write: it could lead out of the store.

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Final
 
 from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
-from librmq.files.seam import named
+from librmq.files.interface import named
 from librmq.runtime.locks import Lock
 
 if sys.platform != "win32":

@@ -11,7 +11,7 @@ from typing import Any, Self, SupportsIndex
 
 from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import Buffer, File, FileLock, Files, FolderEntry
+from librmq.files.interface import Buffer, File, FileLock, Files, FolderEntry
 from librmq.runtime.locks import RLock
 
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Final
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
-from librmq.files.seam import File, Files, FolderEntry, folders_to_name, used_end
+from librmq.files.interface import File, Files, FolderEntry, folders_to_name, used_end
 from librmq.runtime.locks import Lock
 
 _POSITIONS: Final = 1 << 63

@@ -31,7 +31,7 @@ from librmq.errors import (
     RecordError,
     StoreError,
 )
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.java.lang import java_int, java_long, string_hash
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC

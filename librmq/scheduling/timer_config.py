@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Self
 
 from librmq.config import Between, Config, Seconds
 from librmq.errors import MessageIllegalError
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.java.lang import java_long
 from librmq.message import Message, record
 from librmq.store.engine.dispatch import parse_level

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside

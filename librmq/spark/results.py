@@ -30,7 +30,7 @@ from librmq.columns.parts import DataLossError
 from librmq.columns.planner import PlannedStore
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import make_folders
+from librmq.files.interface import make_folders
 from librmq.runtime.event_log import EventLog
 from librmq.spark import stores
 from librmq.spark.options import parse_read_options

@@ -32,7 +32,7 @@ from librmq.columns.arrays import Ints
 from librmq.consumequeue import entry_dtype
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, StoreLockedError
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import make_folders
+from librmq.files.interface import make_folders
 from librmq.message import record
 from librmq.spark.encode import Encoder, check_columns
 from librmq.spark.options import WriteOptions, local_path, written_batch, written_schema

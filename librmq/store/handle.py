@@ -22,7 +22,7 @@ from librmq.errors import (
     StoreLockedError,
 )
 from librmq.files.disk import TemporaryFolder
-from librmq.files.seam import Damage, FileLock, Files, make_folders
+from librmq.files.interface import Damage, FileLock, Files, make_folders
 from librmq.message.delay_levels import DelayLevels
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.lazy_numpy import import_numpy

@@ -16,7 +16,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, check_kind, check_now, check_path, to_seconds, to_timestamp_ms, wrong_kind
 from librmq.consumequeue import ConsumeQueue
 from librmq.files.disk import DiskFiles, TemporaryFolder
-from librmq.files.seam import Damage, Files
+from librmq.files.interface import Damage, Files
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.runtime.core import CORE_STATE

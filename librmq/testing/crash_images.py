@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import Files
 from librmq.testing.files import Event
 
 SECTOR: Final = 512

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self, SupportsIndex
 
 from librmq.errors import StoreIOError
+from librmq.files.interface import File, FileLock, Files, FolderEntry
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import File, FileLock, Files, FolderEntry
 from librmq.runtime.locks import Lock
 
 

@@ -20,8 +20,8 @@ from librmq.config import StoreConfig, to_seconds, wrong_kind
 from librmq.consumer import PushConsumer
 from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import Files
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.testing.evidence import Evidence, KitObserver, UndeliveredWarning
 from librmq.testing.faults import Faults

@@ -14,7 +14,7 @@ from librmq.cluster import Cluster, Replica, RouteTable
 from librmq.cluster.sites import check_site, site_of
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.message.message import StoredMessage
 from librmq.protocol import Endpoint, QueueData
 from librmq.runtime.runner import Runner

@@ -20,7 +20,7 @@ from librmq.cluster import Replica, ReplicaRoute
 from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushConsumer
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import ConsumerKeywords
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.message.topics import RETRY_PREFIX
 from librmq.metrics import Metrics
 from librmq.protocol import (

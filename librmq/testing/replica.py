@@ -12,7 +12,7 @@ from librmq.clock import ManualClock
 from librmq.cluster.replica import Replica, ReplicaConfig
 from librmq.cluster.sites import check_site, site_of
 from librmq.errors import BrokerUnreachableError, ConfigError, ReplicaError
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.message.message import StoredMessage
 from librmq.protocol import Endpoint, LogBytes, Request
 from librmq.testing.evidence import KitObserver

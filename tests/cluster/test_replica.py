@@ -20,8 +20,8 @@ from librmq.errors import (
     StoreLockedError,
 )
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import Files
 from librmq.message import record
 from librmq.metrics import Metrics
 from librmq.protocol import CopyTables, PullStatus, SendStatus, UpdateOffset

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from librmq import CorruptionError, ManualClock, Message, MessageStore, StoreConfig
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.testing import CrashImages
 from tests.budget import examples, many, some
 from tests.crash.runs import record

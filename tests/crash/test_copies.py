@@ -10,7 +10,7 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore
 from librmq.store.recovery import salvage

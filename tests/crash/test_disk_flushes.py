@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import copy_file, make_folders
+from librmq.files.interface import copy_file, make_folders
 
 pytestmark = [pytest.mark.platform, pytest.mark.skipif(not hasattr(os, "fdatasync"), reason="needs fdatasync")]
 

@@ -10,8 +10,8 @@ import pytest
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import StoreIOError
+from librmq.files.interface import Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.files.seam import Files
 from librmq.store.engine.group_commit import flush_all
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, set_abort
 from librmq.store.format.index_layout import FRESH

@@ -11,7 +11,7 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import StoreIOError
-from librmq.files.seam import make_folders
+from librmq.files.interface import make_folders
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.upkeep.retention import Retention

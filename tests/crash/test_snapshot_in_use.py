@@ -19,7 +19,7 @@ from librmq.broker import Broker, BrokerConfig
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import FolderEntry
+from librmq.files.interface import FolderEntry
 from librmq.listener import ReconsumeLater
 from librmq.runtime.locks import Lock
 from librmq.scheduling.timer_config import TimerConfig

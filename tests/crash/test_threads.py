@@ -21,8 +21,8 @@ import pytest
 from librmq.config import StoreConfig
 from librmq.errors import StoreClosedError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import Files
 from librmq.message.message import Message
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.read import GetStatus

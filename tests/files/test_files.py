@@ -17,8 +17,8 @@ import pytest
 
 from librmq.errors import CorruptionError, StoreError, StoreIOError, StoreLockedError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import File, Files
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import File, Files
 from librmq.testing import Event, FailingFiles, RecordingFiles
 from tests.programs import start_program
 

@@ -15,8 +15,8 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, RmqError, StoreIOError, StoreLockedError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Files
 from librmq.files.memory import OverlayFiles
-from librmq.files.seam import Files
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import File
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
-from librmq.files.seam import File
 from librmq.testing.files import FailingFiles
 
 SIZE = 64

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Files, used_end, without_zeros
 from librmq.files.memory import MemoryFiles, OverlayFiles
-from librmq.files.seam import Files, used_end, without_zeros
 
 SIZE = 3 << 20
 

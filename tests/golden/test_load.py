@@ -18,7 +18,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import Damage
+from librmq.files.interface import Damage
 from librmq.filter import Registrations
 from librmq.java import json as java_json
 from librmq.message.delay_levels import SCHEDULE_TOPIC

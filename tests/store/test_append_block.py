@@ -10,8 +10,8 @@ import pytest
 from librmq.commitlog import CommitLog
 from librmq.errors import StoreIOError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import Files
 from librmq.message import record
 from librmq.testing import FailingFiles, RecordingFiles
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from librmq.config import StoreConfig
 from librmq.errors import StoreIOError
+from librmq.files.interface import File
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import File
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from tests.budget import examples

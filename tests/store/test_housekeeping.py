@@ -17,8 +17,8 @@ from librmq.clock import ManualClock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, FlushFailedError, StoreError, StoreIOError
+from librmq.files.interface import File
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import File
 from librmq.runtime.background import Background
 from librmq.store.engine.group_commit import GroupCommit
 from librmq.store.engine.housekeeping import Housekeeping

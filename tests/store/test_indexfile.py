@@ -14,8 +14,8 @@ import pytest
 
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import File, Files
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import File, Files
 from librmq.java.lang import index_key_hash
 from librmq.store.format import keyindex
 from librmq.store.format.index_layout import IndexHeader, file_length, geometry

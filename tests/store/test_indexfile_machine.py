@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import Files
 from librmq.java.lang import index_key_hash
 from librmq.store.format import keyindex
 from librmq.store.format.index_layout import file_length

@@ -13,8 +13,8 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, StoreLockedError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import FileLock, FolderEntry
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import FileLock, FolderEntry
 from librmq.message.message import Message
 from librmq.store import MessageStore
 

@@ -18,8 +18,8 @@ from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.diagnosis import diagnose
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import File, Files, FolderEntry
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import File, Files, FolderEntry
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore

@@ -11,8 +11,8 @@ import pytest
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
+from librmq.files.interface import Damage
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import Damage
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.record import PHYSICAL_OFFSET_AT, QUEUE_OFFSET_AT, Record, encode_record
 from librmq.store.format.keyindex import KeyIndex

@@ -17,8 +17,8 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Damage, File
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import Damage, File
 from librmq.message import record
 from librmq.message.message import Message
 from librmq.store import MessageStore

@@ -17,8 +17,8 @@ from librmq.clock import ManualClock
 from librmq.config import MIB, StoreConfig
 from librmq.errors import ConfigError, DiskFullError, StoreIOError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import Files
 from librmq.message.frames import LogItem
 from librmq.message.message import Message
 from librmq.store import MessageStore

@@ -23,8 +23,8 @@ from librmq.errors import (
     StoreLockedError,
 )
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import File, Files
 from librmq.files.memory import MemoryFiles
-from librmq.files.seam import File, Files
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_queue
 from librmq.store import MessageStore

@@ -15,7 +15,7 @@ from librmq.cli.rows import gap_row, message_row, snapshot_row
 from librmq.cli.stores import files_and_config
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.store.format.directory import CONFIG
 from librmq.store.format.directory import broker_conf as broker_conf_of
 

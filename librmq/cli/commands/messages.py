@@ -27,8 +27,8 @@ from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, FilterSyntaxError, InputError
+from librmq.files.interface import Damage, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.files.seam import Damage, Files
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.frames import LogItem
 from librmq.message.message import StoredMessage

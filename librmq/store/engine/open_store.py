@@ -11,8 +11,8 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import CorruptionError
+from librmq.files.interface import Damage, Files
 from librmq.files.rolling import MappingPool
-from librmq.files.seam import Damage, Files
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import Dispatcher, Lane, derived_tags_code, has_queue_entry, is_indexed

@@ -22,7 +22,7 @@ from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, Entries, en
 from librmq.consumequeue_entries import places_and_sizes
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ExtUnit
 from librmq.errors import CorruptionError
-from librmq.files.seam import Buffer
+from librmq.files.interface import Buffer
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from librmq.errors import CorruptionError, MalformedError
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.java import json as java_json
 from librmq.message.topics import TOPIC_TYPES, TopicType
 

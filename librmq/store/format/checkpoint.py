@@ -18,7 +18,7 @@ from typing import Final, Self
 
 from librmq.errors import CorruptionError, ReadOnlyError
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import File, Files
+from librmq.files.interface import File, Files
 
 CHECKPOINT_SIZE: Final = 4096
 _TIMES: Final = struct.Struct(">qqq")

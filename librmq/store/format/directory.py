@@ -32,7 +32,7 @@ from typing import Any, Final
 
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
-from librmq.files.seam import Files, FolderEntry, numbered_files
+from librmq.files.interface import Files, FolderEntry, numbered_files
 from librmq.message.topics import validate_topic
 from librmq.store.format.documents import read_kept_config
 from librmq.store.format.index_layout import file_length, find_geometry, geometry

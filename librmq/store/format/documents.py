@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.runtime.event_log import EventLog
 
 CONFIG_FILE: Final = os.path.join("librmq", "config.json")

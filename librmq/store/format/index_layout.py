@@ -32,7 +32,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from librmq.errors import ConfigError
-from librmq.files.seam import Buffer, File
+from librmq.files.interface import Buffer, File
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.core import CORE
 

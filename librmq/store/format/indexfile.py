@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import File, Files
+from librmq.files.interface import File, Files
 from librmq.runtime import lazy_numpy as np
 from librmq.store.format.index_layout import (
     ENTRY_SIZE,

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from librmq.errors import CorruptionError
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.store.format.directory import OWN
 from librmq.store.format.documents import read_document, write_document
 

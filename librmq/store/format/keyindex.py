@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Self
 from librmq.clock import SystemClock
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files.disk import DiskFiles
-from librmq.files.seam import Files, FolderEntry, make_folders
+from librmq.files.interface import Files, FolderEntry, make_folders
 from librmq.java.lang import index_key_hash
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.core import CORE

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Mapping
 
 from librmq.errors import MalformedError
-from librmq.files.seam import Files, make_folders
+from librmq.files.interface import Files, make_folders
 from librmq.message.message import StoredMessage
 from librmq.store.format.directory import OWN
 

@@ -40,8 +40,8 @@ import numpy.typing as npt
 
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import File, Files, make_folders
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.files.seam import File, Files, make_folders
 from librmq.store.format.directory import CONFIG, TIMERLOG, TIMERWHEEL
 
 UNIT_SIZE: Final = 52

@@ -22,8 +22,8 @@ from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue, entry_dtype
 from librmq.consumequeue_entries import place_at
 from librmq.consumequeue_ext import ConsumeQueueExt
 from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
+from librmq.files.interface import File, Files, FolderEntry
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.files.seam import File, Files, FolderEntry
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.message.record import PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, split_keys

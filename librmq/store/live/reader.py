@@ -24,8 +24,8 @@ from librmq.clock import Clock
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, StoreIOError
+from librmq.files.interface import Damage, Files
 from librmq.files.memory import OverlayFiles
-from librmq.files.seam import Damage, Files
 from librmq.message.delay_levels import DelayLevels
 from librmq.runtime.locks import Lock
 from librmq.store.engine.dispatch import BitmapOf

@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue
 from librmq.errors import CorruptionError, MessageIllegalError
+from librmq.files.interface import Damage, Files, FolderEntry
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
-from librmq.files.seam import Damage, Files, FolderEntry
 from librmq.java.lang import java_decode, string_hash
 from librmq.message import record as record_format
 from librmq.message.delay_levels import DelayLevels

@@ -10,7 +10,7 @@ from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import CorruptionError
-from librmq.files.seam import Damage
+from librmq.files.interface import Damage
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage

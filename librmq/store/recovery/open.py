@@ -31,8 +31,8 @@ from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import CorruptionError, RecordError, StoreIOError
+from librmq.files.interface import Damage, Files, make_folders, numbered_files
 from librmq.files.rolling import MappingPool
-from librmq.files.seam import Damage, Files, make_folders, numbered_files
 from librmq.message import record
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.record import crc32

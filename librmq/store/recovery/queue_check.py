@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entry_dtype
 from librmq.errors import CorruptionError
-from librmq.files.seam import Damage
+from librmq.files.interface import Damage
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage

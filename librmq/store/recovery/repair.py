@@ -21,7 +21,7 @@ from librmq.clock import Clock
 from librmq.commitlog import CommitLog, LogEnd
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, MessageIllegalError
-from librmq.files.seam import Damage, Files
+from librmq.files.interface import Damage, Files
 from librmq.java.lang import java_decode
 from librmq.message import record
 from librmq.message.topics import validate_queue

@@ -26,8 +26,8 @@ from typing import Any, Final, NamedTuple
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, RecordError, StoreError, StoreIOError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Buffer, Files, copy_file, link_file, numbered_files
 from librmq.files.rolling import MappedFileQueue, file_name
-from librmq.files.seam import Buffer, Files, copy_file, link_file, numbered_files
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.runtime.call_progress import advance

@@ -19,9 +19,9 @@ from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import Damage, Files
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappingPool
-from librmq.files.seam import Damage, Files
 from librmq.message.delay_levels import DelayLevels
 from librmq.store.engine.open_store import PartFiles, QueueName
 from librmq.store.format import directory

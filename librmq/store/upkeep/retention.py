@@ -40,7 +40,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, parse_hours
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, DiskFullError, StoreError, StoreFullError
-from librmq.files.seam import Files, fills_by_itself
+from librmq.files.interface import Files, fills_by_itself
 from librmq.message import record
 from librmq.message.topics import is_system_topic
 from librmq.runtime.event_log import EventLog

@@ -37,8 +37,17 @@ from librmq.errors import (
     StoreLockedError,
 )
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import (
+    Damage,
+    FileLock,
+    Files,
+    FolderEntry,
+    copy_file,
+    link_file,
+    make_folders,
+    numbered_files,
+)
 from librmq.files.rolling import file_name
-from librmq.files.seam import Damage, FileLock, Files, FolderEntry, copy_file, link_file, make_folders, numbered_files
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.message.message import StoredMessage

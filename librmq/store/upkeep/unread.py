@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX
 from librmq.store.format import directory

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from librmq import Broker, BrokerConfig, StoreConfig
 from librmq.clock import ManualClock
 from librmq.files import MemoryFiles
-from librmq.files.seam import Files
+from librmq.files.interface import Files
 from librmq.protocol import ResponseCode
 from librmq.runtime.runner import ManualRunner
 from librmq.testing import FailingFiles
