@@ -27,7 +27,7 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import frames, record
 from librmq.message.frames import MAGICS, SIZE_AND_MAGIC, LogItem
 from librmq.message.message import StoredMessage
-from librmq.runtime.core import LogState
+from librmq.runtime.compiled_core import LogState
 from librmq.runtime.locks import Lock
 
 __all__ = ["CommitLog", "LogEnd"]

@@ -28,7 +28,7 @@ from librmq.config import StoreConfig
 from librmq.errors import RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message, StoredMessage
-from librmq.runtime.core import CORE, CORE_STATE
+from librmq.runtime.compiled_core import CORE, CORE_STATE
 from librmq.store import MessageStore
 
 SOURCE: Final = Path(__file__).resolve().parent.parent / "core"

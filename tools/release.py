@@ -48,7 +48,7 @@ USES = {
 }
 """A program for each extra; each runs in an environment that has this extra alone."""
 USE_OF_CORE = (
-    "import isal\nfrom librmq.runtime.core import CORE_STATE\nassert CORE_STATE == 'compiled core', CORE_STATE"
+    "import isal\nfrom librmq.runtime.compiled_core import CORE_STATE\nassert CORE_STATE == 'compiled core', CORE_STATE"
 )
 
 

@@ -48,7 +48,7 @@ from librmq.errors import BodyCompressionError, RecordError
 from librmq.message import record
 from librmq.message.message import DECOMPRESSED_LIMIT
 from librmq.message.record import crc32
-from librmq.runtime.core import CORE
+from librmq.runtime.compiled_core import CORE
 
 # ---- properties: one by its name, or maps of all
 

@@ -13,7 +13,7 @@ from librmq.errors import BodyChecksumError, CorruptionError, RecordError
 from librmq.message import record
 from librmq.message.record import crc32
 from librmq.runtime.call_progress import advance
-from librmq.runtime.core import CORE
+from librmq.runtime.compiled_core import CORE
 
 SIZE_AND_MAGIC: Final = record.header_struct("size", "magic", unsigned=("size",))
 MAGICS: Final = (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2)

@@ -12,7 +12,7 @@ from typing import Final
 
 from librmq.errors import MessageIllegalError
 from librmq.java.lang import hash_map_order, java_decode, string_hash
-from librmq.runtime.core import CORE
+from librmq.runtime.compiled_core import CORE
 
 PROPERTY_KEYS: Final = "KEYS"
 PROPERTY_TAGS: Final = "TAGS"

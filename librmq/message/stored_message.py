@@ -40,7 +40,7 @@ from librmq.message.record import (
     split_keys,
     tags_code,
 )
-from librmq.runtime.core import CORE, StoredState
+from librmq.runtime.compiled_core import CORE, StoredState
 
 DECOMPRESSED_LIMIT: Final = 64 << 20
 """The longest decompressed body that `StoredMessage.body` returns, in bytes."""

@@ -19,7 +19,7 @@ from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.interface import Damage, Files
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message, StoredMessage
-from librmq.runtime.core import CORE_STATE
+from librmq.runtime.compiled_core import CORE_STATE
 from librmq.store.engine.append import Appender
 from librmq.store.engine.copies import CopiedRecords, CopyWriter
 from librmq.store.engine.group_commit import Acknowledgement

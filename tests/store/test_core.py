@@ -25,24 +25,24 @@ from librmq.errors import CorruptionError, RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.message.stored_message import DECOMPRESSED_LIMIT, StoredMessage
-from librmq.runtime import core
+from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import key_block
 from librmq.store.format.index_layout import HEADER, IndexHeader, IndexWriter
 from librmq.store.format.keyindex import KeyIndex
 from tests.stores import contents
 
-CORE = core.CORE.module
+CORE = compiled_core.CORE.module
 
 
 def needs_core(test: Any) -> Any:
     """Skip a test where the core is not installed or switched off."""
-    return pytest.mark.platform(pytest.mark.skipif(CORE is None, reason=core.CORE_STATE)(test))
+    return pytest.mark.platform(pytest.mark.skipif(CORE is None, reason=compiled_core.CORE_STATE)(test))
 
 
 def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the store run its Python code."""
-    monkeypatch.setattr("librmq.message.frames.CORE", core.PURE)
+    monkeypatch.setattr("librmq.message.frames.CORE", compiled_core.PURE)
 
 
 @needs_core
@@ -78,7 +78,7 @@ def test_columns_find_wrong_bodies_alike(tmp_path: Path, monkeypatch: pytest.Mon
     compiled = reader(tmp_path, mode="PERMISSIVE").read_all()
     assert CORE.counts()["checksums"] == before + 50
     assert compiled.num_rows - compiled["body"].null_count == 48
-    monkeypatch.setattr("librmq.columns.decode.CORE", core.PURE)
+    monkeypatch.setattr("librmq.columns.decode.CORE", compiled_core.PURE)
     assert reader(tmp_path, mode="PERMISSIVE").read_all() == compiled
 
 
@@ -163,7 +163,7 @@ def test_pulls_are_equal(sizes: list[int], flips: list[tuple[int, int]], most: i
         if not flips:
             assert CORE.counts()["pull"] > before
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("librmq.store.engine.read.CORE", core.PURE)
+            patch.setattr("librmq.store.engine.read.CORE", compiled_core.PURE)
             assert pulled(store, most) == compiled
 
 
@@ -228,12 +228,12 @@ def test_arbitrary_bytes_are_no_records(head: bytes, tail: bytes, inside: int) -
 
 def test_a_store_says_which_code_runs() -> None:
     with MessageStore.open("/store", StoreConfig.tiny(), files=MemoryFiles()) as store:
-        assert store.core == ("compiled core" if CORE else core.CORE_STATE)
+        assert store.core == ("compiled core" if CORE else compiled_core.CORE_STATE)
 
 
 def said_with(variable: str, first: str = "") -> str:
     """Return which code another process runs, with this value of the variable."""
-    program = f"{first}\nfrom librmq.runtime.core import CORE_STATE\nprint(CORE_STATE)"
+    program = f"{first}\nfrom librmq.runtime.compiled_core import CORE_STATE\nprint(CORE_STATE)"
     variables = {**os.environ, "LIBRMQ_CORE": variable}
     return subprocess.run(
         [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True
@@ -368,7 +368,7 @@ def test_hashes_of_keys_are_equal(keys: list[tuple[int, str | None, str | None]]
     records = [(100 * n, 7 * n, prefix, stored(one), stored(two)) for n, (prefix, one, two) in enumerate(keys)]
     compiled = [array.tolist() for array in key_block(records)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("librmq.store.engine.dispatch.CORE", core.PURE)
+        patch.setattr("librmq.store.engine.dispatch.CORE", compiled_core.PURE)
         assert [array.tolist() for array in key_block(records)] == compiled
 
 
@@ -399,7 +399,7 @@ def test_blocks_of_keys_are_written_alike(records: list[tuple[int, int]], before
     """Also where a record is before another one, or before those that are in the index; such keys are left out."""
     owners = [number for number, (_, keys) in enumerate(records) for _ in range(keys)]
     folders = []
-    for patched in (core.CORE, core.PURE):
+    for patched in (compiled_core.CORE, compiled_core.PURE):
         files = MemoryFiles()
         with pytest.MonkeyPatch.context() as patch, KeyIndex.open("/index", slots=7, entries=30, files=files) as index:
             patch.setattr("librmq.store.format.keyindex.CORE", patched)

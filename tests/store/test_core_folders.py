@@ -18,7 +18,7 @@ from librmq.delay import DelaySchedule
 from librmq.errors import MessageIllegalError, RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.runtime import core
+from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.engine.append import Appender
 from librmq.store.engine.prepared import AppendResult
@@ -31,7 +31,7 @@ from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, contents
 
 pytestmark = [
     pytest.mark.platform,
-    pytest.mark.skipif(core.CORE.module is None, reason=core.CORE_STATE),
+    pytest.mark.skipif(compiled_core.CORE.module is None, reason=compiled_core.CORE_STATE),
 ]
 
 TEXTS = st.sampled_from(["a", "b c", "é", "日本", "\U0001f600x", "x" * 40])
@@ -59,8 +59,8 @@ def code(compiled: bool) -> Iterator[None]:
             patch.setattr(Appender, "append_usual", Appender.append)
             patch.setattr(Appender, "append_batch_usual", Appender.append_batch)
             for module in ("engine.dispatch", "engine.read", "format.keyindex", "format.index_layout"):
-                patch.setattr(f"librmq.store.{module}.CORE", core.PURE)
-            patch.setattr("librmq.message.frames.CORE", core.PURE)
+                patch.setattr(f"librmq.store.{module}.CORE", compiled_core.PURE)
+            patch.setattr("librmq.message.frames.CORE", compiled_core.PURE)
         yield
 
 
@@ -192,9 +192,9 @@ def test_a_whole_transaction_leaves_equal_folders() -> None:
     steps: list[tuple[Any, ...]] = [("prepare", 9)] * 6 + [("commit", 1), ("rollback", 2), ("commit", 2)]
     steps += [("send", 0, 40, None, 300), ("later", 7000), ("commit", 3), ("batch", 1, 5, 20), ("send", 1, 5, 2, 3)]
     steps += [("later", 100_000)] * 17
-    before = core.CORE.module.counts()["append"]
+    before = compiled_core.CORE.module.counts()["append"]
     compiled = worked([(number % 3, step) for number, step in enumerate(steps)], SMALL, True)
-    assert core.CORE.module.counts()["append"] - before > 100
+    assert compiled_core.CORE.module.counts()["append"] - before > 100
     assert worked([(0, step) for step in steps], SMALL, False) == compiled
     assert any("TRANS_CHECK_MAX_TIME_TOPIC" in path for path in compiled[0])
 

@@ -13,7 +13,7 @@ from librmq.cli.input import note_part, read_ranges
 from librmq.cli.output import Output, complain
 from librmq.diagnosis.findings import counted
 from librmq.errors import InputError, RmqError, StoreError
-from librmq.runtime.core import CORE_STATE
+from librmq.runtime.compiled_core import CORE_STATE
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -25,7 +25,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import checked_encoding
 from librmq.message.record import crc32
 from librmq.message.topics import validate_topic
-from librmq.runtime.core import AppendState
+from librmq.runtime.compiled_core import AppendState
 from librmq.runtime.locks import Lock, critical
 from librmq.store.engine.append_lock import AppendLock
 from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level

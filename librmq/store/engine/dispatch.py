@@ -16,7 +16,7 @@ from librmq.message import record as record_format
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.runtime import lazy_numpy as np
-from librmq.runtime.core import CORE, DispatchState, LaneState
+from librmq.runtime.compiled_core import CORE, DispatchState, LaneState
 from librmq.runtime.locks import critical
 from librmq.store.format.keyindex import KeyIndex
 

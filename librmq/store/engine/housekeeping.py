@@ -17,7 +17,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, StoreError
 from librmq.runtime.background import Background
-from librmq.runtime.core import AlarmState
+from librmq.runtime.compiled_core import AlarmState
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, critical
 from librmq.store.engine.group_commit import GroupCommit

@@ -27,7 +27,7 @@ from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
 from librmq.runtime import lazy_numpy as np
-from librmq.runtime.core import CORE
+from librmq.runtime.compiled_core import CORE
 from librmq.store.engine.open_store import Parts
 
 if TYPE_CHECKING:

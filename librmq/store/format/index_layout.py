@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from librmq.errors import ConfigError
 from librmq.files.interface import Buffer, File
 from librmq.runtime import lazy_numpy as np
-from librmq.runtime.core import CORE
+from librmq.runtime.compiled_core import CORE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

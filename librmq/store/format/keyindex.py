@@ -15,7 +15,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files, FolderEntry, make_folders
 from librmq.java.lang import index_key_hash
 from librmq.runtime import lazy_numpy as np
-from librmq.runtime.core import CORE
+from librmq.runtime.compiled_core import CORE
 from librmq.runtime.locks import Lock
 from librmq.store.format.index_layout import FRESH, check_geometry, file_length
 from librmq.store.format.indexfile import IndexFile
