@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # a search of the log alone needs none of these
     from librmq.consumequeue import ConsumeQueue
     from librmq.diagnosis.group_lag import Ints
     from librmq.store import MessageStore
-    from librmq.store.engine.open_store import QueueName
     from librmq.store.engine.read import MessageFilter
+    from librmq.store.engine.store_parts import QueueName
 
 _LARGEST: Final = (1 << 63) - 1
 _HEX_DIGITS: Final = frozenset("0123456789abcdefABCDEF")

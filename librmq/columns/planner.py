@@ -32,7 +32,7 @@ from librmq.files.rolling import MappingPool, file_name
 from librmq.message.record import header_struct
 from librmq.message.topics import is_system_topic
 from librmq.store import MessageStore
-from librmq.store.engine.open_store import QueueName, QueueState
+from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 

@@ -18,7 +18,7 @@ from librmq.columns.options import Predicate, ReadOptions
 from librmq.columns.planner import PlannedStore, Ranges
 from librmq.columns.schema import TYPES, columns_of
 from librmq.errors import ConfigError
-from librmq.store.engine.open_store import QueueName
+from librmq.store.engine.store_parts import QueueName
 
 _LEAST: Final = 8
 _PIECES: Final = 8

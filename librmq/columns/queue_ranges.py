@@ -16,7 +16,7 @@ import numpy as np
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, Entries, QueueEntry, entry_dtype
 from librmq.consumequeue_entries import places_and_sizes
 from librmq.files.interface import Files
-from librmq.store.engine.open_store import QueueState
+from librmq.store.engine.store_parts import QueueState
 
 _SHORT: Final = 1 << 10
 """Most bytes of entries to keep in memory for a queue."""

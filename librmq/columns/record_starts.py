@@ -21,7 +21,7 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, RecordError
 from librmq.files.disk import DiskFiles
 from librmq.message import record
-from librmq.store.engine.open_store import PartFiles, QueueTable
+from librmq.store.engine.store_parts import PartFiles, QueueTable
 from librmq.store.format import directory
 from librmq.store.recovery.open import write_closed_state
 

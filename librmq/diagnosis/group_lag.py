@@ -33,7 +33,7 @@ from librmq.message.record import (
 )
 from librmq.message.topics import RETRY_PREFIX
 from librmq.runtime import lazy_numpy as np
-from librmq.store.engine.open_store import QueueName
+from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 
 if TYPE_CHECKING:

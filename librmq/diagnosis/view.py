@@ -24,7 +24,7 @@ from librmq.files.interface import Files
 from librmq.message.message import StoredMessage
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 from librmq.store import MessageStore
-from librmq.store.engine.open_store import QueueName, QueueState
+from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 

@@ -35,7 +35,7 @@ from librmq.message import record
 from librmq.message.message import Message
 from librmq.message.record import crc32
 from librmq.message.topics import is_system_topic, validate_queue, validate_topic
-from librmq.store.engine.open_store import QueueName
+from librmq.store.engine.store_parts import QueueName
 
 COLUMNS: Final[dict[str, tuple[str, ...]]] = {
     "topic": ("string",),

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from librmq.columns.arrays import Ints
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles
-from librmq.store.engine.open_store import QueueName
+from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 
 _STAGED: Final = re.compile(r"t[0-9][0-9a-f-]*\.(log|arrow)")

@@ -39,7 +39,7 @@ from librmq.spark.options import WriteOptions, local_path, written_batch, writte
 from librmq.spark.staged_records import Staged, StagedBlock, StagedRecords, discard, job_folder
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Lane
-from librmq.store.engine.open_store import QueueName
+from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.job_notes import FIRST_BYTES, FOLDER, JobNote, note_path
 

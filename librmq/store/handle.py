@@ -32,8 +32,8 @@ from librmq.store.engine.copies import CopiedRecords, CopyWriter, LogCopier
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.durability import Durability
 from librmq.store.engine.housekeeping import Housekeeping, HousekeepingThread
-from librmq.store.engine.open_store import PartFiles, Parts, QueueTable
 from librmq.store.engine.read import Transfer
+from librmq.store.engine.store_parts import PartFiles, Parts, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
 from librmq.store.format.documents import ReplicaMark, read_mark, write_kept_config, write_mark

@@ -50,7 +50,7 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import RETRY_PREFIX
 from librmq.runtime.call_progress import advance
-from librmq.store.engine.open_store import QueueName
+from librmq.store.engine.store_parts import QueueName
 from librmq.store.format.directory import COMMITLOG
 from librmq.store.recovery.verify import MISSING_LOG, verify
 

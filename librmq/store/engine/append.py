@@ -31,7 +31,6 @@ from librmq.store.engine.append_lock import AppendLock
 from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level
 from librmq.store.engine.group_commit import GroupCommit
 from librmq.store.engine.housekeeping import Housekeeping
-from librmq.store.engine.open_store import Parts
 from librmq.store.engine.prepared import (
     AppendResult,
     check_fields,
@@ -41,6 +40,7 @@ from librmq.store.engine.prepared import (
     host_bytes,
     prepare_batch,
 )
+from librmq.store.engine.store_parts import Parts
 
 _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
 _TRANSACTION_MASK: Final = record_format.TRANSACTION_MASK

@@ -20,7 +20,6 @@ from librmq.message.message import Message, StoredMessage
 from librmq.runtime.locks import critical
 from librmq.store.engine.append import Appender
 from librmq.store.engine.dispatch import Derivation, Dispatcher, Lane
-from librmq.store.engine.open_store import Parts
 from librmq.store.engine.prepared import (
     AppendResult,
     CopyTarget,
@@ -30,6 +29,7 @@ from librmq.store.engine.prepared import (
     prepare,
     prepare_again,
 )
+from librmq.store.engine.store_parts import Parts
 
 
 class CopyWriter:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from librmq.errors import StoreIOError
 from librmq.store.engine.append import Appender
 from librmq.store.engine.group_commit import GroupCommit, flush_all
-from librmq.store.engine.open_store import Parts
+from librmq.store.engine.store_parts import Parts
 
 
 class Durability:

@@ -28,7 +28,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
-from librmq.store.engine.open_store import Parts
+from librmq.store.engine.store_parts import Parts
 
 if TYPE_CHECKING:
     import numpy.typing as npt

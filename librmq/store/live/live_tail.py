@@ -31,7 +31,7 @@ from librmq.message.topics import validate_queue
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.locks import RLock
 from librmq.store.engine.dispatch import Dispatcher, derived_tags_code, has_queue_entry, is_indexed
-from librmq.store.engine.open_store import Parts, QueueName, QueueTable
+from librmq.store.engine.store_parts import Parts, QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.index_layout import IndexHeader, file_length

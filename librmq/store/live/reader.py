@@ -29,8 +29,8 @@ from librmq.files.memory import OverlayFiles
 from librmq.message.delay_levels import DelayLevels
 from librmq.runtime.locks import Lock
 from librmq.store.engine.dispatch import BitmapOf
-from librmq.store.engine.open_store import Parts, QueueName
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
+from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.live.live_tail import ATTEMPTS, GLANCE, LiveParts

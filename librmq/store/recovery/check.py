@@ -27,7 +27,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.record import split_keys
 from librmq.message.topics import validate_queue
 from librmq.store.engine.dispatch import BitmapOf, Derivation, RawPending, key_block, key_hashes
-from librmq.store.engine.open_store import OpenQueue, QueueName, QueueState
+from librmq.store.engine.store_parts import OpenQueue, QueueName, QueueState
 from librmq.store.format import directory
 from librmq.store.format.index_layout import IndexHeader, entry_seconds
 from librmq.store.format.indexfile import IndexFile, find_flaw

@@ -15,7 +15,7 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import BitmapOf
-from librmq.store.engine.open_store import QueueName
+from librmq.store.engine.store_parts import QueueName
 
 _LONG: Final = struct.Struct(">q")
 

@@ -38,7 +38,7 @@ from librmq.message.delay_levels import DelayLevels
 from librmq.message.record import crc32
 from librmq.runtime.event_log import EventLog
 from librmq.store.engine.dispatch import BitmapOf, Dispatcher
-from librmq.store.engine.open_store import PartFiles, Parts, QueueName, QueueState, QueueTable
+from librmq.store.engine.store_parts import PartFiles, Parts, QueueName, QueueState, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
 from librmq.store.format.documents import read_document, write_document

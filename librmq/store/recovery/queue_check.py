@@ -20,7 +20,7 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.dispatch import BitmapOf
-from librmq.store.engine.open_store import QueueName, QueueState
+from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.recovery.entry_check import EntryCheck, ExpectedEntry, Stray, Strays, hole, misaddressed, record_at
 
 # ---- searches by bisection

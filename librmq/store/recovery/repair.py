@@ -25,7 +25,7 @@ from librmq.files.interface import Damage, Files
 from librmq.java.lang import java_decode
 from librmq.message import record
 from librmq.message.topics import validate_queue
-from librmq.store.engine.open_store import Parts, QueueName
+from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
 from librmq.store.recovery.check import Scope, UncleanQueues, reconcile

@@ -23,7 +23,7 @@ from librmq.files.interface import Damage, Files
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappingPool
 from librmq.message.delay_levels import DelayLevels
-from librmq.store.engine.open_store import PartFiles, QueueName
+from librmq.store.engine.store_parts import PartFiles, QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.checkpoint import Checkpoint, has_abort

@@ -46,7 +46,7 @@ from librmq.message.topics import is_system_topic
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, critical
 from librmq.store.engine.append import Appender
-from librmq.store.engine.open_store import QueueName
+from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.upkeep.unread import (

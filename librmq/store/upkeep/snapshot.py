@@ -54,7 +54,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_queue
 from librmq.runtime.locks import critical
 from librmq.store.engine.dispatch import has_queue_entry
-from librmq.store.engine.open_store import PartFiles
+from librmq.store.engine.store_parts import PartFiles
 from librmq.store.format import directory, job_notes
 from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 from librmq.store.format.checkpoint import has_abort
