@@ -11,9 +11,8 @@ from librmq.client.client import Client
 from librmq.config import check_kind
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.base import Consumer
-from librmq.consumer.concurrent import ConcurrentDelivery
 from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
-from librmq.consumer.delivery import Delivery, consume_directly
+from librmq.consumer.delivery import ConcurrentDelivery, Delivery, consume_directly
 from librmq.consumer.fetcher import Fetcher
 from librmq.consumer.instance import BlockedQueue, ConsumeHook, instance_state, listener_calls, show_gauges
 from librmq.consumer.listeners import (
