@@ -22,8 +22,7 @@ from librmq.clock import Clock
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.wire.remoting.channels import FrameSocket, limit_time
-from librmq.wire.remoting.frames import Frame, FrameReader, encode
+from librmq.wire.remoting.frames import Frame, FrameReader, FrameSocket, encode, limit_time
 
 # ---- the seam of the client: requests out, answers and the server's requests in
 
