@@ -21,8 +21,7 @@ from librmq.runtime.runner import Runner, Step
 from librmq.wire.remote.connection import Ended, Requested, Transport
 from librmq.wire.remote.connection_pool import Connections
 from librmq.wire.remote.remote_broker import RemoteBroker
-from librmq.wire.remoting.channels import Channel
-from librmq.wire.remoting.client_channels import ClientChannels
+from librmq.wire.remoting.channels import Channel, ClientChannels
 from librmq.wire.remoting.consumer_requests import Pulls
 from librmq.wire.remoting.frames import Frame, FrameReader, encode
 from librmq.wire.remoting.runtime_info import Rates

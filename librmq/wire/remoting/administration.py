@@ -34,8 +34,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.wire.remoting.bodies import group_clients_body, queue_key, read_body, subscription_row, write_body
-from librmq.wire.remoting.calls import Handlers, RemotingCall, refused, served
-from librmq.wire.remoting.client_channels import ClientChannel, ClientChannels
+from librmq.wire.remoting.channels import ClientChannel, ClientChannels, Handlers, RemotingCall, refused, served
 from librmq.wire.remoting.consumer_requests import stored_ms
 from librmq.wire.remoting.frames import VERSION, Frame, to_fields
 from librmq.wire.remoting.headers import (

@@ -1,6 +1,6 @@
-"""A client's connection on the server's side: frames in, frames out, and requests to the client.
+"""Clients on the server's side: their connections, the calls that these bring, and requests to the clients.
 
-Mirrors the server's half of ``NettyRemotingAbstract``.
+Mirrors the server's half of ``NettyRemotingAbstract``, ``ClientHousekeepingService`` and ``Broker2Client``.
 """
 
 from __future__ import annotations
@@ -9,16 +9,67 @@ import queue
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Final
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
-from librmq.errors import BrokerUnreachableError
-from librmq.message.ids import Host
-from librmq.protocol import Endpoint
+from librmq.broker import Broker
+from librmq.errors import (
+    BrokerError,
+    BrokerUnreachableError,
+    DiskFullError,
+    MalformedError,
+    MessageIllegalError,
+    RmqError,
+    StoreFullError,
+)
+from librmq.java.lang import java_int
+from librmq.message import record
+from librmq.message.ids import Host, format_host
+from librmq.message.properties import encode_properties
+from librmq.message.topics import AUTO_CREATE_TOPIC
+from librmq.protocol import (
+    ChannelClosed,
+    CheckTransaction,
+    ClientRemoved,
+    ConsumerOffsets,
+    ConsumersChanged,
+    DescribeInstance,
+    Endpoint,
+    Heartbeat,
+    ReplyArrived,
+    Request,
+    ResetOffsets,
+    ResponseCode,
+    SendMessage,
+    Unregister,
+)
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.wire.remoting.frames import Frame, FrameSocket, encode
+from librmq.wire.remoting.bodies import heartbeat_of, queue_key, write_body
+from librmq.wire.remoting.codec import FORMS, Form
+from librmq.wire.remoting.frames import (
+    Frame,
+    FrameSocket,
+    answer_to,
+    encode,
+    encode_answer,
+    from_fields,
+    to_fields,
+    to_text,
+)
+from librmq.wire.remoting.headers import (
+    ERROR_FIELD,
+    REQUESTS,
+    CheckTransactionHeader,
+    ConsumerGroupHeader,
+    PushedReplyHeader,
+    RequestCode,
+    RequestForm,
+    ResetOffsetHeader,
+)
 
 _log = EventLog("librmq.wire")
 _MOST_TASKS: Final = 10_000
@@ -152,3 +203,254 @@ class Channel:
             except Exception as error:  # later tasks could no longer run in order
                 _log.exception("client %(client)s is cut off: %(error)s", client=self.peer[0], error=error)
                 self.close()
+
+
+# ---- calls: their headers and answers
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class RemotingCall(NamedTuple):
+    """One request."""
+
+    channel: Channel
+    frame: Frame
+    header: Any
+    """Of the class that `REQUESTS` names."""
+
+    def call_broker(self, request: Request[R]) -> R:
+        """Ask the broker for this client."""
+        return self.channel.endpoint.call(request)
+
+    def answer(self, header: object = None, *, body: bytes = b"", code: int = 0, remark: str | None = None) -> bytes:
+        """Return the bytes of an answer.
+
+        Raises:
+            MalformedError: It does not fit into a frame.
+        """
+        if self.frame.is_binary:
+            fields = {} if header is None else to_fields(header)
+            return encode(answer_to(self.frame, code, remark, fields=fields, body=body))
+        return encode_answer(self.frame, code, remark, "" if header is None else to_text(header), (body,))
+
+    def serve(self, form: Form, ask: Callable[[Any], Any] | None = None) -> bytes:
+        """Pass the request to the broker, by ``ask`` or for this client, and return the bytes of its answer."""
+        request = form.parse(self.header, self.frame.body)
+        reply = form.reply(request, (ask or self.call_broker)(request))
+        return self.answer(reply.header, body=reply.body, code=reply.code, remark=reply.remark)
+
+    def answer_with(self, header: object, records: Sequence[bytes], *, code: int, remark: str) -> bytes:
+        """Return the bytes of an answer whose body has these records one after the other; as `answer` does."""
+        if self.frame.is_binary:
+            return self.answer(header, body=b"".join(records), code=code, remark=remark)
+        return encode_answer(self.frame, code, remark, to_text(header), records)
+
+
+Handler = Callable[[RemotingCall], "bytes | None"]
+"""Returns the bytes of the answer; None if it comes later."""
+Handlers = Mapping[RequestCode, Handler]
+Answering = Mapping[int, tuple[Handler, RequestForm]]
+"""The handler and the form of each request, by its code."""
+
+
+def served(ask: Callable[[Any], Any] | None, *kinds: type[Request[Any]]) -> Handlers:
+    """Return the handlers of requests that go to the broker as they are, by ``ask`` or for the client."""
+    return {FORMS[kind].code: partial(RemotingCall.serve, form=FORMS[kind], ask=ask) for kind in kinds}
+
+
+def answering(parts: Iterable[Handlers]) -> Answering:
+    """Return the handlers of all parts, with the forms of their requests."""
+    return {int(code): (handler, REQUESTS[code]) for part in parts for code, handler in part.items()}
+
+
+def answer_of(handlers: Answering, channel: Channel, frame: Frame) -> bytes | None:
+    """Return the bytes of the answer to a request; None if it comes later or if none is expected."""
+    try:
+        handler, form = handlers[frame.code]
+    except KeyError:
+        remark = f" request type {frame.code} not supported"
+        return encode(answer_to(frame, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, remark))
+    try:
+        header = from_fields(form.header, frame.fields, by_letters=form.by_letters)
+        return handler(RemotingCall(channel, frame, header))
+    except Exception as error:
+        return refused(frame, error)
+
+
+def tried(step: Callable[..., T], *arguments: object) -> T | Exception:
+    """Return the result of a step, or its error."""
+    try:
+        return step(*arguments)
+    except Exception as error:
+        return error
+
+
+def refused(frame: Frame, error: Exception, header: object = None, *, code: int | None = None) -> bytes:
+    """Return the bytes of the answer to a failed request; ``code`` replaces the code of an error of librmq."""
+    if isinstance(error, RmqError):
+        fields = {} if header is None else to_fields(header)
+        for kind in (DiskFullError, StoreFullError):
+            if isinstance(error, kind):
+                fields[ERROR_FIELD] = kind.__name__
+        return encode(answer_to(frame, _code_of(error) if code is None else code, str(error), fields=fields))
+    _log.error("the request %(code)s failed", code=frame.code, exc_info=error)
+    return encode(answer_to(frame, ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}"))
+
+
+def _code_of(error: RmqError) -> int:
+    if isinstance(error, BrokerError):
+        return error.code
+    if isinstance(error, MessageIllegalError):
+        return ResponseCode.MESSAGE_ILLEGAL
+    if isinstance(error, BrokerUnreachableError):
+        return ResponseCode.SERVICE_NOT_AVAILABLE
+    return ResponseCode.SYSTEM_ERROR
+
+
+# ---- clients by their heartbeats, and the broker's requests to them
+
+_MOST_IDS: Final = 1_000
+"""The client ids of one connection."""
+
+
+class ClientChannel(NamedTuple):
+    """One client, according to its last heartbeat."""
+
+    client_id: str
+    channel: Channel
+    language: str
+    version: int
+    beat_ms: int
+
+    @property
+    def address(self) -> str:
+        """The client's own address and port."""
+        return f"{self.channel.peer[0]}:{self.channel.peer[1]}"
+
+
+class _Client:
+    """A client as the broker's endpoint. Called under the runner's lock, so it never waits."""
+
+    def __init__(self, channel: Channel, store_host: str) -> None:
+        self.channel = channel
+        self._store_host = store_host
+
+    def call(self, request: Request[R], /) -> R:
+        match request:
+            case ConsumersChanged(group):
+                header: object = ConsumerGroupHeader(group)
+                self._send(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, header)
+            case CheckTransaction():
+                self._check(request)
+            case ResetOffsets(group, topic, offsets):
+                table = {queue_key(queue): offset for queue, offset in offsets.items()}
+                header = ResetOffsetHeader(topic, group, -1, True)
+                self._send(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, header, write_body({"offsetTable": table}))
+            case ReplyArrived(send):
+                self._push(send)
+            case ConsumerOffsets():
+                return cast(R, {})
+            case ClientRemoved():
+                self.channel.close()  # as in 4.9; the client registers again over a new connection
+            case DescribeInstance():
+                raise BrokerUnreachableError("a client of the wire can't be asked without waiting")
+        return cast(R, None)
+
+    def _push(self, send: SendMessage) -> None:
+        message = send.message
+        header = PushedReplyHeader(
+            send.group,
+            message.topic,
+            AUTO_CREATE_TOPIC,
+            send.default_queues,
+            send.queue_id,
+            send.sys_flag,
+            send.born_timestamp_ms,
+            message.flag,
+            encode_properties(message.properties).decode(),
+            born_host=format_host(send.born_host),
+            store_host=self._store_host,
+            store_timestamp=send.born_timestamp_ms,
+        )
+        self._send(RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT, header, message.body)
+
+    def _send(self, code: RequestCode, header: object, body: bytes = b"") -> None:
+        self.channel.send_one_way(Frame(code, to_fields(header), body))
+
+    def _check(self, request: CheckTransaction) -> None:
+        half = request.message
+        header = CheckTransactionHeader(
+            half.queue_offset,
+            half.physical_offset,
+            half.unique_key or "",
+            request.transaction_id,
+            half.offset_id,
+        )
+        topic = half.properties.get(record.PROPERTY_REAL_TOPIC, half.topic)
+        queue_id = java_int(half.properties.get(record.PROPERTY_REAL_QUEUE_ID, "")) or 0
+        real = replace(record.decode_record(half.raw), topic=topic, queue_id=queue_id)
+        self._send(RequestCode.CHECK_TRANSACTION_STATE, header, record.encode_record(real))
+
+
+class ClientChannels:
+    """All clients of one server. Thread-safe."""
+
+    def __init__(self, broker: Broker, changed: Callable[[str, str, bool], None]) -> None:
+        """``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is empty."""
+        self._broker = broker
+        self._changed = changed
+        self._lock = Lock()
+        self._by_id: dict[str, tuple[ClientChannel, _Client]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def get(self, client_id: str) -> ClientChannel | None:
+        """Return a client that has sent a heartbeat and not left."""
+        entry = self._by_id.get(client_id)
+        return None if entry is None else entry[0]
+
+    def heartbeat(self, channel: Channel, frame: Frame) -> None:
+        """Register a client with its groups."""
+        client_id, producers, consumers = heartbeat_of(frame.body)
+        if not client_id:
+            return
+        with self._lock:  # also during the broker's call, so that a connection ends either before or after it
+            if client_id not in channel.client_ids and len(channel.client_ids) >= _MOST_IDS:
+                raise MalformedError(f"a connection with more than {_MOST_IDS} client ids")
+            entry = self._by_id.get(client_id)
+            client = (
+                entry[1]
+                if entry is not None and entry[0].channel is channel
+                else _Client(channel, self._broker.store.config.store_host)
+            )
+            channel.endpoint.call(Heartbeat(client_id, client, producers, consumers))
+            session = ClientChannel(client_id, channel, frame.language, frame.version, self._broker.runner.now_ms())
+            self._by_id[client_id] = session, client
+            channel.client_ids.add(client_id)
+        if entry is None:
+            groups = [data.group for data in consumers]
+            for group in groups or [""]:
+                self._changed(client_id, group, True)
+
+    def leave(self, channel: Channel, client_id: str, producer_group: str | None, consumer_group: str | None) -> None:
+        """Remove a client from a group, unless it has another connection by now."""
+        entry = self._by_id.get(client_id)
+        if entry is not None and entry[0].channel is not channel:
+            return
+        channel.endpoint.call(Unregister(client_id, producer_group or None, consumer_group or None))
+
+    def closed(self, channel: Channel) -> None:
+        """Remove the clients of a connection that has ended, unless they have another one by now."""
+        for client_id in list(channel.client_ids):
+            with self._lock:
+                entry = self._by_id.get(client_id)
+                if entry is None or entry[0].channel is not channel:
+                    continue
+                del self._by_id[client_id]
+                try:
+                    channel.endpoint.call(ChannelClosed(client_id))
+                except RmqError as error:  # the broker was closed earlier
+                    _log.debug("client %(client)s left: %(error)s", client=client_id, error=error)
+            self._changed(client_id, "", False)

@@ -31,9 +31,7 @@ from librmq.protocol import (
 from librmq.runtime.deadlines import Deadlines
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Step
-from librmq.wire.remoting.calls import Handlers, RemotingCall, refused, served
-from librmq.wire.remoting.channels import Channel
-from librmq.wire.remoting.client_channels import ClientChannels
+from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served
 from librmq.wire.remoting.codec import FORMS, parse_pull, pulled_remark
 from librmq.wire.remoting.headers import (
     PULL_CODES,

@@ -14,8 +14,7 @@ from librmq.message.topics import RETRY_PREFIX, is_system_topic
 from librmq.protocol import PERM_WRITE, CreateTopic, QueueData, ResponseCode
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting.bodies import broker_row, route_body, write_body
-from librmq.wire.remoting.calls import Handlers, RemotingCall
-from librmq.wire.remoting.channels import Channel
+from librmq.wire.remoting.channels import Channel, Handlers, RemotingCall
 from librmq.wire.remoting.headers import (
     AddedTopicsHeader,
     BrokerNameHeader,

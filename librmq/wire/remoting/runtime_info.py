@@ -22,8 +22,7 @@ from librmq.message.topics import TRACE_TOPIC
 from librmq.protocol import PERM_READ, PERM_WRITE, ResponseCode
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting.bodies import write_body
-from librmq.wire.remoting.calls import Handlers, RemotingCall
-from librmq.wire.remoting.channels import Channel
+from librmq.wire.remoting.channels import Channel, Handlers, RemotingCall
 from librmq.wire.remoting.frames import VERSION
 from librmq.wire.remoting.headers import ConfigVersionHeader, RefusedSendHeader, RequestCode, StatsOfHeader
 from librmq.wire.remoting.name_server import NameServer

@@ -39,9 +39,7 @@ from librmq.protocol import (
     SendStatus,
 )
 from librmq.runtime.locks import Lock
-from librmq.wire.remoting.calls import Handlers, RemotingCall, refused, served, tried
-from librmq.wire.remoting.channels import Channel
-from librmq.wire.remoting.client_channels import ClientChannels
+from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
 from librmq.wire.remoting.codec import sent_reply
 from librmq.wire.remoting.frames import SMALL_NUMBERS, Frame, encode_answer, from_fields, read_json, to_fields, to_text
 from librmq.wire.remoting.headers import (

@@ -22,9 +22,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.certificates import server_context
 from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
-from librmq.wire.remoting.calls import answer_of, answering, refused
-from librmq.wire.remoting.channels import Channel
-from librmq.wire.remoting.client_channels import ClientChannels
+from librmq.wire.remoting.channels import Channel, ClientChannels, answer_of, answering, refused
 from librmq.wire.remoting.consumer_requests import ConsumerRequests, Pulls
 from librmq.wire.remoting.frames import Frame, FrameReader, limit_time
 from librmq.wire.remoting.name_server import NameServer

@@ -19,8 +19,7 @@ from librmq.files.interface import Files
 from librmq.protocol import ResponseCode
 from librmq.runtime.runner import ManualRunner
 from librmq.testing import FailingFiles
-from librmq.wire.remoting.calls import answer_of, answering, tried
-from librmq.wire.remoting.channels import Channel
+from librmq.wire.remoting.channels import Channel, answer_of, answering, tried
 from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
 from librmq.wire.remoting.headers import REQUESTS, SendHeader
 from librmq.wire.remoting.headers import RequestCode as Code
