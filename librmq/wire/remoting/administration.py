@@ -16,7 +16,7 @@ from librmq.errors import BrokerError, ConfigError, MessageIllegalError, RmqErro
 from librmq.java.json import ObjectKey
 from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue
-from librmq.message.topics import validate_client_topic
+from librmq.message.topics import is_system_topic, validate_client_topic
 from librmq.protocol import (
     CleanUnusedTopics,
     ConsumerData,
@@ -50,7 +50,6 @@ from librmq.wire.remoting.headers import (
     RequestCode,
     TopicNameHeader,
 )
-from librmq.wire.remoting.name_server import NameServer
 from librmq.wire.remoting.runtime_info import Rates
 
 ADMINISTRATIVE: Final = frozenset(
@@ -87,11 +86,10 @@ _MOST_ENTRIES: Final = 10_000
 class AdminRequests:
     """Answers requests of people and tools to one server. Thread-safe."""
 
-    def __init__(self, broker: Broker, sessions: ClientChannels, names: NameServer, rates: Rates) -> None:
+    def __init__(self, broker: Broker, sessions: ClientChannels, rates: Rates) -> None:
         self._broker = broker
         self._rates = rates
         self._sessions = sessions
-        self._names = names
         self._begin_ms = broker.runner.now_ms()
         self.handlers: Handlers = {
             RequestCode.QUERY_CONSUME_QUEUE: self._entries,
@@ -190,7 +188,7 @@ class AdminRequests:
         return [MessageQueue(topic, self._broker.name, number) for number in range(count)]
 
     def _system_topics(self, call: RemotingCall) -> bytes:
-        return call.answer(body=write_body({"topicList": self._names.system_topics()}))
+        return call.answer(body=write_body({"topicList": list(filter(is_system_topic, self._broker.topics()))}))
 
     # ---- groups
 
@@ -217,8 +215,7 @@ class AdminRequests:
             behind += sum(self._lag(group, topic) for topic in tables)
             stats = [{"consumeTps": self._per_second(group, topic), "offsetTable": tables[topic]} for topic in tables]
             groups.append({group: stats})
-        address = self._names.address(call.channel)
-        body = {"brokerAddr": address, "consumeStatsList": groups, "totalDiff": behind}
+        body = {"brokerAddr": call.channel.broker_address, "consumeStatsList": groups, "totalDiff": behind}
         return call.answer(body=write_body(body))
 
     def _topics_of(self, group: str) -> list[str]:

@@ -79,11 +79,22 @@ _MOST_ASKED: Final = 1_000
 class Channel:
     """One connection. Thread-safe."""
 
-    def __init__(self, connected: socket.socket, peer: Host, own_host: Host, endpoint: Endpoint) -> None:
-        """``own`` is the address that the client has connected to; ``endpoint`` answers what clients ask the broker."""
+    def __init__(
+        self, connected: socket.socket, peer: Host, own_host: Host, endpoint: Endpoint, advertise: str | None = None
+    ) -> None:
+        """Serve a client.
+
+        Args:
+            connected: The connection.
+            peer: The client's address.
+            own_host: The address that the client has connected to.
+            endpoint: Answers what the client asks the broker.
+            advertise: The broker's ``host:port`` for the client, if it is not ``own_host``.
+        """
         self._stream = FrameSocket(connected)
         self.peer = peer
         self.own = own_host
+        self.broker_address = advertise or format_host(own_host)
         self.endpoint = endpoint
         self.client_ids: set[str] = set()
         """The client ids in its heartbeats, usually one."""

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from librmq.broker import Broker
 from librmq.errors import BrokerError, RmqError
-from librmq.message.ids import format_host
 from librmq.message.topics import RETRY_PREFIX, is_system_topic
 from librmq.protocol import PERM_WRITE, CreateTopic, QueueData, ResponseCode
 from librmq.runtime.locks import Lock
@@ -40,10 +39,9 @@ _OF_UNITS: Final = (
 class NameServer:
     """Routes of one broker, and a table of keys and values that lasts as long as the server. Thread-safe."""
 
-    def __init__(self, broker: Broker, advertise: str | None, creates_retry_topics: bool) -> None:
-        """See `RemotingServer` for the last two arguments."""
+    def __init__(self, broker: Broker, creates_retry_topics: bool) -> None:
+        """See `RemotingServer` for the last argument."""
         self._broker = broker
-        self._advertise = advertise
         self._creates_retry_topics = creates_retry_topics
         self._lock = Lock()
         self._values: dict[tuple[str, str], str] = {}
@@ -64,10 +62,6 @@ class NameServer:
             RequestCode.GET_KVLIST_BY_NAMESPACE: self._list,
         }
 
-    def address(self, channel: Channel) -> str:
-        """Return the broker's address for a client."""
-        return self._advertise or format_host(channel.own)
-
     # ---- routes
 
     def _route(self, call: RemotingCall) -> bytes:
@@ -83,7 +77,7 @@ class NameServer:
 
     def _broker_row(self, channel: Channel) -> dict[str, Any]:
         broker = self._broker
-        return broker_row(broker.name, broker.cluster_name, {0: self.address(channel)})
+        return broker_row(broker.name, broker.cluster_name, {0: channel.broker_address})
 
     def _clusters(self, call: RemotingCall) -> bytes:
         broker = self._broker
@@ -101,13 +95,9 @@ class NameServer:
         topics = list(self._broker.topics()) if header.cluster == self._broker.cluster_name else []
         return call.answer(body=write_body({"topicList": topics}))
 
-    def system_topics(self) -> list[str]:
-        """Return the broker's own topics."""
-        return [topic for topic in self._broker.topics() if is_system_topic(topic)]
-
     def _system_topics(self, call: RemotingCall) -> bytes:
-        names = [self._broker.cluster_name, self._broker.name, *self.system_topics()]
-        return call.answer(body=write_body({"brokerAddr": self.address(call.channel), "topicList": names}))
+        names = [self._broker.cluster_name, self._broker.name, *filter(is_system_topic, self._broker.topics())]
+        return call.answer(body=write_body({"brokerAddr": call.channel.broker_address, "topicList": names}))
 
     def _wipe(self, call: RemotingCall) -> bytes:
         return call.answer(WipedTopicsHeader(self._permit(call.header, is_writable=False)))

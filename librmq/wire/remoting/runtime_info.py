@@ -25,7 +25,6 @@ from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.channels import Channel, Handlers, RemotingCall
 from librmq.wire.remoting.frames import VERSION
 from librmq.wire.remoting.headers import ConfigVersionHeader, RefusedSendHeader, RequestCode, StatsOfHeader
-from librmq.wire.remoting.name_server import NameServer
 
 # ---- rates of what clients have sent, got and sent back
 
@@ -199,9 +198,8 @@ _MAX_INT: Final = (1 << 31) - 1
 class Description:
     """Describes one server's broker. Thread-safe."""
 
-    def __init__(self, broker: Broker, names: NameServer, rates: Rates) -> None:
+    def __init__(self, broker: Broker, rates: Rates) -> None:
         self._broker = broker
-        self._names = names
         self._rates = rates
         self._begin_ms = broker.runner.now_ms()
         self.handlers: Handlers = {
@@ -270,7 +268,7 @@ class Description:
     def _settings(self, channel: Channel) -> dict[str, str]:
         """Return the settings by their names in 4.9, among them all that its tools read."""
         broker, config, store = self._broker, self._broker.config, self._broker.store.config
-        address = self._names.address(channel).rpartition(":")[0]
+        address = channel.broker_address.rpartition(":")[0]
         settings: dict[str, object] = {
             "accessMessageInMemoryMaxRatio": store.memory_ratio,
             "aclEnable": False,

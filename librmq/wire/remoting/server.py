@@ -144,21 +144,20 @@ class FrameAnswers:
         pulls: Pulls,
         rates: Rates,
         *,
-        advertise: str | None = None,
         creates_retry_topics: bool = False,
         allows_admin: bool = False,
     ) -> None:
-        """See `RemotingServer` for the last three arguments."""
+        """See `RemotingServer` for the last two arguments."""
         self._allows_admin = allows_admin
-        names, self._sends = NameServer(broker, advertise, creates_retry_topics), Sends(broker, rates)
+        self._sends = Sends(broker, rates)
         self.known = self._sends.known
         parts: list[Any] = [
-            names,
+            NameServer(broker, creates_retry_topics),
             self._sends,
             Replies(broker, sessions, self._sends),
             ConsumerRequests(broker, sessions, pulls, rates),
-            AdminRequests(broker, sessions, names, rates),
-            Description(broker, names, rates),
+            AdminRequests(broker, sessions, rates),
+            Description(broker, rates),
         ]
         self._handlers = answering(part.handlers for part in parts)
 
@@ -257,7 +256,7 @@ class RemotingServer:
             raise ConfigError(f"RemotingServer: expected a Broker, found {broker!r:.80}")
         if advertise is not None and not advertise.rpartition(":")[2].isdecimal():
             raise ConfigError(f"advertise: expected host:port, found {advertise!r:.80}")
-        self._broker = broker
+        self._advertise = advertise
         self._tls = None if tls is None else server_context(*tls)
         self._listening = listen(port=listening) if isinstance(listening, int) else listening
         self.host, self.port = self._listening.getsockname()[:2]
@@ -270,7 +269,6 @@ class RemotingServer:
             self._sessions,
             self._pulls,
             rates,
-            advertise=advertise,
             creates_retry_topics=creates_retry_topics,
             allows_admin=allows_admin,
         )
@@ -359,7 +357,8 @@ class RemotingServer:
         limit_time(connected, socket.SO_RCVTIMEO, _IDLE_S)
         limit_time(connected, socket.SO_SNDTIMEO, _SEND_S)
         own_address = connected.getsockname()
-        channel = Channel(connected, peer, _host(own_address), self._endpoints(format_host(peer)))
+        endpoint = self._endpoints(format_host(peer))
+        channel = Channel(connected, peer, _host(own_address), endpoint, self._advertise)
         with self._lock:
             if not self._is_open:
                 connected.close()
