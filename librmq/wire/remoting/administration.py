@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, Final
 
 from librmq.broker import Broker
-from librmq.errors import BrokerError, ConfigError, MessageIllegalError, RmqError
+from librmq.errors import BrokerError, ConfigError, MalformedError, MessageIllegalError, RmqError
 from librmq.java.json import ObjectKey
 from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue
-from librmq.message.topics import is_system_topic, validate_client_topic
+from librmq.message.topics import TRACE_TOPIC, is_system_topic, validate_client_topic
 from librmq.protocol import (
+    PERM_READ,
+    PERM_WRITE,
     CleanUnusedTopics,
     ConsumerData,
     CreateTopic,
@@ -34,20 +39,31 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.wire.remoting.bodies import group_clients_body, queue_key, read_body, subscription_row, write_body
-from librmq.wire.remoting.channels import ClientChannel, ClientChannels, Handlers, RemotingCall, refused, served
+from librmq.wire.remoting.channels import (
+    Channel,
+    ClientChannel,
+    ClientChannels,
+    Handlers,
+    RemotingCall,
+    refused,
+    served,
+)
 from librmq.wire.remoting.consumer_requests import stored_ms
 from librmq.wire.remoting.frames import VERSION, Frame, to_fields
 from librmq.wire.remoting.headers import (
     ClientOfGroupHeader,
     ClientStatusHeader,
     CloneOffsetHeader,
+    ConfigVersionHeader,
     ConsumerGroupHeader,
     DirectConsumeHeader,
     GroupAndTopicHeader,
     GroupOfTopicHeader,
     ProducerGroupHeader,
     QueueEntriesHeader,
+    RefusedSendHeader,
     RequestCode,
+    StatsOfHeader,
     TopicNameHeader,
 )
 from librmq.wire.remoting.runtime_info import Rates
@@ -418,3 +434,190 @@ def _producer_row(session: ClientChannel) -> dict[str, Any]:
         "remoteIP": f"/{session.address}",
         "version": session.version,
     }
+
+
+# ---- state, settings and rates of the broker
+
+_MAX_INT: Final = (1 << 31) - 1
+"""No limit, in settings and counts of Java."""
+
+
+class Description:
+    """Describes one server's broker. Thread-safe."""
+
+    def __init__(self, broker: Broker, rates: Rates) -> None:
+        self._broker = broker
+        self._rates = rates
+        self._begin_ms = broker.runner.now_ms()
+        self.handlers: Handlers = {
+            RequestCode.GET_BROKER_RUNTIME_INFO: self._runtime,
+            RequestCode.GET_BROKER_CONFIG: self._config,
+            RequestCode.UPDATE_BROKER_CONFIG: self._change,
+            RequestCode.VIEW_BROKER_STATS_DATA: self._stats,
+        }
+
+    def _runtime(self, call: RemotingCall) -> bytes:
+        """Answer with the keys of 4.9.4. Requests wait in no queue, so sizes and capacities of queues are 0."""
+        store, now_ms, rates = self._broker.store, self._broker.runner.now_ms(), self._rates
+        used = f"{store.files.used_ratio(store.path):.2f}"
+        first = next(iter(store), None)
+        puts, gets = rates.days("put", now_ms), rates.days("get", now_ms)
+        _, put, size = rates.total("put")
+        found_per_second = rates.per_second("get", None, now_ms, of_calls=True)
+        missed = rates.per_second("miss", None, now_ms, of_calls=True)
+        table = {
+            **{f"{name}ThreadPoolQueueSize": 0 for name in ("send", "pull", "query")},
+            **{f"{name}ThreadPoolQueueCapacity": 0 for name in ("send", "pull", "query", "EndTransaction")},
+            **{f"{name}ThreadPoolQueueHeadWaitTimeMills": 0 for name in ("send", "pull", "query")},
+            "EndTransactionQueueSize": 0,
+            "bootTimestamp": self._begin_ms,
+            "brokerVersion": VERSION,
+            "brokerVersionDesc": "V4_9_4",
+            "commitLogDiskRatio": used,
+            f"commitLogDiskRatio_{os.path.join(store.path, 'commitlog')}": used,
+            "commitLogMaxOffset": store.log.end,
+            "commitLogMinOffset": store.log.begin,
+            "consumeQueueDiskRatio": used,
+            "dispatchBehindBytes": 0,
+            "dispatchMaxBuffer": 0,
+            "earliestMessageTimeStamp": -1 if first is None else first.store_timestamp_ms,
+            "getFoundTps": found_per_second,
+            "getMessageEntireTimeMax": rates.longest_ms("get"),
+            "getMissTps": missed,
+            "getTotalTps": found_per_second + missed,
+            "getTransferedTps": rates.per_second("get", None, now_ms),
+            "msgGetTotalTodayMorning": gets.today_morning,
+            "msgGetTotalTodayNow": gets.now,
+            "msgGetTotalYesterdayMorning": gets.yesterday_morning,
+            "msgPutTotalTodayMorning": puts.today_morning,
+            "msgPutTotalTodayNow": puts.now,
+            "msgPutTotalYesterdayMorning": puts.yesterday_morning,
+            "pageCacheLockTimeMills": 0,
+            "putLatency99": "0.00",
+            "putLatency999": "0.00",
+            "putMessageAverageSize": size / max(put, 1),
+            "putMessageDistributeTime": "null",
+            "putMessageEntireTimeMax": rates.longest_ms("put"),
+            "putMessageFailedTimes": rates.total("failed")[0],
+            "putMessageSizeTotal": size,
+            "putMessageTimesTotal": max(put, 1),
+            "putTps": rates.per_second("put", None, now_ms),
+            "remainHowManyDataToFlush": _human(store.log.unflushed),
+            "remainTransientStoreBufferNumbs": _MAX_INT,
+            "runtime": _duration(now_ms - self._begin_ms),
+            "startAcceptSendRequestTimeStamp": 0,
+        }
+        with suppress(OSError):  # in memory there is no disk
+            disk = shutil.disk_usage(store.path)
+            table["commitLogDirCapacity"] = f"Total : {_human(disk.total)}, Free : {_human(disk.free)}."
+        return call.answer(body=write_body({"table": {name: str(value) for name, value in sorted(table.items())}}))
+
+    def _settings(self, channel: Channel) -> dict[str, str]:
+        """Return the settings by their names in 4.9, among them all that its tools read."""
+        broker, config, store = self._broker, self._broker.config, self._broker.store.config
+        address = channel.broker_address.rpartition(":")[0]
+        settings: dict[str, object] = {
+            "accessMessageInMemoryMaxRatio": store.memory_ratio,
+            "aclEnable": False,
+            "autoCreateSubscriptionGroup": config.auto_create_group,
+            "autoCreateTopicEnable": config.auto_create_topic,
+            "brokerClusterName": broker.cluster_name,
+            "brokerId": 0,
+            "brokerIP1": address,
+            "brokerIP2": address,
+            "brokerName": broker.name,
+            "brokerPermission": PERM_READ | PERM_WRITE,
+            "brokerRole": f"{config.replication.upper()}_MASTER",
+            "clientCallbackExecutorThreads": os.cpu_count() or 1,
+            "defaultTopicQueueNums": config.default_topic_queues,
+            "deleteWhen": store.delete_when,
+            "diskMaxUsedSpaceRatio": store.disk_max_used_ratio,
+            "enableCalcFilterBitMap": store.enable_calc_filter_bitmap,
+            "enableConsumeQueueExt": store.enable_consumequeue_ext,
+            "enablePropertyFilter": store.enable_property_filter,
+            "fileReservedTime": _MAX_INT if store.file_reserved_hours is None else store.file_reserved_hours,
+            "filterServerNums": 0,
+            "flushCommitLogThoroughInterval": round(1000 * store.flush_thorough_interval_s),
+            "flushConsumerOffsetInterval": round(1000 * config.save_offsets_every_s),
+            "flushConsumeQueueThoroughInterval": round(1000 * store.flush_thorough_interval_consumequeue_s),
+            "flushDiskType": f"{store.durability.upper()}_FLUSH",
+            "flushIntervalCommitLog": round(1000 * store.flush_interval_s),
+            "flushIntervalConsumeQueue": round(1000 * store.flush_interval_consumequeue_s),
+            "listenPort": channel.own[1],
+            "mapedFileSizeCommitLog": store.commitlog_file_size,
+            "mapedFileSizeConsumeQueue": store.consumequeue_file_size,
+            "mappedFileSizeCommitLog": store.commitlog_file_size,
+            "mappedFileSizeConsumeQueue": store.consumequeue_file_size,
+            "mappedFileSizeConsumeQueueExt": store.consumequeue_ext_file_size,
+            "maxHashSlotNum": store.max_hash_slot_num,
+            "maxIndexNum": store.max_index_num,
+            "maxMessageSize": store.max_message_size,
+            "maxTransferBytesOnMessageInDisk": store.max_transfer_bytes_on_disk,
+            "maxTransferBytesOnMessageInMemory": store.max_transfer_bytes_in_memory,
+            "maxTransferCountOnMessageInDisk": store.max_transfer_count_on_disk,
+            "maxTransferCountOnMessageInMemory": store.max_transfer_count_in_memory,
+            "messageDelayLevel": store.message_delay_level,
+            "msgTraceTopicName": TRACE_TOPIC,
+            "regionId": RefusedSendHeader().region,
+            "rejectTransactionMessage": False,
+            "slaveReadEnable": True,
+            "startAcceptSendRequestTimeStamp": 0,
+            "storePathCommitLog": os.path.join(broker.store.path, "commitlog"),
+            "storePathRootDir": broker.store.path,
+            "timerWheelEnable": config.timers is not None or config.hops,  # 5.x's: any delay is taken
+            "traceOn": RefusedSendHeader().is_traced,
+            "traceTopicEnable": False,
+            "transactionCheckInterval": round(1000 * config.transactions.interval_s),
+            "transactionCheckMax": config.transactions.check_max,
+            "transactionTimeOut": round(1000 * config.transactions.timeout_s),
+            "useTLS": channel.is_tls,
+        }
+        return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in settings.items()}
+
+    def _config(self, call: RemotingCall) -> bytes:
+        lines = [f"{name}={value}" for name, value in self._settings(call.channel).items()]
+        version = ConfigVersionHeader(f'{{"counter":0,"timestamp":{self._begin_ms}}}')
+        return call.answer(version, body="\n".join([*lines, ""]).encode())
+
+    def _change(self, call: RemotingCall) -> bytes:
+        """Accept settings as they are, and refuse any change: the program that opened the broker owns them.
+
+        Raises:
+            ConfigError: A setting would change.
+        """
+        try:
+            text = call.frame.body.decode()
+        except UnicodeDecodeError:
+            raise MalformedError("the body of UPDATE_BROKER_CONFIG: expected text") from None
+        settings = self._settings(call.channel)
+        for line in filter(None, map(str.strip, text.splitlines())):
+            name, _, value = (part.strip() for part in line.partition("="))
+            if not line.startswith("#") and settings.get(name) != value:
+                raise ConfigError(
+                    f"{name[:80]} can't be changed while the broker is open: its settings come from the program "
+                    "that opened it; name them there, as Broker.open(config=, store_config=)"
+                )
+        return call.answer()
+
+    def _stats(self, call: RemotingCall) -> bytes:
+        header: StatsOfHeader = call.header
+        rows = self._rates.rows(header.stats_name, header.stats_key, self._broker.runner.now_ms())
+        if rows is None:
+            remark = f"The stats <{header.stats_name}> <{header.stats_key}> not exist"
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, remark)
+        return call.answer(body=write_body(rows))
+
+
+def _human(size: int) -> str:
+    """Return a number of bytes as 4.9 shows it."""
+    if size < 1024:
+        return f"{size} B"
+    power = min((size.bit_length() - 1) // 10, 6)
+    return f"{size / 1024**power:.1f} {'KMGTPE'[power - 1]}iB"
+
+
+def _duration(ms: int) -> str:
+    minutes, seconds = divmod(ms // 1000, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"[ {days} days, {hours} hours, {minutes} minutes, {seconds} seconds ]"

@@ -25,7 +25,7 @@ from librmq.protocol import PERM_WRITE, CreateTopic, Endpoint, QueueData, Respon
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.certificates import server_context
-from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
+from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests, Description
 from librmq.wire.remoting.bodies import broker_row, route_body, write_body
 from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, answer_of, answering, refused
 from librmq.wire.remoting.consumer_requests import ConsumerRequests, Pulls
@@ -42,7 +42,7 @@ from librmq.wire.remoting.headers import (
     RouteOfTopicHeader,
     WipedTopicsHeader,
 )
-from librmq.wire.remoting.runtime_info import Description, Rates
+from librmq.wire.remoting.runtime_info import Rates
 from librmq.wire.remoting.sends import SENDS, Replies, Sends
 
 # ---- the name server
