@@ -24,7 +24,7 @@ from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remoting.channels import Channel, ClientChannels
 from librmq.wire.remoting.consumer_requests import Pulls
 from librmq.wire.remoting.frames import Frame, FrameReader, encode
-from librmq.wire.remoting.runtime_info import Rates
+from librmq.wire.remoting.rates import Rates
 from librmq.wire.remoting.sends import SENDS
 from librmq.wire.remoting.server import FrameAnswers
 

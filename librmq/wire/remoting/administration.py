@@ -66,7 +66,7 @@ from librmq.wire.remoting.headers import (
     StatsOfHeader,
     TopicNameHeader,
 )
-from librmq.wire.remoting.runtime_info import Rates
+from librmq.wire.remoting.rates import Rates
 
 ADMINISTRATIVE: Final = frozenset(
     {

@@ -43,7 +43,7 @@ from librmq.wire.remoting.headers import (
     RequestCode,
     TimestampHeader,
 )
-from librmq.wire.remoting.runtime_info import Rates
+from librmq.wire.remoting.rates import Rates
 
 # ---- pulls, answered when there is a message or when the client's time is over
 

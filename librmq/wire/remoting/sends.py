@@ -50,7 +50,7 @@ from librmq.wire.remoting.headers import (
     SendHeader,
     SentHeader,
 )
-from librmq.wire.remoting.runtime_info import Rates
+from librmq.wire.remoting.rates import Rates
 
 # ---- fast paths
 

@@ -42,7 +42,7 @@ from librmq.wire.remoting.headers import (
     RouteOfTopicHeader,
     WipedTopicsHeader,
 )
-from librmq.wire.remoting.runtime_info import Rates
+from librmq.wire.remoting.rates import Rates
 from librmq.wire.remoting.sends import SENDS, Replies, Sends
 
 # ---- the name server

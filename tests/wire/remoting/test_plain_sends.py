@@ -23,7 +23,7 @@ from librmq.wire.remoting.channels import Channel, answer_of, answering, tried
 from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
 from librmq.wire.remoting.headers import REQUESTS, SendHeader
 from librmq.wire.remoting.headers import RequestCode as Code
-from librmq.wire.remoting.runtime_info import Rates
+from librmq.wire.remoting.rates import Rates
 from librmq.wire.remoting.sends import Sends
 from librmq.wire.remoting.server import RemotingServer
 from tests.budget import many
