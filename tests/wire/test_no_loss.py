@@ -43,8 +43,8 @@ class Reader:
     def end(self) -> None:
         """Kill the process if it is still running, and read what it has printed."""
         self.process.kill()
+        self._thread.join()  # before anything else reads the pipe: it is not safe for two threads
         self.process.communicate()
-        self._thread.join()
 
 
 class Scene:
