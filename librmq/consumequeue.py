@@ -292,6 +292,12 @@ class ConsumeQueue:
         raw = self._raw(queue_offset * ENTRY_SIZE, (queue_offset + 1) * ENTRY_SIZE)
         return int.from_bytes(raw[12:], "big", signed=True)
 
+    def show_before(self, queue_offset: int) -> None:
+        """Leave out the entries from ``queue_offset`` on, in a queue that is only read; the files stay unchanged."""
+        self.max_offset = max(queue_offset, self.min_offset)
+        last = self.entry(self.max_offset - 1)
+        self.max_physic_offset = self._last_place() if last is None else last.physical_offset + last.size
+
     # ------------------------------------------------------------------------------------------ for the writer
 
     def append(self, queue_offset: int, physical_offset: int, size: int, tags_code: int) -> None:

@@ -38,6 +38,7 @@ from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
 from librmq.store.format.documents import ReplicaMark, read_mark, write_kept_config, write_mark
 from librmq.store.format.keyindex import KeyIndex
+from librmq.store.live.moment import Moment
 from librmq.store.live.reader import ReadOnlyView
 from librmq.store.recovery.open import describe_recovery, load, write_closed_state
 from librmq.store.recovery.repair import RecoveryMode
@@ -142,6 +143,7 @@ class StoreHandle:
         read_only: bool,
         in_background: bool,
         replica_of: str | None = None,
+        moment: Moment | None = None,
     ) -> None:
         """Prepare a handle that accepts no calls until `open`."""
         self.path = path
@@ -150,6 +152,8 @@ class StoreHandle:
         self.read_only = read_only
         self.replica_of = replica_of
         """Name of the master whose log this store copies; it takes no appends."""
+        self.moment = moment
+        """The earlier moment at which a read-only store is shown; None for the present."""
         self.readers: Readers | None = None
         """Tells retention which messages are not consumed."""
         self.recovered: list[Damage] = []
@@ -192,7 +196,7 @@ class StoreHandle:
                 # Before the log, so that a killed replica is known.
                 write_mark(path, ReplicaMark(self.replica_of, None), files)
             if self.read_only:
-                self.view = ReadOnlyView(path, config, files, self.clock, self._bitmap_of, self._use_view)
+                self.view = ReadOnlyView(path, config, files, self.clock, self._bitmap_of, self._use_view, self.moment)
             else:
                 import_numpy()
                 self._configure(config or directory.infer_config(path, files))

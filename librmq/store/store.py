@@ -15,6 +15,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, check_kind, check_now, check_path, to_seconds, to_timestamp_ms, wrong_kind
 from librmq.consumequeue import ConsumeQueue
+from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.interface import Damage, Files
 from librmq.message.delay_levels import DelayLevels
@@ -74,6 +75,7 @@ class MessageStore:
         filters: Registrations | None = None,
         wait: float | timedelta = 0,
         replica_of: str | None = None,
+        at: datetime | int | None = None,
     ) -> Self:
         """Open the store in ``path``; if nothing is there and ``read_only`` is off, create a new one.
 
@@ -95,12 +97,16 @@ class MessageStore:
             wait: Seconds to wait for another writer to release the store.
             replica_of: Name of the master whose log this store copies. It takes no appends, only `copy_log`;
                 `librmq.cluster.Replica` opens it so.
+            at: Show the store as it was at this moment, for ``read_only``: a time with a time zone, or the physical
+                offset at which its log ended. Log, queues and index end there, and `refresh` finds nothing new. Files
+                that retention has deleted since are not there, and the progress of groups is not kept by time.
 
         Raises:
             ReadOnlyError: The store is a replica, and ``replica_of`` was not given.
             ReplicaError: ``replica_of`` was given, and the store is one of its own.
             NotAStoreError: The directory contains something else, or another kind of store.
-            ConfigError: The configuration disagrees with the files, ``path`` is empty, or ``wait`` is not a duration.
+            ConfigError: The configuration disagrees with the files, ``path`` is empty, ``wait`` is not a duration, or
+                ``at`` is before the first message or beyond the log, or given without ``read_only``.
             StoreLockedError: Another handle writes to the store; the message names its process.
             CorruptionError: No crash explains a name, a length or damage. Sound records behind damage are cut only if
                 ``thorough``, and `librmq.store.recovery.salvage` keeps them.
@@ -116,6 +122,10 @@ class MessageStore:
             if value is not None and not hasattr(value, needed):
                 raise wrong_kind(name, value, f"one such as {example}")
         seconds = to_seconds("wait", wait)
+        if at is not None and type(at) is not int and not isinstance(at, datetime):
+            raise wrong_kind("at", at, "a time with a time zone or a physical offset")
+        if at is not None and not read_only:
+            raise ConfigError("at: expected read_only=True with it, because the past can't be written to")
         store = object.__new__(cls)
         store.path = os.fspath(path)
         store.read_only = read_only
@@ -130,6 +140,7 @@ class MessageStore:
             read_only=read_only,
             in_background=not read_only and (clock is None if background is None else background),
             replica_of=replica_of,
+            moment=at,
         )
         store.appender, store.copies = handle.appender, handle.copies
         # Directly, which saves one call for each message.
@@ -572,6 +583,8 @@ class MessageStore:
         from librmq.store.upkeep.snapshot import snapshot
 
         self._handle.check_open()
+        if self._handle.moment is not None:
+            raise ConfigError("at: expected a store of the present to copy, because old progress of groups is not kept")
         return snapshot(
             self.path,
             os.fspath(target) if isinstance(target, os.PathLike) else target,

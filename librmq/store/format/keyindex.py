@@ -69,6 +69,7 @@ class KeyIndex:
         self.writable = writable
         self._files = files
         self._now_ms = now_ms
+        self._log_end: int | None = None
         self._closed = False
         self._folder_dirty = False
         self._guard = Lock()
@@ -186,6 +187,22 @@ class KeyIndex:
         """
         self._check_open()
         key_hash = index_key_hash(topic, key)
+        places = self._find(key_hash, begin_ms, end_ms, max_results)
+        if self._log_end is None:
+            return places
+        limit = max_results
+        while True:
+            before = [place for place in places if place < self._log_end]
+            if len(before) >= max_results or len(places) < limit:
+                return before[:max_results]
+            limit *= 2
+            places = self._find(key_hash, begin_ms, end_ms, limit)
+
+    def show_before(self, log_end: int) -> None:
+        """Leave out records from the physical offset ``log_end`` on, as if they were not indexed yet."""
+        self._log_end = log_end
+
+    def _find(self, key_hash: int, begin_ms: int, end_ms: int, max_results: int) -> list[int]:
         places: list[int] = []
         for file in reversed(self._list):
             try:

@@ -322,6 +322,11 @@ class LiveIndex(KeyIndex):
                 if attempt >= ATTEMPTS:
                     raise
 
+    def show_before(self, log_end: int) -> None:
+        """Leave out records from there on, those too that no file has yet."""
+        super().show_before(log_end)
+        self.unwritten = deque(record for record in self.unwritten if record.physical_offset < log_end)
+
     def query(
         self, topic: str, key: str, begin_ms: int = 0, end_ms: int = _MAX_TIMESTAMP, max_results: int = 64
     ) -> list[int]:

@@ -34,6 +34,7 @@ from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.live.live_tail import ATTEMPTS, GLANCE, LiveParts
+from librmq.store.live.moment import Moment, cut_at
 from librmq.store.recovery.open import load
 from librmq.store.recovery.repair import RecoveryMode
 from librmq.store.recovery.salvage import find_record
@@ -59,14 +60,19 @@ class ReadOnlyView:
         clock: Clock,
         bitmap_of: BitmapOf | None,
         opened: Callable[[ReadOnlyView], object],
+        moment: Moment | None = None,
     ) -> None:
-        """Open the store in ``path``; ``opened`` is called now, and whenever ``config`` or ``parts`` are replaced."""
+        """Open the store in ``path``, by default as it is now.
+
+        ``opened`` is called now, and whenever ``config`` or ``parts`` are replaced.
+        """
         self._path = path
         self._given_config = config
         self._files = files
         self._clock = clock
         self._bitmap_of = bitmap_of
         self._opened = opened
+        self._moment = moment
         self._guard = Lock()
         self._is_brief = True
         self._holder: str | None = None
@@ -85,6 +91,8 @@ class ReadOnlyView:
         """
         with self._guard:
             before, live = self.version, self._live
+            if self._moment is not None:
+                return False
             if self._lock_holder() != self._holder:
                 self._open()
             elif live is None:
@@ -117,8 +125,10 @@ class ReadOnlyView:
         """Return the damage at which the log ends although sound records follow, or closed queues lead beyond it.
 
         Its ``bytes`` go up to the last nonzero one; they are 0 if only queues lead beyond the end. A record that a
-        writer is just writing, or has left unfinished, is no damage.
+        writer is just writing, or has left unfinished, is no damage. Nor is the end at an earlier moment.
         """
+        if self._moment is not None:
+            return None
         return self._cut_before_records() or self._cut_before_entries()
 
     def _cut_before_entries(self) -> Damage | None:
@@ -192,6 +202,8 @@ class ReadOnlyView:
                 config = self._given_config or directory.infer_config(self._path, self._files)
                 live = None if holder is None else LiveParts(self._path, config, self._files)
                 parts = self._recovered(config) if live is None else live.parts
+                if self._moment is not None:
+                    cut_at(parts, self._moment)
                 changed = self._lock_holder() != holder or (live is None and self._read_marks() != marks)
             except (StoreIOError, CorruptionError):
                 # A writer makes and deletes files between the listing and their opening.
