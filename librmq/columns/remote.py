@@ -34,13 +34,14 @@ from librmq.files.interface import Files, make_folders
 from librmq.files.rolling import file_name
 from librmq.runtime.call_progress import advance
 from librmq.store.format import directory
+from librmq.store.format.documents import OWN_FOLDER
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::|://).")
 _BLOCK: Final = 64 << 10
 _REQUEST_BYTES: Final = 8 << 20
 _AT_ONCE_BYTES: Final = 32 << 20
 _INDEX_HEADER: Final = 40
-_SALVAGED: Final = (f"{directory.OWN}/salvage",)
+_SALVAGED: Final = (f"{OWN_FOLDER}/salvage",)
 _NOT_READ: Final = (directory.TIMERLOG, directory.TIMERWHEEL, *_SALVAGED)
 _BY_PYARROW: Final = {
     "s3": "S3FileSystem",

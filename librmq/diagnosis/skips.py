@@ -19,7 +19,7 @@ from librmq.files.interface import make_folders
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import RESERVED_PROPERTIES
 from librmq.protocol import LOCAL_HOST, QueueData, SendMessage
-from librmq.store.format import directory
+from librmq.store.format.documents import OWN_FOLDER
 
 Policy = Literal["age", "lag", "end"]
 
@@ -313,7 +313,7 @@ def skipped(source: Source) -> list[Skip]:
         MalformedError: The file of records contains something else.
     """
     with viewed(source) as view:
-        path = os.path.join(view.store.path, directory.OWN, _FILE)
+        path = os.path.join(view.store.path, OWN_FOLDER, _FILE)
         if not view.store.files.size(path):
             return []
         notes = []
@@ -328,7 +328,7 @@ def skipped(source: Source) -> list[Skip]:
 
 
 def _record(broker: Broker, done: Skip) -> None:
-    files, folder = broker.store.files, os.path.join(broker.store.path, directory.OWN)
+    files, folder = broker.store.files, os.path.join(broker.store.path, OWN_FOLDER)
     path = os.path.join(folder, _FILE)
     make_folders(files, folder)
     before = files.read(path) if files.size(path) else b""

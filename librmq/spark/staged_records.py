@@ -25,7 +25,7 @@ from librmq.columns.arrays import Ints
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.store.engine.store_parts import QueueName
-from librmq.store.format import directory
+from librmq.store.format.documents import OWN_FOLDER
 
 _STAGED: Final = re.compile(r"t[0-9][0-9a-f-]*\.(log|arrow)")
 """Names of staged files: a deletion removes no others."""
@@ -48,7 +48,7 @@ def job_folder(path: str, job: str, staging: str | None) -> str:
     Raises:
         ConfigError: ``job`` is not the name of a file.
     """
-    base = staging or os.path.join(path, directory.OWN, "spark")
+    base = staging or os.path.join(path, OWN_FOLDER, "spark")
     folder = os.path.join(base, f"{job}.staging")
     if "\0" in job or os.path.dirname(os.path.normpath(folder)) != os.path.normpath(base):
         raise ConfigError(f"option jobId: {job[:120]!r} is not the name of a folder")

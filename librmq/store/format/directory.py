@@ -34,7 +34,7 @@ from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
 from librmq.files.interface import Files, FolderEntry, numbered_files
 from librmq.message.topics import validate_topic
-from librmq.store.format.documents import read_kept_config
+from librmq.store.format.documents import OWN_FOLDER, read_kept_config
 from librmq.store.format.index_layout import file_length, find_geometry, geometry
 
 COMMITLOG: Final = "commitlog"
@@ -45,7 +45,6 @@ CONFIG: Final = "config"
 CHECKPOINT: Final = "checkpoint"
 ABORT: Final = "abort"
 LOCK: Final = "lock"
-OWN: Final = "librmq"
 TIMERLOG: Final = "timerlog"
 TIMERWHEEL: Final = "timerwheel"
 
@@ -157,7 +156,7 @@ def is_4_with_timers(path: str, files: Files) -> bool:
 # Allowed in the folder of a new store: remains of a killed maker, files of the broker's tools or of a file system.
 _MAY_PRECEDE: Final = {
     *(LOCK, ABORT, f"{ABORT}.tmp", CHECKPOINT),
-    *(CONFIG, CONSUMEQUEUE, CONSUMEQUEUE_EXT, INDEX, OWN),
+    *(CONFIG, CONSUMEQUEUE, CONSUMEQUEUE_EXT, INDEX, OWN_FOLDER),
     "lost+found",
 }
 

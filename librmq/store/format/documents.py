@@ -27,8 +27,10 @@ from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.interface import Files
 from librmq.runtime.event_log import EventLog
 
-CONFIG_FILE: Final = os.path.join("librmq", "config.json")
-MARK_FILE: Final = os.path.join("librmq", "replica.json")
+OWN_FOLDER: Final = "librmq"
+"""The folder of librmq's own files in a store."""
+CONFIG_FILE: Final = os.path.join(OWN_FOLDER, "config.json")
+MARK_FILE: Final = os.path.join(OWN_FOLDER, "replica.json")
 _log = EventLog("librmq.store")
 _VERSION: Final = 1
 

@@ -17,10 +17,9 @@ from typing import Final
 
 from librmq.errors import CorruptionError
 from librmq.files.interface import Files
-from librmq.store.format.directory import OWN
-from librmq.store.format.documents import read_document, write_document
+from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
 
-FOLDER: Final = os.path.join(OWN, "spark")
+FOLDER: Final = os.path.join(OWN_FOLDER, "spark")
 FIRST_BYTES: Final = 64
 _SUFFIX: Final = ".json"
 _KINDS: Final = {"begin": (int,), "end": (int,), "first": (str,), "records": (int,), "done": (bool,)}

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from librmq.errors import MalformedError
 from librmq.files.interface import Files, make_folders
 from librmq.message.message import StoredMessage
-from librmq.store.format.directory import OWN
+from librmq.store.format.documents import OWN_FOLDER
 
 LetterIdentity = tuple[int, str, int]
 
@@ -59,4 +59,4 @@ def note_resent(path: str, files: Files, letters: Iterable[StoredMessage], at_ms
 
 
 def _notes(path: str) -> str:
-    return os.path.join(path, OWN, "resent.json")
+    return os.path.join(path, OWN_FOLDER, "resent.json")

@@ -41,7 +41,7 @@ from librmq.store.engine.dispatch import BitmapOf, Dispatcher
 from librmq.store.engine.store_parts import PartFiles, Parts, QueueName, QueueState, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
-from librmq.store.format.documents import read_document, write_document
+from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.check import UncleanQueues
 from librmq.store.recovery.repair import Recovery, RecoveryMode, WalkFindings
@@ -85,7 +85,7 @@ class ClosedState:
 
 
 def _path(path: str) -> str:
-    return os.path.join(path, directory.OWN, "closed.json")
+    return os.path.join(path, OWN_FOLDER, "closed.json")
 
 
 def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTable, index: KeyIndex) -> None:
@@ -396,7 +396,7 @@ def describe_recovery(path: str, log_end: int, damages: Sequence[Damage], took_m
     cuts = [damage for damage in damages if damage.kind == "record" and damage.bytes]
     what = "nothing was cut"
     if cuts:
-        size, place = sum(damage.bytes for damage in cuts), os.path.join(directory.OWN, "salvage")
+        size, place = sum(damage.bytes for damage in cuts), os.path.join(OWN_FOLDER, "salvage")
         what = f"{size} bytes were cut from {cuts[0].offset} on ({cuts[0].what}); the nonzero bytes are kept in {place}"
     others = len(damages) - len(cuts)
     again = f", {others} parts of queues and index were rebuilt" if others else ""

@@ -31,8 +31,8 @@ from librmq.files.rolling import MappedFileQueue, file_name
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.runtime.call_progress import advance
-from librmq.store.format.directory import COMMITLOG, OWN, check_kind
-from librmq.store.format.documents import read_document, write_document
+from librmq.store.format.directory import COMMITLOG, check_kind
+from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
 
 MANIFEST: Final = "manifest.json"
 _PART: Final = ".part"  # a cut that is being copied
@@ -241,7 +241,7 @@ def _read(source: _Source, earlier: list[_Source], files: Files) -> Iterator[Sto
 def kept_cuts(path: str, files: Files | None = None) -> list[KeptCut]:
     """Return the kept cuts of the store in ``path``, the oldest first."""
     files = files or DiskFiles()
-    folder = os.path.join(path, OWN, "salvage")
+    folder = os.path.join(path, OWN_FOLDER, "salvage")
     cuts = []
     for entry in files.list(folder):
         named = _CUT_NAME.fullmatch(entry.name)
@@ -269,7 +269,7 @@ def keep_cut(path: str, log: CommitLog, physical_offset: int, size: int, why: st
     Raises:
         StoreIOError: For example, the disk is full; nothing is kept.
     """
-    parent = os.path.join(path, OWN, "salvage")
+    parent = os.path.join(path, OWN_FOLDER, "salvage")
     files.make_folder(parent)
     files.flush_folder(os.path.dirname(parent))
     files.flush_folder(path)

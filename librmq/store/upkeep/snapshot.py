@@ -58,6 +58,7 @@ from librmq.store.engine.store_parts import PartFiles
 from librmq.store.format import directory, job_notes
 from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 from librmq.store.format.checkpoint import has_abort
+from librmq.store.format.documents import OWN_FOLDER
 from librmq.store.format.timerfiles import TimerCheckpoint
 from librmq.store.recovery import salvage
 from librmq.store.recovery.open import read_closed_state, settle
@@ -259,7 +260,7 @@ def rescue(
             gaps += 1
             tell(item)
         log.close()
-        _copy_config(path, part, files, directory.OWN, only=_KEPT_CONFIG)
+        _copy_config(path, part, files, OWN_FOLDER, only=_KEPT_CONFIG)
         moved = jobs.finish()
         if moved:
             make_folders(files, os.path.join(part, job_notes.FOLDER))
@@ -533,7 +534,7 @@ def _copy_progress(path: str, part: str, files: Files) -> None:
     if files.size(TimerCheckpoint.path_in(part)):  # without it the timer reads its queue from the beginning
         _copy_sequence(path, part, directory.TIMERLOG, files)
     _copy_config(path, part, files, job_notes.FOLDER, only=_NOTE)
-    _copy_config(path, part, files, directory.OWN, only=_KEPT_CONFIG)
+    _copy_config(path, part, files, OWN_FOLDER, only=_KEPT_CONFIG)
 
 
 def _copy_config(
