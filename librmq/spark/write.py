@@ -41,7 +41,7 @@ from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Lane
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
-from librmq.store.format.job_notes import FIRST_BYTES, FOLDER, JobNote, note_path
+from librmq.store.format.job_notes import JOB_FIRST_BYTES, JOB_NOTES_FOLDER, JobNote, note_path
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -76,7 +76,7 @@ def commit(
         StoreLockedError: Another process still writes to the store after ``wait_seconds``.
     """
     files = DiskFiles()
-    make_folders(files, os.path.join(path, FOLDER))
+    make_folders(files, os.path.join(path, JOB_NOTES_FOLDER))
     with _when_free(lambda: MessageStore.open(path, background=False), wait_seconds) as store:
         if _was_committed(store, job):
             discard(folder)
@@ -224,7 +224,7 @@ def _write(
                 if written is None:
                     gate = min(len(data), _SECTOR - begin % _SECTOR)
                     head = bytes(data[:gate])
-                    note = JobNote(begin, end, bytes(data[:FIRST_BYTES]), len(records))
+                    note = JobNote(begin, end, bytes(data[:JOB_FIRST_BYTES]), len(records))
                     note.write(note_path(store.path, job), store.files)
                     data[:gate] = bytes(gate)
                 else:

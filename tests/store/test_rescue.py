@@ -13,7 +13,7 @@ from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.format.job_notes import FOLDER, JobNote, jobs, note_path
+from librmq.store.format.job_notes import JOB_NOTES_FOLDER, JobNote, note_path, noted_jobs
 from librmq.store.recovery.verify import verify
 from librmq.store.upkeep.snapshot import rescue
 from tests.stores import START_MS
@@ -129,7 +129,7 @@ def test_jobs_of_spark_stay_committed(tmp_path: Path) -> None:
     old, new = str(tmp_path / "old"), str(tmp_path / "new")
     files = DiskFiles()
     places = store_of(tmp_path / "old")
-    (tmp_path / "old" / FOLDER).mkdir(parents=True)
+    (tmp_path / "old" / JOB_NOTES_FOLDER).mkdir(parents=True)
 
     def remember(job: str, first: int, last: int, *, done: bool = True, raw: bytes | None = None) -> None:
         with MessageStore.open(old, read_only=True) as store:
@@ -143,17 +143,17 @@ def test_jobs_of_spark_stay_committed(tmp_path: Path) -> None:
     remember("killed-and-damaged", 300, 310, done=False)
     remember("lost", 400, 402)
     JobNote(0, 0, b"", 0, True).write(note_path(old, "empty"), files)
-    (tmp_path / "old" / FOLDER / "unreadable.json").write_text("{")
+    (tmp_path / "old" / JOB_NOTES_FOLDER / "unreadable.json").write_text("{")
     for number in (100, 150, 300, 400, 401):
         spoil(tmp_path / "old", places[number], 88)
     told: list[str] = []
     rescue(old, new, CONFIG, tell=lambda gap: told.append(gap.file))
     assert sum(file.endswith("unreadable.json") for file in told) == 1
 
-    assert sorted(jobs(new, files)) == ["empty", "killed-before-its-end", "whole", "without-its-first"]
+    assert sorted(noted_jobs(new, files)) == ["empty", "killed-before-its-end", "whole", "without-its-first"]
     with MessageStore.open(new, read_only=True) as store:
         starts = {message.body: message.physical_offset for message in store.messages("T")}
-        for job in jobs(new, files):
+        for job in noted_jobs(new, files):
             note = JobNote.read(note_path(new, job), files)
             assert note.is_committed(store.log.begin, store.log.end, store.log.data_at)
     assert JobNote.read(note_path(new, "whole"), files).begin == starts[b"110"]
@@ -166,7 +166,7 @@ def test_a_job_that_retention_deleted_stays_done(tmp_path: Path) -> None:
     places = store_of(tmp_path / "old")
     second = CONFIG.commitlog_file_size
     assert places[-1] > second
-    (tmp_path / "old" / FOLDER).mkdir(parents=True)
+    (tmp_path / "old" / JOB_NOTES_FOLDER).mkdir(parents=True)
     JobNote(places[1], places[3], b"gone", 2, True).write(note_path(str(tmp_path / "old"), "early"), files)
     (tmp_path / "old" / "commitlog" / f"{0:020d}").unlink()
     rescue(str(tmp_path / "old"), str(tmp_path / "new"), CONFIG)

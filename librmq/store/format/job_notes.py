@@ -19,15 +19,15 @@ from librmq.errors import CorruptionError
 from librmq.files.interface import Files
 from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
 
-FOLDER: Final = os.path.join(OWN_FOLDER, "spark")
-FIRST_BYTES: Final = 64
-_SUFFIX: Final = ".json"
-_KINDS: Final = {"begin": (int,), "end": (int,), "first": (str,), "records": (int,), "done": (bool,)}
+JOB_NOTES_FOLDER: Final = os.path.join(OWN_FOLDER, "spark")
+JOB_FIRST_BYTES: Final = 64
+_JOB_SUFFIX: Final = ".json"
+_JOB_KINDS: Final = {"begin": (int,), "end": (int,), "first": (str,), "records": (int,), "done": (bool,)}
 
 
 def note_path(path: str, job: str) -> str:
     """Return the file of a job of the store in ``path``."""
-    return os.path.join(path, FOLDER, f"{job}{_SUFFIX}")
+    return os.path.join(path, JOB_NOTES_FOLDER, f"{job}{_JOB_SUFFIX}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class JobNote:
         Raises:
             CorruptionError: The file holds no note.
         """
-        fields = read_document(path, files, _KINDS)
+        fields = read_document(path, files, _JOB_KINDS)
         try:
             return cls(**fields | {"first": bytes.fromhex(fields["first"])})
         except ValueError as error:
@@ -64,10 +64,10 @@ class JobNote:
         return not self.records or (self.begin < log_end and data_at(self.begin, len(self.first)) == self.first)
 
 
-def jobs(path: str, files: Files) -> list[str]:
+def noted_jobs(path: str, files: Files) -> list[str]:
     """Return the names of the jobs that the store in ``path`` remembers."""
-    entries = files.list(os.path.join(path, FOLDER))
-    return [entry.name.removesuffix(_SUFFIX) for entry in entries if entry.name.endswith(_SUFFIX)]
+    entries = files.list(os.path.join(path, JOB_NOTES_FOLDER))
+    return [entry.name.removesuffix(_JOB_SUFFIX) for entry in entries if entry.name.endswith(_JOB_SUFFIX)]
 
 
 class MovedJobs:
@@ -104,7 +104,7 @@ class MovedJobs:
                 self.moved[name] = replace(self.moved[name], end=new_physical_offset + len(new_raw))
             elif physical_offset == note.begin or note.done:
                 end = new_physical_offset + len(new_raw)
-                first = new_raw[:FIRST_BYTES]
+                first = new_raw[:JOB_FIRST_BYTES]
                 self.moved[name] = replace(note, begin=new_physical_offset, end=end, first=first)
 
     def finish(self) -> dict[str, JobNote]:

@@ -32,7 +32,7 @@ def resent_times(path: str, files: Files) -> Mapping[LetterIdentity, int]:
     Raises:
         MalformedError: The file holds something else.
     """
-    notes = _notes(path)
+    notes = _resent_path(path)
     if not files.size(notes):
         return {}
     try:
@@ -53,10 +53,10 @@ def note_resent(path: str, files: Files, letters: Iterable[StoredMessage], at_ms
     """
     times = {**resent_times(path, files), **dict.fromkeys(map(letter_identity, letters), at_ms)}
     rows = [[*identity, resent_ms] for identity, resent_ms in sorted(times.items()) if identity[0] >= log_begin]
-    notes = _notes(path)
+    notes = _resent_path(path)
     make_folders(files, os.path.dirname(notes))
     files.write(notes, json.dumps(rows).encode())
 
 
-def _notes(path: str) -> str:
+def _resent_path(path: str) -> str:
     return os.path.join(path, OWN_FOLDER, "resent.json")

@@ -55,10 +55,11 @@ from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_queue
 from librmq.runtime.locks import critical
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.engine.store_parts import PartFiles
-from librmq.store.format import directory, job_notes
+from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.documents import OWN_FOLDER
+from librmq.store.format.job_notes import JOB_NOTES_FOLDER, JobNote, MovedJobs, note_path, noted_jobs
 from librmq.store.format.timerfiles import TimerCheckpoint
 from librmq.store.recovery import salvage
 from librmq.store.recovery.open import read_closed_state, settle
@@ -246,7 +247,7 @@ def rescue(
     count = gaps = 0
     with _growing(target, files) as part:
         log = PartFiles(part, config, files).open_log(writable=True)
-        numbers, jobs = _Renumbering(), job_notes.MovedJobs(_sound_notes(path, files, tell))
+        numbers, jobs = _Renumbering(), MovedJobs(_sound_notes(path, files, tell))
         for item in _records(path, files, numbers.end_log):
             if isinstance(item, StoredMessage):
                 try:
@@ -263,9 +264,9 @@ def rescue(
         _copy_config(path, part, files, OWN_FOLDER, only=_KEPT_CONFIG)
         moved = jobs.finish()
         if moved:
-            make_folders(files, os.path.join(part, job_notes.FOLDER))
+            make_folders(files, os.path.join(part, JOB_NOTES_FOLDER))
         for job, note in moved.items():
-            note.write(job_notes.note_path(part, job), files)
+            note.write(note_path(part, job), files)
         _copy_config(path, part, files, without=_TIMER_CHECK)  # it belongs to a timer log that is not copied
         with contextlib.suppress(CorruptionError):  # a table that can't be read stays as it is
             revise_progress(part, files, numbers.new_offset, clock.now_ms())
@@ -324,12 +325,12 @@ class _Renumbering:
         return self._halves.get((queue_id, queue_offset), -1)
 
 
-def _sound_notes(path: str, files: Files, tell: Callable[[Gap], object]) -> dict[str, job_notes.JobNote]:
+def _sound_notes(path: str, files: Files, tell: Callable[[Gap], object]) -> dict[str, JobNote]:
     """Return the store's notes about jobs; ``tell`` is called with unreadable ones."""
     notes = {}
-    for job in job_notes.jobs(path, files):
+    for job in noted_jobs(path, files):
         try:
-            notes[job] = job_notes.JobNote.read(job_notes.note_path(path, job), files)
+            notes[job] = JobNote.read(note_path(path, job), files)
         except CorruptionError as error:
             tell(Gap(0, 0, error.file, error.what))
     return notes
@@ -533,7 +534,7 @@ def _copy_progress(path: str, part: str, files: Files) -> None:
     _copy_config(path, part, files, only=_PROGRESS)
     if files.size(TimerCheckpoint.path_in(part)):  # without it the timer reads its queue from the beginning
         _copy_sequence(path, part, directory.TIMERLOG, files)
-    _copy_config(path, part, files, job_notes.FOLDER, only=_NOTE)
+    _copy_config(path, part, files, JOB_NOTES_FOLDER, only=_NOTE)
     _copy_config(path, part, files, OWN_FOLDER, only=_KEPT_CONFIG)
 
 
