@@ -65,7 +65,7 @@ from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.format.resent_letters import letter_identity, note_resent, resent_times
+from librmq.store.format.documents import letter_identity, note_resent, resent_times
 
 R = TypeVar("R")
 _LOCK_RETRY_S: Final = 0.05

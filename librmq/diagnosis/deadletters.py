@@ -12,7 +12,7 @@ from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.message import StoredMessage, retry_topic
 from librmq.message.topics import DEAD_LETTER_PREFIX
-from librmq.store.format.resent_letters import letter_identity, resent_times
+from librmq.store.format.documents import letter_identity, resent_times
 
 IN_ORDER: Final = "ordered, retries used up"
 AT_ONCE: Final = "never retried"

@@ -4,7 +4,7 @@ The commit writes everything after the log's end, except the first bytes up to t
 log still ends where it did. When the rest has reached the device, the commit writes those first bytes, which makes all
 records visible together. A process that dies before that leaves a sector that was never written; recovery cuts it, as
 after a crash of the broker. A process that dies later leaves records without queue entries and keys, which recovery
-adds. The job's note (`librmq.store.format.job_notes`) distinguishes the two by the first record: is it at its planned
+adds. The job's note (`librmq.store.format.documents`) distinguishes the two by the first record: is it at its planned
 place? So a commit can be repeated. When retention has deleted that place, only ``done`` in the note counts.
 """
 
@@ -41,7 +41,7 @@ from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Lane
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
-from librmq.store.format.job_notes import JOB_FIRST_BYTES, JOB_NOTES_FOLDER, JobNote, note_path
+from librmq.store.format.documents import JOB_FIRST_BYTES, JOB_NOTES_FOLDER, JobNote, note_path
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

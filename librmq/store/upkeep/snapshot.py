@@ -58,8 +58,7 @@ from librmq.store.engine.store_parts import PartFiles
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 from librmq.store.format.checkpoint import has_abort
-from librmq.store.format.documents import OWN_FOLDER
-from librmq.store.format.job_notes import JOB_NOTES_FOLDER, JobNote, MovedJobs, note_path, noted_jobs
+from librmq.store.format.documents import JOB_NOTES_FOLDER, OWN_FOLDER, JobNote, MovedJobs, note_path, noted_jobs
 from librmq.store.format.timerfiles import TimerCheckpoint
 from librmq.store.recovery import salvage
 from librmq.store.recovery.open import read_closed_state, settle
