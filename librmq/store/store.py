@@ -32,8 +32,7 @@ from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.handle import StoreHandle
 from librmq.store.recovery.verify import Verdict
-from librmq.store.upkeep.retention import clean_unused_topics
-from librmq.store.upkeep.unread import Readers
+from librmq.store.upkeep.retention import Readers, clean_unused_topics
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations, SqlFilter, WatchedPredicate

@@ -11,10 +11,11 @@ Retention deletes whole files, the oldest first, but never the file with the las
 record is ``file_reserved_hours`` old; file times are not used. Files beyond ``max_total_size`` go now. No mapping
 is closed, so a reader that holds a part of a deleted file can continue.
 
-A broker reports by `Readers` which messages its groups have not consumed. With ``keep_unconsumed`` their file stays,
-and messages are refused while the log is larger than ``max_total_size``; from three quarters of it on, or of the disk,
-a warning names the group that holds the oldest file. Without ``keep_unconsumed`` such messages are deleted with their
-file, with one warning for each group and file.
+A store does not know groups. A broker reports by `Readers` which messages its groups, and its own parts that deliver
+messages later, have not consumed. With ``keep_unconsumed`` their file stays, and messages are refused while the log is
+larger than ``max_total_size``; from three quarters of it on, or of the disk, a warning names the group that holds the
+oldest file. Without ``keep_unconsumed`` such messages are deleted with their file, with one warning for each group and
+file.
 
 The order of steps allows a crash at any point. First, entries and keys derived from the deleted records are flushed,
 because a queue without messages has its offsets only from its own files. Then the log's files are deleted one by one,
@@ -30,11 +31,12 @@ file, so a forced round deletes no more than necessary.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, tzinfo
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Protocol
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, parse_hours
@@ -42,21 +44,106 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, DiskFullError, StoreError, StoreFullError
 from librmq.files.interface import Files, fills_by_itself
 from librmq.message import record
-from librmq.message.topics import is_system_topic
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX, is_system_topic
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, critical
 from librmq.store.engine.append import Appender
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.keyindex import KeyIndex
-from librmq.store.upkeep.unread import (
-    FindQueue,
-    Readers,
-    UnreadInFile,
-    describe_holder,
-    may_have_readers,
-    unread_between,
-)
+from librmq.store.recovery.queue_check import first_at
+
+# ---- unconsumed messages of a log file
+
+FindQueue = Callable[[str, int], ConsumeQueue | None]
+
+
+class Unread(NamedTuple):
+    """The progress of a reader in a queue."""
+
+    group: str
+    topic: str
+    queue_id: int
+    queue_offset: int
+    """Queue offset of the first message that the reader may still need."""
+    has_passed: Callable[[int], bool] | None = None
+    """Returns whether a later queue offset is no longer needed; None needs all of them."""
+
+
+class UnreadInFile(NamedTuple):
+    """The messages that a reader still needs in a part of the log."""
+
+    reader: Unread
+    queue_offset: int
+    """Queue offset of the first message."""
+    messages: int
+
+
+class Readers(Protocol):
+    """Retention's questions to a broker. Any thread calls them, without a lock of the store."""
+
+    def unread(self, before: int) -> Iterable[Unread]:
+        """Return each reader's progress by queue; messages stored at or after ``before`` don't matter."""
+        ...
+
+    def lost(self, unread: UnreadInFile) -> None:
+        """Note that messages were deleted before their reader reached them."""
+        ...
+
+
+def unread_between(readers: Readers, find: FindQueue, begin: int, end: int) -> Iterator[UnreadInFile]:
+    """Yield the unconsumed messages from physical offset ``begin`` to ``end``, reader by reader."""
+    for reader in readers.unread(end):
+        queue = find(reader.topic, reader.queue_id)
+        if queue is None:
+            continue
+        low = max(reader.queue_offset, queue.min_offset)
+        queue_offsets = range(max(low, first_at(queue, begin)), first_at(queue, end))
+        if reader.has_passed is None:
+            if queue_offsets:
+                yield UnreadInFile(reader, queue_offsets.start, len(queue_offsets))
+            continue
+        needed = [queue_offset for queue_offset in queue_offsets if not reader.has_passed(queue_offset)]
+        if needed:
+            yield UnreadInFile(reader, needed[0], len(needed))
+
+
+def may_have_readers(path: str, files: Files) -> bool:
+    """Return whether a broker may still need messages of the store in ``path``.
+
+    So it is if a group has saved progress, or if messages wait for a retry, their time or the end of a transaction.
+    """
+    for topic in files.names(os.path.join(path, directory.CONSUMEQUEUE)):
+        if topic.startswith((RETRY_PREFIX, SYSTEM_PREFIX)) or topic in (SCHEDULE_TOPIC, HALF_TOPIC):
+            return True
+    try:
+        return bool(BrokerTables.open(os.path.join(path, directory.CONFIG), files=files).offsets.rows)
+    except CorruptionError:
+        return True
+
+
+def describe_holder(part: UnreadInFile, path: str) -> str:
+    """Return which messages keep a log file of the store in ``path``, and how to free it."""
+    reader, count = part.reader, "1 message" if part.messages == 1 else f"{part.messages} messages"
+    place = f"from queue offset {part.queue_offset} of {reader.topic}/{reader.queue_id} on"
+    discard = "delete the file together with them by keep_unconsumed=False"
+    if reader.topic == SCHEDULE_TOPIC or reader.topic.startswith(SYSTEM_PREFIX):
+        pending = shlex.join(("librmq", "pending", path))
+        return f"{count} there wait for a delivery time, {place}: wait ({pending} lists them), or {discard}"
+    if reader.topic == HALF_TOPIC:
+        return (
+            f"{count} there wait for the end of a transaction, {place}: let the producer group commit them or roll "
+            f"them back, or {discard}"
+        )
+    command = shlex.join(("librmq", "skip", path, "--group", reader.group, "--topic", reader.topic))
+    return (
+        f"group {reader.group!r} has not consumed {count} there, {place}: let the group consume, or skip them: "
+        f"broker.reset_group({reader.group!r}, {reader.topic!r}, 'end'), or, while no process has the store open, "
+        f"{command}"
+    )
+
 
 _FILES_A_ROUND: Final = 10
 _ROUND_MS: Final = 10_000
