@@ -21,12 +21,10 @@ from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETR
 from librmq.scheduling.timer_config import TIMER_TOPIC
 from librmq.spark import stores
 from librmq.spark.pipelines.backlog import MESSAGE_COLUMNS as BACKLOG_COLUMNS
-from librmq.spark.pipelines.backlog import backlog, skew
-from librmq.spark.pipelines.deadletters import dead_letters, replayable
+from librmq.spark.pipelines.backlog import backlog, skew, what_if, what_retention_frees
 from librmq.spark.pipelines.duplicates import MESSAGE_COLUMNS as DUPLICATE_COLUMNS
 from librmq.spark.pipelines.duplicates import duplicates, duplicates_approximate
 from librmq.spark.pipelines.filtering import FILTER_COLUMNS, filter_savings
-from librmq.spark.pipelines.pending import pending_delays, pending_timers, pending_transactions
 from librmq.spark.pipelines.ranges import (
     GROUP,
     MESSAGES,
@@ -40,8 +38,13 @@ from librmq.spark.pipelines.ranges import (
     source_options,
 )
 from librmq.spark.pipelines.reconciliation import reconcile
-from librmq.spark.pipelines.retention import what_retention_frees
-from librmq.spark.pipelines.whatif import what_if
+from librmq.spark.pipelines.undelivered import (
+    dead_letters,
+    pending_delays,
+    pending_timers,
+    pending_transactions,
+    replayable,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession

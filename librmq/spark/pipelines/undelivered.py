@@ -1,4 +1,4 @@
-"""Pending messages: transactions without an end, and messages with a delay."""
+"""Undelivered messages: transactions without an end, messages with a delay, and dead letters."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns.decode import LAST_MS
+from librmq.diagnosis.deadletters import AT_ONCE, IN_ORDER, OF_A_LETTER, ORIGIN_TOPIC, USED_UP, VARIABLE_PARTS
 from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
-from librmq.message.topics import HALF_TOPIC, OP_TOPIC
+from librmq.message.record import (
+    PROPERTY_DEAD_LETTER_CAUSE,
+    PROPERTY_RECONSUME_TIME,
+    PROPERTY_RETRY_TOPIC,
+    RESERVED_PROPERTIES,
+)
+from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX
 from librmq.scheduling.half_messages import CHECK_GROUP
 from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS
 from librmq.spark.stores import DELAY_GROUP
@@ -124,3 +131,72 @@ def _properties(column: str):  # type: ignore[no-untyped-def]
         return F.col(column).getItem(name)
 
     return of
+
+
+# ---- dead letters
+
+_OWN = ("KEYS", "TAGS", "UNIQ_KEY")
+
+
+def dead_letters(messages: DataFrame) -> DataFrame:
+    """Return dead letters by group, topic and cause.
+
+    ``messages`` has store, topic, storeTimestamp, properties, reconsumeTimes. The cause is that of
+    `librmq.diagnosis.dead_letter_causes`: the exception that a consumer of librmq recorded, with ``#`` for numbers, or
+    ``never retried`` (given up at the first failure, by a listener or because the group retries nothing), ``retries
+    used up``, or ``ordered, retries used up`` (given up by an orderly consumer). Columns: store, group, topic, cause,
+    messages, first and last (when they were stored), mostTimes (reconsume times).
+    """
+    recorded = F.regexp_replace(_property(PROPERTY_DEAD_LETTER_CAUSE), VARIABLE_PARTS, "#")
+    count = F.col("properties").getItem(PROPERTY_RECONSUME_TIME)
+    cause = (
+        F.when(recorded.isNotNull(), recorded)
+        .when(F.when(count.rlike(r"\A[+-]?[0-9]+\z"), count.try_cast("int")).isNotNull(), IN_ORDER)
+        .when(F.col("reconsumeTimes") <= 1, AT_ONCE)
+        .otherwise(USED_UP)
+    )
+    dead = messages.where(F.col("topic").startswith(DEAD_LETTER_PREFIX))
+    return (
+        dead.select(
+            "store", _group().alias("group"), _first_topic().alias("topic"), cause.alias("cause"), "storeTimestamp",
+            "reconsumeTimes",
+        )
+        .groupBy("store", "group", "topic", "cause")
+        .agg(
+            F.count("*").alias("messages"),
+            F.min("storeTimestamp").alias("first"),
+            F.max("storeTimestamp").alias("last"),
+            F.max("reconsumeTimes").alias("mostTimes"),
+        )
+    )  # fmt: skip
+
+
+def replayable(messages: DataFrame) -> DataFrame:
+    """Return dead letters for their own topics, without properties that the broker added.
+
+    ``messages`` has topic, body, properties. Body, keys, tag, unique id and the sender's properties are kept, so a
+    consumer with a guard recognises duplicates. The result has ``topic, body, properties``.
+    """
+    properties = F.map_filter(
+        "properties", lambda name, _: ~name.isin(sorted(RESERVED_PROPERTIES - set(_OWN) | _ADDED))
+    )
+    dead = messages.where(F.col("topic").startswith(DEAD_LETTER_PREFIX))
+    return dead.select(_first_topic().alias("topic"), "body", properties.alias("properties"))
+
+
+_ADDED = OF_A_LETTER | {"TRAN_PREPARED_QUEUE_OFFSET", "TRANSACTION_CHECK_TIMES"}
+
+
+def _group() -> Column:
+    return F.substring(F.col("topic"), len(DEAD_LETTER_PREFIX) + 1, 1 << 20)
+
+
+def _first_topic() -> Column:
+    origin = F.coalesce(_property(PROPERTY_RETRY_TOPIC), _property(ORIGIN_TOPIC), F.col("topic"))
+    prefix = F.concat(F.lit(RETRY_PREFIX), _group(), F.lit("_"))  # of a message that a client of 5.x received again
+    return F.when(F.startswith(origin, prefix), F.substr(origin, F.length(prefix) + 1)).otherwise(origin)
+
+
+def _property(name: str) -> Column:
+    """Return a property; null if it is absent or empty."""
+    return F.nullif(F.col("properties").getItem(name), F.lit(""))
