@@ -22,9 +22,14 @@ from librmq.scheduling.timer_config import TIMER_TOPIC
 from librmq.spark import stores
 from librmq.spark.pipelines.backlog import MESSAGE_COLUMNS as BACKLOG_COLUMNS
 from librmq.spark.pipelines.backlog import backlog, skew, what_if, what_retention_frees
-from librmq.spark.pipelines.duplicates import MESSAGE_COLUMNS as DUPLICATE_COLUMNS
-from librmq.spark.pipelines.duplicates import duplicates, duplicates_approximate
-from librmq.spark.pipelines.filtering import FILTER_COLUMNS, filter_savings
+from librmq.spark.pipelines.comparisons import (
+    FILTER_COLUMNS,
+    duplicates,
+    duplicates_approximate,
+    filter_savings,
+    reconcile,
+)
+from librmq.spark.pipelines.comparisons import MESSAGE_COLUMNS as DUPLICATE_COLUMNS
 from librmq.spark.pipelines.ranges import (
     GROUP,
     MESSAGES,
@@ -37,7 +42,6 @@ from librmq.spark.pipelines.ranges import (
     names_of,
     source_options,
 )
-from librmq.spark.pipelines.reconciliation import reconcile
 from librmq.spark.pipelines.undelivered import (
     dead_letters,
     pending_delays,

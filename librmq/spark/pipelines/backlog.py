@@ -9,7 +9,7 @@ from pyspark.sql import Window
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.spark.functions import allocate
-from librmq.spark.pipelines.duplicates import keyed
+from librmq.spark.pipelines.comparisons import keyed
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
