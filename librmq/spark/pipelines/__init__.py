@@ -1,7 +1,7 @@
 """Pipelines over one store or a cluster's: functions of DataFrames, and by name for ``librmq spark run``.
 
-Each function has its own module and takes DataFrames, so it also works on tables of a data lake. `PIPELINES` reads
-their arguments from the folders of stores.
+Each function takes DataFrames, so it also works on tables of a data lake. `PIPELINES` reads their arguments from the
+folders of stores.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETR
 from librmq.scheduling.timer_config import TIMER_TOPIC
 from librmq.spark import stores
 from librmq.spark.pipelines.backlog import MESSAGE_COLUMNS as BACKLOG_COLUMNS
-from librmq.spark.pipelines.backlog import backlog, skew, what_if, what_retention_frees
+from librmq.spark.pipelines.backlog import backlog, what_if, what_retention_frees
 from librmq.spark.pipelines.comparisons import (
     FILTER_COLUMNS,
     duplicates,
     duplicates_approximate,
     filter_savings,
     reconcile,
+    skew,
 )
 from librmq.spark.pipelines.comparisons import MESSAGE_COLUMNS as DUPLICATE_COLUMNS
 from librmq.spark.pipelines.ranges import (
@@ -352,7 +353,7 @@ def _backlog(inputs: Inputs) -> DataFrame:
     frame = stores.backlog(spark, paths, _mode(settings), topics, groups)
     if frame is not None:
         return frame
-    messages = inputs.messages(BACKLOG_COLUMNS.replace(", keys string", ""))
+    messages = inputs.messages(BACKLOG_COLUMNS)
     queues = stores.queues(spark, paths, _mode(settings))
     offsets = stores.offsets(spark, paths).where(F.col("group") != stores.DELAY_GROUP)
     unsorted = named_rows(backlog(offsets, queues, messages), settings)

@@ -1,21 +1,19 @@
-"""Lag of consumer groups, the time to drain it, what a shorter retention would delete unread; uneven queues or keys."""
+"""Lag of consumer groups, the time to drain it, and what a shorter retention would delete unread."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from pyspark.sql import Window
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.spark.functions import allocate
-from librmq.spark.pipelines.comparisons import keyed
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
 
-MESSAGE_COLUMNS = "store string, topic string, queueId int, queueOffset bigint, storeTimestamp timestamp, keys string"
+MESSAGE_COLUMNS = "store string, topic string, queueId int, queueOffset bigint, storeTimestamp timestamp"
 
 
 def backlog(offsets: DataFrame, queues: DataFrame, messages: DataFrame) -> DataFrame:
@@ -48,33 +46,6 @@ def backlog(offsets: DataFrame, queues: DataFrame, messages: DataFrame) -> DataF
             F.coalesce(age / 1000, F.lit(0.0)).alias("ageSeconds"),
         )
     )  # fmt: skip
-
-
-def skew(messages: DataFrame, by: Literal["queue", "key"] = "queue", most: int | None = None) -> DataFrame:
-    """Return the queues or keys of each topic, or the ``most`` largest of each.
-
-    Columns: store, topic, queueId or key, messages, share (of the topic's), ratio (to the mean of the topic's queues
-    or keys); with ``most`` also cut (whether the topic has further ones).
-    """
-    topic = ["store", "topic"]
-    if by == "key":
-        grouped, name = keyed(messages).groupBy(*topic, "key"), "key"
-    else:
-        grouped, name = messages.groupBy(*topic, "queueId"), "queueId"
-    counts = grouped.agg(F.count("*").alias("messages"))
-    of_topic = Window.partitionBy(*topic)
-    ranked = counts.select(
-        *topic,
-        name,
-        "messages",
-        (F.col("messages") / F.sum("messages").over(of_topic)).alias("share"),
-        (F.col("messages") / F.avg("messages").over(of_topic)).alias("ratio"),
-        F.row_number().over(of_topic.orderBy(F.desc("messages"), F.asc(name))).alias("place"),
-        F.count("*").over(of_topic).alias("count"),
-    )
-    if most is not None:
-        ranked = ranked.where(F.col("place") <= most).withColumn("cut", F.col("count") > most)
-    return ranked.drop("place", "count")
 
 
 # ---- drain times

@@ -1,10 +1,10 @@
-"""Messages compared with each other by business key, with the rows of a business table, and with registered filters."""
+"""Messages compared by business key or queue, with the rows of a business table, and with registered filters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pyspark.sql import Window
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
@@ -75,6 +75,33 @@ def _seen_before(error_rate: float, capacity: int, batches: Iterator[Any]) -> It
     for batch in batches:
         texts = zip(batch.column("topic").to_pylist(), batch.column("key").to_pylist(), strict=True)
         yield batch.filter(pa.array([seen.add(f"{topic}\0{key}") for topic, key in texts], pa.bool_()))
+
+
+def skew(messages: DataFrame, by: Literal["queue", "key"] = "queue", most: int | None = None) -> DataFrame:
+    """Return the queues or keys of each topic, or the ``most`` largest of each.
+
+    Columns: store, topic, queueId or key, messages, share (of the topic's), ratio (to the mean of the topic's queues
+    or keys); with ``most`` also cut (whether the topic has further ones).
+    """
+    topic = ["store", "topic"]
+    if by == "key":
+        grouped, name = keyed(messages).groupBy(*topic, "key"), "key"
+    else:
+        grouped, name = messages.groupBy(*topic, "queueId"), "queueId"
+    counts = grouped.agg(F.count("*").alias("messages"))
+    of_topic = Window.partitionBy(*topic)
+    ranked = counts.select(
+        *topic,
+        name,
+        "messages",
+        (F.col("messages") / F.sum("messages").over(of_topic)).alias("share"),
+        (F.col("messages") / F.avg("messages").over(of_topic)).alias("ratio"),
+        F.row_number().over(of_topic.orderBy(F.desc("messages"), F.asc(name))).alias("place"),
+        F.count("*").over(of_topic).alias("count"),
+    )
+    if most is not None:
+        ranked = ranked.where(F.col("place") <= most).withColumn("cut", F.col("count") > most)
+    return ranked.drop("place", "count")
 
 
 # ---- rows of a business table
