@@ -35,7 +35,7 @@ from librmq.errors import CorruptionError
 from librmq.message.topics import RETRY_PREFIX, SYSTEM_PREFIX, SYSTEM_TOPICS, is_user_topic
 from librmq.spark import stores
 from librmq.spark.pipelines import PIPELINES, duplicates, run, skew
-from librmq.spark.pipelines.ranges import Settings, first_sends, source_options
+from librmq.spark.stores import Settings, first_sends, source_options
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -35,7 +35,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.spark import stores
 from librmq.spark.options import parse_read_options
 from librmq.spark.pipelines import Inputs, LeftOut, MessageRead, OfMessages, find
-from librmq.spark.pipelines.ranges import Settings
+from librmq.spark.stores import Settings
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

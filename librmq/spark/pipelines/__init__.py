@@ -31,7 +31,14 @@ from librmq.spark.pipelines.comparisons import (
     skew,
 )
 from librmq.spark.pipelines.comparisons import MESSAGE_COLUMNS as DUPLICATE_COLUMNS
-from librmq.spark.pipelines.ranges import (
+from librmq.spark.pipelines.undelivered import (
+    dead_letters,
+    pending_delays,
+    pending_timers,
+    pending_transactions,
+    replayable,
+)
+from librmq.spark.stores import (
     GROUP,
     MESSAGES,
     TIMES,
@@ -42,13 +49,6 @@ from librmq.spark.pipelines.ranges import (
     named_rows,
     names_of,
     source_options,
-)
-from librmq.spark.pipelines.undelivered import (
-    dead_letters,
-    pending_delays,
-    pending_timers,
-    pending_transactions,
-    replayable,
 )
 
 if TYPE_CHECKING:
