@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,7 +38,6 @@ from librmq.config import suggest
 from librmq.errors import ConfigError, RmqError
 from librmq.files.disk import DiskFiles
 from librmq.spark.options import parse_read_options, refuse_urls
-from librmq.spark.partition import PartPartition
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 
@@ -174,15 +173,17 @@ class Reader(DataSourceReader):
 
         remote = [located(path, self._options.storage_options) for path in self._options.paths if "://" in path]
         stores = {store.url: store for store in remote if isinstance(store, RemoteStore)}
-        return [PartPartition(part) for part in plan_for_others(self._options, RemoteFiles(stores) if stores else None)]
+        return [
+            InputPartition(part) for part in plan_for_others(self._options, RemoteFiles(stores) if stores else None)
+        ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read a task's rows, in a worker."""
-        if not isinstance(partition, PartPartition):  # Spark's own partition, if there is nothing to read
+        if partition.value is None:  # Spark's own partition, if there is nothing to read
             return iter(())
         from librmq.columns.read import Reading
 
-        batches = Reading(self._options, self._schema).read(partition.part)
+        batches = Reading(self._options, self._schema).read(partition.value)
         return batches if self._renaming is None else self._renaming.batches(batches)
 
 
@@ -349,11 +350,6 @@ def progress_schema(values: Mapping[str, str]) -> StructType:
     return StructType([StructField(name, kind) for name, kind in _TYPES.items() if several or name != "store"])
 
 
-@dataclass
-class _StorePartition(InputPartition):
-    path: str
-
-
 class ProgressReader(DataSourceReader):
     """Reads each store's tables in a task of its own."""
 
@@ -373,14 +369,13 @@ class ProgressReader(DataSourceReader):
 
     def partitions(self) -> list[InputPartition]:
         """Return a partition for each store."""
-        return [_StorePartition(path) for path in self._options.paths]
+        return [InputPartition(path) for path in self._options.paths]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read the rows of a store."""
         import pyarrow as pa
 
-        assert isinstance(partition, _StorePartition)
-        columns = [*zip(*self._rows(partition.path), strict=True)] or [()] * len(_TYPES)
+        columns = [*zip(*self._rows(partition.value), strict=True)] or [()] * len(_TYPES)
         values = dict(zip(_TYPES, columns, strict=True))
         arrays = [pa.array(values[column.name], column.type) for column in self._schema]
         yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)

@@ -30,7 +30,6 @@ from librmq.columns.parts import DataLossError
 from librmq.columns.planner import PlannedStore
 from librmq.errors import ConfigError, RmqError
 from librmq.spark.options import StreamLimits
-from librmq.spark.partition import PartPartition
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -240,7 +239,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             ranges = {name: offsets for name, offsets in ranges.items() if len(offsets)}
             if ranges:
                 parts += map(
-                    PartPartition,
+                    InputPartition,
                     store.parts(list(ranges.items()), options.min_partitions, entries_only=options.view == "queues"),
                 )
         return parts
@@ -301,10 +300,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Read a task's rows, in a worker."""
         from librmq.columns.read import Reading
 
-        assert isinstance(partition, PartPartition)
         # The offsets hold the stream's start, so times no longer matter.
         options = replace(self._options, selection=replace(self._options.selection, begin_ms=None))
-        batches = Reading(options, self._schema).read(partition.part)
+        batches = Reading(options, self._schema).read(partition.value)
         return batches if self._renaming is None else self._renaming.batches(batches)
 
 

@@ -7,7 +7,7 @@ import random
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,6 @@ from pyspark.errors import PySparkException
 
 from librmq.errors import ConfigError
 from librmq.spark.options import StreamLimits, parse_read_options
-from librmq.spark.partition import PartPartition
 from librmq.spark.source import arrow_schema, schema_of
 from librmq.spark.stream import Key, StreamLag, StreamReader, share, stream_lags
 from tests.spark_session import shared_session
@@ -123,7 +122,7 @@ def test_limits_do_not_count_deleted_messages(tmp_path: Path) -> None:
         end = stream.latestOffset(begin, stream.getDefaultReadLimit())
         first = read_up_to(stream.initialOffset())
         (task,) = stream.partitions(begin, end)
-        assert [(one.begin, one.end) for one in cast(PartPartition, task).part.slices] == [(first, first + 5)]
+        assert [(one.begin, one.end) for one in task.value.slices] == [(first, first + 5)]
         stream.stop()
 
 
