@@ -491,7 +491,7 @@ import json, sys
 from librmq.spark.options import ReadOptions, ReadSelection
 from librmq.columns.planner import PlannedStore
 from librmq.columns.read import Reading
-from librmq.columns.schema import default_columns
+from librmq.columns.decode import default_columns
 from librmq.spark.source import arrow_schema, schema_of
 path = sys.argv[1]
 options = ReadOptions((path,), selection=ReadSelection())

@@ -10,6 +10,9 @@ from librmq.lazy_exports import lazy_exports
 with lazy_exports(globals()):
     from librmq.columns.arrow_dataset import StoreDataset as StoreDataset
     from librmq.columns.arrow_dataset import dataset as dataset
+    from librmq.columns.decode import CORRUPT as CORRUPT
+    from librmq.columns.decode import TYPES as TYPES
+    from librmq.columns.decode import default_columns as default_columns
     from librmq.columns.exports import Exported as Exported
     from librmq.columns.exports import export as export
     from librmq.columns.options import ReadOptions as ReadOptions
@@ -23,9 +26,6 @@ with lazy_exports(globals()):
     from librmq.columns.record_batches import reader as reader
     from librmq.columns.record_batches import scan as scan
     from librmq.columns.remote import RemoteStore as RemoteStore
-    from librmq.columns.schema import CORRUPT as CORRUPT
-    from librmq.columns.schema import TYPES as TYPES
-    from librmq.columns.schema import default_columns as default_columns
 if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     _export = __getattr__  # noqa: F821
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from librmq.columns.schema import TYPES
+from librmq.columns.decode import TYPES
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.message.printable import cell, guarded, is_safe_in_cell, printable

@@ -26,12 +26,12 @@ from typing import Any, Final, Literal, Unpack, get_args
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from librmq.columns.decode import CORRUPT, TYPES
 from librmq.columns.export_files import DATE, ExportState, ParquetFolder, TextFile
 from librmq.columns.options import Mode, ReadOptions
 from librmq.columns.planner import PlannedStore
 from librmq.columns.record_batches import ReaderKeywords, Store, batches_of, selection
 from librmq.columns.remote import RemoteFiles, RemoteStore
-from librmq.columns.schema import CORRUPT, TYPES
 from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import make_folders

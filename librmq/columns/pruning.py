@@ -13,10 +13,9 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from librmq.columns.decode import TIMESTAMP
+from librmq.columns.decode import TIMESTAMP, TYPES, columns_of
 from librmq.columns.options import Predicate, ReadOptions
 from librmq.columns.planner import PlannedStore, Ranges
-from librmq.columns.schema import TYPES, columns_of
 from librmq.errors import ConfigError
 from librmq.store.engine.store_parts import QueueName
 

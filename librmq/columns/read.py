@@ -20,12 +20,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from librmq.columns.arrays import Ints, Mask, keep_freed_memory, numbers, strings
-from librmq.columns.decode import FIXED_COLUMNS, Block
+from librmq.columns.decode import CORRUPT, FIXED_COLUMNS, TYPES, Block
 from librmq.columns.options import ReadOptions
 from librmq.columns.parts import REST, DataLossError, Part, Rows, chunks, slice_entries
 from librmq.columns.record_starts import record_starts
 from librmq.columns.remote import RemoteFiles, RemoteStore, fetch
-from librmq.columns.schema import CORRUPT, TYPES
 from librmq.config import ENTRY_SIZE
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, NotAStoreError, StoreIOError

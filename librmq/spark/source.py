@@ -92,7 +92,7 @@ class RocketMQDataSource(DataSource):
 
     def schema(self) -> StructType:
         """Return the columns of a read without a schema."""
-        from librmq.columns.schema import default_columns
+        from librmq.columns.decode import default_columns
         from librmq.spark.options import kafka_schema, parse_names, parse_read_options
 
         options = dict(self.options)
@@ -192,7 +192,7 @@ class PushingReader(Reader):
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 (Spark's)
         """Return the filters that Spark has to apply."""
-        from librmq.columns.schema import CORRUPT
+        from librmq.columns.decode import CORRUPT
         from librmq.spark.options import plain_name
 
         for filter_ in filters:
@@ -210,8 +210,8 @@ class PushingReader(Reader):
         """Return the condition that a row reports damage, to be evaluated after bodies that are read are checked."""
         import pyarrow.compute as pc
 
+        from librmq.columns.decode import CORRUPT
         from librmq.columns.options import Predicate
-        from librmq.columns.schema import CORRUPT
 
         return Predicate(~pc.field(CORRUPT).is_null(), (CORRUPT, *(["body"] if "body" in self._schema.names else [])))
 
@@ -279,7 +279,7 @@ def schema_of(columns: list[str]) -> StructType:
     from pyspark.sql.pandas.types import from_arrow_type
     from pyspark.sql.types import StructField, StructType
 
-    from librmq.columns.schema import TYPES
+    from librmq.columns.decode import TYPES
 
     return StructType([StructField(name, from_arrow_type(TYPES[name])) for name in columns])
 
@@ -303,7 +303,7 @@ def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
     """Return a Spark schema as Arrow's; `ConfigError` for a column or type that can't be read."""
     from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 
-    from librmq.columns.schema import TYPES, columns_of
+    from librmq.columns.decode import TYPES, columns_of
     from librmq.config import suggest
 
     columns = columns_of(options.view)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
+from librmq.columns.decode import CORRUPT
 from librmq.columns.options import Mode
-from librmq.columns.schema import CORRUPT
 from librmq.config import suggest
 from librmq.errors import ConfigError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
