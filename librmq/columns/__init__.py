@@ -15,11 +15,11 @@ with lazy_exports(globals()):
     from librmq.columns.decode import default_columns as default_columns
     from librmq.columns.exports import Exported as Exported
     from librmq.columns.exports import export as export
+    from librmq.columns.options import DataLossError as DataLossError
+    from librmq.columns.options import Part as Part
+    from librmq.columns.options import ReadingProcessError as ReadingProcessError
     from librmq.columns.options import ReadOptions as ReadOptions
     from librmq.columns.options import ReadSelection as ReadSelection
-    from librmq.columns.parts import DataLossError as DataLossError
-    from librmq.columns.parts import Part as Part
-    from librmq.columns.parts import ReadingProcessError as ReadingProcessError
     from librmq.columns.planner import plan as plan
     from librmq.columns.read import Reading as Reading
     from librmq.columns.record_batches import ReaderKeywords as ReaderKeywords

@@ -19,8 +19,19 @@ from typing import Any, Final
 
 import numpy as np
 
-from librmq.columns.options import EARLIEST, LATEST, Mode, OffsetBounds, OffsetTimes, ReadOptions, ReadSelection
-from librmq.columns.parts import REST, DataLossError, Part, Slice
+from librmq.columns.options import (
+    EARLIEST,
+    LATEST,
+    REST,
+    DataLossError,
+    Mode,
+    OffsetBounds,
+    OffsetTimes,
+    Part,
+    ReadOptions,
+    ReadSelection,
+    Slice,
+)
 from librmq.columns.queue_ranges import QueueRange, ShortQueue, stored_entries
 from librmq.columns.remote import RemoteFiles, fetch
 from librmq.config import ENTRY_SIZE, StoreConfig, suggest

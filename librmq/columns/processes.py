@@ -39,8 +39,7 @@ from typing import IO, Any, BinaryIO, Final
 import numpy as np
 import pyarrow as pa
 
-from librmq.columns.options import ReadOptions
-from librmq.columns.parts import Part, ReadingProcessError
+from librmq.columns.options import Part, ReadingProcessError, ReadOptions
 from librmq.columns.read import Reading
 from librmq.errors import ConfigError, StoreError
 from librmq.runtime.event_log import hand_over, log_again

@@ -12,7 +12,7 @@ import errno
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,11 +21,11 @@ import pyarrow as pa
 
 from librmq.columns.arrays import Ints, Mask, keep_freed_memory, numbers, strings
 from librmq.columns.decode import CORRUPT, FIXED_COLUMNS, TYPES, Block
-from librmq.columns.options import ReadOptions
-from librmq.columns.parts import REST, DataLossError, Part, Rows, chunks, slice_entries
+from librmq.columns.options import REST, DataLossError, Part, ReadOptions, Slice
 from librmq.columns.record_starts import record_starts
 from librmq.columns.remote import RemoteFiles, RemoteStore, fetch
 from librmq.config import ENTRY_SIZE
+from librmq.consumequeue import entry_dtype
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
 from librmq.files.disk import DiskFiles
@@ -39,6 +39,71 @@ from librmq.store.format import directory
 if TYPE_CHECKING:
     from librmq.filter import TagFilter
     from librmq.filter.questions import Question
+
+
+# ---- entries of queues
+
+
+@dataclass(slots=True)
+class Rows:
+    """Entries of several queues, or records of the log without queues."""
+
+    places: Ints
+    sizes: Ints
+    codes: Ints
+    queue: npt.NDArray[np.int32]
+    queue_offsets: Ints
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def take(self, which: Any) -> Rows:
+        """Return the rows that a slice, a mask or an array of numbers chooses."""
+        return Rows(
+            self.places[which], self.sizes[which], self.codes[which], self.queue[which], self.queue_offsets[which]
+        )
+
+
+def chunks(rows: Rows, file_size: int, most_rows: int, most_bytes: int) -> Iterator[Rows]:
+    """Cut rows at the ends of files, and where a batch has enough rows or bytes."""
+    if not len(rows):
+        return
+    starts = rows.places // file_size
+    weights = np.cumsum(np.clip(rows.sizes, 0, most_bytes))
+    at, count = 0, len(rows)
+    while at < count:
+        until = min(count, at + most_rows)
+        before = weights[at - 1] if at else 0
+        until = min(until, max(at + 1, int(np.searchsorted(weights, before + most_bytes, "right"))))
+        changed = np.flatnonzero(starts[at:until] != starts[at])
+        until = at + int(changed[0]) if len(changed) else until
+        yield rows.take(slice(at, until))
+        at = until
+
+
+def slice_entries(part: Part, share: Slice, files: Files, deleted: list[str]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """Yield the entries of a slice, each time with the first queue offset; add deleted files to ``deleted``."""
+    per_file = part.queue_file_size // ENTRY_SIZE
+    at, stored_end = share.begin, min(share.end, share.inline_from)
+    while at < stored_end:
+        start = at - at % per_file
+        until = min(stored_end, start + per_file)
+        name = file_name(start * ENTRY_SIZE)
+        path = os.path.join(directory.queue_folder(part.path, share.topic, share.queue_id), name)
+        try:
+            file = files.open(path)
+        except StoreIOError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            deleted.append(path)
+        else:
+            if file.size < (until - start) * ENTRY_SIZE:
+                raise CorruptionError(path, file.size, "size", f"expected {part.queue_file_size} bytes")
+            # A copy: a mapping holds a descriptor, and there can be many queues.
+            yield at, np.frombuffer(file.buffer, entry_dtype(), until - at, (at - start) * ENTRY_SIZE).copy()
+        at = until
+    if share.inline and at < share.end:
+        yield max(at, share.inline_from), np.frombuffer(share.inline, entry_dtype())
 
 
 # ---- modes for damage

@@ -17,12 +17,11 @@ from typing import Any, Final, TypedDict, Unpack, cast, get_args
 import pyarrow as pa
 
 from librmq.columns.decode import TYPES, columns_of, default_columns
-from librmq.columns.options import LARGEST_OFFSET, LATEST, Mode, ReadOptions, ReadSelection, View, check_filters
-from librmq.columns.parts import Part, slice_entries
+from librmq.columns.options import LARGEST_OFFSET, LATEST, Mode, Part, ReadOptions, ReadSelection, View, check_filters
 from librmq.columns.planner import PARTITION_BYTES, PlannedStore, Ranges, plan
 from librmq.columns.processes import SharedReader
 from librmq.columns.pruning import predicate_of, pruned
-from librmq.columns.read import Reading
+from librmq.columns.read import Reading, slice_entries
 from librmq.columns.remote import RemoteFiles, RemoteStore, check_storage_options, located
 from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError

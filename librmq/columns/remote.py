@@ -25,8 +25,7 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from librmq.columns.options import ReadOptions
-from librmq.columns.parts import RemoteLog
+from librmq.columns.options import ReadOptions, RemoteLog
 from librmq.config import ENTRY_SIZE
 from librmq.errors import ConfigError, CorruptionError, MissingExtraError, NotAStoreError, StoreIOError
 from librmq.files.disk import DiskFiles

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from librmq.clock import SystemClock
-from librmq.columns.parts import DataLossError
+from librmq.columns.options import DataLossError
 from librmq.columns.planner import PlannedStore
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles

@@ -25,8 +25,7 @@ from pyspark.sql.streaming.datasource import (
 )
 
 from librmq.clock import SystemClock
-from librmq.columns.options import LARGEST_OFFSET, ReadOptions
-from librmq.columns.parts import DataLossError
+from librmq.columns.options import LARGEST_OFFSET, DataLossError, ReadOptions
 from librmq.columns.planner import PlannedStore
 from librmq.errors import ConfigError, RmqError
 from librmq.spark.options import StreamLimits

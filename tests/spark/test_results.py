@@ -19,7 +19,7 @@ pytestmark = pytest.mark.spark
 pytest.importorskip("pyspark")
 
 from librmq import columns  # noqa: E402
-from librmq.columns.parts import DataLossError  # noqa: E402
+from librmq.columns.options import DataLossError  # noqa: E402
 from librmq.errors import ConfigError, StoreLockedError  # noqa: E402
 from librmq.spark.pipelines import PIPELINES, run  # noqa: E402
 from librmq.spark.results import run_incrementally, write_result  # noqa: E402

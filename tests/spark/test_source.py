@@ -509,7 +509,7 @@ def test_a_store_that_is_being_written(tmp_path: Path) -> None:
 def test_parts_are_read_without_a_session(folder: Path) -> None:
     """Only tasks report it: a damaged entry with its file, an entry without a record as lost data."""
     from librmq.columns.decode import default_columns
-    from librmq.columns.parts import DataLossError, Part, Slice
+    from librmq.columns.options import DataLossError, Part, Slice
     from librmq.columns.read import Reading
     from librmq.consumequeue import ENTRY
     from librmq.errors import CorruptionError, NotAStoreError
