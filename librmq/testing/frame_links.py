@@ -18,8 +18,7 @@ from librmq.protocol import (
     Endpoint,
 )
 from librmq.runtime.runner import Runner, Step
-from librmq.wire.remote.connection import Ended, Requested, Transport
-from librmq.wire.remote.connection_pool import Connections
+from librmq.wire.remote.connection import Connections, Ended, Requested, Transport
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remoting.channels import Channel, ClientChannels
 from librmq.wire.remoting.consumer_requests import Pulls

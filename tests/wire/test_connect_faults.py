@@ -34,7 +34,7 @@ from librmq.protocol import (
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.certificates import self_signed
 from librmq.wire.remote import ClusterAdmin, RemoteRoute
-from librmq.wire.remote.connection_pool import Connections
+from librmq.wire.remote.connection import Connections
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.frames import Frame, answer_to, encode

@@ -15,8 +15,7 @@ from librmq.clock import ManualClock
 from librmq.protocol import PullMessage, PullStatus
 from librmq.runtime.locks import RLock
 from librmq.runtime.threads import ThreadRunner
-from librmq.wire.remote.connection import Ended, Requested, Transport, dial_by_tcp
-from librmq.wire.remote.connection_pool import Connections, is_held_here
+from librmq.wire.remote.connection import Connections, Ended, Requested, Transport, dial_by_tcp, is_held_here
 from librmq.wire.remote.long_pulls import LongPulls
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remoting.frames import Frame

@@ -1,4 +1,4 @@
-"""One connection over TCP, with a thread that reads it.
+"""Connections over TCP, each with a thread that reads it: one for each address and client, reopened with a back-off.
 
 Access keys sign each request: it carries the key's name and an HMAC-SHA1 of its fields and body. Mirrors the client's
 half of ``NettyRemotingAbstract``, ``AclClientRPCHook`` and ``AclUtils``.
@@ -15,13 +15,14 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from librmq.clock import Clock
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Lock, RLock
 from librmq.wire.remoting.frames import Frame, FrameReader, FrameSocket, encode, limit_time
 
 # ---- the seam of the client: requests out, answers and the server's requests in
@@ -460,3 +461,189 @@ def dial_by_tcp(
         return connection
 
     return dial
+
+
+# ---- the connections of one route
+
+FIRST_BACK_OFF_S: Final = 0.1
+LONGEST_BACK_OFF_S: Final = 5.0
+_SHORT_S: Final = 1.0
+"""After a connection that ends sooner, the next one waits."""
+_PATIENCE_S: Final = 1.0
+_Key = tuple[str, str]
+
+
+class _Line:
+    """What is known of one connection, open or not."""
+
+    __slots__ = ("is_dropped", "lock", "opened_at", "opening", "rest", "transport")
+
+    def __init__(self) -> None:
+        self.lock = Lock()  # held while the connection is opened
+        self.opening: Future[Transport] | None = None  # the last one in a thread of its own
+        self.transport: Transport | None = None
+        self.opened_at = 0.0
+        self.is_dropped = False
+        self.rest: _Rest | None = None
+
+
+class _Rest(NamedTuple):
+    """A time without a try after a connection that failed."""
+
+    until: float
+    back_off_s: float
+    why: BrokerUnreachableError
+
+
+def is_held_here(lock: RLock) -> bool:
+    """Return whether this thread holds a lock."""
+    try:
+        threading.Condition(lock).notify(0)
+    except RuntimeError:
+        return False
+    return True
+
+
+class Connections:
+    """The open connections. Thread-safe."""
+
+    def __init__(
+        self,
+        dial: Dial,
+        monotonic: Callable[[], float],
+        requested: Callable[[str, str, Transport, Frame], None],
+        lost: Callable[[str, str, Transport], None],
+        back_off_s: tuple[float, float] = (FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S),
+        is_hurried: Callable[[], bool] = lambda: False,
+        patience_s: float = _PATIENCE_S,
+        opened_late: Callable[[str, str], None] = lambda *_: None,
+    ) -> None:
+        """Open connections by ``dial``.
+
+        Args:
+            dial: Opens one.
+            monotonic: The time in seconds.
+            requested: Gets address, client id, connection and frame of a request of the server.
+            lost: Gets address, client id and connection at its end.
+            back_off_s: Seconds to wait after the first failure, and at most. No connection is tried meanwhile.
+            is_hurried: Whether others wait for the caller of `get`, because it holds the runner's lock.
+            patience_s: How long such a caller waits for a connection, which is opened in a thread of its own.
+            opened_late: Gets address and client id of a connection that opens after its caller has stopped waiting.
+        """
+        self._dial = dial
+        self._monotonic = monotonic
+        self._requested = requested
+        self._lost = lost
+        self._back_off_s = back_off_s
+        self._is_hurried = is_hurried
+        self._patience_s = patience_s
+        self._late = opened_late
+        self._lock = Lock()
+        self._lines: dict[_Key, _Line] = {}
+        self._rests: dict[str, _Rest] = {}  # of addresses that could not be reached
+        self._is_closed = False
+
+    def get(self, address: str, client_id: str = "") -> Transport:
+        """Return the connection of a client to an address, or open it. An empty id is for requests without a client.
+
+        Raises:
+            BrokerUnreachableError: It can't be opened, or could not a moment ago; the route is closed; or others wait
+                for the caller, and the connection is not open yet.
+        """
+        key = address, client_id
+        line = self._lines.get(key)
+        if line is not None and (transport := line.transport) is not None and transport.is_open:
+            return transport
+        with self._lock:
+            if self._is_closed:
+                raise BrokerUnreachableError(f"{address}: the route was closed; make a new one with librmq.connect")
+            line = self._lines.setdefault(key, _Line())
+        return self._opened_aside(key, line) if self._is_hurried() else self._opened(key, line)
+
+    def _opened(self, key: _Key, line: _Line) -> Transport:
+        with line.lock:
+            if line.transport is not None and line.transport.is_open:
+                return line.transport
+            self._check_rested(line, key[0])
+            line.transport = self._open(key, line)
+        if line.is_dropped or self._is_closed:
+            line.transport.close()
+        return line.transport
+
+    def _opened_aside(self, key: _Key, line: _Line) -> Transport:
+        """Open a connection in a thread, and wait a moment for it, but not again nor for a host that was down."""
+        address, opening, patience_s, is_first = key[0], line.opening, 0.0, False
+        if opening is None or opening.done():
+            self._check_rested(line, address)
+            patience_s = 0.0 if address in self._rests else self._patience_s
+            opening = Future()
+            aside = threading.Thread(
+                target=self._run, args=(opening, key, line), name=f"librmq connect {address}", daemon=True
+            )
+            try:
+                aside.start()
+            except RuntimeError as error:
+                raise BrokerUnreachableError(f"{address} can't be reached: no thread can start: {error}") from error
+            line.opening = opening
+            is_first = True
+        try:
+            return opening.result(patience_s)
+        except TimeoutError:
+            if is_first:
+                opening.add_done_callback(lambda done: done.exception() is not None or self._late(*key))
+            raise BrokerUnreachableError(f"{address} is not connected yet: try again") from None
+
+    def _run(self, opening: Future[Transport], key: _Key, line: _Line) -> None:
+        try:
+            opening.set_result(self._opened(key, line))
+        except BaseException as error:  # its caller raises it
+            opening.set_exception(error)
+
+    def _check_rested(self, line: _Line, address: str) -> None:
+        for pause in (line.rest, self._rests.get(address)):
+            if pause is not None and self._monotonic() < pause.until:
+                raise BrokerUnreachableError(str(pause.why))
+
+    def _open(self, key: _Key, line: _Line) -> Transport:
+        address, client_id = key
+        first_s, most_s = self._back_off_s
+
+        def requested(transport: Transport, frame: Frame) -> None:
+            self._requested(address, client_id, transport, frame)
+
+        def lost(transport: Transport) -> None:
+            if self._monotonic() - line.opened_at < _SHORT_S:  # a server that hangs up must not be called in a loop
+                why = BrokerUnreachableError(f"the connection to {address} ended soon after it was opened")
+                line.rest = _Rest(self._monotonic() + first_s, first_s, why)
+            self._lost(address, client_id, transport)
+
+        line.opened_at, line.rest = self._monotonic(), None
+        try:
+            opened = self._dial(address, requested, lost)
+        except BrokerUnreachableError as error:
+            before, now = self._rests.get(address), self._monotonic()
+            if before is None or now >= before.until:  # otherwise another client's try has failed meanwhile
+                back_off_s = first_s if before is None else min(most_s, 2 * before.back_off_s)
+                self._rests[address] = _Rest(now + back_off_s, back_off_s, error)
+            raise
+        self._rests.pop(address, None)
+        return opened
+
+    def drop(self, client_id: str, address: str) -> None:
+        """Close the connection of a client."""
+        with self._lock:
+            line = self._lines.pop((address, client_id), None)
+        if line is not None:
+            line.is_dropped = True  # it can be opened at this moment
+            if line.transport is not None:
+                line.transport.close()
+
+    def close(self) -> None:
+        """Close all connections; no new one is opened."""
+        with self._lock:
+            self._is_closed = True
+            lines = list(self._lines.values())
+        for line in lines:
+            transport = line.transport
+            if transport is not None:
+                transport.close()

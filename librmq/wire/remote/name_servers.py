@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
 from librmq.protocol import PERM_WRITE, QueueData, ResponseCode
 from librmq.runtime.event_log import EventLog
-from librmq.wire.remote.connection_pool import Connections
+from librmq.wire.remote.connection import Connections
 from librmq.wire.remoting.bodies import broker_addresses, read_body, route_of
 from librmq.wire.remoting.codec import frame_of, refusal
 from librmq.wire.remoting.frames import Frame

@@ -47,8 +47,7 @@ from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner, Step
 from librmq.scheduling.timer_config import time_properties
 from librmq.wire.remote.client_requests import ClientRequests
-from librmq.wire.remote.connection import Transport
-from librmq.wire.remote.connection_pool import Connections
+from librmq.wire.remote.connection import Connections, Transport
 from librmq.wire.remote.long_pulls import LongPulls
 from librmq.wire.remoting.bodies import group_clients_of, read_body
 from librmq.wire.remoting.codec import FORMS, check, frame_of, heartbeat_frame, read_sent, send_frame

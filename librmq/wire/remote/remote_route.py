@@ -21,8 +21,18 @@ from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.broker_group import BrokerGroup
-from librmq.wire.remote.connection import AccessKeys, Dial, HostNames, Transport, dial_by_tcp, split_address
-from librmq.wire.remote.connection_pool import FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S, Connections, is_held_here
+from librmq.wire.remote.connection import (
+    FIRST_BACK_OFF_S,
+    LONGEST_BACK_OFF_S,
+    AccessKeys,
+    Connections,
+    Dial,
+    HostNames,
+    Transport,
+    dial_by_tcp,
+    is_held_here,
+    split_address,
+)
 from librmq.wire.remote.name_servers import LearntRoute, NameServers, addresses_of
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remoting.frames import Frame
