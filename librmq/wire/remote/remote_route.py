@@ -20,7 +20,6 @@ from librmq.protocol.endpoint import Watchers
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.threads import ThreadRunner
-from librmq.wire.remote.broker_group import BrokerGroup
 from librmq.wire.remote.connection import (
     FIRST_BACK_OFF_S,
     LONGEST_BACK_OFF_S,
@@ -34,7 +33,7 @@ from librmq.wire.remote.connection import (
     split_address,
 )
 from librmq.wire.remote.name_servers import LearntRoute, NameServers, addresses_of
-from librmq.wire.remote.remote_broker import RemoteBroker
+from librmq.wire.remote.remote_broker import BrokerGroup, RemoteBroker
 from librmq.wire.remoting.frames import Frame
 
 R = TypeVar("R")
