@@ -142,7 +142,6 @@ class RemoteRoute:
         )
         self.name_servers = NameServers(addresses, self._connections, timeout_s, prepare)
         self._watchers = Watchers()
-        self._groups: dict[str, BrokerGroup] = {}
         self._links: dict[str, _Link] = {}
         self._topics: dict[str, tuple[QueueData, ...]] = {}
         self._asked: dict[str, int] = {}  # topics whose routes clients use, with the time when it was asked for
@@ -166,7 +165,7 @@ class RemoteRoute:
 
     def __repr__(self) -> str:
         state = ", closed" if self._is_closed else ""
-        return f"<RemoteRoute {';'.join(self.name_servers.addresses)}, brokers: {len(self._groups)}{state}>"
+        return f"<RemoteRoute {';'.join(self.name_servers.addresses)}, brokers: {len(self._links)}{state}>"
 
     # ---- route
 
@@ -228,11 +227,7 @@ class RemoteRoute:
         Raises:
             NoRouteError: The name servers know of none.
         """
-        link = self._links.get(broker_name)
-        if link is None:
-            names = ", ".join(self.broker_names()) or "none"
-            raise NoRouteError(f"unknown broker {broker_name!r}; the name servers know {names}")
-        return link
+        return self._link(broker_name)
 
     def broker(self, broker_name: str) -> RemoteBroker:
         """Return the broker of that name, to ask it what clients never ask.
@@ -240,8 +235,14 @@ class RemoteRoute:
         Raises:
             NoRouteError: The name servers know of none.
         """
-        self.endpoint(broker_name)
-        return self._groups[broker_name].first
+        return self._link(broker_name).group.first
+
+    def _link(self, broker_name: str) -> _Link:
+        link = self._links.get(broker_name)
+        if link is None:
+            names = ", ".join(self.broker_names()) or "none"
+            raise NoRouteError(f"unknown broker {broker_name!r}; the name servers know {names}")
+        return link
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` under the runner's lock when brokers or topics change; call the result to stop.
@@ -292,8 +293,7 @@ class RemoteRoute:
         in_use = {data.broker_name for queues in self._topics.values() for data in queues}
         for name in set(self._links) - set(brokers.brokers) - in_use:
             changed = True
-            del self._links[name]
-            self._groups.pop(name).close()
+            self._links.pop(name).group.close()
         if changed:
             self._watchers.notify()
 
@@ -301,10 +301,10 @@ class RemoteRoute:
         """Note the addresses of brokers; return whether there are new ones."""
         is_new = False
         for name, addresses in learnt.brokers.items():
-            group = self._groups.get(name) or BrokerGroup(name, partial(self._broker_at, name))
+            link = self._links.get(name)
+            group = BrokerGroup(name, partial(self._broker_at, name)) if link is None else link.group
             if group.move(addresses):
-                self._groups[name] = group
-                self._renew(name)
+                self._links[name] = _Link(group)
                 is_new = True
         return is_new
 
@@ -339,11 +339,6 @@ class RemoteRoute:
 
         self.runner.submit(Work(f"{self._label}: route of {topic}", lambda: self.name_servers.topic(topic), ended))
 
-    def _renew(self, name: str) -> None:
-        group = self._groups.get(name)
-        if group is not None:
-            self._links[name] = _Link(group)
-
     def _poll_due(self, now_ms: int) -> int | None:
         if self._is_closed:
             return None
@@ -373,8 +368,8 @@ class RemoteRoute:
         if self._is_closed:
             return None
         lost = set(self._lost_ones)
-        names = lost if step is self._reviving else set(self._groups)
-        groups = [group for name, group in sorted(self._groups.items()) if name in names]
+        names = lost if step is self._reviving else set(self._links)
+        groups = [link.group for name, link in sorted(self._links.items()) if name in names]
 
         def beat() -> set[str]:
             return {group.name for group in groups if group.beat()}
@@ -385,7 +380,8 @@ class RemoteRoute:
             elif back := arrived & lost:
                 self._lost_ones -= back
                 for name in back:
-                    self._renew(name)
+                    if (link := self._links.get(name)) is not None:
+                        self._links[name] = _Link(link.group)
                     self._states.works(("connection", name), f"reaching {name}")
                 self._watchers.notify()
             if not self._is_closed and (step is self._beating or self._lost_ones):
@@ -395,32 +391,31 @@ class RemoteRoute:
         return None
 
     def _lost(self, address: str, client_id: str, transport: Transport) -> None:
-        if client_id and not self._is_closed:
-            self._later(lambda: self._note_lost(address, client_id))
-
-    def _note_lost(self, address: str, client_id: str) -> None:
-        names = {name for name, group in self._groups.items() if group.member_of(address, client_id)}
-        if names and not self._is_closed:
-            error = BrokerUnreachableError(f"the connection to {address} has ended")
-            for name in names:
-                self._states.failing(("connection", name), f"reaching {name}", error)
-            self._lost_ones |= names
-            self.runner.wake(self._reviving, self.runner.now_ms() + REVIVE_MS)
+        error = BrokerUnreachableError(f"the connection to {address} has ended")
+        self._revive_later(address, client_id, REVIVE_MS, error)
 
     def _late(self, address: str, client_id: str) -> None:
-        if client_id and not self._is_closed:
-            self._later(lambda: self._note_late(address, client_id))
-
-    def _note_late(self, address: str, client_id: str) -> None:
         """Send a heartbeat now that did not find the connection open."""
-        names = {name for name, group in self._groups.items() if group.member_of(address, client_id)}
-        if names and not self._is_closed:
-            self._lost_ones |= names
-            self.runner.wake(self._reviving, self.runner.now_ms())
+        self._revive_later(address, client_id, 0)
+
+    def _revive_later(self, address: str, client_id: str, after_ms: int, error: Exception | None = None) -> None:
+        if not client_id or self._is_closed:
+            return
+
+        def revive() -> None:
+            names = {name for name, link in self._links.items() if link.group.member_of(address, client_id)}
+            if names and not self._is_closed:
+                if error is not None:
+                    for name in names:
+                        self._states.failing(("connection", name), f"reaching {name}", error)
+                self._lost_ones |= names
+                self.runner.wake(self._reviving, self.runner.now_ms() + after_ms)
+
+        self._later(revive)
 
     def _requested(self, address: str, client_id: str, transport: Transport, frame: Frame) -> None:
-        for group in list(self._groups.values()):
-            broker = group.member_of(address, client_id)
+        for link in list(self._links.values()):
+            broker = link.group.member_of(address, client_id)
             if broker is not None:
                 broker.requested(client_id, transport, frame)
                 return
@@ -433,9 +428,9 @@ class RemoteRoute:
             if self._is_closed:
                 return
             self._is_closed = True
-            groups = list(self._groups.values())
-        for group in groups:
-            group.close()
+            links = list(self._links.values())
+        for link in links:
+            link.group.close()
         self._connections.close()
         self._at_close.close()
 
