@@ -17,7 +17,7 @@ from librmq.java.json import ObjectKey
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote import ClusterAdmin, remote_route
 from librmq.wire.remote.connection import HostNames
-from librmq.wire.remote.name_servers import LearntRoute
+from librmq.wire.remote.remote_route import LearntRoute
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.frames import Frame, answer_to
