@@ -465,8 +465,7 @@ def dial_by_tcp(
 
 # ---- the connections of one route
 
-FIRST_BACK_OFF_S: Final = 0.1
-LONGEST_BACK_OFF_S: Final = 5.0
+_BACK_OFF_S: Final = (0.1, 5.0)
 _SHORT_S: Final = 1.0
 """After a connection that ends sooner, the next one waits."""
 _PATIENCE_S: Final = 1.0
@@ -513,7 +512,7 @@ class Connections:
         monotonic: Callable[[], float],
         requested: Callable[[str, str, Transport, Frame], None],
         lost: Callable[[str, str, Transport], None],
-        back_off_s: tuple[float, float] = (FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S),
+        back_off_s: tuple[float, float] = _BACK_OFF_S,
         is_hurried: Callable[[], bool] = lambda: False,
         patience_s: float = _PATIENCE_S,
         opened_late: Callable[[str, str], None] = lambda *_: None,

@@ -19,14 +19,12 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 from librmq.clock import moves_by_itself
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError, RmqError
-from librmq.protocol import PERM_WRITE, Endpoint, QueueData, Request, ResponseCode
+from librmq.protocol import PERM_WRITE, Endpoint, QueueData, ResponseCode
 from librmq.protocol.endpoint import Watchers
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.connection import (
-    FIRST_BACK_OFF_S,
-    LONGEST_BACK_OFF_S,
     AccessKeys,
     Connections,
     Dial,
@@ -84,7 +82,7 @@ class NameServers:
         addresses: Sequence[str],
         connections: Connections,
         timeout_s: float,
-        prepare: Callable[[Iterable[str]], None] = lambda addresses: None,
+        prepare: Callable[[Iterable[str]], None],
     ) -> None:
         """``prepare`` is called with the brokers' addresses, before anything connects to it."""
         self._prepare = prepare
@@ -238,9 +236,8 @@ class RemoteRoute:
         *,
         timeout_s: float,
         later: Callable[[Callable[[], None]], None],
-        back_off_s: tuple[float, float] | None = None,
-        prepare: Callable[[Iterable[str]], None] = lambda addresses: None,
-        at_close: ExitStack | None = None,
+        prepare: Callable[[Iterable[str]], None],
+        at_close: ExitStack,
     ) -> None:
         """Ask the name servers for the brokers.
 
@@ -250,7 +247,6 @@ class RemoteRoute:
             dial: Opens connections.
             timeout_s: Time for an answer.
             later: Runs a function under the runner's lock, soon, and without waiting.
-            back_off_s: First and longest time after a connection that could not be opened.
             prepare: Called with the brokers' addresses, before anything connects to it; may wait.
             at_close: Closed with the route.
 
@@ -263,13 +259,12 @@ class RemoteRoute:
         """This machine's address towards the cluster, with which the ids of clients begin."""
         self._later = later
         self._timeout_s = timeout_s
-        self._at_close = at_close or ExitStack()
+        self._at_close = at_close
         self._connections = Connections(
             dial,
             runner.clock.monotonic,
             self._requested,
             self._lost,
-            back_off_s or (FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S),
             is_hurried=lambda: is_held_here(runner.lock),
             opened_late=self._late,
         )
@@ -578,15 +573,6 @@ class RemoteRoute:
 
     async def __aexit__(self, *_: object) -> None:
         await self.runner.offload(self.close)
-
-    def call(self, broker_name: str, request: Request[R]) -> R:
-        """Ask a broker by name.
-
-        Raises:
-            NoRouteError: The name servers know of none.
-            RmqError: The broker refuses, or can't be reached.
-        """
-        return self.endpoint(broker_name).call(request)
 
 
 # ---- connecting over TCP
