@@ -59,7 +59,7 @@ class BareStub:
     def __init__(self) -> None:
         import grpc
 
-        from librmq.wire.grpc.schema import SERVICE, message_class
+        from librmq.wire.grpc.protocol import SERVICE, message_class
 
         self._message_class = message_class
         self._topics: dict[str, deque[Any]] = {}

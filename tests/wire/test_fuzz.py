@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from librmq.wire.grpc import GrpcServer
-from librmq.wire.grpc.schema import message_class
+from librmq.wire.grpc.protocol import message_class
 from tests.budget import some
 from tests.wire.stub import Stub, message
 

@@ -19,8 +19,8 @@ from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc import messages as messages_module
 from librmq.wire.grpc import receives as receives_module
 from librmq.wire.grpc import server as server_module
+from librmq.wire.grpc.protocol import SERVICE, message_class
 from librmq.wire.grpc.receives import Poll
-from librmq.wire.grpc.schema import SERVICE, message_class
 from librmq.wire.grpc.server import Service
 from librmq.wire.grpc.sessions import Commands
 from tests.wire.stub import Stub, consumer_settings, message, producer_settings, resource, wait_until

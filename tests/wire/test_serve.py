@@ -25,7 +25,7 @@ from librmq.cli.main import main
 from librmq.store import verify
 from librmq.wire.certificates import self_signed
 from librmq.wire.grpc import GrpcServer
-from librmq.wire.grpc.schema import message_class
+from librmq.wire.grpc.protocol import message_class
 from tests.budget import many
 from tests.reference import CHECKOUT
 from tests.wire.clients import OfficialClient

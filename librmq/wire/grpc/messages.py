@@ -29,8 +29,7 @@ from librmq.message.record import (
 from librmq.message.topics import NOT_FOR_SENDING, TopicType, is_system_topic, validate_client_topic, validate_group
 from librmq.protocol import Received
 from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELIVER_MS
-from librmq.wire.grpc.calls import Code, Refusal
-from librmq.wire.grpc.schema import message_class
+from librmq.wire.grpc.protocol import Code, Refusal, message_class
 
 MAX_BODY: Final = 4 << 20
 MAX_DELAY_MS: Final = 24 * 3_600_000

@@ -29,10 +29,19 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner, Step
-from librmq.wire.grpc.calls import Code, Context, Endpoints, Refusal, answers, client_id_of, refuse, sum_up
 from librmq.wire.grpc.messages import check_group, check_topic, milliseconds, to_received
+from librmq.wire.grpc.protocol import (
+    Code,
+    Context,
+    Endpoints,
+    Refusal,
+    answers,
+    client_id_of,
+    message_class,
+    refuse,
+    sum_up,
+)
 from librmq.wire.grpc.routes import Routes
-from librmq.wire.grpc.schema import message_class
 from librmq.wire.grpc.sessions import LONG_POLL_S, FormerClient, Sessions
 
 # ---- receives that wait

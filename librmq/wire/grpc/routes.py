@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from librmq.broker import Broker
 from librmq.protocol import PERM_READ, PERM_WRITE, CreateTopic, QueueData
-from librmq.wire.grpc.calls import Code, Context, Refusal, answers, client_id_of
 from librmq.wire.grpc.messages import MessageType, check_group, check_topic
+from librmq.wire.grpc.protocol import Code, Context, Refusal, answers, client_id_of
 
 _PERMISSIONS: Final = {0: 1, PERM_READ: 2, PERM_WRITE: 3, PERM_READ | PERM_WRITE: 4}
 

@@ -19,19 +19,6 @@ from librmq.protocol import Endpoint, EndTransaction, SendMessage, TransactionSt
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.timer_config import DELETE_KEY, DELIVER_MS, delete_key
 from librmq.wire.certificates import server_context
-from librmq.wire.grpc.calls import (
-    SEND_CODES,
-    CallBounds,
-    Code,
-    Context,
-    Endpoints,
-    Refusal,
-    answers,
-    client_id_of,
-    header,
-    refuse,
-    sum_up,
-)
 from librmq.wire.grpc.messages import (
     MAX_DELAY_MS,
     MessageType,
@@ -43,9 +30,23 @@ from librmq.wire.grpc.messages import (
     recall_handle,
     recalled,
 )
+from librmq.wire.grpc.protocol import (
+    SEND_CODES,
+    SERVICE,
+    CallBounds,
+    Code,
+    Context,
+    Endpoints,
+    Refusal,
+    answers,
+    client_id_of,
+    header,
+    message_class,
+    refuse,
+    sum_up,
+)
 from librmq.wire.grpc.receives import Receives
 from librmq.wire.grpc.routes import Routes
-from librmq.wire.grpc.schema import SERVICE, message_class
 from librmq.wire.grpc.sessions import Commands, FormerClient, Sessions
 
 # ---- producers

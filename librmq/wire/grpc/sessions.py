@@ -27,9 +27,8 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock
-from librmq.wire.grpc.calls import Code, Endpoints, Refusal
 from librmq.wire.grpc.messages import MAX_BODY, check_group, to_message
-from librmq.wire.grpc.schema import message_class
+from librmq.wire.grpc.protocol import Code, Endpoints, Refusal, message_class
 
 # ---- commands of the server to a client
 
