@@ -7,7 +7,7 @@ of 5.3.3's proxy.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from librmq.protocol import (
     ChangeInvisible,
     Endpoint,
     ForwardToDeadLetters,
+    QueueData,
     Receive,
     Received,
     Subscription,
@@ -41,7 +42,6 @@ from librmq.wire.grpc.protocol import (
     refuse,
     sum_up,
 )
-from librmq.wire.grpc.routes import Routes
 from librmq.wire.grpc.sessions import LONG_POLL_S, FormerClient, Sessions
 
 # ---- receives that wait
@@ -237,14 +237,14 @@ class Receives:
     def __init__(
         self,
         broker: Broker,
-        routes: Routes,
+        ensure_topic: Callable[[str], QueueData],
         sessions: Sessions,
         endpoints: Endpoints,
         former: Mapping[str, FormerClient],
     ) -> None:
         self._broker = broker
         self._runner = broker.runner
-        self._routes = routes
+        self._ensure_topic = ensure_topic
         self._sessions = sessions
         self._endpoints = endpoints
         self._waiting_clock = SystemClock()  # clients wait by the wall clock, even if the broker's clock is moved
@@ -316,7 +316,7 @@ class Receives:
     def _receive(self, request: Any, context: Context) -> list[tuple[Received, Any]]:  # noqa: ANN401
         client_id = client_id_of(context)
         group, topic = check_group(request.group.name), check_topic(request.message_queue.topic.name)
-        self._routes.ensure(topic)
+        queues = self._ensure_topic(topic).read_queues
         expression = request.filter_expression
         kind = "SQL92" if expression.type == 2 else "TAG"
         asked_ms = milliseconds(request.invisible_duration, "invisible_duration", Code.ILLEGAL_INVISIBLE_TIME)
@@ -328,7 +328,6 @@ class Receives:
             )
         arrived = threading.Event()
         context.add_callback(arrived.set)
-        queues = max((data.read_queues for data in self._broker.topic_route(topic)), default=0)
         queue_id = request.message_queue.id if 0 <= request.message_queue.id < queues else -1
         is_push = self._sessions.is_known(client_id)
         poll = self.polls.open(client_id, (topic, queue_id), arrived, is_push=is_push)

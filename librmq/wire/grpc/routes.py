@@ -26,7 +26,7 @@ class Routes:
         """Return the queues of a topic, at the address that the client has connected to."""
         client_id_of(context)
         topic = check_topic(request.topic.name)
-        data = self.ensure(topic)
+        data = self.ensure_topic(topic)
         accepted = MessageType.of_topic(data.message_type)
         for queue_id in range(max(data.read_queues, data.write_queues)):
             permission = data.permission & ~(PERM_READ if queue_id >= data.read_queues else 0)
@@ -48,7 +48,7 @@ class Routes:
             endpoints.addresses.add(host=host.strip("[]"), port=int(port))
             endpoints.scheme = _scheme(host.strip("[]"))
 
-    def ensure(self, topic: str) -> QueueData:
+    def ensure_topic(self, topic: str) -> QueueData:
         """Return a topic's queues, creating the topic if necessary: official clients ask for it before they send."""
         route = self._broker.topic_route(topic)
         if route:
@@ -66,7 +66,7 @@ class Routes:
         """Return a push consumer's assignments: any queue, or for ordered groups each queue."""
         client_id_of(context)
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
-        data = self.ensure(topic)
+        data = self.ensure_topic(topic)
         if not data.permission & PERM_READ or not data.read_queues:
             raise Refusal(Code.FORBIDDEN, f"topic {topic!r} has no readable queue")
         ids = range(data.read_queues) if self._broker.is_ordered(group) else [-1]

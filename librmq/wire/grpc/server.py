@@ -91,7 +91,7 @@ class SendCalls:
     def _checked(self, sent: Any, now_ms: int) -> Message:  # noqa: ANN401
         """Return a sent message in its stored form; refuse one that its topic does not accept."""
         message = message_of(sent, now_ms)
-        accepted = MessageType.of_topic(self._routes.ensure(message.topic).message_type)
+        accepted = MessageType.of_topic(self._routes.ensure_topic(message.topic).message_type)
         kind = message_type_of(message.properties)
         if kind not in accepted:
             raise Refusal(
@@ -107,7 +107,7 @@ class SendCalls:
         born_ms = sent_ms if sent_ms and moves_by_itself(self._runner.clock) else now_ms
         queue_id = -1
         if system.HasField("message_group"):
-            queue_id = group_queue(system.message_group, max(self._routes.ensure(topic).write_queues, 1))
+            queue_id = group_queue(system.message_group, max(self._routes.ensure_topic(topic).write_queues, 1))
         answer = self._endpoints(client_id).call(SendMessage(topic, message, queue_id, born_ms, _HOST))
         entry.message_id = system.message_id
         entry.offset = answer.queue_offset
@@ -177,7 +177,7 @@ class Service:
         self.sessions = Sessions(broker, changed, endpoints, former)
         self.routes = Routes(broker, advertise, auto_create)
         self.sends = SendCalls(broker, self.routes, self.sessions, endpoints)
-        self.receives = Receives(broker, self.routes, self.sessions, endpoints, former)
+        self.receives = Receives(broker, self.routes.ensure_topic, self.sessions, endpoints, former)
 
     def is_settled(self) -> bool:
         """Return whether no client has anything to answer: push consumers wait, and no question is open."""
