@@ -1,4 +1,4 @@
-"""The protocol of clients of 5.x: the messages of ``apache.rocketmq.v2.MessagingService``, its status codes, its bounds.
+"""The protocol of clients of 5.x: the messages of ``apache.rocketmq.v2.MessagingService``, status codes, bounds.
 
 The messages are in a descriptor pool of their own, which never clashes with the one that an official client in the
 same process fills. The schema is a table::
