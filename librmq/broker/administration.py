@@ -46,7 +46,7 @@ from librmq.scheduling.half_messages import CHECK_GROUP, QUEUE
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TIMER_TOPIC
-from librmq.store.upkeep.retention import Unread, UnreadInFile
+from librmq.store.retention import Unread, UnreadInFile
 
 _MAX_RESULTS: Final = 64
 

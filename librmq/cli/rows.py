@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from librmq.store import MessageStore, ReadResult
     from librmq.store.recovery.salvage import Gap
     from librmq.store.recovery.verify import Verdict
-    from librmq.store.upkeep.snapshot import Snapshot
+    from librmq.store.snapshots import Snapshot
 
 
 Row = dict[str, Any]

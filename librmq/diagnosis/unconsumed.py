@@ -20,7 +20,7 @@ from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, CorruptionError
 from librmq.message.topics import RETRY_PREFIX
 from librmq.store.recovery.queue_check import first_at
-from librmq.store.upkeep.retention import first_behind, last_timestamp_ms
+from librmq.store.retention import first_behind, last_timestamp_ms
 
 
 class ExpiringMessages(NamedTuple):

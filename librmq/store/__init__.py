@@ -20,9 +20,9 @@ with lazy_exports(globals()):
     from librmq.store.recovery.salvage import Gap as Gap
     from librmq.store.recovery.verify import Verdict as Verdict
     from librmq.store.recovery.verify import verify as verify
+    from librmq.store.snapshots import Rescued as Rescued
+    from librmq.store.snapshots import Snapshot as Snapshot
+    from librmq.store.snapshots import rescue as rescue
+    from librmq.store.snapshots import restore as restore
+    from librmq.store.snapshots import snapshot as snapshot
     from librmq.store.store import MessageStore as MessageStore
-    from librmq.store.upkeep.snapshot import Rescued as Rescued
-    from librmq.store.upkeep.snapshot import Snapshot as Snapshot
-    from librmq.store.upkeep.snapshot import rescue as rescue
-    from librmq.store.upkeep.snapshot import restore as restore
-    from librmq.store.upkeep.snapshot import snapshot as snapshot

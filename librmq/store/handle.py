@@ -43,7 +43,7 @@ from librmq.store.live.reader import ReadOnlyView
 from librmq.store.recovery.open import describe_recovery, load, write_closed_state
 from librmq.store.recovery.repair import RecoveryMode
 from librmq.store.recovery.verify import Verdict, verify_parts
-from librmq.store.upkeep.retention import DISK_CHECK_MS, Readers, Retention
+from librmq.store.retention import DISK_CHECK_MS, Readers, Retention
 
 # ---- the lock of a store: one process, and one handle in it, holds it
 

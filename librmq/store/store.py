@@ -32,11 +32,11 @@ from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.handle import StoreHandle
 from librmq.store.recovery.verify import Verdict
-from librmq.store.upkeep.retention import Readers, clean_unused_topics
+from librmq.store.retention import Readers, clean_unused_topics
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations, SqlFilter, WatchedPredicate
-    from librmq.store.upkeep.snapshot import Snapshot
+    from librmq.store.snapshots import Snapshot
 
 
 class MessageStore:
@@ -579,7 +579,7 @@ class MessageStore:
         Appends, reads and retention continue. Full log files are hard-linked if the file system allows it, unless
         ``copy`` is true. `librmq.store.snapshot` does the same without a handle, and lists errors and costs.
         """
-        from librmq.store.upkeep.snapshot import snapshot
+        from librmq.store.snapshots import snapshot
 
         self._handle.check_open()
         if self._handle.moment is not None:

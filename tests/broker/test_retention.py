@@ -22,7 +22,7 @@ from librmq.protocol import ConsumeFrom, EndTransaction, ResponseCode, SendMessa
 from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore, verify
-from librmq.store.upkeep.retention import Unread, UnreadInFile
+from librmq.store.retention import Unread, UnreadInFile
 from librmq.testing import FailingFiles, RecordingFiles
 
 FILE = 4096

@@ -19,7 +19,7 @@ from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.engine.group_commit import Acknowledgement
 from librmq.store.recovery.verify import verify
-from librmq.store.upkeep.retention import Retention
+from librmq.store.retention import Retention
 from librmq.testing import CrashImages, Event, Image, RecordingFiles
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, any_message, opened, served
 

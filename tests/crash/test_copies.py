@@ -15,8 +15,8 @@ from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore
 from librmq.store.recovery import salvage
 from librmq.store.recovery.verify import verify
-from librmq.store.upkeep.retention import Retention
-from librmq.store.upkeep.snapshot import rescue, restore, snapshot
+from librmq.store.retention import Retention
+from librmq.store.snapshots import rescue, restore, snapshot
 from librmq.testing import CrashImages, Image, RecordingFiles
 from tests.budget import examples, many
 from tests.crash.runs import BusyFiles

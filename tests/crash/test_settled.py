@@ -14,7 +14,7 @@ from librmq.errors import StoreIOError
 from librmq.files.interface import make_folders
 from librmq.message.message import Message
 from librmq.store import MessageStore
-from librmq.store.upkeep.retention import Retention
+from librmq.store.retention import Retention
 from librmq.testing import CrashImages, FailingFiles, Image
 from tests.budget import many, some
 from tests.crash.runs import BusyFiles, assert_settled

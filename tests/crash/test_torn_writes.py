@@ -16,7 +16,7 @@ from librmq.cluster import Replica
 from librmq.errors import CorruptionError
 from librmq.files.memory import MemoryFiles
 from librmq.store.recovery.verify import verify
-from librmq.store.upkeep.snapshot import snapshot
+from librmq.store.snapshots import snapshot
 from librmq.testing import CrashImages, RecordingFiles
 from librmq.testing.files import Event
 from tests.broker.parties import send

@@ -15,7 +15,7 @@ from librmq.config import StoreConfig
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.recovery.verify import verify
-from librmq.store.upkeep.snapshot import snapshot
+from librmq.store.snapshots import snapshot
 from tests.stores import derived, from_disk
 
 CONFIG = StoreConfig.tiny()

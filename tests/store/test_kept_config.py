@@ -18,7 +18,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.store import MessageStore
 from librmq.store.format.directory import broker_conf, infer_config
 from librmq.store.recovery.verify import verify
-from librmq.store.upkeep.snapshot import rescue, snapshot
+from librmq.store.snapshots import rescue, snapshot
 from tests.budget import many
 
 LEVELS = "1s 1h"

@@ -28,7 +28,7 @@ from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.recovery import salvage
 from librmq.store.recovery.open import clear_leftovers, covered_start
 from librmq.store.recovery.verify import verify
-from librmq.store.upkeep.retention import Retention
+from librmq.store.retention import Retention
 from librmq.testing import FailingFiles, RecordingFiles
 from tests.budget import many, step
 from tests.stores import (

@@ -15,7 +15,7 @@ from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.documents import JOB_NOTES_FOLDER, JobNote, note_path, noted_jobs
 from librmq.store.recovery.verify import verify
-from librmq.store.upkeep.snapshot import rescue
+from librmq.store.snapshots import rescue
 from tests.stores import START_MS
 
 CONFIG = StoreConfig.tiny()

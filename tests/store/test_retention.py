@@ -24,7 +24,7 @@ from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus
 from librmq.store.recovery.verify import verify
-from librmq.store.upkeep.retention import Retention
+from librmq.store.retention import Retention
 from librmq.testing import FailingFiles, RecordingFiles
 from librmq.testing.files import Event
 from tests.budget import some

@@ -15,7 +15,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
-from librmq.store.upkeep.retention import Retention
+from librmq.store.retention import Retention
 from tests.budget import examples
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, died, served
 

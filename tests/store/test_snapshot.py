@@ -33,7 +33,7 @@ from librmq.store.engine.read import GetStatus
 from librmq.store.recovery import salvage
 from librmq.store.recovery.salvage import Gap
 from librmq.store.recovery.verify import verify
-from librmq.store.upkeep.snapshot import Snapshot, rescue, restore, snapshot
+from librmq.store.snapshots import Snapshot, rescue, restore, snapshot
 from librmq.testing import FailingFiles
 from tests.budget import examples, many, some
 from tests.programs import start_program

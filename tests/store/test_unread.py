@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
 from librmq.files.memory import MemoryFiles
-from librmq.store.upkeep.retention import Unread, UnreadInFile, unread_between
+from librmq.store.retention import Unread, UnreadInFile, unread_between
 
 
 class OpenHalves:

@@ -86,7 +86,7 @@ def salvage(arguments: argparse.Namespace, output: Output) -> int:
     """Print every sound record and every gap, or make a new store of the records."""
     from librmq.message.delay_levels import DelayLevels
     from librmq.store.recovery import salvage
-    from librmq.store.upkeep.snapshot import rescue
+    from librmq.store.snapshots import rescue
 
     store = arguments.store
     files, config = files_and_config(arguments, log_only=True)
@@ -106,7 +106,7 @@ def salvage(arguments: argparse.Namespace, output: Output) -> int:
 
 def snapshot(arguments: argparse.Namespace, output: Output) -> int:
     """Make a snapshot and print its row."""
-    from librmq.store.upkeep.snapshot import snapshot
+    from librmq.store.snapshots import snapshot
 
     files, config = files_and_config(arguments)
     with log_bar("snapshot", arguments.store, 3):
@@ -117,7 +117,7 @@ def snapshot(arguments: argparse.Namespace, output: Output) -> int:
 
 def restore(arguments: argparse.Namespace, output: Output) -> int:
     """Make a store from a snapshot and print its row."""
-    from librmq.store.upkeep.snapshot import restore
+    from librmq.store.snapshots import restore
 
     files, config = files_and_config(arguments)
     with log_bar("restore", arguments.store, 3):

@@ -1,1 +1,0 @@
-"""Deletion of expired files, and copies of a store in use."""
