@@ -38,8 +38,7 @@ from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
 from librmq.store.format.documents import ReplicaMark, read_mark, write_kept_config, write_mark
 from librmq.store.format.keyindex import KeyIndex
-from librmq.store.live.moment import Moment
-from librmq.store.live.reader import ReadOnlyView
+from librmq.store.read_only_view import Moment, ReadOnlyView
 from librmq.store.recovery.open import describe_recovery, load, write_closed_state
 from librmq.store.recovery.repair import RecoveryMode
 from librmq.store.recovery.verify import Verdict, verify_parts

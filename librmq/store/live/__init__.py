@@ -1,1 +1,0 @@
-"""Read a store that another process writes."""
