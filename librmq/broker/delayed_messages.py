@@ -99,7 +99,7 @@ class Deliveries:
     def _delivered(self, message: StoredMessage, topic: str, queue_id: int, result: AppendResult) -> None:
         # The properties are decoded only if a held pull asks for them.
         properties = message.properties if (topic, queue_id) in self._held else {}
-        self.arrivals.delivered(topic, queue_id, properties, result)
+        self.arrivals.stored(topic, queue_id, properties, result, is_delivered=True)
         if self._metrics is not None:
             self._metrics.count("delayed_out", level=str(level_of_queue_id(message.queue_id)))
 
@@ -109,7 +109,8 @@ class Deliveries:
 
     def _timed_out(self, message: StoredMessage, result: AppendResult) -> None:
         properties = message.properties
-        self.arrivals.delivered(properties["REAL_TOPIC"], int(properties["REAL_QID"]), properties, result)
+        topic, queue_id = properties["REAL_TOPIC"], int(properties["REAL_QID"])
+        self.arrivals.stored(topic, queue_id, properties, result, is_delivered=True)
 
     def _wake_relay(self) -> None:
         with self._runner.lock:
@@ -131,7 +132,7 @@ class Deliveries:
     def _relayed(self, hop: StoredMessage, result: AppendResult) -> None:
         message = self._store.message_at(result.physical_offset)
         if message is not None:
-            self.arrivals.delivered(message.topic, message.queue_id, message.properties, result)
+            self.arrivals.stored(message.topic, message.queue_id, message.properties, result, is_delivered=True)
 
 
 _TIMES: Final = (DELAY_SEC, DELAY_MS, DELIVER_MS)

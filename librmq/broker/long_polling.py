@@ -294,17 +294,36 @@ class Arrivals:
         self.wake_by_topic: dict[str, Callable[[], None]] = {}
         """The step that handles messages of a topic."""
 
-    def stored(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
-        """Note a message that was stored for a queue; a delayed one is not in it yet."""
-        if _DELAY in properties and (level := parse_level(properties[_DELAY])) > 0:
+    def stored(
+        self,
+        topic: str,
+        queue_id: int,
+        properties: Mapping[str, str],
+        result: AppendResult,
+        *,
+        is_delivered: bool = False,
+    ) -> None:
+        """Note a message that was stored for a queue.
+
+        With a delay level among its properties it is not in the queue yet, unless it ``is_delivered``.
+        """
+        if not is_delivered and _DELAY in properties and (level := parse_level(properties[_DELAY])) > 0:
             with self._runner.lock:
                 level = self._delayed(level, result.store_timestamp_ms)
             if self._metrics is not None:
                 self._metrics.count("delayed_in", level=str(level))
-            if self._wake_flush is not None:
-                self._wake_flush()
         else:
-            self.delivered(topic, queue_id, properties, result)
+            if self._metrics is not None:
+                self._metrics.count("messages_in", topic=topic)
+                self._metrics.count("bytes_in", result.size, topic=topic)
+            if topic in self.wake_by_topic:
+                self.wake_by_topic[topic]()
+            queue = topic, queue_id
+            if queue in self._holds:
+                with self._runner.lock:
+                    self._held.arrived(queue, properties, result)
+        if self._wake_flush is not None:
+            self._wake_flush()
 
     def copied(self, queues: Iterable[tuple[str, int]]) -> None:
         """Note messages that a replica has copied into these queues."""
@@ -315,7 +334,7 @@ class Arrivals:
         if self._wake_flush is not None:
             self._wake_flush()
 
-    def delivered_all(
+    def stored_together(
         self,
         prepared: Sequence[Prepared],
         properties: Sequence[Mapping[str, str]],
@@ -324,18 +343,4 @@ class Arrivals:
         """Note messages that were stored together: the first of these, as many as there are results."""
         if self._holds or self._metrics is not None or self._wake_flush is not None:
             for message, message_properties, result in zip(prepared, properties, results, strict=False):
-                self.delivered(message.lane.topic, message.lane.queue_id, message_properties, result)
-
-    def delivered(self, topic: str, queue_id: int, properties: Mapping[str, str], result: AppendResult) -> None:
-        """Note a message that is in its queue, whatever delay its properties name."""
-        if self._metrics is not None:
-            self._metrics.count("messages_in", topic=topic)
-            self._metrics.count("bytes_in", result.size, topic=topic)
-        if topic in self.wake_by_topic:
-            self.wake_by_topic[topic]()
-        queue = topic, queue_id
-        if queue in self._holds:
-            with self._runner.lock:
-                self._held.arrived(queue, properties, result)
-        if self._wake_flush is not None:
-            self._wake_flush()
+                self.stored(message.lane.topic, message.lane.queue_id, message_properties, result, is_delivered=True)

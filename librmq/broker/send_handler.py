@@ -185,7 +185,7 @@ class SendHandler:
         if self._store.appender.lock.is_writing():
             self._check_busy(sends[0].message.topic)
         results = self._store.copies.append(prepared)
-        self._arrivals.delivered_all(prepared, stored, results)
+        self._arrivals.stored_together(prepared, stored, results)
         prefix = self._id_prefix
         confirms = self._flushed if self._confirms else None
         return [
@@ -225,7 +225,7 @@ class SendHandler:
             wait=False,
         )
         for message, result in zip(request.messages, results, strict=True):
-            self._arrivals.delivered(first.topic, queue_id, message.properties, result)
+            self._arrivals.stored(first.topic, queue_id, message.properties, result, is_delivered=True)
         status = self._flushed(results[-1], first.properties.get(_WAIT))
         offset_ids = tuple(f"{self._id_prefix}{result.physical_offset:016X}" for result in results)
         return SendResponse(status, queue_id, results[0].queue_offset, results[0].physical_offset, offset_ids)

@@ -223,7 +223,7 @@ class Producer(Startable):
             return self._sender.send_to(prepared, self._routes.named_queue(prepared.topic, queue), timeout_ms)
         if selector is not None:
             return self._send_selected(prepared, selector, arg, timeout_ms)
-        return self._sender.in_turn(prepared, timeout_ms)
+        return self._sender.send(prepared, timeout_ms)
 
     def send_batch(self, messages: Iterable[Message], *, queue: MessageQueue | int | None = None) -> SendResult:
         """Send messages of one topic as one batch: either all are stored, in order in one queue, or none.
@@ -240,7 +240,7 @@ class Producer(Startable):
             return self._sender.send_to(
                 batch[0], self._routes.named_queue(batch[0].topic, queue), self._timeout_ms, batch
             )
-        return self._sender.in_turn(batch[0], self._timeout_ms, batch)
+        return self._sender.send(batch[0], self._timeout_ms, batch)
 
     def send_oneway(
         self,

@@ -314,11 +314,6 @@ class Sender:
             self._start()
         return self._routes.queues(topic)
 
-    def in_turn(self, message: Message, timeout_ms: float, batch: tuple[Message, ...] | None = None) -> SendResult:
-        """Send a message, or a batch with this first message, to the next queue, and to others if that fails."""
-        queues = self._topics.get(message.topic) or self.queues(message.topic)
-        return self._until_stored(message, timeout_ms, lambda tried: self.next_queue(queues, tried), batch)
-
     def selected(self, message: Message, selector: QueueSelector, arg: object, timeout_ms: float) -> SendResult:
         """Send a message to the queue that a selector chooses; where the settings say so, to another if that fails."""
         choice = self.config.if_broker_down
@@ -327,17 +322,21 @@ class Sender:
             return self._routes.selected(message, selector, arg, choice, tried)
 
         if choice == "another":
-            return self._until_stored(message, timeout_ms, choose)
+            return self.send(message, timeout_ms, choose=choose)
         return self.send_to(message, choose(()), timeout_ms)
 
-    def _until_stored(
+    def send(
         self,
         message: Message,
         timeout_ms: float,
-        choose: Callable[[Sequence[str]], MessageQueue],
         batch: tuple[Message, ...] | None = None,
+        choose: Callable[[Sequence[str]], MessageQueue] | None = None,
     ) -> SendResult:
-        """Try queues that ``choose(brokers tried before)`` returns until one stores the message."""
+        """Send a message, or a batch with this first message, to one queue after the other, until one stores it.
+
+        ``choose(brokers tried before)`` returns the next queue; None takes the queues in turn.
+        """
+        queues = self._topics.get(message.topic) or self.queues(message.topic)
         begin_ms = self._now_ms()
         rest_ms = timeout_ms
         tried: list[str] = []
@@ -351,7 +350,7 @@ class Sender:
                         f"topic {message.topic!r}: {attempt} tries took over {timeout_ms:.0f} ms"
                         f"{'' if failure is None else f'; the last error: {failure}'}"
                     ) from failure
-            queue = choose(tried)
+            queue = self.next_queue(queues, tried) if choose is None else choose(tried)
             tried.append(queue.broker_name)
             if attempt and self._metrics is not None:
                 self._metrics.count("send_retries", topic=queue.topic)

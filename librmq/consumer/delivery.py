@@ -64,7 +64,7 @@ class Delivery:
         """Cancel the coroutine listeners that still run; return their number."""
         cancelled = 0
         for work in list(self.runner.running):
-            if isinstance(work, _Call) and work.is_of(self) and hasattr(work, "cancel"):
+            if isinstance(work, _Call) and work.delivery is self and hasattr(work, "cancel"):
                 work.cancel()
                 cancelled += 1
         return cancelled
@@ -119,13 +119,8 @@ class Delivery:
             return 1
         return size
 
-    def submit(
-        self,
-        assigned: AssignedQueue,
-        messages: list[DeliveredMessage],
-        done: Callable[[AssignedQueue, list[DeliveredMessage], Listener, Any, Exception | None], None],
-    ) -> None:
-        """Submit a call of the listener; ``done`` gets its result or exception."""
+    def submit(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
+        """Submit a call of the listener; `apply_result` gets its result or exception."""
         consumer = self.consumer
         topic = messages[0].topic if assigned.is_retry else assigned.queue.topic
         listener = consumer.listeners.listener_for(topic, messages[0])
@@ -133,13 +128,24 @@ class Delivery:
             listener = _missing_listener(topic)
         self.running += 1
         self.counts.delivered += len(messages)
-        self.runner.submit(_Call(self, listener, assigned, messages, done))
+        self.runner.submit(_Call(self, listener, assigned, messages))
 
-    def ended(self) -> None:
+    def call_ended(self) -> None:
         """Note that a listener has ended."""
         self.running -= 1
         if self._ended is not None and not self.running:
             self._ended.set()
+
+    def apply_result(
+        self,
+        assigned: AssignedQueue,
+        messages: list[DeliveredMessage],
+        listener: Listener,
+        result: object,
+        error: Exception | None,
+    ) -> None:
+        """Apply the result or the exception of a listener, and begin what waits for a free thread."""
+        raise NotImplementedError
 
     def _call(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
         """Call the listener, without the lock."""
@@ -188,7 +194,7 @@ class Delivery:
 class _Call(Work):
     """A call of a listener. Its label and subject are computed on demand."""
 
-    __slots__ = ("_consumer", "_done", "_held", "_listener", "_messages")
+    __slots__ = ("_held", "_listener", "_messages", "delivery")
 
     def __init__(
         self,
@@ -196,27 +202,22 @@ class _Call(Work):
         listener: Listener,
         assigned: AssignedQueue,
         messages: list[DeliveredMessage],
-        done: Callable[[AssignedQueue, list[DeliveredMessage], Listener, Any, Exception | None], None],
     ) -> None:
         self.call = partial(delivery._call, listener, assigned, messages)
-        consumer = self._consumer = delivery.consumer
-        self.owner = consumer.client
-        self.loop = consumer.loop
-        self._done = done
+        self.delivery = delivery
+        self.owner = delivery.consumer.client
+        self.loop = delivery.consumer.loop
         self._listener = listener
         self._held = assigned
         self._messages = messages
 
-    def is_of(self, delivery: Delivery) -> bool:
-        """Return whether this is a call for ``delivery``."""
-        return self._consumer is delivery.consumer
-
     def done(self, result: object, error: Exception | None) -> None:
-        self._done(self._held, self._messages, self._listener, result, error)
+        self.delivery.call_ended()
+        self.delivery.apply_result(self._held, self._messages, self._listener, result, error)
 
     @property
     def label(self) -> str:  # type: ignore[override]
-        return f"{self._consumer.label} {self._held.label} {self._messages[0].queue_offset}"
+        return f"{self.delivery.consumer.label} {self._held.label} {self._messages[0].queue_offset}"
 
     @property
     def about(self) -> Sequence[tuple[str, int]]:  # type: ignore[override]
@@ -330,7 +331,9 @@ class ConcurrentDelivery(Delivery):
         begun = assigned.messages.begin(message, bounds)
         if begun is None:
             return False
-        self._deliver_messages(assigned, [begun], now_ms)
+        begun.consume_start_timestamp_ms = now_ms
+        self.submit(assigned, [begun])
+        self._watch_timeouts(now_ms)
         return True
 
     def _begin_waiting(self, now_ms: int) -> None:
@@ -358,16 +361,16 @@ class ConcurrentDelivery(Delivery):
                     pulled.popleft()
                 if not messages:
                     continue
-            self._deliver_messages(assigned, messages, now_ms)
+            for message in messages:
+                message.consume_start_timestamp_ms = now_ms
+            self.submit(assigned, messages)
+            self._watch_timeouts(now_ms)
 
-    def _deliver_messages(self, assigned: AssignedQueue, messages: list[DeliveredMessage], now_ms: int) -> None:
-        for message in messages:
-            message.consume_start_timestamp_ms = now_ms
+    def _watch_timeouts(self, now_ms: int) -> None:
         if self._expiring.at is None:
             self.runner.wake(self._expiring, next_from_first(now_ms, self.started_ms, self._timeout_ms))
-        self.submit(assigned, messages, self._done)
 
-    def _done(
+    def apply_result(
         self,
         assigned: AssignedQueue,
         messages: list[DeliveredMessage],
@@ -375,7 +378,7 @@ class ConcurrentDelivery(Delivery):
         result: object,
         error: Exception | None,
     ) -> None:
-        self.ended()
+        """Apply the result or the exception of a listener, and begin what waits for a free thread."""
         if not assigned.released:
             consumed, error = outcome(listener, len(messages), result, error)
             if isinstance(error, DownstreamDown):

@@ -287,7 +287,7 @@ class OrderlyDelivery(Delivery):
                 messages = assigned.messages.take(self.batch_size(assigned))
                 if messages:
                     assigned.running = True
-                    self.submit(assigned, messages, self._done)
+                    self.submit(assigned, messages)
                 else:
                     assigned.delivering = False
 
@@ -315,7 +315,7 @@ class OrderlyDelivery(Delivery):
         if self._resting.pop(assigned.queue, None) is not None:
             assigned.delivering = False
 
-    def _done(
+    def apply_result(
         self,
         assigned: AssignedQueue,
         messages: list[DeliveredMessage],
@@ -323,7 +323,7 @@ class OrderlyDelivery(Delivery):
         result: object,
         error: Exception | None,
     ) -> None:
-        self.ended()
+        """Apply the result or the exception of a listener, and begin what waits for a free thread."""
         assigned.running = False
         now_ms = self.runner.now_ms()
         if assigned.released:

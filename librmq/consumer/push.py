@@ -117,16 +117,9 @@ class Fetcher:
                 self._consumer.runner.wake(assigned.pull)
 
     def _run_pull(self, assigned: AssignedQueue, now_ms: int) -> int | None:
+        """Pull a queue and deliver its messages; return the time of the next pull, None if another turn wakes it."""
+        consumer, queue = self._consumer, assigned.queue
         assigned.lost = False
-        try:
-            return self._pull_queue(assigned, now_ms)
-        except BaseException:
-            assigned.lost = True
-            self._consumer.rebalancing.wake_on_grid()
-            raise
-
-    def _pull_queue(self, assigned: AssignedQueue, now_ms: int) -> int | None:
-        consumer = self._consumer
         if assigned.released or consumer.stopping or consumer.is_paused:
             return None
         assigned.pulled_timestamp_ms = now_ms
@@ -134,36 +127,47 @@ class Fetcher:
         if assigned.throttled:
             self._count_pull("flow_controls", assigned)
             return None
-        queue = assigned.queue
         try:
-            if not consumer.delivery.may_pull(assigned, now_ms):
-                return None
-            progress = assigned.progress if self._is_clustering and assigned.progress else None
-            endpoint = assigned.endpoint = consumer.client.endpoint(queue.broker_name)
-            response = endpoint.call(
-                PullMessage(
-                    consumer.client.client_id,
-                    consumer.group,
-                    queue.topic,
-                    queue.queue_id,
-                    assigned.next_offset,
-                    consumer.config.pull_batch_size,
-                    None,
-                    progress,
-                    assigned.notify,
-                    not self._interval_ms,
+            try:
+                if not consumer.delivery.may_pull(assigned, now_ms):
+                    return None
+                progress = assigned.progress if self._is_clustering and assigned.progress else None
+                endpoint = assigned.endpoint = consumer.client.endpoint(queue.broker_name)
+                response = endpoint.call(
+                    PullMessage(
+                        consumer.client.client_id,
+                        consumer.group,
+                        queue.topic,
+                        queue.queue_id,
+                        assigned.next_offset,
+                        consumer.config.pull_batch_size,
+                        None,
+                        progress,
+                        assigned.notify,
+                        not self._interval_ms,
+                    )
                 )
-            )
-        except RmqError as error:
-            if isinstance(error, BrokerError) and error.code == ResponseCode.SUBSCRIPTION_NOT_EXIST:
-                consumer.client.removed_by(queue.broker_name)
-            level = logging.DEBUG if assigned.is_retry else logging.WARNING
-            consumer.states.failing(("pull", queue.broker_name, queue.topic), f"pulling {assigned.label}", error, level)
-            return now_ms + AFTER_ERROR_MS
-        if consumer.states.causes:
-            consumer.states.works(("pull", queue.broker_name, queue.topic), f"pulling {queue.topic}")
-        if progress is not None:
-            assigned.stored_progress = progress
+            except RmqError as error:
+                return self._handle_failure(assigned, error, now_ms)
+            if consumer.states.causes:
+                consumer.states.works(("pull", queue.broker_name, queue.topic), f"pulling {queue.topic}")
+            if progress is not None:
+                assigned.stored_progress = progress
+            return self._handle_response(assigned, response, now_ms)
+        except BaseException:
+            assigned.lost = True
+            consumer.rebalancing.wake_on_grid()
+            raise
+
+    def _handle_failure(self, assigned: AssignedQueue, error: RmqError, now_ms: int) -> int:
+        consumer, queue = self._consumer, assigned.queue
+        if isinstance(error, BrokerError) and error.code == ResponseCode.SUBSCRIPTION_NOT_EXIST:
+            consumer.client.removed_by(queue.broker_name)
+        level = logging.DEBUG if assigned.is_retry else logging.WARNING
+        consumer.states.failing(("pull", queue.broker_name, queue.topic), f"pulling {assigned.label}", error, level)
+        return now_ms + AFTER_ERROR_MS
+
+    def _handle_response(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> int | None:
         status = response.status
         self._count_pull("pulls", assigned, status)
         if status is PullStatus.HELD:
@@ -173,12 +177,20 @@ class Fetcher:
             self._correct_later(assigned, response.next_offset, now_ms)
             return None
         assigned.next_offset = response.next_offset
-        if status is PullStatus.FOUND:
-            self._add_messages(assigned, response, now_ms)
-            if response.is_held and not self.is_full(assigned):
-                return self._handle_hold(assigned, response, now_ms)
-        else:
+        if status is not PullStatus.FOUND:
             self._pass_skipped(assigned)
+            return now_ms + self._interval_ms
+        messages = response.messages
+        tag_filter = self._consumer.filters.get(assigned.queue.topic)
+        if tag_filter is not None:
+            messages = [message for message in messages if tag_filter.matches(message.tags)]
+        delivery, bounds = self._consumer.delivery, (response.min_offset, response.max_offset)
+        if len(messages) != 1 or not delivery.try_begin(assigned, messages[0], bounds, now_ms):
+            count = assigned.messages.put(messages, *bounds)
+            if count:
+                delivery.pulled(assigned, count, now_ms)
+        if response.is_held and not self.is_full(assigned):
+            return self._handle_hold(assigned, response, now_ms)
         return now_ms + self._interval_ms
 
     def _count_pull(self, name: str, assigned: AssignedQueue, status: PullStatus | None = None) -> None:
@@ -190,17 +202,6 @@ class Fetcher:
             metrics.count(name, topic=topic, group=group)
         else:
             metrics.count(name, topic=topic, group=group, status=status.value)
-
-    def _add_messages(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> None:
-        messages = response.messages
-        tag_filter = self._consumer.filters.get(assigned.queue.topic)
-        if tag_filter is not None:
-            messages = [message for message in messages if tag_filter.matches(message.tags)]
-        delivery, bounds = self._consumer.delivery, (response.min_offset, response.max_offset)
-        if len(messages) != 1 or not delivery.try_begin(assigned, messages[0], bounds, now_ms):
-            count = assigned.messages.put(messages, *bounds)
-            if count:
-                delivery.pulled(assigned, count, now_ms)
 
     def _handle_hold(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> int | None:
         """Handle an empty pull. Messages skipped since the last one count as consumed when the hold ends."""
