@@ -240,6 +240,8 @@ def _group_events(view: StoreView, records: Sequence[StoredMessage]) -> Iterator
             for (group, topic), offsets in groups:
                 if topic == message.topic:
                     event, note = outcomes.outcome_of(group, message, offsets.get(message.queue_id))
+                    if event == "not_passed" and view.store.past_ms is not None:
+                        continue  # the group's progress at that time is unknown
                     yield _event(message, event, group, note)._replace(at_ms=None)
 
 

@@ -10,8 +10,7 @@ decision delivers or drops the message, and writes an op message for its end.
 from __future__ import annotations
 
 import heapq
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
@@ -40,7 +39,6 @@ from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, TIMER_TOPIC, dele
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import derived_tags_code
 from librmq.store.engine.read import GetStatus
-from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables, topic_row
 from librmq.store.format.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
 from librmq.txn import TransactionConfig
@@ -87,8 +85,7 @@ def pending_messages(
     Raises:
         CorruptionError: A file is unreadable.
     """
-    if tables is None:
-        tables = BrokerTables.open(os.path.join(store.path, directory.CONFIG), files=store.files)
+    tables = tables or StoreView.over(store).tables
     store.refresh()
     finders: tuple[tuple[Kind, Callable[[], Iterator[tuple[int | None, StoredMessage]]]], ...] = (
         ("half", lambda: open_halves(store, tables)),
@@ -171,7 +168,10 @@ def open_halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int
         CorruptionError: A file is unreadable.
     """
     ended = EndedHalves(store, tables)
-    for half in _messages(store, HALF_TOPIC, 0, progress(store, tables, HALF_TOPIC)):
+    halves = _messages(store, HALF_TOPIC, 0, progress(store, tables, HALF_TOPIC))
+    if store.past_ms is not None:  # the progress, which passes halves that were put back, is unknown
+        halves = _last_copies(halves)
+    for half in halves:
         if half.queue_offset in ended:
             continue
         immunity_s = java_long(half.properties.get(record.PROPERTY_CHECK_IMMUNITY_TIME, "-1"))
@@ -181,12 +181,24 @@ def open_halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int
         )
 
 
+def _last_copies(halves: Iterable[StoredMessage]) -> Iterator[StoredMessage]:
+    """Yield the last of the halves with the same unique id; each check puts a half back at the end of the queue."""
+    latest: dict[str | int, StoredMessage] = {}
+    for half in halves:
+        name = half.unique_key or half.physical_offset
+        latest.pop(name, None)
+        latest[name] = half
+    return iter(latest.values())
+
+
 def _delays(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int, StoredMessage]]:
     def of_level(queue_id: int) -> Iterator[tuple[int, int, StoredMessage]]:
         queue = store.queue(SCHEDULE_TOPIC, queue_id)
         begin = tables.delay_offset(level_of_queue_id(queue_id))
         for message in _messages(store, SCHEDULE_TOPIC, queue_id, begin):
-            yield _due(store, queue, message), message.physical_offset, message
+            due_ms = _due(store, queue, message)
+            if store.past_ms is None or due_ms > store.past_ms:  # earlier ones count as delivered
+                yield due_ms, message.physical_offset, message
 
     levels = sorted(queue_id for topic, queue_id in store.queues if topic == SCHEDULE_TOPIC)
     for due_ms, _, message in heapq.merge(*map(of_level, levels)):
@@ -204,6 +216,9 @@ def _due(store: MessageStore, queue: ConsumeQueue | None, message: StoredMessage
 
 
 def _timers(store: MessageStore) -> Iterator[tuple[int, StoredMessage]]:
+    if store.past_ms is not None:
+        yield from _timers_in_the_log(store, store.past_ms)
+        return
     checkpoint = TimerCheckpoint.read(store.path, store.files) or TimerCheckpoint()
     size = timer_log_size(store.path, store.files)
     if size:
@@ -213,6 +228,24 @@ def _timers(store: MessageStore) -> Iterator[tuple[int, StoredMessage]]:
     for message in _messages(store, TIMER_TOPIC, 0, checkpoint.queue_offset):
         if DELETE_KEY not in message.properties:
             yield java_long(message.properties.get(OUT_MS, "0")) or 0, message
+
+
+def _timers_in_the_log(store: MessageStore, now_ms: int) -> Iterator[tuple[int, StoredMessage]]:
+    """Yield the messages that were due after a time, without the wheel, whose files show the present."""
+    waiting: dict[str | int, tuple[int, StoredMessage]] = {}
+    for message in _messages(store, TIMER_TOPIC, 0, 0):
+        properties = message.properties
+        deleted = properties.get(DELETE_KEY)
+        if deleted is not None:
+            waiting.pop(deleted, None)
+            continue
+        key, topic = message.unique_key, properties.get(record.PROPERTY_REAL_TOPIC, "")
+        name = message.physical_offset if key is None else delete_key(topic, key)
+        waiting.pop(name, None)  # a message far ahead comes again from time to time
+        due_ms = java_long(properties.get(OUT_MS, "0")) or 0
+        if due_ms > now_ms:
+            waiting[name] = due_ms, message
+    yield from sorted(waiting.values(), key=lambda item: (item[0], item[1].physical_offset))
 
 
 def _timers_in_the_wheel(

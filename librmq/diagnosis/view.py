@@ -114,11 +114,13 @@ class StoreView:
 
     @property
     def tables(self) -> BrokerTables:
-        """Topics, groups and progress."""
+        """Topics, groups and progress; without progress for a store that is shown at an earlier moment."""
         if self.broker is not None:
             return self.broker.tables
         if self._tables is None:
             self._tables = BrokerTables.open(os.path.join(self.store.path, directory.CONFIG), files=self.store.files)
+            if self.store.past_ms is not None:
+                self._tables.drop_progress()
         return self._tables
 
     @cached_property
@@ -191,7 +193,9 @@ class StoreView:
     @cached_property
     def now_ms(self) -> int | None:
         """The time for ages; None for an unused folder without messages."""
-        return self._now_ms if self._now_ms is not None else self._last_timestamp_ms()
+        if self._now_ms is not None:
+            return self._now_ms
+        return self._last_timestamp_ms() if self.store.past_ms is None else self.store.past_ms
 
     def age_s(self, timestamp_ms: int | None) -> float | None:
         """Return the seconds since a time, never below 0; None if it is unknown."""

@@ -188,6 +188,15 @@ class MessageStore:
         return self._handle.checkpoint
 
     @property
+    def past_ms(self) -> int | None:
+        """The time of the moment at which the store is shown, for ``at=`` in `open`; None for the present."""
+        moment = self._handle.moment
+        if isinstance(moment, datetime):
+            return to_timestamp_ms("at", moment)
+        last = self.log.last_write
+        return None if moment is None or last is None else self.log.store_timestamp_ms(last)
+
+    @property
     def recovered(self) -> list[Damage]:
         """What opening and `recover` found and cut."""
         return self._handle.recovered

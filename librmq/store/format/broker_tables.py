@@ -80,6 +80,11 @@ class BrokerTables:
         names = {name: name.rpartition("@") for name in self.offsets.rows}
         return {(group, topic): dict(self.offsets.rows[name]) for name, (topic, _, group) in names.items()}
 
+    def drop_progress(self) -> None:
+        """Drop the progress of groups and delays in memory, for a view of a time whose progress is unknown."""
+        self.offsets.rows = {name: {} for name in self.offsets.rows}
+        self.delays.rows = {}
+
     def persist(self, now_ms: int) -> None:
         """Write the tables that have changed; durable when it returns.
 
