@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from librmq.cli.options import (
     AS_RECOVERED,
+    AT,
     CONFIG,
     FORMAT,
     ROUTE,
@@ -26,7 +27,7 @@ from librmq.cli.options import (
     Command,
 )  # fmt: skip
 from librmq.cli.output import BAD_INPUT, DAMAGED, EMPTY, INTERRUPTED, LimitReached, Output, complain, open_output
-from librmq.cli.syntax import COMMANDS, READING, SECTIONS
+from librmq.cli.syntax import COMMANDS, PAST, READING, SECTIONS
 from librmq.errors import InputError
 
 if TYPE_CHECKING:
@@ -83,6 +84,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             name = option.names[0]
             if getattr(namespace, name.removeprefix("--").replace("-", "_"), None):
                 parser.error(f"{name} is for a cluster: add --route HOST:PORT, or leave it out for a folder")
+    if getattr(namespace, "at", None) is not None:
+        for name in ("every", "follow", "resend", "route", *(["all"] if command.name == "dump" else [])):
+            if getattr(namespace, name, None):
+                parser.error(f"--at: expected no --{name} with it, because it shows the past of a store")
     return namespace
 
 
@@ -105,6 +110,8 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
         CONFIG.add_to(parser)
         if reads:
             AS_RECOVERED.add_to(parser)
+            if command.name in PAST:
+                AT.add_to(parser)
             STORAGE_OPTIONS.add_to(parser)
         if command.takes_route:
             for argument in (ROUTE, *SECURED):

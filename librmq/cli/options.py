@@ -153,6 +153,12 @@ AS_RECOVERED: Final = option(
     help="status 0 too where sound records follow damage, which a recovery would cut and the command leaves out",
 )
 """For a command that reads messages."""
+AT: Final = option(
+    "--at",
+    metavar="TIME|OFFSET",
+    help="show the store as it was at a time (2026-11-20 08:00, 2h), or when its log ended at a physical offset",
+)
+"""For a command that can show an earlier moment."""
 ROUTE: Final = option(
     "--route",
     metavar="HOST:PORT",

@@ -8,9 +8,10 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli.input import parse_object
+from librmq.cli.input import parse_object, parse_time
 from librmq.cli.output import complain, name_as
 from librmq.cli.syntax import READING
 from librmq.clock import ManualClock, SystemClock
@@ -122,6 +123,7 @@ def local_copy(arguments: argparse.Namespace, url: str) -> str:
         arguments.command.name in _BY_QUEUES
         and getattr(arguments, "by", None) != "origin"
         and getattr(arguments, "every", None) is None
+        and getattr(arguments, "at", None) is None
     )
     if not is_part:
         store = RemoteStore.whole(store.url, store.storage_options)
@@ -239,9 +241,31 @@ def open_store(arguments: argparse.Namespace, *, all_in_memory: bool = False) ->
             max_transfer_count_on_disk=config.max_transfer_count_in_memory,
             max_transfer_bytes_on_disk=config.max_transfer_bytes_in_memory,
         )
-    store = MessageStore.open(arguments.store, config, read_only=True, files=files)
+    moment = read_moment(arguments)
+    store = MessageStore.open(arguments.store, config, read_only=True, files=files, at=moment)
+    if moment is not None:
+        complain(f"note: the store as of {_described(store)}; the progress of groups back then is not kept")
     check_opened(arguments, store)
     return store
+
+
+def read_moment(arguments: argparse.Namespace) -> datetime | int | None:
+    """Return the earlier moment at which a command shows the store; digits are a physical offset.
+
+    Raises:
+        InputError: It is neither a time nor a number.
+    """
+    text = getattr(arguments, "at", None)
+    if text is None:
+        return None
+    if text.isascii() and text.isdigit() and len(text) < 20:
+        return int(text)
+    return datetime.fromtimestamp(parse_time(text, SystemClock()) / 1000, UTC)
+
+
+def _described(store: MessageStore) -> str:
+    when = "no time" if store.past_ms is None else datetime.fromtimestamp(store.past_ms / 1000, UTC).isoformat()
+    return f"{when}, when its log ended at {store.log.end}"
 
 
 @contextmanager
@@ -253,7 +277,7 @@ def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
     """
     from librmq.diagnosis.view import StoreView
 
-    if arguments.config is None:
+    if arguments.config is None and getattr(arguments, "at", None) is None:
         with StoreView.open(arguments.store) as view:
             check_opened(arguments, view.store)
             yield view

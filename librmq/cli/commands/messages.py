@@ -53,7 +53,13 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
     sequence = _log_files(arguments.store, files, config)
     levels = DelayLevels.parse(config.message_delay_level)
     damages: list[CorruptionError] = []
-    items = _all_items(sequence, damages.append) if arguments.all else _items(sequence, arguments.as_recovered)
+    items: Iterator[LogItem]
+    if arguments.at is not None:
+        items = _scanned(arguments)
+    elif arguments.all:
+        items = _all_items(sequence, damages.append)
+    else:
+        items = _items(sequence, arguments.as_recovered)
     begin = sequence.begin
     with ProgressBar("dump", sequence.end - begin, quiet=output.is_on_terminal) as bar:
         for physical_offset, size, raw in items:
@@ -67,10 +73,17 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
                 path = sequence.path_at(physical_offset)
                 damages.append(CorruptionError(path, physical_offset, "checksum", "the body's checksum is wrong"))
     output.close()
-    check_queues(arguments, files, config)
+    if arguments.at is None:
+        check_queues(arguments, files, config)
     for damage in damages:
         complain(f"librmq dump: {damage}")
     return DAMAGED if damages else 0
+
+
+def _scanned(arguments: argparse.Namespace) -> Iterator[LogItem]:
+    """Yield the records and blanks of the log as it was at an earlier moment."""
+    with open_store(arguments) as store:
+        yield from store.log.scan()
 
 
 def _log_files(store: str, files: Files, config: StoreConfig) -> MappedFileQueue:
@@ -149,7 +162,7 @@ _FIRST_WINDOW: Final = 32
 def show(arguments: argparse.Namespace, output: Output) -> int:
     """Print the selected messages, oldest first."""
     selection = select(arguments)
-    if arguments.route is None and selection.topic is None and not selection.is_by_index:
+    if arguments.route is None and arguments.at is None and selection.topic is None and not selection.is_by_index:
         _show_log(arguments, selection, output)
         return 0
     from librmq.cli.sources import open_source

@@ -120,7 +120,7 @@ def count(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError("--sampled: expected --by tag, because only tags have codes in the queues")
     with open_store(arguments) as store:
         counts, sampled = None, {}
-        if arguments.config is None and _is_for_columns(selection):  # columns take no settings
+        if arguments.config is None and arguments.at is None and _is_for_columns(selection):  # columns take no settings
             counts, is_sampled = _by_columns(store, selection, arguments)
             sampled = {"sampled": is_sampled} if arguments.sampled else {}
         if counts is None:

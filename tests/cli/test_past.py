@@ -1,0 +1,147 @@
+"""Commands with ``--at`` print what they print for a copy of the store that was made at that moment."""
+
+from __future__ import annotations
+
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from librmq import (
+    Broker,
+    BrokerConfig,
+    ManualClock,
+    ManualRunner,
+    Message,
+    Producer,
+    PushConsumer,
+    ReconsumeLater,
+    TimerConfig,
+    TransactionProducer,
+    TransactionState,
+)
+from librmq.cli.syntax import PAST
+from tests.cli.stand import Shell
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "count": ("--by", "key"),
+    "dead-letters": (),
+    "dump": (),
+    "pending": (),
+    "query": ("--topic", "orders", "--key", "k1"),
+    "queue": ("orders", "0"),
+    "queues": (),
+    "show": (),
+    "tail": ("--topic", "orders"),
+    "topics": (),
+}
+WITHOUT_PROGRESS = {"ask", "diagnose", "groups", "lag", "stats", "story"}
+"""Commands whose output depends on the progress of groups too."""
+
+
+class Copied(NamedTuple):
+    """A copy of the store, with the physical offset at which its log ends, and the time."""
+
+    folder: Path
+    log_end: int
+    now_ms: int
+
+
+class Recorded(NamedTuple):
+    """A store, and copies of it from earlier moments."""
+
+    store: Path
+    moments: list[Copied]
+
+
+def consume(message: Any) -> None:
+    if "k1" in message.keys:
+        raise ReconsumeLater
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Return a store with sends, delays, timers, transactions, retries and dead letters."""
+    folder, moments = tmp_path_factory.mktemp("past"), []
+    clock, states = ManualClock(1_700_000_000_000), list(TransactionState)
+    for number in range(5):
+        runner = ManualRunner(clock)
+        with Broker.open(folder / "store", BrokerConfig(timers=TimerConfig()), runner=runner) as broker:
+            if number == 0:
+                broker.create_topic("orders", 2)
+            consumer = PushConsumer(broker, "billing", max_reconsume_times=1)
+            consumer.subscribe("orders", consume)
+            with (
+                consumer,
+                Producer(broker, "shop") as producer,
+                TransactionProducer(broker, "sales", lambda _: TransactionState.UNKNOWN) as transactions,
+            ):
+                producer.send("orders", b"x", keys="k1", queue=0)
+                producer.send("orders", b"y", keys=f"k{number + 2}", delay=5 + 40 * number)
+                producer.send("orders", b"z", delay_level=5)
+                half = Message("orders", b"half", keys=f"half{number}")
+                transactions.send_in_transaction(half, execute=lambda *_, at=number: states[at % len(states)])
+                runner.advance(43_000)
+            end = broker.store.log.end
+        target = folder / str(number)
+        shutil.copytree(folder / "store", target)
+        moments.append(Copied(target, end, clock.now_ms()))
+        clock.advance(ms=1)
+    return Recorded(folder / "store", moments)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_past_is_shown_as_a_copy_shows_it(command: str, recorded: Recorded, shell: Shell) -> None:
+    options = COMMANDS[command]
+    printed = []
+    for folder, log_end, now_ms in recorded.moments:
+        expected = shell(command, folder, *options)
+        for moment in (log_end, datetime.fromtimestamp(now_ms / 1000, UTC).isoformat()):
+            answer = shell(command, recorded.store, *options, "--at", moment)
+            assert (answer.status, answer.rows) == (expected.status, expected.rows)
+            assert answer.said.startswith("note: the store as of 2023-11-14T22:")
+        printed.append(expected.out)
+    assert len(set(printed)) > 1
+
+
+def test_ends_of_lag_are_those_of_then(recorded: Recorded, shell: Shell) -> None:
+    folder, log_end, _ = recorded.moments[1]
+    then = {(row["topic"], row["queue_id"]): row for row in shell("lag", folder).rows}
+    for row in shell("lag", recorded.store, "--at", log_end).rows:
+        early = then.get((row["topic"], row["queue_id"]), {"min_offset": 0, "max_offset": 0})
+        assert (row["min_offset"], row["max_offset"]) == (early["min_offset"], early["max_offset"])
+        assert (row["consumer_offset"], row["lag"]) == (None, row["max_offset"] - row["min_offset"])
+
+
+def test_a_story_ends_with_the_moment(recorded: Recorded, shell: Shell) -> None:
+    folder, log_end, _ = recorded.moments[1]
+    in_log = [row for row in shell("story", folder, "k1").rows if row["at_ms"] is not None]
+    rows = shell("story", recorded.store, "k1", "--at", log_end).rows
+    assert [row for row in rows if row["at_ms"] is not None] == in_log
+    assert {row["event"] for row in rows if row["at_ms"] is None} <= {"dead"}
+
+
+def test_commands_that_show_the_past_are_listed() -> None:
+    assert COMMANDS.keys() | WITHOUT_PROGRESS == PAST
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("show", "--at", "99999999"), "at: expected a physical offset from 0 to"),
+        (("show", "--at", "2001-01-01"), "at: expected a time from the first message on"),
+        (("show", "--at", "never"), "not a time: 'never'"),
+        (("tail", "-f", "--at", "0"), "--at: expected no --follow with it"),
+        (("dead-letters", "--resend", "--at", "0"), "--at: expected no --resend with it"),
+        (("dump", "--all", "--at", "0"), "--at: expected no --all with it"),
+    ],
+)
+def test_a_moment_that_makes_no_sense_is_refused(
+    words: tuple[str, ...], said: str, recorded: Recorded, shell: Shell
+) -> None:
+    command, *options = words
+    answer = shell(command, recorded.store, *options)
+    assert (answer.status, answer.out) == (2, "")
+    assert said in answer.said
