@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli.input import parse_object, parse_time
+from librmq.cli.input import age_clock, parse_object, parse_time
 from librmq.cli.output import complain, name_as
 from librmq.cli.syntax import READING
 from librmq.clock import ManualClock, SystemClock
@@ -260,7 +260,7 @@ def read_moment(arguments: argparse.Namespace) -> datetime | int | None:
         return None
     if text.isascii() and text.isdigit() and len(text) < 20:
         return int(text)
-    return datetime.fromtimestamp(parse_time(text, SystemClock()) / 1000, UTC)
+    return datetime.fromtimestamp(parse_time(text, age_clock(arguments.store, text)) / 1000, UTC)
 
 
 def _described(store: MessageStore) -> str:
