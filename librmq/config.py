@@ -114,18 +114,18 @@ class Config:
         return ConfigError(f"{name}: expected {expected}, found {getattr(self, name)!r:.80}")
 
     @classmethod
-    def given_or_default(cls, config: Self | None) -> Self:
-        """Return ``config``, or the defaults for None.
+    def of(cls, config: Self | None, settings: Mapping[str, object]) -> Self:
+        """Return ``config``, or the defaults for None, with the ``settings`` that keywords give replaced.
 
         Raises:
-            ConfigError: It is something else.
+            ConfigError: ``config`` is something else, a setting is unknown, or its value is refused.
         """
         if config is not None and not isinstance(config, cls):
             raise ConfigError(f"config: expected a {cls.__name__}, found {type(config).__name__}")
-        return config or cls()
+        return (config or cls()).with_settings(settings)
 
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
-        """Return a copy with some settings replaced.
+        """Return a copy with some settings replaced; a `timedelta` counts in seconds.
 
         Raises:
             ConfigError: A setting is unknown, or its value is refused.
@@ -136,7 +136,10 @@ class Config:
         for name in settings:
             if name not in names:
                 raise ConfigError(f"{name:.80}: unknown setting of {type(self).__name__}; {suggest(name, names)}")
-        return dataclasses.replace(self, **settings)  # type: ignore[type-var]
+        values = {
+            name: value.total_seconds() if isinstance(value, timedelta) else value for name, value in settings.items()
+        }
+        return dataclasses.replace(self, **values)  # type: ignore[type-var]
 
     @classmethod
     def names(cls) -> list[str]:

@@ -28,7 +28,7 @@ from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict, Unpack
 
 from librmq.clock import Clock, SystemClock
-from librmq.config import Config, Seconds, to_seconds
+from librmq.config import Config, Seconds
 from librmq.consumer import OrderlyResult
 from librmq.consumer.listeners import refuse_generator
 from librmq.errors import ConfigError, DedupStoreError
@@ -165,9 +165,6 @@ class DedupListener:
         """
         options: dict[str, Any] = dict(settings)
         key, metrics, clock = options.pop("key", unique_id), options.pop("metrics", None), options.pop("clock", None)
-        for name in ("consuming_timeout", "keep_consumed"):
-            if isinstance(options.get(name), timedelta):
-                options[name] = to_seconds(name, options[name])
         self.config = DedupConfig().with_settings(options)
         if not group:
             raise ConfigError("group: expected the consumer group's name, found none")

@@ -6,12 +6,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 from librmq import ConfigError, StoreConfig
+from librmq.client.sender import ProducerConfig, ProducerKeywords
 from librmq.config import Between, Config, Seconds, to_seconds
+from librmq.consumer.config import ConsumerConfig, ConsumerKeywords, PullConsumerConfig, PullConsumerKeywords
+from librmq.dedup import DedupConfig, DedupKeywords
+from librmq.idempotence.outbox import OutboxConfig, OutboxKeywords
 
 
 @pytest.mark.parametrize(
@@ -107,3 +111,24 @@ def test_durations_are_seconds_or_a_timedelta() -> None:
     for value in (-1, True, "1", timedelta(seconds=-1), math.nan):
         with pytest.raises(ConfigError, match=r"^timeout: expected seconds or a timedelta of at least 0, found "):
             to_seconds("timeout", value)  # type: ignore[arg-type]
+    assert Example().with_settings({"pause_s": timedelta(minutes=1)}).pause_s == 60
+
+
+@pytest.mark.parametrize(
+    ("config", "keywords", "others"),
+    [
+        (ProducerConfig, ProducerKeywords, set()),
+        (ConsumerConfig, ConsumerKeywords, set()),
+        (PullConsumerConfig, PullConsumerKeywords, set()),
+        (OutboxConfig, OutboxKeywords, set()),
+        (DedupConfig, DedupKeywords, {"key", "metrics", "clock"}),
+    ],
+)
+def test_typed_keywords_are_the_settings(config: type[Config], keywords: type[Any], others: set[str]) -> None:
+    expected = get_type_hints(config, include_extras=True)
+    for name, hint in expected.items():
+        if get_origin(hint) is Annotated:
+            plain, limits = get_args(hint)[:2]
+            expected[name] = plain | timedelta if isinstance(limits, Seconds) else plain
+    hints = get_type_hints(keywords)
+    assert {name: hints[name] for name in hints.keys() - others} == expected

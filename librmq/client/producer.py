@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Final, Self, TypeVar, Unpack
+from typing import Final, Self, TypeVar, Unpack
 
 from librmq.client.client import Client, LifeCycle, Startable, State, client_of
 from librmq.client.queue_selectors import QueueSelector
@@ -103,10 +103,7 @@ class Producer(Startable):
         validate_group(group)
         self.client = client_of(route, type(self).__name__, client, instance_name)
         self.group = group
-        overrides: dict[str, Any] = dict(settings)
-        if isinstance(overrides.get("timeout"), timedelta):
-            overrides["timeout"] = to_seconds("timeout", overrides["timeout"])
-        config = ProducerConfig.given_or_default(config).with_settings(overrides)
+        config = ProducerConfig.of(config, settings)
         check_kind("metrics", metrics, Metrics)
         self.route = route
         self.hooks: list[SendHook] = list(hooks)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Annotated, Any, Final, Self, TypedDict
+from typing import Annotated, TypedDict
 
 from librmq.client.allocation import AllocationStrategy, allocate_averagely
-from librmq.config import Between, Config, Seconds, to_seconds
+from librmq.config import Between, Config, Seconds
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
 from librmq.protocol import ConsumeFrom, MessageModel
-
-_DURATIONS: Final = ("consume_timeout", "suspend_time", "pull_interval", "shutdown_timeout", "poll_timeout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,19 +68,6 @@ class ConsumerConfig(Config):
     """Folder for the progress of a broadcasting consumer; None: ``.rocketmq_offsets`` in the user's home."""
     files: Files = field(default_factory=DiskFiles)
     """Files by which progress is written."""
-
-    @classmethod
-    def of(cls, config: Self | None, settings: Mapping[str, object]) -> Self:
-        """Return ``config``, or the defaults, with ``settings`` replaced.
-
-        Raises:
-            ConfigError: A setting is unknown, or its value is refused.
-        """
-        keywords: dict[str, Any] = dict(settings)
-        for name in _DURATIONS:
-            if isinstance(keywords.get(name), timedelta):
-                keywords[name] = to_seconds(name, keywords[name])
-        return cls.given_or_default(config).with_settings(keywords)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

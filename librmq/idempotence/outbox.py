@@ -30,7 +30,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, NamedTuple, Protocol, TypedDict, TypeVar, Unpack
 
 from librmq.clock import Clock, SystemClock
-from librmq.config import Config, Seconds, check_now, to_seconds
+from librmq.config import Config, Seconds, check_now
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
 from librmq.idempotence.sqltables import KEY_LIMIT, Link, StatementResult, check_name, is_temporary_error, linked
 from librmq.idempotence.stores import LONGEST
@@ -202,11 +202,7 @@ class OutboxSender:
         Raises:
             ConfigError: A setting is refused, or an argument has a wrong type.
         """
-        overrides: dict[str, Any] = dict(settings)
-        for name, value in overrides.items():
-            if isinstance(value, timedelta):
-                overrides[name] = to_seconds(name, value)
-        self.config = OutboxConfig().with_settings(overrides)
+        self.config = OutboxConfig().with_settings(settings)
         if not callable(getattr(producer, "send", None)):
             raise ConfigError(f"expected a producer with send(message), found {type(producer).__name__}")
         self.table = check_name(table)

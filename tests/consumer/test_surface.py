@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import fields
 from datetime import timedelta
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 
 from librmq.broker import Broker
 from librmq.client.producer import Producer
 from librmq.config import StoreConfig
-from librmq.consumer import ConsumerConfig, DeliveredMessage, PullConsumer, PullConsumerConfig, PushConsumer
-from librmq.consumer.config import ConsumerKeywords, PullConsumerKeywords
+from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
 from librmq.errors import BrokerError, ConfigError
 from librmq.listener import ReconsumeLater
 from librmq.runtime.runner import ManualRunner
@@ -206,13 +204,6 @@ def test_consumers_have_a_useful_repr(one_queue: Kit) -> None:
     assert repr(consumer) == "<PushConsumer g@g, running, topics: t, queues: 2>"
     assert repr(consumer.client) == "Client('10.0.1.101@g', producers=[], consumers=['g'])"
     assert repr(PullConsumer(one_queue.broker, "p")) == "<PullConsumer p, created, topics: none, queues: 0>"
-
-
-@pytest.mark.parametrize(
-    ("config", "settings"), [(ConsumerConfig, ConsumerKeywords), (PullConsumerConfig, PullConsumerKeywords)]
-)
-def test_typed_keywords_are_the_settings(config: type[Any], settings: type[Any]) -> None:
-    assert set(get_type_hints(settings)) == {one.name for one in fields(config)}
 
 
 @pytest.mark.rmq(store_config=StoreConfig.tiny(enable_property_filter=False))
