@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from librmq.broker.group_differences import comparable, describe_differences
-from librmq.broker.groups import Groups
+from librmq.broker.groups import Groups, comparable, describe_differences
 from librmq.broker.long_polling import HeldRequests
 from librmq.broker.topics import Topics
 from librmq.errors import RmqError

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from librmq.broker.group_differences import describe_differences
+from librmq.broker.groups import describe_differences
 from librmq.cluster.sites import site_of
 from librmq.errors import AllocationError, ConfigError, GroupMismatchError
 from librmq.java.lang import utf16_order

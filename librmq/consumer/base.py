@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
-from librmq.broker.group_differences import comparable
+from librmq.broker.groups import comparable
 from librmq.client.allocation import refuse_differences
 from librmq.client.client import Client, LifeCycle, Startable, State, client_of
 from librmq.config import to_seconds

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from librmq.broker.clients import GroupConnections
-from librmq.broker.group_differences import TopicDifference, comparable, group_differences
+from librmq.broker.groups import TopicDifference, comparable, group_differences
 from librmq.diagnosis.findings import Finding, Thresholds, counted, cut_evidence, id_ranges, sample_evidence
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import Lag, QueueLag, is_uneven, lag

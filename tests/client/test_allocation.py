@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from librmq.broker.group_differences import group_differences
+from librmq.broker.groups import group_differences
 from librmq.client import allocation
 from librmq.client.allocation import (
     AllocationStrategy,

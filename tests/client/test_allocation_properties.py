@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.broker.group_differences import group_differences
+from librmq.broker.groups import group_differences
 from librmq.client.allocation import (
     AllocationStrategy,
     allocate_averagely,
