@@ -149,14 +149,15 @@ def starts(bench: Bench, _: Path, *, with_queues: bool) -> Timed:
     import pyarrow as pa
 
     from librmq.columns.options import ReadOptions, ReadSelection
-    from librmq.columns.planner import PlannedStore
+    from librmq.columns.planned_store import PlannedStore
+    from librmq.columns.planner import log_parts
     from librmq.columns.read import _Task
     from librmq.files.disk import DiskFiles
 
     path = store_of(bench.count(MESSAGES))
     options = ReadOptions((path,), view="log", selection=ReadSelection(internal=True))
-    with PlannedStore.open(path, ReadSelection(internal=True), "FAILFAST") as planned:
-        (part,) = planned.log_parts(1, bytes_a_part=1 << 50)
+    with PlannedStore.open(path, options) as planned:
+        (part,) = log_parts(planned, ReadSelection(), 1, bytes_a_part=1 << 50)
     assert part.walk is not None
     task = _Task(options, pa.schema([]), part, DiskFiles())
     yield
@@ -489,7 +490,7 @@ def write_frame(given: dict[str, tuple[Any, int]], folder: Path, *, source: str)
 READER: Final = """
 import json, sys
 from librmq.spark.options import ReadOptions, ReadSelection
-from librmq.columns.planner import PlannedStore
+from librmq.columns.planner import plan
 from librmq.columns.read import Reading
 from librmq.columns.decode import default_columns
 from librmq.spark.source import arrow_schema, schema_of
@@ -500,8 +501,7 @@ def status(name):
         if line.startswith(name + ":"):
             return int(line.split()[1]) / 1024
 schema = arrow_schema(schema_of(default_columns(options)), options)
-with PlannedStore.open(path, ReadSelection(), "FAILFAST") as store:
-    parts = store.parts(list(store.narrowed(ReadSelection(), "earliest", "latest", strict=True).items()), 1)
+parts = plan(options)
 before, mapped, most = status("RssAnon"), status("RssFile"), [0.0, 0.0]
 for part in parts:
     for batch in Reading(options, schema).read(part):

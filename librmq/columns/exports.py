@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 from librmq.columns.decode import CORRUPT, TYPES
 from librmq.columns.export_files import DATE, ExportState, ParquetFolder, TextFile
 from librmq.columns.options import Mode, ReadOptions
-from librmq.columns.planner import PlannedStore
+from librmq.columns.planned_store import PlannedStore
 from librmq.columns.record_batches import ReaderKeywords, Store, batches_of, selection
 from librmq.columns.remote import RemoteFiles, RemoteStore
 from librmq.errors import ConfigError
@@ -130,14 +130,7 @@ def export(
         fresh.check(state, path)
         target: ParquetFolder | TextFile
         target = ParquetFolder(path, state) if form == "parquet" else TextFile(path, state)
-        with PlannedStore.open(
-            options.paths[0],
-            options.selection,
-            options.mode,
-            source_files,
-            as_recovered=options.as_recovered,
-            checksums=options.checksums,
-        ) as planned:
+        with PlannedStore.open(options.paths[0], options, source_files) as planned:
             # Include queues whose entries the writer has not written yet, and which therefore have no folder.
             ends = {(topic, str(queue_id)): queue.end for (topic, queue_id), queue in planned.queues.items()}
             skipped = planned.is_cut_short or any(

@@ -8,53 +8,33 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from typing import Any, Final, TypedDict, Unpack, cast, get_args
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from librmq.columns.decode import TYPES, columns_of, default_columns
-from librmq.columns.options import LARGEST_OFFSET, LATEST, Mode, Part, ReadOptions, ReadSelection, View, check_filters
-from librmq.columns.planner import PARTITION_BYTES, PlannedStore, Ranges, plan
+from librmq.columns.options import (
+    LARGEST_OFFSET,
+    LATEST,
+    Mode,
+    Predicate,
+    ReadOptions,
+    ReadSelection,
+    View,
+    check_filters,
+)
+from librmq.columns.planner import plan
 from librmq.columns.processes import SharedReader
-from librmq.columns.pruning import predicate_of, pruned
-from librmq.columns.read import Reading, slice_entries
+from librmq.columns.read import Reading
 from librmq.columns.remote import RemoteFiles, RemoteStore, check_storage_options, located
 from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError
 from librmq.files.interface import Files
-
-# ---- plans for other processes
-
-
-def plan_for_others(
-    options: ReadOptions,
-    files: Files | None = None,
-    *,
-    bytes_a_part: int = PARTITION_BYTES,
-    prune: Callable[[PlannedStore, Ranges, ReadOptions], Ranges] | None = None,
-) -> list[Part]:
-    """Plan a read as `plan` does, in parts that need no mirror of this process."""
-    if not isinstance(files, RemoteFiles):
-        return plan(options, files, bytes_a_part=bytes_a_part, prune=prune)
-    parts = plan(files.mirrored(options), files, bytes_a_part=bytes_a_part, prune=prune)
-    return [_portable(part, files) for part in parts]
-
-
-def _portable(part: Part, files: RemoteFiles) -> Part:
-    """Return a part of a remote store with its entries and the place of the log; others stay as they are."""
-    store = files.store(part.path)
-    if store is None:
-        return part
-    slices = []
-    for share in part.slices:
-        entries = b"".join(block.tobytes() for _, block in slice_entries(part, share, files, []))
-        slices.append(replace(share, inline_from=share.begin, inline=entries))
-    return replace(part, path=store.url, slices=tuple(slices), remote=store.log)
-
 
 Store = str | os.PathLike[str] | RemoteStore
 Stores = Store | Sequence[Store]
@@ -153,7 +133,7 @@ def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.
     paths, files = _located_stores(store, settings)
     options = _options(paths, settings)
     if (expression := settings.get("filter")) is not None:
-        options = replace(options, predicate=predicate_of(expression, options))
+        options = replace(options, predicate=_predicate_of(expression, options))
     schema = _schema(options, settings.get("columns"))
     processes = settings.get("processes", 1)
     if type(processes) is not int or not 1 <= processes <= _MOST_PROCESSES:
@@ -216,11 +196,9 @@ def batches_of(
     """Plan a read, and return its batches as a stream; of several processes a busy caller's only receives them."""
     if processes > 1:
         shared = replace(options, min_partitions=processes)
-        planned = partial(plan_for_others, shared, files, bytes_a_part=_SHARED_PART_BYTES, prune=pruned)
+        planned = partial(plan, shared, files, bytes_a_part=_SHARED_PART_BYTES, is_portable=True)
         return SharedReader(options, schema, planned, processes, is_busy=is_busy)
-    if isinstance(files, RemoteFiles):
-        options = files.mirrored(options)
-    parts = plan(options, files, prune=pruned)
+    parts = plan(options, files)
 
     def batches() -> Iterator[pa.RecordBatch]:
         reading = Reading(options, schema, files)
@@ -276,6 +254,35 @@ def _options(paths: tuple[str, ...], settings: ReaderKeywords) -> ReadOptions:
         several=len(paths) > 1,
     )
     return _with_offsets(options, settings.get("offsets"))
+
+
+def _predicate_of(expression: pc.Expression, options: ReadOptions) -> Predicate:
+    """Return an expression with the columns that it reads.
+
+    Raises:
+        ConfigError: It is no expression, or does not match the columns of the view.
+    """
+    if not isinstance(expression, pc.Expression):
+        raise ConfigError(
+            "filter: expected an expression such as pyarrow.compute.field('topic') == 'orders', "
+            f"found {expression!r:.80}"
+        )
+    names = sorted(columns_of(options.view))
+    fields = [pa.field(name, TYPES[name]) for name in names]
+    row = pa.table([pa.nulls(1, field.type) for field in fields], schema=pa.schema(fields))
+    try:
+        row.filter(expression)  # without a row, Arrow does not see that times with and without zone are compared
+    except pa.ArrowException as error:
+        reason = str(error).partition("\n")[0].partition(f" in {names[0]}:")[0]  # a list of all columns follows
+        raise ConfigError(f"filter: {reason}; the columns are {', '.join(names)}") from error
+    columns = []
+    for left_out in names:
+        without = pa.schema([field for field in fields if field.name != left_out])
+        try:
+            without.empty_table().filter(expression)
+        except pa.ArrowInvalid:
+            columns.append(left_out)
+    return Predicate(expression, tuple(columns))
 
 
 def _with_offsets(options: ReadOptions, offsets: Any) -> ReadOptions:

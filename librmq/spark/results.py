@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 
 from librmq.clock import SystemClock
 from librmq.columns.options import DataLossError
-from librmq.columns.planner import PlannedStore
+from librmq.columns.planned_store import PlannedStore
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import make_folders
@@ -228,9 +228,7 @@ def _range(read: MessageRead, paths: Sequence[str], ends: Ends, *, strict: bool)
     default_topics = {} if read.first_sends_only or "topic" in read.options else {"topicPattern": "(?s).*"}
     for path in paths:
         options = parse_read_options({**default_topics, **read.options, "path": path})
-        with PlannedStore.open(
-            path, options.selection, options.mode, as_recovered=options.as_recovered, checksums=options.checksums
-        ) as store:
+        with PlannedStore.open(path, options) as store:
             is_damaged |= bool(store.damage)
             for (topic, queue_id), queue in store.queues.items():
                 last_end = ends.get(path, {}).get(topic, {}).get(str(queue_id))

@@ -168,14 +168,13 @@ class Reader(DataSourceReader):
 
     def partitions(self) -> list[InputPartition]:
         """Examine the stores, on the driver, and cut the read into tasks."""
-        from librmq.columns.record_batches import plan_for_others
+        from librmq.columns.planner import plan
         from librmq.columns.remote import RemoteFiles, RemoteStore, located
 
         remote = [located(path, self._options.storage_options) for path in self._options.paths if "://" in path]
         stores = {store.url: store for store in remote if isinstance(store, RemoteStore)}
-        return [
-            InputPartition(part) for part in plan_for_others(self._options, RemoteFiles(stores) if stores else None)
-        ]
+        parts = plan(self._options, RemoteFiles(stores) if stores else None, is_portable=True)
+        return [InputPartition(part) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read a task's rows, in a worker."""

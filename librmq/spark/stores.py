@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
-from librmq.columns.options import Mode, ReadSelection
-from librmq.columns.planner import PlannedStore
+from librmq.columns.options import Mode, ReadOptions, ReadSelection
+from librmq.columns.planned_store import PlannedStore
 from librmq.diagnosis.survey.message_sums import parse_time
 from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
@@ -62,9 +62,13 @@ def queues(spark: SparkSession, paths: Paths, mode: Mode = "FAILFAST") -> DataFr
     """Return store, topic, queueId, minOffset, maxOffset of every queue; ``mode`` is the source's option."""
     rows = []
     for path in paths_of(paths):
-        with PlannedStore.open(path, ReadSelection(internal=True), mode) as store:
+        with PlannedStore.open(path, _all_queues(path, mode)) as store:
             rows += [(path, *name, queue.begin, queue.end) for name, queue in store.queues.items()]
     return _frame(spark, rows, "store string, topic string, queueId int, minOffset bigint, maxOffset bigint")
+
+
+def _all_queues(path: str, mode: Mode) -> ReadOptions:
+    return ReadOptions((path,), selection=ReadSelection(internal=True), mode=mode)
 
 
 def offsets(spark: SparkSession, paths: Paths) -> DataFrame:
@@ -103,7 +107,7 @@ def backlog(
 
     rows: list[tuple[Any, ...]] = []
     for path in paths_of(paths):
-        with PlannedStore.open(path, ReadSelection(internal=True), mode) as store:
+        with PlannedStore.open(path, _all_queues(path, mode)) as store:
             if store.damage:
                 return None
             rows += _backlog(store, topics, groups)

@@ -26,7 +26,8 @@ from pyspark.sql.streaming.datasource import (
 
 from librmq.clock import SystemClock
 from librmq.columns.options import LARGEST_OFFSET, DataLossError, ReadOptions
-from librmq.columns.planner import PlannedStore
+from librmq.columns.planned_store import PlannedStore
+from librmq.columns.planner import queue_parts
 from librmq.errors import ConfigError, RmqError
 from librmq.spark.options import StreamLimits
 
@@ -237,10 +238,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     ranges[name] = range(max(begin, queue.begin), min(until, queue.end))
             ranges = {name: offsets for name, offsets in ranges.items() if len(offsets)}
             if ranges:
-                parts += map(
-                    InputPartition,
-                    store.parts(list(ranges.items()), options.min_partitions, entries_only=options.view == "queues"),
-                )
+                entries_only = options.view == "queues"
+                of_store = queue_parts(store, list(ranges.items()), options.min_partitions, entries_only=entries_only)
+                parts += map(InputPartition, of_store)
         return parts
 
     def commit(self, end: Offset) -> None:
@@ -278,19 +278,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _refreshed_stores(self) -> Mapping[str, PlannedStore]:
         """Return the stores in their present state."""
-        options = self._options
-        for path in options.paths:
+        for path in self._options.paths:
             store = self._stores.get(path)
             if store is None:
-                self._stores[path] = PlannedStore.open(
-                    path,
-                    options.selection,
-                    options.mode,
-                    as_recovered=options.as_recovered,
-                    checksums=options.checksums,
-                )
+                self._stores[path] = PlannedStore.open(path, self._options)
             else:
-                store.refresh(options.selection, options.mode)
+                store.refresh()
         return self._stores
 
     # ------------------------------------------------------------------------------------------------------ in workers

@@ -21,7 +21,7 @@ import pytest
 import librmq.columns
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.columns.options import OffsetTimes, ReadOptions, ReadSelection, View
-from librmq.columns.planner import PlannedStore
+from librmq.columns.planned_store import PlannedStore
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAStoreError, StoreError
 from librmq.files.disk import DiskFiles
@@ -277,15 +277,13 @@ def test_an_end_by_time_in_a_store_that_cannot_be_opened(path: Path, tmp_path: P
         (str(tmp_path / "s"),),
         selection=ReadSelection(topics=frozenset("A")),
         mode="DROPMALFORMED",
+        fail_on_data_loss=False,
         starting={"A": {"0": 3}},
         ending=OffsetTimes({"A": {"0": middle}}),
     )
-    with PlannedStore.open(str(tmp_path / "s"), options.selection, options.mode) as planned:
-        planned.check_order(options)
+    with PlannedStore.open(str(tmp_path / "s"), options) as planned:
         end = planned.queues["A", 0].end
-        assert planned.narrowed(options.selection, options.starting, options.ending, strict=False)["A", 0] == range(
-            3, end
-        )
+        assert planned.narrowed()["A", 0] == range(3, end)
 
 
 def test_lines_of_other_processes_reach_the_callers_log(
@@ -349,10 +347,10 @@ def test_planning_again_keeps_no_queue_open(path: Path, tmp_path: Path) -> None:
         gc.collect()
         return sum(type(one) is ConsumeQueue for one in gc.get_objects())
 
-    with PlannedStore.open(str(copy), ReadSelection(), "PERMISSIVE") as store:
+    with PlannedStore.open(str(copy), ReadOptions((str(copy),), mode="PERMISSIVE")) as store:
         before = held()
         for _ in range(3):
-            store.refresh(ReadSelection(), "PERMISSIVE")
+            store.refresh()
         assert held() <= before
 
 

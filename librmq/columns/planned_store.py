@@ -1,0 +1,534 @@
+"""A store as a read sees it: which offsets its queues have, and where in the log their entries lead.
+
+It is opened as a read-only `MessageStore`, beside a writer or not. Entries that are in no file yet are kept, 20 bytes
+each: a writer updates queues in batches, and a crash can leave entries unwritten.
+
+A store can have many thousands of queues of a few entries. Mapping such a queue takes several times as long as reading
+it, so its entries are kept from one read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Self
+
+import numpy as np
+
+from librmq.columns.options import (
+    EARLIEST,
+    LATEST,
+    REST,
+    DataLossError,
+    OffsetBounds,
+    OffsetTimes,
+    ReadOptions,
+)
+from librmq.columns.remote import fetch
+from librmq.config import ENTRY_SIZE, StoreConfig, suggest
+from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue, Entries, QueueEntry, entry_dtype
+from librmq.consumequeue_entries import places_and_sizes
+from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
+from librmq.files.disk import DiskFiles
+from librmq.files.interface import Damage, Files
+from librmq.files.rolling import MappingPool, file_name
+from librmq.message.record import header_struct
+from librmq.message.topics import is_system_topic
+from librmq.store import MessageStore
+from librmq.store.engine.store_parts import QueueName, QueueState
+from librmq.store.format import directory
+from librmq.store.format.checkpoint import has_abort
+
+_SHORT: Final = 1 << 10
+"""Most bytes of entries to keep in memory for a queue."""
+_READ: Final = 1 << 13
+"""Most bytes to read of a queue's file, whose used part is known in blocks."""
+_AT_ONCE: Final = 4096
+"""Most entries of a queue to read at once, instead of searching among them one by one."""
+
+
+@dataclass(slots=True)
+class ShortQueue:
+    """The entries of a queue with a single file, in memory."""
+
+    min_offset: int
+    max_offset: int
+    _first: int
+    _raw: bytes
+
+    @classmethod
+    def read(cls, folder: str, file_size: int, files: Files, state: QueueState) -> Self | None:
+        """Return the queue in ``folder``; None if it is not short, or not as in ``state``: open it to see why."""
+        file = files.read_sole_file(folder, file_size, _READ)
+        if file is None or not 0 < len(file[1]) <= _SHORT or not (file[0].isdigit() and len(file[0]) == 20):
+            return None
+        raw = file[1] + bytes(-len(file[1]) % ENTRY_SIZE)
+        first = int(file[0]) // ENTRY_SIZE
+        places, sizes = places_and_sizes(raw)
+        as_closed = (first + len(places), places[-1] + sizes[-1]) == (state.max_offset, state.max_physic_offset)
+        if not as_closed or min(sizes) <= 0 or min(places) < 0 or HOLE_SIZE in sizes:
+            return None
+        return cls(max(first, state.min_offset), state.max_offset, first, raw)
+
+    def entry(self, queue_offset: int) -> QueueEntry | None:
+        """Return the entry at ``queue_offset``, None outside `min_offset` to `max_offset`."""
+        if not self.min_offset <= queue_offset < self.max_offset:
+            return None
+        return QueueEntry._make(ENTRY.unpack_from(self._raw, (queue_offset - self._first) * ENTRY_SIZE))
+
+    def entries(self, begin: int, end: int) -> Entries:
+        """Return the entries from ``begin`` to ``end``."""
+        every = np.frombuffer(self._raw, entry_dtype())
+        return every[max(begin, self.min_offset) - self._first : max(end - self._first, 0)]
+
+
+@dataclass(slots=True)
+class QueueRange:
+    """A planned queue."""
+
+    begin: int
+    end: int
+    inline_from: int
+    inline: bytes
+    entries: ConsumeQueue | ShortQueue
+    """Reader of the queue's entries."""
+
+    def place(self, queue_offset: int) -> int:
+        """Return the physical offset in an entry."""
+        entry = self.entries.entry(queue_offset)
+        return -1 if entry is None else entry.physical_offset
+
+    def pieces(self, offsets: range, bounds: Sequence[int]) -> list[range]:
+        """Return the parts of ``offsets`` before, between and after ``bounds``, ascending places of the log."""
+        if not bounds:
+            return [offsets]
+        if len(offsets) <= _AT_ONCE:
+            places = stored_entries(self.entries, offsets.start, offsets.stop)["physical_offset"]
+            ends = np.minimum(offsets.start + np.searchsorted(places, bounds), offsets.stop).tolist()
+        else:
+            ends, at = [], offsets.start
+            for bound in bounds:
+                at = bisect_left(range(offsets.stop), bound, at, offsets.stop, key=self.place)
+                ends.append(at)
+        return [range(begin, end) for begin, end in zip([offsets.start, *ends], [*ends, offsets.stop], strict=True)]
+
+
+def stored_entries(queue: ConsumeQueue | ShortQueue, begin: int, end: int) -> Entries:
+    """Return the entries from ``begin`` to ``end``, damaged ones too; fewer if files were deleted."""
+    if isinstance(queue, ShortQueue):
+        return queue.entries(begin, end)
+    blocks = []
+    at = begin
+    while at < end and (raw := queue.read(at, end - at)):
+        blocks.append(raw)
+        at += len(raw) // ENTRY_SIZE
+    return np.frombuffer(b"".join(blocks), entry_dtype())
+
+
+_COMPARED: Final = 4096
+_LOOKED_AT: Final = 8
+_MAPPED_FILES: Final = 16
+_IDENTITY: Final = header_struct("queue_id", "queue_offset", "physical_offset", "born_timestamp")
+
+
+@dataclass(slots=True)
+class PlannedStore:
+    """A store at the time of planning."""
+
+    path: str
+    options: ReadOptions
+    config: StoreConfig
+    log_begin: int
+    log_end: int
+    queues: dict[QueueName, QueueRange]
+    damage: list[Damage] = field(default_factory=list)
+    _store: MessageStore | None = None
+    _files: Files = field(default_factory=DiskFiles)
+    _pool: MappingPool = field(default_factory=lambda: MappingPool(_MAPPED_FILES))  # of the queues opened here
+    _opened: list[ConsumeQueue] = field(default_factory=list)
+    _cut: Damage | None = None
+    """Where a recovery would end the log, if it is read as recovered and opening has passed over the damage."""
+    _ends_as_recovered: bool = True
+
+    @classmethod
+    def open(cls, path: str, options: ReadOptions, files: Files | None = None) -> PlannedStore:
+        """Open the store in ``path``, and plan the queues that ``options`` select.
+
+        Raises:
+            NotAStoreError: There is no store in ``path``.
+            CorruptionError: The store is visibly damaged, and the mode is ``FAILFAST``; read as recovered, a log that
+                ends before sound records is not.
+        """
+        files = files or DiskFiles()
+        fails = options.mode == "FAILFAST"
+        damage: list[Damage] = []
+        try:
+            store: MessageStore | None = MessageStore.open(path, read_only=True, files=files)
+        except CorruptionError as error:
+            if fails:
+                raise
+            store = None
+            damage.append(_damage_of(error))
+        config = directory.infer_config(path, files) if store is None else store.config
+        planned = cls(path, options, config, 0, 0, {}, damage, store, files)
+        if fails and options.as_recovered and options.checksums and store is not None:
+            planned._cut = store.check_covered()
+        try:
+            planned._plan_queues()
+        except BaseException:
+            planned.close()
+            raise
+        return planned
+
+    def refresh(self) -> None:
+        """Plan again with what the writer has stored since."""
+        if self._store is not None:
+            self._store.refresh()
+        self._plan_queues()
+
+    @property
+    def _fails(self) -> bool:
+        """Whether damage raises."""
+        return self.options.mode == "FAILFAST"
+
+    def _plan_queues(self) -> None:
+        files, store, as_recovered = self._files, self._store, self.options.as_recovered
+        cut = None if store is None else store.cut_short
+        if cut is not None and self._fails and not as_recovered:
+            hint = "(mode PERMISSIVE reads them, as recovered they are left out)"
+            what = f"{cut.what}; the log ends at {cut.offset}"
+            if cut.bytes:
+                what += f"; {cut.bytes} bytes with sound records follow {hint}"
+            raise CorruptionError(cut.file, cut.offset, cut.kind, what)
+        # After a crash, bytes that a recovery would cut are no damage if no sound record is among them.
+        self._ends_as_recovered = self._fails or as_recovered or (cut is None and has_abort(files, self.path))
+        self.config = config = self.config if store is None else store.config
+        self.queues = {}
+        self._close_opened()
+        if store is not None:
+            self.log_begin, self.log_end = store.log.begin, store.log.end
+        if store is None or not self._ends_as_recovered:
+            starts = _log_files(self.path, config, files)
+            self.log_begin = min(starts, default=0) if store is None else self.log_begin
+            self.log_end = max(starts) + config.commitlog_file_size if starts else 0
+        if self._cut is not None:
+            self.log_end = self._cut.offset
+        states = {} if store is None else store.queues.states()
+        for name in sorted(self._names()):
+            if self.options.selection.queue(*name):
+                try:
+                    self.queues[name] = self._before_cut(self._queue(name, states.get(name)))
+                except CorruptionError as error:
+                    if self._fails:
+                        raise
+                    if _damage_of(error) not in self.damage:
+                        self.damage.append(_damage_of(error))
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the log ends here although sound records, or entries of queues, follow."""
+        return self._cut is not None or (self._store is not None and self._store.cut_short is not None)
+
+    def _names(self) -> Iterable[QueueName]:
+        return directory.list_queues(self.path, self._files) if self._store is None else self._store.queues
+
+    def close(self) -> None:
+        """Close the store, and unmap its files."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        self._close_opened()
+
+    def _close_opened(self) -> None:
+        for queue in self._opened:
+            queue.close()
+        self._opened = []
+
+    def __enter__(self) -> PlannedStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _queue(self, name: QueueName, state: QueueState | None) -> QueueRange:
+        store = self._store
+        differs = store is not None and store.queues.differs(name)
+        if state is not None and not differs:
+            folder, size = directory.queue_folder(self.path, *name), self.config.consumequeue_file_size
+            if (short := ShortQueue.read(folder, size, self._files, state)) is not None:
+                begin, end = self._first_kept(short), short.max_offset
+                return QueueRange(begin, end, end, b"", short)
+        queue = self._stored_queue(name) if store is None else store.queues[name]
+        begin, end = self._first_kept(queue), queue.max_offset
+        if differs:
+            return self._recovered(name, queue, begin)
+        inline_from = queue.stored_end
+        inline = queue.entries(inline_from, end).tobytes() if inline_from < end else b""
+        return QueueRange(begin, end, inline_from, inline, queue)
+
+    def _stored_queue(self, name: QueueName) -> ConsumeQueue:
+        """Return a queue as its files have it."""
+        folder, size = directory.queue_folder(self.path, *name), self.config.consumequeue_file_size
+        queue = ConsumeQueue.open(folder, size, files=self._files, pool=self._pool, writable=False)
+        self._opened.append(queue)
+        return queue
+
+    def _recovered(self, name: QueueName, queue: ConsumeQueue, begin: int) -> QueueRange:
+        """Return the range of a queue that a recovery in memory changed."""
+        assert self._store is not None
+        end = queue.max_offset
+        try:
+            stored = self._stored_queue(name)
+        except CorruptionError:  # a crash left a file of another length
+            return QueueRange(begin, end, begin, queue.entries(begin, end).tobytes(), queue)
+        crashed = self._ends_as_recovered and (self.options.as_recovered or has_abort(self._files, self.path))
+        if stored.max_offset > end and self._store.recovered and not crashed:
+            # Entries lead beyond the readable log, and not because of a crash, after which recovery would cut them.
+            behind = range(max(end, stored.max_offset - _LOOKED_AT), stored.max_offset)
+            if any(self._is_record(stored, at) for at in behind):
+                if self._fails:
+                    cut = self._store.recovered[0]
+                    raise CorruptionError(
+                        cut.file, cut.offset, cut.kind, f"{cut.what}; messages follow (mode PERMISSIVE reads them)"
+                    )
+                return QueueRange(begin, stored.max_offset, stored.max_offset, b"", stored)
+            if not has_abort(self._files, self.path):  # it was closed, so the messages were in the log
+                self._report_lost(name, range(end, stored.max_offset))
+        inline_from = _first_difference(queue, stored, thorough=bool(self._store.recovered))
+        inline = queue.entries(inline_from, end).tobytes() if inline_from < end else b""
+        return QueueRange(begin, end, inline_from, inline, queue)
+
+    def _report_lost(self, name: QueueName, offsets: range) -> None:
+        lost = Damage(
+            directory.queue_folder(self.path, *name),
+            offsets.start * ENTRY_SIZE,
+            "missing",
+            f"the log lacks the messages of queue offsets {offsets.start} to {offsets.stop - 1}: its last files are "
+            "missing or damaged",
+        )
+        if self._fails:
+            raise CorruptionError(lost.file, lost.offset, lost.kind, f"{lost.what} (mode PERMISSIVE reads the rest)")
+        if lost not in self.damage:
+            self.damage.append(lost)
+
+    def _first_kept(self, queue: ConsumeQueue | ShortQueue) -> int:
+        """Return the first queue offset whose message is still in the log; the end if retention deleted all of them.
+
+        A queue keeps its last file, so the entries of a quiet topic outlive their messages.
+        """
+        begin, end = queue.min_offset, queue.max_offset
+
+        def place(queue_offset: int) -> int:
+            entry = queue.entry(queue_offset)
+            return -1 if entry is None else entry.physical_offset
+
+        if begin >= end or place(begin) >= self.log_begin:
+            return begin
+        return bisect_left(range(end), self.log_begin, begin, end, key=place)
+
+    def _before_cut(self, queue: QueueRange) -> QueueRange:
+        """Return the queue without the messages that a recovery would cut."""
+        if self._cut is None:
+            return queue
+        end = bisect_left(range(queue.end), self._cut.offset, queue.begin, queue.end, key=queue.place)
+        inline = queue.inline[: max(end - queue.inline_from, 0) * ENTRY_SIZE]
+        return replace(queue, end=end, inline_from=min(queue.inline_from, end), inline=inline)
+
+    def _is_record(self, stored: ConsumeQueue, queue_offset: int) -> bool:
+        assert self._store is not None
+        with contextlib.suppress(StoreError, RecordError, AttributeError):
+            entry = stored.entry(queue_offset)
+            log = self._store.log
+            raw = b"" if entry is None else log.data_at(entry.physical_offset, min(entry.size, 64))
+            return len(raw) >= 36 and int.from_bytes(raw[28:36], "big") == entry.physical_offset  # type: ignore[union-attr]
+        return False
+
+    # ------------------------------------------------------------------------------------------------ where to begin
+
+    def offset_of(self, name: QueueName, offsets: OffsetBounds, default: int) -> int:
+        """Return the queue offset to which ``startingOffsets`` or ``endingOffsets`` refers for a queue.
+
+        ``default`` is `EARLIEST` for a begin and `LATEST` for an end, which also serve where times can't be looked up.
+        """
+        queue = self.queues[name]
+        bound: Any = default
+        if offsets == "earliest":
+            bound = EARLIEST
+        elif offsets == "latest":
+            bound = LATEST
+        else:
+            bound = self._bounds_of_store(offsets).get(name[0], {}).get(str(name[1]), default)
+            if isinstance(offsets, OffsetTimes) and bound >= 0:
+                if self._has_times:
+                    return self.first_at(name, bound)
+                bound = default
+        return queue.begin if bound == EARLIEST else queue.end if bound == LATEST else int(bound)
+
+    def _bounds_of_store(self, offsets: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the offsets for this store: its own where they are by store, else all."""
+        by_store = any(isinstance(below, Mapping) for ids in offsets.values() for below in ids.values())
+        bounds: Mapping[str, Any] = offsets.get(self.path, {}) if by_store else offsets
+        return bounds
+
+    @property
+    def _has_times(self) -> bool:
+        """Whether messages can be looked up by time: not in a store that is too damaged to open."""
+        return self._store is not None
+
+    def first_at(self, name: QueueName, timestamp_ms: int) -> int:
+        """Return the first queue offset whose message was stored at ``timestamp_ms`` or later.
+
+        In a store that is too damaged to open it is the first offset of the queue.
+        """
+        queue = self.queues[name]
+        if not self._has_times:
+            return queue.begin
+
+        def stored(queue_offset: int) -> int:
+            timestamp_ms = self.stored_at(name, queue_offset)
+            return -1 if timestamp_ms is None else timestamp_ms
+
+        return bisect_left(range(queue.end), timestamp_ms, queue.begin, queue.end, key=stored)
+
+    def stored_at(self, name: QueueName, queue_offset: int) -> int | None:
+        """Return the store time of a message; None if it is unreadable."""
+        entry = self.queues[name].entries.entry(queue_offset)
+        if entry is None or self._store is None:
+            return None
+        self._fetch(entry.physical_offset, entry.size)
+        return self._store.log.store_timestamp_ms(entry.physical_offset, entry.size)
+
+    def has_message(self, physical_offset: int, queue_id: int, queue_offset: int, born_ms: int) -> bool:
+        """Return whether the log has this message, or can't tell, because it is deleted or unreadable."""
+        if self._store is None or physical_offset < self.log_begin:
+            return True
+        if physical_offset + _IDENTITY.size > self.log_end:
+            return False
+        self._fetch(physical_offset, _IDENTITY.size)
+        raw = self._store.log.data_at(physical_offset, _IDENTITY.size)
+        identity = _IDENTITY.unpack(raw) if len(raw) == _IDENTITY.size else ()
+        return identity == (queue_id, queue_offset, physical_offset, born_ms)
+
+    def _fetch(self, physical_offset: int, size: int) -> None:
+        """Fetch bytes of the log, if the store is remote."""
+        place = physical_offset % self.config.commitlog_file_size
+        fetch(self._files, self.path, file_name(physical_offset - place), [(place, place + size)])
+
+    def narrowed(self) -> dict[QueueName, range]:
+        """Return the wanted offsets of each wanted queue.
+
+        Raises:
+            ConfigError: The wanted offsets name a queue that the read does not have, or begin after their end.
+            DataLossError: Some of them are gone, and the options treat that as an error.
+        """
+        options = self.options
+        starting, ending, conditions = options.starting, options.ending, options.selection
+        for offsets, setting in zip((starting, ending), options.offset_settings, strict=True):
+            self.check_names(offsets, setting)
+        self._check_order()
+        ranges: dict[QueueName, range] = {}
+        for name, queue in self.queues.items():
+            begin, end = self.offset_of(name, starting, EARLIEST), self.offset_of(name, ending, LATEST)
+            begin = queue.begin if begin == EARLIEST else begin
+            end = queue.end if end == LATEST else end
+            if options.fail_on_data_loss:
+                self.check_loss(name, begin, min(end, 1 << 62) if ending not in ("earliest", "latest") else queue.end)
+            begin, end = max(begin, queue.begin, conditions.begin_offset), min(end, queue.end, conditions.end_offset)
+            if conditions.begin_ms is not None and begin < end:
+                begin = max(begin, self.first_at(name, conditions.begin_ms))
+            if conditions.end_ms is not None and begin < end and self._has_times:  # else each row is compared
+                end = min(end, self.first_at(name, conditions.end_ms))
+            if begin < end:
+                ranges[name] = range(begin, end)
+        return ranges
+
+    def check_loss(self, name: QueueName, begin: int, end: int) -> None:
+        """Raise `DataLossError` if offsets from ``begin`` to ``end`` are not all there."""
+        queue = self.queues[name]
+        if begin < queue.begin or max(begin, end) > queue.end:
+            expected = f"offsets {begin} to {end}" if begin <= end else f"offset {begin}"
+            raise DataLossError(
+                f"{self.path}: topic {name[0]!r}, queue {name[1]}: expected {expected}, found {queue.begin} to "
+                f"{queue.end}; {REST}"
+            )
+
+    def _check_order(self) -> None:
+        """Raise `ConfigError` if the wanted offsets of a queue, or their times, begin after their end."""
+        options = self.options
+        starting, ending = (
+            f"{setting}{'ByTimestamp' if isinstance(offsets, OffsetTimes) else ''}"
+            for setting, offsets in zip(options.offset_settings, (options.starting, options.ending), strict=True)
+        )
+        for name in self.queues:
+            first, last = self._explicit_bound(name, options.starting), self._explicit_bound(name, options.ending)
+            if first in (None, EARLIEST) or last in (None, LATEST):
+                continue
+            assert first is not None
+            assert last is not None
+            if min(first, last) >= 0 and isinstance(options.starting, OffsetTimes) == isinstance(
+                options.ending, OffsetTimes
+            ):
+                bounds = first, last
+            else:
+                bounds = self.offset_of(name, options.starting, EARLIEST), self.offset_of(name, options.ending, LATEST)
+            if bounds[0] > bounds[1]:
+                raise ConfigError(
+                    f"{starting} and {ending.removeprefix('option ')}: {self.path}: topic {name[0]!r}, "
+                    f"queue {name[1]}: expected a begin that is not after the end, found {bounds[0]} and {bounds[1]}"
+                )
+
+    def _explicit_bound(self, name: QueueName, offsets: OffsetBounds) -> int | None:
+        """Return what the caller asked for a queue: an offset or a time; None if nothing."""
+        if isinstance(offsets, str):
+            return EARLIEST if offsets == "earliest" else LATEST
+        bound: int | None = self._bounds_of_store(offsets).get(name[0], {}).get(str(name[1]))
+        return bound
+
+    def check_names(self, offsets: OffsetBounds, setting: str) -> None:
+        """Raise `ConfigError` if ``offsets`` name a queue that the store does not have or the read does not want.
+
+        ``setting`` is what the caller calls these offsets.
+        """
+        if isinstance(offsets, str):
+            return
+        if isinstance(offsets, OffsetTimes):
+            setting += "ByTimestamp"
+        for topic, ids in self._bounds_of_store(offsets).items():
+            for queue_id in ids:
+                if (topic, int(queue_id)) not in self.queues:
+                    queues = {f"{name[0]}:{name[1]}" for name in self._names() if not is_system_topic(name[0])}
+                    hint = suggest(f"{topic}:{queue_id}", queues)
+                    raise ConfigError(
+                        f"{setting}: {self.path} has no queue {queue_id} of topic {topic!r} to read; {hint}"
+                    )
+
+
+def _damage_of(error: CorruptionError) -> Damage:
+    return Damage(error.file, error.offset, error.kind, error.what)
+
+
+def _first_difference(queue: ConsumeQueue, stored: ConsumeQueue, *, thorough: bool) -> int:
+    """Return the first queue offset at which the files differ from ``queue``."""
+    end = min(queue.max_offset, stored.max_offset)
+    offset = max(queue.min_offset, end) if end < queue.max_offset else queue.max_offset
+    while end > queue.min_offset:
+        begin = max(queue.min_offset, end - _COMPARED)
+        ours, theirs = queue.entries(begin, end), stored_entries(stored, begin, end)
+        count = min(len(ours), len(theirs))
+        different = np.flatnonzero(ours[:count] != theirs[:count])
+        if len(different):
+            offset = begin + int(different[0])
+        elif count < len(ours):
+            offset = begin + count
+        elif not thorough:
+            break
+        end = begin
+    return offset
+
+
+def _log_files(path: str, config: StoreConfig, files: Files) -> list[int]:
+    entries: Iterable[Any] = files.list(os.path.join(path, directory.COMMITLOG))
+    return [int(entry.name) for entry in entries if entry.name.isdigit() and entry.size == config.commitlog_file_size]
