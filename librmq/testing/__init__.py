@@ -1,7 +1,8 @@
 """Tests of stores and of applications that send and consume messages: a kit, an explorer of schedules, file seams.
 
 `Kit` is a broker under a clock that the test moves; with pytest it is the fixture ``rmq``. `explore` runs a test under
-many legal schedules; with pytest it is the marker ``rmq_explore``. The rest are file seams for tests of stores.
+many legal schedules; with pytest it is the marker ``rmq_explore``. `check_history` finds what is wrong in the history
+of a run. The rest are file seams for tests of stores.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from librmq.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
+    from librmq.testing.anomalies import Anomaly as Anomaly
+    from librmq.testing.anomalies import check_history as check_history
     from librmq.testing.crash_images import CrashImages as CrashImages
     from librmq.testing.crash_images import Image as Image
     from librmq.testing.evidence import UndeliveredWarning as UndeliveredWarning

@@ -133,6 +133,7 @@ EXPORTS = {
         "upgrade_tables",
     ],
     "testing": [
+        "Anomaly",
         "CrashImages",
         "DeliveryAttempt",
         "Elapsed",
@@ -152,6 +153,7 @@ EXPORTS = {
         "UndeliveredWarning",
         "UnknownGroupError",
         "UnsoundStoreError",
+        "check_history",
         "explore",
     ],
     "wire.remote": ["ClusterAdmin", "GroupProgress", "QueueBounds", "RemoteRoute", "connect"],

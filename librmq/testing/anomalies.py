@@ -1,0 +1,973 @@
+"""Anomalies of a history: what contradicts the promises of RocketMQ, with the events that show it.
+
+`docs/histories.md` lists them. A message that one kind names is left out of the kinds after it, so that a fault has one
+name. Each rule first finds its rows with arrays, and then describes only these.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from librmq.testing.history_events import (
+    ABSENT,
+    COMMIT,
+    ENDED_DIED,
+    ENDED_OK,
+    ENDED_RETRY,
+    ENDLESS,
+    FAILED,
+    OK,
+    ROLLBACK,
+    RUNNING,
+    HistoryEvents,
+    Integers,
+    Table,
+)
+
+KINDS: Final = (
+    "phantom",
+    "aborted",
+    "offset-conflict",
+    "early",
+    "send-order",
+    "overlap",
+    "delivery-order",
+    "attempts",
+    "repeat",
+    "progress-ahead",
+    "progress-back",
+    "effect-twice",
+    "undecided",
+    "lost",
+)
+"""The kinds of anomalies, in the order in which they are looked for."""
+
+Mask = NDArray[np.bool_]
+_NONE: Final = np.zeros(0, np.int64)
+_LARGEST_SHRUNK: Final = 60
+"""Deliveries of a message up to which the evidence of a repeat is made as small as possible."""
+
+
+class Anomaly(NamedTuple):
+    """Something that should not be in a history. Fields that do not apply are None."""
+
+    anomaly: str
+    """Its kind, one of `KINDS`."""
+    at_ms: int
+    """When it happened, on the clock of the history."""
+    id: str | int | None
+    """The message."""
+    group: str | None
+    """The consumer group."""
+    topic: str | None
+    """The topic of the place; for a retry, the retry topic."""
+    broker: str | None
+    queue_id: int | None
+    queue_offset: int | None
+    events: tuple[int, ...]
+    """Numbers of the lines, from 1, of the smallest set of events that shows it."""
+    what: str
+    """One sentence about it."""
+
+
+def check_history(events: Iterable[Mapping[str, Any]]) -> list[Anomaly]:
+    """Return the anomalies of a history, by their times.
+
+    Args:
+        events: The events, in any order; `docs/histories.md` describes their fields. The first one is line 1.
+
+    Raises:
+        InputError: One of them is not an event of a history; the error names its line.
+    """
+    history = HistoryEvents()
+    history.add(events)
+    return find_anomalies(history)
+
+
+def find_anomalies(history: HistoryEvents) -> list[Anomaly]:
+    """Return the anomalies of a history that has been read, by their times."""
+    return sorted(_Check(history).anomalies(), key=_order)
+
+
+def _order(anomaly: Anomaly) -> tuple[object, ...]:
+    place = (anomaly.topic or "", anomaly.broker or "", anomaly.queue_id or 0, anomaly.queue_offset or 0)
+    return anomaly.at_ms, KINDS.index(anomaly.anomaly), str(anomaly.id), anomaly.group or "", place, anomaly.events
+
+
+# ---- arrays
+
+
+class _Rows:
+    """The rows of a table by a key."""
+
+    def __init__(self, keys: Integers) -> None:
+        self._order = np.argsort(keys, kind="stable")
+        self._keys = keys[self._order]
+
+    def __call__(self, key: int) -> list[int]:
+        """Return the rows of a key, in their order."""
+        first, end = np.searchsorted(self._keys, (key, key + 1))
+        rows: list[int] = self._order[first:end].tolist()
+        return rows
+
+
+def _take(table: Table, rows: Integers | Mask) -> dict[str, Integers]:
+    return {name: column[rows] for name, column in table.items()}
+
+
+def _distinct(values: Integers) -> Integers:
+    """Return values in order, each once."""
+    values = np.sort(values)
+    return values[np.diff(values, prepend=values[:1] - 1) > 0]
+
+
+def _is_in(values: Integers, chosen: Sequence[int] | Integers) -> Mask:
+    """Return which values are among the chosen ones."""
+    distinct = _distinct(np.asarray(chosen, np.int64))
+    if not len(distinct):
+        return np.zeros(len(values), bool)
+    nearest: Integers = distinct[np.minimum(np.searchsorted(distinct, values), len(distinct) - 1)]
+    return np.equal(nearest, values)
+
+
+def _highest_earlier(keys: Integers, values: Integers, counts: Mask | None = None) -> Integers:
+    """Return for each row the earlier row of the same key with the largest value, -1 for none.
+
+    Only rows in ``counts`` are returned; among equal values the later row is.
+    """
+    size = len(keys)
+    by_value = np.argsort(values, kind="stable")
+    ranks = np.empty(size, np.int64)
+    ranks[by_value] = np.arange(1, size + 1)
+    if counts is not None:
+        ranks[~counts] = 0
+    order = np.argsort(keys, kind="stable")
+    is_first = np.ones(size, bool)
+    is_first[1:] = keys[order[1:]] != keys[order[:-1]]
+    base = (np.cumsum(is_first) - 1) * (size + 1)
+    highest = np.maximum.accumulate(ranks[order] + base) - base
+    earlier = np.zeros(size, np.int64)
+    earlier[1:] = highest[:-1]
+    earlier[is_first] = 0
+    rows = np.full(size, -1)
+    rows[order] = np.where(earlier > 0, by_value[earlier - 1], -1)
+    return rows
+
+
+def _highest_before(
+    keys: Integers, end_ms: Integers, values: Integers, query_keys: Integers, query_ms: Integers
+) -> Integers:
+    """Return for each query the row of its key that ended before, with the largest value; -1 for none."""
+    every_ms = np.concatenate((query_ms, end_ms))
+    is_row = np.repeat((False, True), (len(query_ms), len(end_ms)))
+    every_key = np.concatenate((query_keys, keys))
+    order = np.lexsort((is_row, every_ms))  # at the same time a query comes first
+    every_value = np.concatenate((np.zeros_like(query_ms), values))
+    highest = _highest_earlier(every_key[order], every_value[order], is_row[order])
+    rows = np.full(len(order), -1)
+    rows[order] = np.where(highest >= 0, order[highest] - len(query_ms), -1)
+    return rows[: len(query_ms)]
+
+
+def _eras(mark_keys: Integers, mark_ms: Integers, keys: Integers, at_ms: Integers, *, after: bool) -> Integers:
+    """Return numbers that rise with each mark of a key; ``after`` says whether marks at the same time come before."""
+    if not len(mark_ms):
+        return np.zeros(len(keys), np.int64)
+    rank = np.concatenate((np.ones(len(mark_ms), np.int64), np.full(len(at_ms), 2 * after)))
+    order = np.lexsort((rank, np.concatenate((mark_ms, at_ms)), np.concatenate((mark_keys, keys))))
+    eras = np.empty(len(order), np.int64)
+    eras[order] = np.cumsum(rank[order] == 1)
+    return eras[len(mark_ms) :]
+
+
+# ---- the rules
+
+
+class _Check:
+    """One check of a history. Rows of sends and deliveries are in the order in which rules count them."""
+
+    def __init__(self, history: HistoryEvents) -> None:
+        tables = history.tables()
+        self._ids: list[Any] = list(history.names["id"])
+        self._id_numbers = history.names["id"]
+        self.texts = {field: sorted(history.names[field]) for field in ("process", "topic", "broker", "group")}
+        self._effects = {field: list(history.names[field]) for field in ("name", "key")}
+        self._groups = {self.texts["group"].index(name): rules for name, rules in history.groups.items()}
+        self.tables = tables
+        self._queue_ids = _distinct(
+            np.concatenate([tables[event]["queue_id"] for event in ("send", "deliver", "assign", "revoke", "commit")])
+        )
+        self._queues = len(self._queue_ids) * max(1, len(self.texts["broker"])) * max(1, len(self.texts["topic"]))
+        self._sends = self._ordered_sends()
+        self._deliveries = self._ordered_deliveries()
+        self._left_out = np.zeros(len(self._ids), bool)
+        """Messages that a kind has named, by the number of their ids."""
+        self._sends_by_id = _Rows(self._sends["id"])
+        self._ends_by_id = _Rows(tables["end_transaction"]["id"])
+
+    def anomalies(self) -> Iterator[Anomaly]:
+        """Yield the anomalies by their kinds."""
+        for rule in (self._phantoms, self._aborted, self._offset_conflicts, self._early):
+            named: list[Anomaly] = list(rule())
+            yield from named
+        self._live_sends = _take(self._sends, ~self._left_out[self._sends["id"]])
+        self._live = _take(self._deliveries, ~self._left_out[self._deliveries["id"]])
+        yield from self._send_order()
+        yield from self._order_of_deliveries()
+        yield from self._attempts_and_repeats()
+        yield from self._progress()
+        yield from self._effects_twice()
+        yield from self._undecided_and_lost()
+
+    # ---- rows
+
+    def queue(self, table: Table, topic: Integers) -> Integers:
+        """Return the numbers of queues, which rise by topic, broker and queue id."""
+        ranks = np.searchsorted(self._queue_ids, table["queue_id"])
+        return (topic * len(self.texts["broker"]) + table["broker"]) * len(self._queue_ids) + ranks
+
+    def _ordered_sends(self) -> dict[str, Integers]:
+        sends = dict(self.tables["send"])
+        is_placed = (sends["outcome"] == OK) & (sends["half"] != 1) & (sends["not_before_ms"] == ABSENT)
+        sends["queue"] = np.where(is_placed, self.queue(sends, sends["topic"]), -1)
+        keys = [sends[name] for name in ("queue_offset", "queue", "end_ms", "begin_ms")]
+        return _take(sends, np.lexsort(keys))
+
+    def _ordered_deliveries(self) -> dict[str, Integers]:
+        rows = dict(self.tables["deliver"])
+        rows["read_topic"] = np.where(rows["stored_in"] >= 0, rows["stored_in"], rows["topic"])
+        rows["queue"] = self.queue(rows, rows["read_topic"])
+        rows["outcome"] = np.where(rows["outcome"] < 0, RUNNING, rows["outcome"])
+        rows["end_ms"] = np.where(rows["outcome"] == RUNNING, ENDLESS, rows["end_ms"])
+        crashes = self.crashes("process")
+        for row in np.flatnonzero(rows["outcome"] == RUNNING).tolist():
+            crash_ms = crashes.get(int(rows["process"][row]), ())
+            begin = bisect_left(crash_ms, int(rows["begin_ms"][row]))
+            if begin < len(crash_ms):
+                rows["end_ms"][row] = crash_ms[begin]
+                rows["outcome"][row] = ENDED_DIED
+        # What is equal in all that counts: deliveries that do not end well first.
+        tie = (rows["outcome"] == ENDED_OK) * 1
+        names = ("queue", "process", "group")
+        keys = [rows[name] for name in names] + [tie]
+        keys += [rows[name] for name in ("attempt", "queue_offset", "end_ms", "begin_ms")]
+        return _take(rows, np.lexsort(keys))
+
+    def crashes(self, field: str) -> dict[int, list[int]]:
+        """Return the times of crashes by process or broker."""
+        crashes = defaultdict(list)
+        table = self.tables["crash"]
+        for number, at_ms in zip(table[field].tolist(), table["at_ms"].tolist(), strict=True):
+            if number >= 0:
+                crashes[number].append(at_ms)
+        return {number: sorted(times) for number, times in crashes.items()}
+
+    def _support(self, message: int, before_ms: int = ENDLESS) -> list[int]:
+        """Return the lines without which a delivered message would be a phantom, aborted or early."""
+        sends = self._sends
+        rows = [row for row in self._sends_by_id(message) if sends["outcome"][row] != FAILED]
+        if not rows:
+            return [int(sends["line"][row]) for row in self._sends_by_id(message)[:1]]
+        first = min(rows, key=lambda row: (max(0, int(sends["not_before_ms"][row])), row))
+        lines = [int(sends["line"][first])]
+        if sends["half"][first] == 1:
+            ends = self.tables["end_transaction"]
+            commits = [
+                row
+                for row in self._ends_by_id(message)
+                if ends["decision"][row] == COMMIT and ends["outcome"][row] != FAILED
+            ]
+            if commits:
+                lines.append(int(ends["line"][min(commits, key=lambda row: int(ends["begin_ms"][row]))]))
+        return lines
+
+    # ---- descriptions
+
+    def _queue_text(self, table: Table, row: int, topic: str = "topic") -> str:
+        names = (self.texts["topic"][table[topic][row]], self.texts["broker"][table["broker"][row]])
+        return "/".join((*names, str(table["queue_id"][row])))
+
+    def _anomaly(
+        self,
+        kind: str,
+        at_ms: int,
+        events: Iterable[int],
+        what: str,
+        *,
+        message: int | None = None,
+        group: int | None = None,
+        place: tuple[Table, int] | None = None,
+    ) -> Anomaly:
+        """Return an anomaly; ``place`` is the row of a table with the queue, and the offset where one applies."""
+        topic = broker = queue_id = queue_offset = None
+        if place is not None:
+            table, row = place
+            topic = self.texts["topic"][table["read_topic" if "read_topic" in table else "topic"][row]]
+            if table["queue"][row] >= 0:
+                broker = self.texts["broker"][table["broker"][row]]
+                queue_id, queue_offset = int(table["queue_id"][row]), int(table["queue_offset"][row])
+        return Anomaly(
+            kind,
+            int(at_ms),
+            None if message is None else self._ids[message],
+            None if group is None else self.texts["group"][group],
+            topic,
+            broker,
+            queue_id,
+            queue_offset,
+            tuple(sorted({int(line) for line in events})),
+            what,
+        )
+
+    def _of_delivery(self, kind: str, row: int, events: Iterable[int], what: str, rows: Table | None = None) -> Anomaly:
+        """Return an anomaly of a delivery, with ``{group}`` and ``{id}`` of the sentence filled in."""
+        rows = self._deliveries if rows is None else rows
+        message, group = int(rows["id"][row]), int(rows["group"][row])
+        return self._anomaly(
+            kind,
+            int(rows["begin_ms"][row]),
+            [*events, int(rows["line"][row])],
+            what,
+            message=message,
+            group=group,
+            place=(rows, row),
+        )
+
+    # ---- messages that should not be there
+
+    def _phantoms(self) -> Iterator[Anomaly]:
+        is_sent = np.zeros(len(self._ids), bool)
+        is_sent[self._sends["id"]] = True
+        rows, letters = self._deliveries, self.tables["dead_letter"]
+        first: dict[int, tuple[int, int, int, int]] = {}
+        for row in np.flatnonzero(~is_sent[rows["id"]]).tolist():
+            first.setdefault(int(rows["id"][row]), (int(rows["begin_ms"][row]), 0, row, 0))
+        for row in np.flatnonzero(~is_sent[letters["id"]]).tolist():
+            message = int(letters["id"][row])
+            letter = (int(letters["at_ms"][row]), 1, int(letters["group"][row]), row)
+            first[message] = min(first.get(message, letter), letter)
+        for message, (at_ms, is_letter, row, letter_row) in first.items():
+            self._left_out[message] = True
+            if not is_letter:
+                what = f"Group {self._group(rows, row)} got {self._ids[message]}, which was never sent."
+                yield self._of_delivery("phantom", row, (), what)
+                continue
+            what = f"{self._ids[message]} is a dead letter of group {self.texts['group'][row]}, but was never sent."
+            events = [int(letters["line"][letter_row])]
+            yield self._anomaly("phantom", at_ms, events, what, message=message, group=row)
+
+    def _aborted(self) -> Iterator[Anomaly]:
+        sends, rows, ends = self._sends, self._deliveries, self.tables["end_transaction"]
+        size = len(self._ids)
+        first = np.full(size, -1)
+        first[rows["id"][::-1]] = np.arange(len(rows["id"]))[::-1]
+        is_sent, is_stored, is_plain, is_rolled_back = (np.zeros(size, bool) for _ in range(4))
+        is_sent[sends["id"]] = True
+        is_stored[sends["id"][sends["outcome"] != FAILED]] = True
+        is_plain[sends["id"][(sends["outcome"] != FAILED) & (sends["half"] != 1)]] = True
+        self._is_half = is_stored & ~is_plain
+        commit_ms = np.full(size, ENDLESS)
+        commits = (ends["decision"] == COMMIT) & (ends["outcome"] != FAILED)
+        np.minimum.at(commit_ms, ends["id"][commits], ends["begin_ms"][commits])
+        is_rolled_back[ends["id"][(ends["decision"] == ROLLBACK) & (ends["outcome"] == OK)]] = True
+        begin_ms = np.where(first >= 0, rows["begin_ms"][first], ENDLESS) if len(rows["id"]) else commit_ms
+        is_delivered = (first >= 0) & ~self._left_out
+        is_refused = is_delivered & is_sent & ~is_stored
+        is_early = is_delivered & self._is_half & (begin_ms < commit_ms)
+        for message in np.flatnonzero(is_refused | is_early).tolist():
+            self._left_out[message] = True
+            row = int(first[message])
+            got = f"Group {self._group(rows, row)} got {self._ids[message]}"
+            events = self._support(message)[:1]
+            if is_refused[message]:
+                what = f"{got}, although every send of it failed."
+            elif commit_ms[message] != ENDLESS:
+                what = f"{got} {commit_ms[message] - begin_ms[message]} ms before its transaction began to commit."
+            elif is_rolled_back[message]:
+                what = f"{got}, although its transaction was rolled back."
+                events += [
+                    int(ends["line"][end])
+                    for end in self._ends_by_id(message)
+                    if ends["decision"][end] == ROLLBACK and ends["outcome"][end] == OK
+                ][:1]
+            else:
+                what = f"{got}, although nothing committed its transaction."
+            yield self._of_delivery("aborted", row, events, what)
+
+    def _offset_conflicts(self) -> Iterator[Anomaly]:
+        sends = _take(self._sends, (self._sends["queue"] >= 0) & ~self._left_out[self._sends["id"]])
+        rows = _take(self._deliveries, ~self._left_out[self._deliveries["id"]])
+        count = len(sends["id"])
+        queue, offset, ids = (np.concatenate((sends[name], rows[name])) for name in ("queue", "queue_offset", "id"))
+        order = np.lexsort((offset, queue))
+        queue, offset, ids = queue[order], offset[order], ids[order]
+        is_same = (queue[1:] == queue[:-1]) & (offset[1:] == offset[:-1])
+        conflicts = np.flatnonzero(is_same & (ids[1:] != ids[:-1]))
+        if not len(conflicts):
+            return
+        places = np.concatenate(([0], np.cumsum(~is_same)))
+        named: dict[int, tuple[int, int, tuple[int, int]]] = {}
+
+        def coming(holder: int) -> tuple[int, int, int, str]:
+            if holder < count:
+                return (
+                    0,
+                    int(sends["end_ms"][holder]),
+                    int(sends["begin_ms"][holder]),
+                    str(self._ids[sends["id"][holder]]),
+                )
+            return 1, holder, 0, ""
+
+        for place in _distinct(places[conflicts]).tolist():
+            begin, end = np.searchsorted(places, (place, place + 1))
+            holders = sorted(order[begin:end].tolist(), key=coming)
+            messages: dict[int, int] = {}
+            for holder in holders:
+                messages.setdefault(
+                    int((sends["id"] if holder < count else rows["id"])[holder - count * (holder >= count)]), holder
+                )
+            (first_message, first_holder), *later = messages.items()
+            self._left_out[first_message] = True
+            for message, holder in later:
+                self._left_out[message] = True
+                at_ms = int(sends["end_ms"][holder]) if holder < count else int(rows["begin_ms"][holder - count])
+                if message not in named or at_ms < named[message][0]:
+                    named[message] = (at_ms, holder, (first_message, first_holder))
+        for message, (at_ms, holder, (first_message, first_holder)) in named.items():
+            table, row = (sends, holder) if holder < count else (rows, holder - count)
+            lines = [int(table["line"][row])]
+            if holder >= count:
+                lines += self._support(message)
+            if first_holder < count:
+                lines.append(int(sends["line"][first_holder]))
+            else:
+                lines += [int(rows["line"][first_holder - count]), *self._support(first_message)]
+            verb = "stored" if holder < count else "read"
+            what = (
+                f"{self._ids[message]} was {verb} at offset {table['queue_offset'][row]} of "
+                f"{self._queue_text(table, row, 'topic' if holder < count else 'read_topic')}, "
+                f"where {self._ids[first_message]} was before."
+            )
+            group = None if holder < count else int(rows["group"][row])
+            yield self._anomaly("offset-conflict", at_ms, lines, what, message=message, group=group, place=(table, row))
+
+    def _early(self) -> Iterator[Anomaly]:
+        sends, rows = self._sends, self._deliveries
+        due_ms = np.full(len(self._ids), ENDLESS)
+        is_stored = sends["outcome"] != FAILED
+        asked_ms = np.where(sends["not_before_ms"] == ABSENT, 0, sends["not_before_ms"])
+        np.minimum.at(due_ms, sends["id"][is_stored], asked_ms[is_stored])
+        is_early = (rows["begin_ms"] < due_ms[rows["id"]]) & ~self._left_out[rows["id"]]
+        early = np.flatnonzero(is_early & _is_in(rows["id"], sends["id"][sends["not_before_ms"] != ABSENT]))
+        for row in early.tolist():
+            message = int(rows["id"][row])
+            if not self._left_out[message]:
+                self._left_out[message] = True
+                wait_ms = due_ms[message] - rows["begin_ms"][row]
+                what = f"Group {self._group(rows, row)} got {self._ids[message]} {wait_ms} ms before its delivery time."
+                yield self._of_delivery("early", row, self._support(message), what)
+
+    def _group(self, table: Table, row: int) -> str:
+        name: str = self.texts["group"][table["group"][row]]
+        return name
+
+    # ---- order
+
+    def _send_order(self) -> Iterator[Anomaly]:
+        sends = _take(self._live_sends, self._live_sends["queue"] >= 0)
+        keys, offset = sends["process"] * self._queues + sends["queue"], sends["queue_offset"]
+        highest = _highest_earlier(keys, offset)
+        suspects = _is_in(keys, keys[(highest >= 0) & (offset[highest] >= offset)])
+        if not suspects.any():
+            return
+        sends = _take(sends, suspects)
+        crashes = _take(self.tables["crash"], self.tables["crash"]["broker"] >= 0)
+        mark = (crashes["broker"], crashes["at_ms"])
+        ended = _eras(*mark, sends["broker"], sends["end_ms"], after=False)
+        begun = _eras(*mark, sends["broker"], sends["begin_ms"], after=True)
+        for row, first in self._falls(keys[suspects], sends, "queue_offset", ended, begun, is_equal_a_fall=True):
+            what = (
+                f"Process {self.texts['process'][sends['process'][row]]} sent {self._ids[sends['id'][row]]} after "
+                f"{self._ids[sends['id'][first]]} to {self._queue_text(sends, row)}, but it has offset "
+                f"{sends['queue_offset'][row]}, not above {sends['queue_offset'][first]}."
+            )
+            yield self._anomaly(
+                "send-order",
+                int(sends["end_ms"][row]),
+                (sends["line"][first], sends["line"][row]),
+                what,
+                message=int(sends["id"][row]),
+                place=(sends, row),
+            )
+
+    def _falls(
+        self,
+        keys: Integers,
+        rows: Table,
+        value: str,
+        ended: Integers,
+        begun: Integers,
+        counts: Mask | None = None,
+        *,
+        is_equal_a_fall: bool = False,
+    ) -> Iterator[tuple[int, int]]:
+        """Yield rows that begin after a row of their key and era had ended with a larger value, with that row."""
+        span = 1 + max(int(ended.max(initial=0)), int(begun.max(initial=0)))
+        counted = np.arange(len(keys)) if counts is None else np.flatnonzero(counts)
+        highest = _highest_before(
+            (keys * span + ended)[counted],
+            rows["end_ms"][counted],
+            rows[value][counted],
+            keys * span + begun,
+            rows["begin_ms"],
+        )
+        first = counted[highest] if len(counted) else highest
+        fall = rows[value][first] - rows[value]
+        for row in np.flatnonzero((highest >= 0) & (fall >= (not is_equal_a_fall))).tolist():
+            yield row, int(first[row])
+
+    def _order_of_deliveries(self) -> Iterator[Anomaly]:
+        ordered = [number for number, rules in self._groups.items() if rules.ordered]
+        rows = _take(self._live, _is_in(self._live["group"], ordered))
+        keys = rows["group"] * self._queues + rows["queue"]
+        longest = _highest_earlier(keys, rows["end_ms"])
+        for row in np.flatnonzero((longest >= 0) & (rows["end_ms"][longest] > rows["begin_ms"])).tolist():
+            first = int(longest[row])
+            what = (
+                f"In the ordered group {self._group(rows, row)} a delivery of {self._ids[rows['id'][row]]} began while "
+                f"one of {self._ids[rows['id'][first]]} ran in the same queue."
+            )
+            yield self._of_delivery("overlap", row, self._ordered_pair(rows, first, row), what, rows)
+        highest = _highest_earlier(keys, rows["queue_offset"])
+        suspects = _is_in(keys, keys[(highest >= 0) & (rows["queue_offset"][highest] > rows["queue_offset"])])
+        if not suspects.any():
+            return
+        rows = _take(rows, suspects)
+        ended, begun = (
+            self._delivery_eras(rows, "end_ms", after=False),
+            self._delivery_eras(rows, "begin_ms", after=True),
+        )
+        is_ok = rows["outcome"] == ENDED_OK
+        for row, first in self._falls(keys[suspects], rows, "queue_offset", ended, begun, is_ok):
+            what = (
+                f"In the ordered group {self._group(rows, row)} {self._ids[rows['id'][row]]} at offset "
+                f"{rows['queue_offset'][row]} was delivered after {self._ids[rows['id'][first]]} at offset "
+                f"{rows['queue_offset'][first]} of the same queue."
+            )
+            yield self._of_delivery("delivery-order", row, self._ordered_pair(rows, first, row), what, rows)
+
+    def _ordered_pair(self, rows: Table, first: int, second: int) -> list[int]:
+        """Return the lines that show two deliveries of an ordered group."""
+        lines = [self._groups[int(rows["group"][first])].line, int(rows["line"][first])]
+        for row in (first, second):
+            lines += self._support(int(rows["id"][row]))
+        return lines
+
+    def _delivery_eras(self, rows: Table, time: str, *, after: bool) -> Integers:
+        """Return numbers that rise with each assignment of a queue, reset of its topic, or crash."""
+        assigns, resets, crashes = (self.tables[event] for event in ("assign", "reset", "crash"))
+        topics = len(self.texts["topic"])
+        eras = _eras(
+            np.zeros_like(crashes["at_ms"]), crashes["at_ms"], np.zeros_like(rows["line"]), rows[time], after=after
+        )
+        eras = eras + _eras(
+            assigns["group"] * self._queues + self.queue(assigns, assigns["topic"]),
+            assigns["at_ms"],
+            rows["group"] * self._queues + rows["queue"],
+            rows[time],
+            after=after,
+        )
+        return eras + _eras(
+            resets["group"] * topics + resets["topic"],
+            resets["at_ms"],
+            rows["group"] * topics + rows["read_topic"],
+            rows[time],
+            after=after,
+        )
+
+    # ---- repeats
+
+    def _attempts_and_repeats(self) -> Iterator[Anomaly]:
+        size = len(self._ids)
+        scopes = self._live["group"] * size + self._live["id"]
+        order = np.argsort(scopes, kind="stable")
+        rows, scopes = _take(self._live, order), scopes[order]
+        attempt = np.minimum(rows["attempt"], len(scopes) + 2)
+        highest = _highest_earlier(scopes, attempt)
+        last = np.where(highest >= 0, attempt[highest], -1)
+        allowed = np.full(len(self.texts["group"]) + 1, ENDLESS)
+        for group, rules in self._groups.items():
+            allowed[group] = ENDLESS if rules.max_attempts is None else rules.max_attempts
+        is_skipped = attempt > last + 1
+        is_wrong = is_skipped | (rows["attempt"] >= allowed[rows["group"]])
+        wrong = _distinct(scopes[is_wrong])
+        for row in np.flatnonzero(is_wrong)[np.searchsorted(scopes[is_wrong], wrong)].tolist():
+            got = f"Group {self._group(rows, row)} got {self._ids[rows['id'][row]]} with attempt {rows['attempt'][row]}"
+            events = self._support(int(rows["id"][row]))
+            if is_skipped[row]:
+                what = f"{got} after attempt {last[row]}." if last[row] >= 0 else f"{got} first."
+            else:
+                what = f"{got}, but its attempts end with {allowed[rows['group'][row]] - 1}."
+                events.append(self._groups[int(rows["group"][row])].line)
+            yield self._of_delivery("attempts", row, events, what, rows)
+        self._ended_scopes(rows, scopes)
+        if len(wrong):
+            is_left = ~_is_in(scopes, wrong)
+            rows, scopes = _take(rows, is_left), scopes[is_left]
+        broadcast = [group for group, rules in self._groups.items() if rules.broadcast]
+        parts = scopes
+        if broadcast:
+            is_shared = _is_in(rows["group"], broadcast)
+            parts = scopes * (len(self.texts["process"]) + 1) + np.where(is_shared, rows["process"] + 1, 0)
+        again = _highest_earlier(parts, np.arange(len(parts)), rows["outcome"] == ENDED_OK) >= 0
+        if not again.any():
+            return
+        marks = _Marks(self)
+        parts_of, scopes_of = _Rows(parts), _Rows(scopes)
+        for part in _distinct(parts[again]).tolist():
+            messages = parts_of(part)
+            first_ms = int(rows["begin_ms"][scopes_of(int(scopes[messages[0]]))[0]])
+            for row in self._unexplained(rows, messages, first_ms, marks):
+                yield self._repeat(rows, messages, row, first_ms, marks)
+
+    def _unexplained(
+        self, rows: Table, part: Sequence[int], first_ms: int, marks: _Marks, sends: Sequence[int] | None = None
+    ) -> list[int]:
+        """Return those deliveries of a message in a group that nothing explains."""
+        message = int(rows["id"][part[0]])
+        if sends is None:
+            sends = [
+                int(self._sends["begin_ms"][row])
+                for row in self._sends_by_id(message)
+                if self._sends["outcome"][row] != FAILED
+            ]
+        retries: dict[int, list[int]] = defaultdict(list)
+        for row in part:
+            if rows["outcome"][row] in (ENDED_RETRY, ENDED_DIED):
+                retries[int(rows["attempt"][row]) + 1].append(int(rows["end_ms"][row]))
+        for times in retries.values():
+            times.sort()
+        repeats = []
+        resends, is_ended = 0, False
+        for number, row in enumerate(part):
+            begin_ms, times = int(rows["begin_ms"][row]), retries[int(rows["attempt"][row])]
+            if number and times and times[0] <= begin_ms:
+                times.pop(0)
+            elif number and not marks.lies_between(rows, row, part[:number], first_ms):
+                if sum(sent_ms <= begin_ms for sent_ms in sends) > resends + 1:
+                    resends += 1
+                elif is_ended:
+                    repeats.append(row)
+            is_ended = is_ended or rows["outcome"][row] == ENDED_OK
+        return repeats
+
+    def _repeat(self, rows: Table, part: Sequence[int], row: int, first_ms: int, marks: _Marks) -> Anomaly:
+        """Return the anomaly of a repeat, with the fewest of the deliveries before it that show it."""
+        evidence = [before for before in part if before <= row]
+
+        def shows(deliveries: Sequence[int]) -> bool:
+            highest = -1
+            for delivery in deliveries:
+                attempt = int(rows["attempt"][delivery])
+                if attempt > highest + 1:
+                    return False
+                highest = max(highest, attempt)
+            return row in self._unexplained(rows, deliveries, first_ms, marks, [-ENDLESS])
+
+        if len(evidence) <= _LARGEST_SHRUNK:
+            for delivery in evidence[:-1]:
+                fewer = [other for other in evidence if other != delivery]
+                if shows(fewer):
+                    evidence = fewer
+        message = int(rows["id"][row])
+        lines = [int(rows["line"][delivery]) for delivery in evidence]
+        what = (
+            f"Group {self._group(rows, row)} got {self._ids[message]} again with attempt {rows['attempt'][row]} after "
+            "a delivery that ended ok, and no retry, resend, rebalance, crash or reset explains it."
+        )
+        return self._of_delivery("repeat", row, [*lines, *self._support(message)], what, rows)
+
+    def _ended_scopes(self, rows: Table, scopes: Integers) -> None:
+        """Note when a delivery of each message in a group first ended with ``ok`` or ``retry``, and which ended ok."""
+        is_over = (rows["outcome"] == ENDED_OK) | (rows["outcome"] == ENDED_RETRY)
+        ended, end_ms = scopes[is_over], rows["end_ms"][is_over]
+        is_first = np.ones(len(ended), bool)
+        is_first[1:] = ended[1:] != ended[:-1]
+        starts = np.flatnonzero(is_first)
+        self._over = (ended[starts], np.minimum.reduceat(end_ms, starts) if len(starts) else end_ms)
+        self._consumed = scopes[rows["outcome"] == ENDED_OK]
+
+    def _done_ms(self, group: int) -> Integers:
+        """Return by message when a delivery in a group had ended with ``ok`` or ``retry``, or it was a dead letter."""
+        size = len(self._ids)
+        done_ms = np.full(size, ENDLESS)
+        scopes, end_ms = self._over
+        first, end = np.searchsorted(scopes, (group * size, (group + 1) * size))
+        done_ms[scopes[first:end] - group * size] = end_ms[first:end]
+        letters = _take(self.tables["dead_letter"], self.tables["dead_letter"]["group"] == group)
+        np.minimum.at(done_ms, letters["id"], letters["at_ms"])
+        return done_ms
+
+    def _takes(self, group: int) -> Mask | None:
+        """Return which messages the filter of a group takes; None for all."""
+        selects = self._groups[group].selects if group in self._groups else None
+        if selects is None:
+            return None
+        takes = np.zeros(len(self._ids), bool)
+        takes[[self._id_numbers[name] for name in selects if name in self._id_numbers]] = True
+        return takes
+
+    def _resets(self, choose: Callable[[int, int], int]) -> dict[tuple[int, int], int]:
+        """Return the first (``min``) or last (``max``) reset of groups and topics."""
+        resets: dict[tuple[int, int], int] = {}
+        table = self.tables["reset"]
+        for group, topic, at_ms in zip(*(table[name].tolist() for name in ("group", "topic", "at_ms")), strict=True):
+            resets[group, topic] = choose(resets.get((group, topic), at_ms), at_ms)
+        return resets
+
+    # ---- progress
+
+    def _progress(self) -> Iterator[Anomaly]:
+        commits = dict(self.tables["commit"])
+        commits["queue"] = self.queue(commits, commits["topic"])
+        order = np.lexsort([commits[name] for name in ("queue_offset", "at_ms", "queue", "group")])
+        commits = _take(commits, order)
+        yield from self._progress_ahead(commits)
+        keys = commits["group"] * self._queues + commits["queue"]
+        commits["begin_ms"] = commits["end_ms"] = commits["at_ms"]
+        highest = _highest_earlier(keys, commits["queue_offset"])
+        suspects = _is_in(keys, keys[(highest >= 0) & (commits["queue_offset"][highest] > commits["queue_offset"])])
+        if not suspects.any():
+            return
+        commits = _take(commits, suspects)
+        ended, begun = (self._progress_eras(commits, after=after) for after in (False, True))
+        for row, first in self._falls(keys[suspects], commits, "queue_offset", ended, begun):
+            what = (
+                f"Progress of group {self._group(commits, row)} in {self._queue_text(commits, row)} fell from "
+                f"{commits['queue_offset'][first]} to {commits['queue_offset'][row]} without a crash or a reset."
+            )
+            events = (commits["line"][first], commits["line"][row])
+            group = int(commits["group"][row])
+            yield self._anomaly("progress-back", commits["at_ms"][row], events, what, group=group, place=(commits, row))
+
+    def _progress_eras(self, commits: Table, *, after: bool) -> Integers:
+        resets, crashes = self.tables["reset"], self.tables["crash"]
+        topics = len(self.texts["topic"])
+        zeros = np.zeros_like(commits["line"])
+        return _eras(np.zeros_like(crashes["at_ms"]), crashes["at_ms"], zeros, commits["at_ms"], after=after) + _eras(
+            resets["group"] * topics + resets["topic"],
+            resets["at_ms"],
+            commits["group"] * topics + commits["topic"],
+            commits["at_ms"],
+            after=after,
+        )
+
+    def _progress_ahead(self, commits: Table) -> Iterator[Anomaly]:
+        ahead: dict[tuple[int, int], tuple[int, int, int]] = {}
+        sends = _take(self._live_sends, self._live_sends["queue"] >= 0)
+        order = np.lexsort((sends["queue_offset"], sends["queue"]))
+        sends = _take(sends, order)
+        resets = self._resets(min)
+        bounds = np.flatnonzero(np.diff(commits["group"] * self._queues + commits["queue"], prepend=-1, append=-1))
+        group, done_ms, takes = -1, _NONE, None
+        for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            if commits["group"][begin] != group:
+                group = int(commits["group"][begin])
+                done_ms = self._done_ms(group)
+                takes = self._takes(group)
+            first, last = np.searchsorted(sends["queue"], (commits["queue"][begin], commits["queue"][begin] + 1))
+            passed = np.maximum.accumulate(commits["queue_offset"][begin:end])
+            at = np.searchsorted(passed, sends["queue_offset"][first:last], side="right")
+            rows = first + np.flatnonzero(at < len(passed))
+            at = begin + at[at < len(passed)]
+            at_ms = commits["at_ms"][at]
+            is_ahead = (at_ms < done_ms[sends["id"][rows]]) & (
+                at_ms < resets.get((group, int(commits["topic"][begin])), ENDLESS)
+            )
+            if takes is not None:
+                is_ahead &= takes[sends["id"][rows]]
+            for row, commit in zip(rows[is_ahead].tolist(), at[is_ahead].tolist(), strict=True):
+                passing = (int(commits["at_ms"][commit]), row, commit)
+                key = (group, int(sends["id"][row]))
+                ahead[key] = min(ahead.get(key, passing), passing)
+        self._ahead = set(ahead)
+        for (group, message), (at_ms, row, commit) in ahead.items():
+            what = (
+                f"Group {self.texts['group'][group]} saved progress {commits['queue_offset'][commit]} in "
+                f"{self._queue_text(commits, commit)}, past {self._ids[message]} at offset "
+                f"{sends['queue_offset'][row]}, before a delivery of it had ended."
+            )
+            events = (sends["line"][row], commits["line"][commit])
+            yield self._anomaly("progress-ahead", at_ms, events, what, message=message, group=group, place=(sends, row))
+
+    def _effects_twice(self) -> Iterator[Anomaly]:
+        effects = self.tables["effect"]
+        effects = _take(effects, np.lexsort((effects["process"], effects["at_ms"])))
+        keys = effects["name"] * (len(self._effects["key"]) + 1) + effects["key"]
+        before = _highest_earlier(keys, np.arange(len(keys)))
+        rows_of = _Rows(keys)
+        for row in np.flatnonzero(before >= 0).tolist():
+            first = rows_of(int(keys[row]))[0]
+            name, key = self._effects["name"][effects["name"][row]], self._effects["key"][effects["key"][row]]
+            what = (
+                f"Effect {name} of {key} happened again, in process {self.texts['process'][effects['process'][row]]}, "
+                f"{effects['at_ms'][row] - effects['at_ms'][first]} ms after the first time."
+            )
+            events = (effects["line"][first], effects["line"][row])
+            yield self._anomaly("effect-twice", effects["at_ms"][row], events, what)
+
+    # ---- what never came
+
+    def _undecided_and_lost(self) -> Iterator[Anomaly]:
+        drained: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        table = self.tables["drained"]
+        for group, at_ms, line in zip(*(table[name].tolist() for name in ("group", "at_ms", "line")), strict=True):
+            if group in self._groups:
+                drained[group].append((at_ms, line))
+        sends = _take(self._live_sends, self._live_sends["outcome"] == OK)
+        rows_of = _Rows(sends["topic"])
+        topics = {name: number for number, name in enumerate(self.texts["topic"])}
+        rows_by_group = {
+            group: np.sort(
+                np.array(
+                    [
+                        row
+                        for name in set(self._groups[group].topics)
+                        if name in topics
+                        for row in rows_of(topics[name])
+                    ],
+                    np.int64,
+                )
+            )
+            for group in drained
+        }
+        for times in drained.values():
+            times.sort()
+        undecided = dict(self._undecided(sends, rows_by_group, drained))
+        yield from undecided.values()
+        self._left_out[list(undecided)] = True
+        last_resets = self._resets(max)
+        commit_ms = np.full(len(self._ids), ENDLESS)
+        ends = self.tables["end_transaction"]
+        is_commit = (ends["decision"] == COMMIT) & (ends["outcome"] == OK)
+        np.minimum.at(commit_ms, ends["id"][is_commit], ends["end_ms"][is_commit])
+        for group, rows in rows_by_group.items():
+            yield from self._lost(group, _take(sends, rows), drained[group], last_resets, commit_ms)
+
+    def _undecided(
+        self, sends: Table, rows_by_group: Mapping[int, Integers], drained: Mapping[int, list[tuple[int, int]]]
+    ) -> Iterator[tuple[int, Anomaly]]:
+        """Yield half messages without an end, and their anomalies."""
+        is_open = self._is_half & ~self._left_out
+        ends = self.tables["end_transaction"]
+        is_open[ends["id"][ends["outcome"] == OK]] = False
+        is_open[self.tables["discard"]["id"]] = False
+        first: dict[int, tuple[int, str, int, int, int]] = {}
+        for group, rows in rows_by_group.items():
+            takes = self._takes(group)
+            for row in rows[is_open[sends["id"][rows]]].tolist():
+                message = int(sends["id"][row])
+                after = bisect_left(drained[group], (int(sends["end_ms"][row]) + 1, 0))
+                if after < len(drained[group]) and (takes is None or takes[message]):
+                    at_ms, line = drained[group][after]
+                    drain = (at_ms, self.texts["group"][group], row, line, group)
+                    first[message] = min(first.get(message, drain), drain)
+        for message, (at_ms, name, row, line, group) in first.items():
+            what = (
+                f"Group {name} drained, but the half message {self._ids[message]} has neither a decision nor a discard."
+            )
+            events = (self._groups[group].line, int(sends["line"][row]), line)
+            place = (sends, row)
+            yield message, self._anomaly("undecided", at_ms, events, what, message=message, group=group, place=place)
+
+    def _lost(
+        self,
+        group: int,
+        sends: Table,
+        drained: Sequence[tuple[int, int]],
+        last_resets: Mapping[tuple[int, int], int],
+        commit_ms: Integers,
+    ) -> Iterator[Anomaly]:
+        size, takes = len(self._ids), self._takes(group)
+        is_due = ~self._left_out if takes is None else takes & ~self._left_out
+        first, end = np.searchsorted(self._consumed, (group * size, (group + 1) * size))
+        is_due[self._consumed[first:end] - group * size] = False
+        letters = self.tables["dead_letter"]
+        is_due[letters["id"][letters["group"] == group]] = False
+        is_due[[message for ahead_group, message in self._ahead if ahead_group == group]] = False
+        sends = _take(sends, is_due[sends["id"]])
+        visible_ms = np.where(sends["half"] == 1, np.maximum(sends["end_ms"], commit_ms[sends["id"]]), sends["end_ms"])
+        lost: set[int] = set()
+        drained_ms = [at_ms for at_ms, _ in drained]
+        for row in np.flatnonzero(visible_ms < drained_ms[-1]).tolist():
+            message = int(sends["id"][row])
+            after = bisect_left(drained_ms, max(int(visible_ms[row]) + 1, int(sends["not_before_ms"][row])))
+            reset_ms = last_resets.get((group, int(sends["topic"][row])), -ENDLESS)
+            if message in lost or after == len(drained) or reset_ms >= sends["begin_ms"][row]:
+                continue
+            lost.add(message)
+            at_ms, line = drained[after]
+            events = [self._groups[group].line, int(sends["line"][row]), line]
+            if sends["half"][row] == 1:
+                ends = self.tables["end_transaction"]
+                events += [
+                    int(ends["line"][end])
+                    for end in self._ends_by_id(message)
+                    if ends["decision"][end] == COMMIT and ends["outcome"][end] == OK and ends["end_ms"][end] < at_ms
+                ][:1]
+            what = (
+                f"Group {self.texts['group'][group]} drained, but {self._ids[message]} has neither a delivery that "
+                "ended ok nor a dead letter."
+            )
+            yield self._anomaly("lost", at_ms, events, what, message=message, group=group, place=(sends, row))
+
+
+class _Marks:
+    """Assignments, revocations, crashes and resets, which explain repeats, with sorted times."""
+
+    def __init__(self, check: _Check) -> None:
+        tables = check.tables
+        self._queues: dict[tuple[int, int], list[int]] = defaultdict(list)
+        processes: dict[int, set[int]] = defaultdict(set)
+        for event in ("assign", "revoke"):
+            table = tables[event]
+            queues = check.queue(table, table["topic"])
+            for group, queue, at_ms in zip(
+                table["group"].tolist(), queues.tolist(), table["at_ms"].tolist(), strict=True
+            ):
+                self._queues[group, queue].append(at_ms)
+        span = len(check.texts["process"]) + 1
+        for event in ("assign", "deliver"):
+            for pair in _distinct(tables[event]["group"] * span + tables[event]["process"]).tolist():
+                processes[pair // span].add(pair % span)
+        crashes = check.crashes("process")
+        self._processes = {
+            group: sorted(at_ms for process in members for at_ms in crashes.get(process, ()))
+            for group, members in processes.items()
+        }
+        self._brokers = check.crashes("broker")
+        self._resets: dict[tuple[int, int], list[int]] = defaultdict(list)
+        table = tables["reset"]
+        for group, topic, at_ms in zip(*(table[name].tolist() for name in ("group", "topic", "at_ms")), strict=True):
+            self._resets[group, topic].append(at_ms)
+        for times in (*self._queues.values(), *self._resets.values()):
+            times.sort()
+
+    def lies_between(self, rows: Table, row: int, earlier: Iterable[int], first_ms: int) -> bool:
+        """Return whether one lies between the first delivery of a message in a group and the one in a row."""
+        begin_ms, group = int(rows["begin_ms"][row]), int(rows["group"][row])
+        places = [*earlier, row]
+        times = [
+            self._processes.get(group, ()),
+            *(self._queues.get((group, int(rows["queue"][place])), ()) for place in places),
+            *(self._brokers.get(int(rows["broker"][place]), ()) for place in places),
+            self._resets.get((group, int(rows["topic"][row])), ()),
+            self._resets.get((group, int(rows["read_topic"][row])), ()),
+        ]
+        return any((after := bisect_left(every, first_ms)) < len(every) and every[after] <= begin_ms for every in times)
