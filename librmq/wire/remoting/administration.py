@@ -97,6 +97,8 @@ _MISSING: Final[Mapping[type[Any], ResponseCode]] = {
 }
 """Refusals of deletions where nothing is there, which succeed."""
 _MOST_ENTRIES: Final = 10_000
+_MAX_INT: Final = (1 << 31) - 1
+"""No limit, in settings and counts of Java."""
 
 
 class AdminRequests:
@@ -128,6 +130,10 @@ class AdminRequests:
             RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: self._client_progress,
             RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS: self._client_progress,
             RequestCode.CONSUME_MESSAGE_DIRECTLY: self._consume_directly,
+            RequestCode.GET_BROKER_RUNTIME_INFO: self._runtime,
+            RequestCode.GET_BROKER_CONFIG: self._config,
+            RequestCode.UPDATE_BROKER_CONFIG: self._check_settings,
+            RequestCode.VIEW_BROKER_STATS_DATA: self._stats,
             **served(broker.call, QueryMessages, ViewMessage, CleanUnusedTopics, DeleteExpiredFiles),
             **served(broker.call, SetGroup, ResetGroup, TopicGroups),
         }
@@ -187,7 +193,7 @@ class AdminRequests:
         table: dict[ObjectKey, dict[str, int]] = {}
         for queue in self._queues(header.topic):
             begin, end = self._broker.store.queue_range(queue.topic, queue.queue_id)
-            updated = max(stored_ms(self._broker, queue.topic, queue.queue_id), 0)
+            updated = max(stored_ms(self._broker, queue.topic, queue.queue_id, end - 1), 0)
             table[queue_key(queue)] = {"lastUpdateTimestamp": updated, "maxOffset": end, "minOffset": begin}
         return call.answer(body=write_body({"offsetTable": table}))
 
@@ -254,10 +260,7 @@ class AdminRequests:
         for queue in self._queues(topic):
             end = self._broker.store.queue_range(topic, queue.queue_id)[1]
             consumed = self._broker.consumer_offset(group, topic, queue.queue_id)
-            last_ms = 0
-            if consumed:
-                messages = self._broker.store.read(topic, queue.queue_id, consumed - 1, 1).messages
-                last_ms = messages[0].store_timestamp_ms if messages else 0
+            last_ms = max(stored_ms(self._broker, topic, queue.queue_id, consumed - 1), 0) if consumed else 0
             row = {"brokerOffset": end, "consumerOffset": max(consumed or 0, 0), "lastTimestamp": last_ms}
             table[queue_key(queue)] = row
         return table
@@ -268,12 +271,12 @@ class AdminRequests:
         for queue in self._queues(header.topic):
             at = header.topic, queue.queue_id
             consumed = self._broker.consumer_offset(header.group, *at) or 0
-            first_ms, last_ms = stored_ms(self._broker, *at, first=True), stored_ms(self._broker, *at)
-            next_ms = self._stored_ms_at(*at, consumed)
+            begin, end = self._broker.store.queue_range(*at)
+            next_ms = stored_ms(self._broker, *at, consumed)
             times = {
-                "consumeTimeStamp": self._stored_ms_at(*at, consumed - 1) if consumed else first_ms,
-                "maxTimeStamp": last_ms,
-                "minTimeStamp": first_ms,
+                "consumeTimeStamp": stored_ms(self._broker, *at, consumed - 1 if consumed else begin),
+                "maxTimeStamp": stored_ms(self._broker, *at, end - 1),
+                "minTimeStamp": stored_ms(self._broker, *at, begin),
             }
             rows.append(
                 {
@@ -284,11 +287,6 @@ class AdminRequests:
                 }
             )
         return call.answer(body=write_body({"consumeTimeSpanSet": rows}))
-
-    def _stored_ms_at(self, topic: str, queue_id: int, queue_offset: int) -> int:
-        """Return the store time in ms of a message; -1 if there is none."""
-        messages = self._broker.store.read(topic, queue_id, queue_offset, 1).messages
-        return messages[0].store_timestamp_ms if messages else -1
 
     def _all_offsets(self, call: RemotingCall) -> bytes:
         """Answer with the progress of all groups, or of the delay levels."""
@@ -416,45 +414,7 @@ class AdminRequests:
         call.frame.body = message.raw
         self._relay(call)
 
-
-def _shown_time(ms: int) -> str:
-    """Return a time as 4.9 shows it, in the machine's time zone."""
-    return f"{datetime.fromtimestamp(ms // 1000):%Y-%m-%d#%H:%M:%S}:{ms % 1000:03}"
-
-
-def _version(made_ms: int) -> dict[str, int]:
-    return {"counter": 0, "timestamp": made_ms}
-
-
-def _producer_row(session: ClientChannel) -> dict[str, Any]:
-    return {
-        "clientId": session.client_id,
-        "language": session.language,
-        "lastUpdateTimestamp": session.beat_ms,
-        "remoteIP": f"/{session.address}",
-        "version": session.version,
-    }
-
-
-# ---- state, settings and rates of the broker
-
-_MAX_INT: Final = (1 << 31) - 1
-"""No limit, in settings and counts of Java."""
-
-
-class Description:
-    """Describes one server's broker. Thread-safe."""
-
-    def __init__(self, broker: Broker, rates: Rates) -> None:
-        self._broker = broker
-        self._rates = rates
-        self._begin_ms = broker.runner.now_ms()
-        self.handlers: Handlers = {
-            RequestCode.GET_BROKER_RUNTIME_INFO: self._runtime,
-            RequestCode.GET_BROKER_CONFIG: self._config,
-            RequestCode.UPDATE_BROKER_CONFIG: self._change,
-            RequestCode.VIEW_BROKER_STATS_DATA: self._stats,
-        }
+    # ---- state, settings and rates
 
     def _runtime(self, call: RemotingCall) -> bytes:
         """Answer with the keys of 4.9.4. Requests wait in no queue, so sizes and capacities of queues are 0."""
@@ -579,7 +539,7 @@ class Description:
         version = ConfigVersionHeader(f'{{"counter":0,"timestamp":{self._begin_ms}}}')
         return call.answer(version, body="\n".join([*lines, ""]).encode())
 
-    def _change(self, call: RemotingCall) -> bytes:
+    def _check_settings(self, call: RemotingCall) -> bytes:
         """Accept settings as they are, and refuse any change: the program that opened the broker owns them.
 
         Raises:
@@ -606,6 +566,25 @@ class Description:
             remark = f"The stats <{header.stats_name}> <{header.stats_key}> not exist"
             raise BrokerError(ResponseCode.SYSTEM_ERROR, remark)
         return call.answer(body=write_body(rows))
+
+
+def _shown_time(ms: int) -> str:
+    """Return a time as 4.9 shows it, in the machine's time zone."""
+    return f"{datetime.fromtimestamp(ms // 1000):%Y-%m-%d#%H:%M:%S}:{ms % 1000:03}"
+
+
+def _version(made_ms: int) -> dict[str, int]:
+    return {"counter": 0, "timestamp": made_ms}
+
+
+def _producer_row(session: ClientChannel) -> dict[str, Any]:
+    return {
+        "clientId": session.client_id,
+        "language": session.language,
+        "lastUpdateTimestamp": session.beat_ms,
+        "remoteIP": f"/{session.address}",
+        "version": session.version,
+    }
 
 
 def _human(size: int) -> str:

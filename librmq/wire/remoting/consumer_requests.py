@@ -273,12 +273,11 @@ class ConsumerRequests:
 
     def _earliest(self, call: RemotingCall) -> bytes:
         header: QueueOfTopicHeader = call.header
-        return call.answer(TimestampHeader(stored_ms(self._broker, header.topic, header.queue_id, first=True)))
+        begin, _ = self._broker.store.queue_range(header.topic, header.queue_id)
+        return call.answer(TimestampHeader(stored_ms(self._broker, header.topic, header.queue_id, begin)))
 
 
-def stored_ms(broker: Broker, topic: str, queue_id: int, *, first: bool = False) -> int:
-    """Return the store time in ms of a queue's first or last message; -1 if the queue has none."""
-    store = broker.store
-    begin, end = store.queue_range(topic, queue_id)
-    messages = store.read(topic, queue_id, begin if first else end - 1, 1).messages if end > begin else ()
+def stored_ms(broker: Broker, topic: str, queue_id: int, queue_offset: int) -> int:
+    """Return the store time in ms of a message; -1 if there is none."""
+    messages = broker.store.read(topic, queue_id, queue_offset, 1).messages
     return messages[0].store_timestamp_ms if messages else -1

@@ -25,7 +25,7 @@ from librmq.protocol import PERM_WRITE, CreateTopic, Endpoint, QueueData, Respon
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.certificates import server_context
-from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests, Description
+from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
 from librmq.wire.remoting.bodies import broker_row, route_body, write_body
 from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, answer_of, answering, refused
 from librmq.wire.remoting.consumer_requests import ConsumerRequests, Pulls
@@ -309,7 +309,6 @@ class FrameAnswers:
             Replies(broker, sessions, self._sends),
             ConsumerRequests(broker, sessions, pulls, rates),
             AdminRequests(broker, sessions, rates),
-            Description(broker, rates),
         ]
         self._handlers = answering(part.handlers for part in parts)
 
