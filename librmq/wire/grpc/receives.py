@@ -50,32 +50,19 @@ Place = tuple[str, int]
 """The topic and queue id that a receive names."""
 
 
+@dataclass(slots=True, eq=False)
 class Poll:
     """One receive."""
 
-    def __init__(self, polls: Polls, client_id: str, place: Place, arrived: threading.Event) -> None:
-        self._polls = polls
-        self.client_id = client_id
-        self.place = place
-        self._arrived = arrived
-        self._is_held = False
+    client_id: str
+    place: Place
+    arrived: threading.Event
+    is_held: bool = False
 
     @property
     def waits(self) -> bool:
         """Whether it waits, and nothing has arrived."""
-        return self._is_held and not self._arrived.is_set()
-
-    def hold(self) -> None:
-        """Note that it waits until something arrives."""
-        self._is_held = True
-
-    def wake(self) -> None:
-        """Note that it looks again."""
-        self._is_held = False
-
-    def end(self) -> None:
-        """Note that it is answered."""
-        self._polls.close(self)
+        return self.is_held and not self.arrived.is_set()
 
 
 class Polls:
@@ -90,7 +77,7 @@ class Polls:
 
     def open(self, client_id: str, place: Place, arrived: threading.Event, *, is_push: bool) -> Poll:
         """Note a receive that waits for ``arrived``, and the place of a known push consumer, until `remove_client`."""
-        poll = Poll(self, client_id, place, arrived)
+        poll = Poll(client_id, place, arrived)
         with self._lock:
             self._open.add(poll)
             if is_push:
@@ -352,14 +339,14 @@ class Receives:
                 messages = self._endpoints(client_id).call(receive).messages
                 if messages:
                     return self._handed_out(request, context, client_id, messages, invisible_ms)
-                poll.hold()
+                poll.is_held = True
                 remaining = deadline - clock.monotonic()
                 if remaining <= 0 or not clock.wait(arrived, remaining):
                     break
-                poll.wake()
+                poll.is_held = False
             return []
         finally:
-            poll.end()
+            self.polls.close(poll)
             self._broker.call(CancelReceive(notify))
 
     def _handed_out(
