@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from librmq.errors import BrokerUnreachableError, ConfigError
-from librmq.protocol import Endpoint, QueueData, Request
-from librmq.runtime.runner import Runner
+from librmq.protocol import Endpoint, QueueData, Request, Route
 
 
 def site_of(name: str) -> str | None:
@@ -34,20 +33,8 @@ def check_site(site: object) -> None:
 R = TypeVar("R")
 
 
-class _Table(Protocol):
-    """The part of a table that a site's route needs."""
-
-    runner: Runner
-
-    def topic_route(self, topic: str) -> tuple[QueueData, ...]: ...
-
+class _Table(Route, Protocol):
     def registered_route(self, topic: str) -> tuple[QueueData, ...]: ...
-
-    def broker_names(self) -> tuple[str, ...]: ...
-
-    def endpoint(self, broker_name: str) -> Endpoint: ...
-
-    def watch(self, changed: Callable[[], None]) -> Callable[[], None]: ...
 
 
 class _SiteLink:
