@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from librmq import Broker, BrokerBusyError, CorruptionError, Producer
+from librmq.clock import SystemClock
 from librmq.protocol import EndTransaction, ResponseCode
 from librmq.testing import Kit
 from librmq.wire.grpc import GrpcServer
@@ -20,7 +21,6 @@ from librmq.wire.grpc import messages as messages_module
 from librmq.wire.grpc import receives as receives_module
 from librmq.wire.grpc import server as server_module
 from librmq.wire.grpc.protocol import SERVICE, message_class
-from librmq.wire.grpc.receives import Poll
 from librmq.wire.grpc.server import Service
 from librmq.wire.grpc.sessions import Commands
 from tests.wire.stub import Stub, consumer_settings, message, producer_settings, resource, wait_until
@@ -236,16 +236,16 @@ def test_a_message_at_the_begin_of_a_wait_is_work(kit: Kit, service: Service, mo
     """Otherwise a test would move the clock before its push consumer has the message."""
     service.sessions.take_settings("c", consumer_settings("g", 2), "5.1.2", Commands())
     assert len(received(service)) == 2
-    hold, settled = Poll.hold, list[bool]()
+    wait, settled = SystemClock.wait, list[bool]()
 
-    def hold_later(poll: Poll) -> None:
+    def send_and_wait(clock: SystemClock, event: threading.Event, seconds: float | None) -> bool:
         if not settled:
             kit.producer().send("t", b"c")
             kit.run_until_idle()
-        hold(poll)
-        settled.append(service.is_settled())
+            settled.append(service.is_settled())
+        return wait(clock, event, seconds)
 
-    monkeypatch.setattr(Poll, "hold", hold_later)
+    monkeypatch.setattr(SystemClock, "wait", send_and_wait)
     request = receive_request()
     request.long_polling_timeout.FromSeconds(20)
     frames = list(service.receives.receive_message(request, Call()))
