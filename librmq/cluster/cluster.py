@@ -329,13 +329,13 @@ class Cluster(RouteTable):
             cluster._files, cluster._metrics = files or DiskFiles(), metrics
             opened = []
             for broker_name in names:
-                opened.append(cluster._open(broker_name, runner))
+                opened.append(cluster._open_broker(broker_name, runner))
                 undo.callback(opened[-1].close)
             RouteTable.__init__(cluster, *opened)
             undo.pop_all()
             return cluster
 
-    def _open(self, name: str, runner: Runner) -> Broker:
+    def _open_broker(self, name: str, runner: Runner) -> Broker:
         return Broker.open(
             os.path.join(self._path, name),
             self._broker_config,
@@ -367,7 +367,7 @@ class Cluster(RouteTable):
                 opened.
         """
         _check([*(broker.name for broker in self.brokers()), name])
-        broker = self._open(name, self.runner)
+        broker = self._open_broker(name, self.runner)
         self.add(broker)
         return broker
 
@@ -389,7 +389,7 @@ class Cluster(RouteTable):
         """
         if not self.broker(name).dead:
             raise ConfigError(f"broker {name} is open: reopen needs one that was closed or has crashed")
-        broker = self._open(name, self.runner)
+        broker = self._open_broker(name, self.runner)
         self.add(broker)
         return broker
 

@@ -87,11 +87,11 @@ class StoredMaster:
             BrokerUnreachableError: The files can't be read at the moment.
         """
         try:
-            return cast(R, self._answer(request))
+            return cast(R, self._answer_request(request))
         except StoreError as error:
             raise BrokerUnreachableError(f"{self.path} cannot be read: {error}") from error
 
-    def _answer(self, request: Request[Any]) -> object:
+    def _answer_request(self, request: Request[Any]) -> object:
         store = self._store
         if isinstance(request, FollowLog):
             if _log_end(store.log) <= request.physical_offset:
@@ -217,7 +217,7 @@ class Replica:
             master = _endpoint(of, files, runner)
             described = master.call(DescribeLog())
             was_killed = check_folder(replica.path, files, runner.clock, master, described)
-            replica._begin(master, described, was_killed=was_killed)
+            replica._begin_following(master, described, was_killed=was_killed)
         except BaseException:
             if isinstance(master, StoredMaster):
                 master.close()
@@ -226,7 +226,7 @@ class Replica:
             raise
         return replica
 
-    def _begin(self, master: Endpoint, described: LogDescription, *, was_killed: bool) -> None:
+    def _begin_following(self, master: Endpoint, described: LogDescription, *, was_killed: bool) -> None:
         self.broker = Broker.open(
             self.path,
             BrokerConfig(replica_of=described.name),

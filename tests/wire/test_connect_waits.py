@@ -135,10 +135,10 @@ def test_the_routes_of_many_topics_look_a_name_up_once(monkeypatch: pytest.Monke
     names = HostNames(WAIT_S, clock)
     for _ in range(20):
         names.prepare(["broker:10911"])
-    assert (asked, names.find("broker")) == (["broker"], ("127.0.0.1",))
+    assert (asked, names.resolve("broker")) == (["broker"], ("127.0.0.1",))
     clock.seconds += 5
     names.prepare(["broker:10911"])
-    assert names.find("broker") == ("127.0.0.2",)
+    assert names.resolve("broker") == ("127.0.0.2",)
 
 
 def test_names_that_hang_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,13 +251,13 @@ def test_a_missing_topic_is_forgotten(served: Served, monkeypatch: pytest.Monkey
     """One that exists and was asked for before it does not keep it."""
     monkeypatch.setattr(remote_route, "FORGET_MS", 0)
     asked: list[str] = []
-    find = served.route.name_servers.topic
+    find = served.route.name_servers.route_of
 
     def counted(topic: str) -> LearntRoute:
         asked.append(topic)
         return find(topic)
 
-    monkeypatch.setattr(served.route.name_servers, "topic", counted)
+    monkeypatch.setattr(served.route.name_servers, "route_of", counted)
     for topic in ("orders", "missing"):
         served.route.topic_route(topic)
     for _ in range(2):

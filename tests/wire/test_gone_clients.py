@@ -87,7 +87,7 @@ def test_client_that_does_not_read_costs_bounded_memory() -> None:
     kept = sum(commands.put(told) for _ in range(2000))
     assert 200 < kept <= 1000
     assert kept * told.ByteSize() <= 16 << 20
-    commands.end()
+    commands.end_stream()
     assert not commands.put(told)
     assert len(list(commands)) == kept
 
@@ -216,7 +216,7 @@ def test_client_gone_in_its_receive_has_nothing_renewed(kit: Kit, service: Servi
     assert len(service.receives.renewals) == 2
     lost.close()  # type: ignore[attr-defined]
     assert len(service.receives.renewals) == 0
-    service.sessions.leave("c")
+    service.sessions.remove_client("c")
     late: Any = service.receives.receive_message(receive_request(auto_renew=True), call)
     kit.advance(seconds=1)
     next(late)

@@ -104,7 +104,7 @@ class Polls:
         with self._lock:
             return frozenset(self._places.get(client_id, ()))
 
-    def missing(self) -> list[str]:
+    def missing_clients(self) -> list[str]:
         """Return the former clients that do not receive from all their places yet."""
         with self._lock:
             return list(self._missing)
@@ -153,13 +153,13 @@ class Renewals:
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, client_id: str, group: str, topic: str, receipt: str, visible_ms: int) -> None:
-        """Renew a receipt until `remove`."""
+    def add_receipt(self, client_id: str, group: str, topic: str, receipt: str, visible_ms: int) -> None:
+        """Renew a receipt until `remove_receipt`."""
         now_ms = self._runner.now_ms()
         self._held[group, topic, receipt] = _Held(client_id, now_ms, visible_ms)
         self._runner.wake(self._step, now_ms + _LOOK_MS)
 
-    def remove(self, group: str, topic: str, receipt: str) -> None:
+    def remove_receipt(self, group: str, topic: str, receipt: str) -> None:
         """Renew a receipt no longer."""
         self._held.pop((group, topic, receipt), None)
 
@@ -170,7 +170,7 @@ class Renewals:
     def _give_back(self, keys: list[tuple[str, str, str]]) -> None:
         for key in keys:
             del self._held[key]
-            self._change(key, _GONE_MS)
+            self._change_invisible(key, _GONE_MS)
 
     def _run_due(self, now_ms: int) -> int | None:
         for key, held in list(self._held.items()):
@@ -187,11 +187,11 @@ class Renewals:
             longer_ms = _STEPS_MS[min(held.renewals, len(_STEPS_MS) - 1)]
             held.renewals += 1
             held.visible_ms = now_ms + longer_ms
-            if not self._change(key, longer_ms):
+            if not self._change_invisible(key, longer_ms):
                 del self._held[key]
         return now_ms + _LOOK_MS if self._held else None
 
-    def _change(self, key: tuple[str, str, str], invisible_ms: int) -> bool:
+    def _change_invisible(self, key: tuple[str, str, str], invisible_ms: int) -> bool:
         group, topic, receipt = key
         try:
             self._broker.call(ChangeInvisible(group, topic, receipt, invisible_ms, keeps_receipt=True))
@@ -377,7 +377,9 @@ class Receives:
             with self._runner.lock:
                 if self._sessions.is_known(client_id):  # otherwise nothing would end the renewals
                     for message, _ in pairs:
-                        self.renewals.add(client_id, group, topic, message.receipt, message.visible_timestamp_ms)
+                        self.renewals.add_receipt(
+                            client_id, group, topic, message.receipt, message.visible_timestamp_ms
+                        )
         return pairs
 
     @staticmethod
@@ -430,4 +432,4 @@ class Receives:
     def _end_renewals(self, group: str, topic: str, receipts: tuple[str, ...]) -> None:
         with self._runner.lock:
             for receipt in receipts:
-                self.renewals.remove(group, topic, receipt)
+                self.renewals.remove_receipt(group, topic, receipt)

@@ -162,7 +162,7 @@ class SendCalls:
             entry = response.entries.add()
             entry.status.code, entry.status.message = Code.OK, "OK"
             try:
-                self._send(sent, message, client_id, entry)
+                self._store_message(sent, message, client_id, entry)
             except RmqError as error:
                 if len(checked) == 1:
                     raise
@@ -183,7 +183,7 @@ class SendCalls:
             )
         return message
 
-    def _send(self, sent: Any, message: Message, client_id: str, entry: Any) -> None:  # noqa: ANN401
+    def _store_message(self, sent: Any, message: Message, client_id: str, entry: Any) -> None:  # noqa: ANN401
         system, topic = sent.system_properties, message.topic
         now_ms = self._runner.now_ms()
         sent_ms = milliseconds(system.born_timestamp, "born_timestamp")
@@ -275,7 +275,7 @@ class Service:
 
     def missing(self) -> list[str]:
         """Return the clients of the server before that are not back."""
-        return list(dict.fromkeys([*self.sessions.silent(), *self.receives.polls.missing()]))
+        return list(dict.fromkeys([*self.sessions.silent(), *self.receives.polls.missing_clients()]))
 
     def close(self) -> None:
         """End all streams and renewals."""
@@ -288,7 +288,9 @@ class Service:
         stream = Commands()
         words = requests, client_id, header(context, "x-mq-client-version"), stream
         with self._silent.hold(context.peer()):
-            reader = threading.Thread(target=self._read, args=words, name=f"librmq telemetry {client_id}", daemon=True)
+            reader = threading.Thread(
+                target=self._read_commands, args=words, name=f"librmq telemetry {client_id}", daemon=True
+            )
             reader.start()  # it notices the end of the stream too
             if not stream.wait_for_first(_SETTINGS_S):
                 raise ValueError(f"expected settings as the first command of a client, found none in {_SETTINGS_S:g} s")
@@ -300,12 +302,12 @@ class Service:
         self.sessions.take_settings(client_id, command.settings, version, stream)
         command.status.code = Code.OK
         command.status.message = "OK"
-        stream.put(command)
+        stream.enqueue(command)
         session = self.sessions.get(client_id)
         if session is not None and session.is_for_node:
-            stream.put_again(command)
+            stream.enqueue_again(command)
 
-    def _read(self, requests: Iterator[Any], client_id: str, version: str, stream: Commands) -> None:
+    def _read_commands(self, requests: Iterator[Any], client_id: str, version: str, stream: Commands) -> None:
         """Read a client's commands until its stream ends; the end of its last stream removes the client."""
         is_first = True
         try:
@@ -314,7 +316,7 @@ class Service:
                     self._accept(client_id, command, version, stream)
                 is_first = False
         except (ValueError, RmqError) as error:  # the commands make no sense
-            stream.end(error)
+            stream.end_stream(error)
         except Exception as error:  # the stream was cut
             _log.debug("client %(client)s: its stream has ended: %(error)s", client=client_id, error=error)
         finally:
@@ -322,7 +324,7 @@ class Service:
 
     def _stream_ended(self, client_id: str, stream: Commands) -> None:
         try:
-            stream.end()
+            stream.end_stream()
             if self.sessions.stream_ended(client_id, stream):
                 self.receives.client_gone(client_id)
         except RmqError as error:  # the broker was closed before
@@ -338,7 +340,7 @@ class Service:
     def notify_client_termination(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Remove a client that ends."""
         client_id = client_id_of(context)
-        was_known = self.sessions.leave(client_id, has_said_so=True)
+        was_known = self.sessions.remove_client(client_id, has_said_so=True)
         self.receives.client_gone(client_id)
         if not was_known:
             raise Refusal(Code.UNRECOGNIZED_CLIENT_TYPE, "the client has sent no settings")

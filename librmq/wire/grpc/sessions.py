@@ -50,7 +50,7 @@ class Commands:
         self._clock = SystemClock()
         self._again: tuple[Any, float] | None = None
 
-    def put(self, command: Any) -> bool:  # noqa: ANN401 (a message)
+    def enqueue(self, command: Any) -> bool:  # noqa: ANN401 (a message)
         """Send a command; return False if it was dropped."""
         size = command.ByteSize()
         with self._lock:
@@ -62,13 +62,13 @@ class Commands:
             self._changed.notify()
             return True
 
-    def put_again(self, command: Any) -> None:  # noqa: ANN401 (a message)
+    def enqueue_again(self, command: Any) -> None:  # noqa: ANN401 (a message)
         """Send a command again shortly."""
         with self._lock:
             self._again = command, self._clock.monotonic() + _AGAIN_S
             self._changed.notify()
 
-    def end(self, error: Exception | None = None) -> None:
+    def end_stream(self, error: Exception | None = None) -> None:
         """End the stream after the commands in it are sent, with an error if one is given."""
         with self._lock:
             self._has_ended = True
@@ -284,7 +284,7 @@ class Sessions:
 
     def stream_ended(self, client_id: str, stream: Commands) -> bool:
         """Note that a stream has ended; return whether it was the client's last, so that the client is gone."""
-        stream.end()
+        stream.end_stream()
         with self._lock:
             session = self._by_id.get(client_id)
             if session is None or stream not in session.streams:
@@ -292,9 +292,9 @@ class Sessions:
             session.streams.remove(stream)
             if session.streams:
                 return False
-        return self.leave(client_id)
+        return self.remove_client(client_id)
 
-    def leave(self, client_id: str, *, has_said_so: bool = False) -> bool:
+    def remove_client(self, client_id: str, *, has_said_so: bool = False) -> bool:
         """Remove a client; return whether it was known.
 
         A client for Node that has said so ends its stream itself: if the server did, it would open another one.
@@ -307,7 +307,7 @@ class Sessions:
                 return False
             streams, session.streams = session.streams, []
         for stream in [] if has_said_so and session.is_for_node else streams:
-            stream.end()
+            stream.end_stream()
         _log.info("client %(client)s left", client=client_id)
         try:
             self._report_client(client_id)
@@ -332,7 +332,7 @@ class Sessions:
         """End all streams, and remove the clients from the broker."""
         for client_id in list(self._by_id):
             with suppress(RmqError):  # the broker was closed before
-                self.leave(client_id)
+                self.remove_client(client_id)
 
     # ---- transactions
 
@@ -372,7 +372,7 @@ class Sessions:
             self._asked[request.transaction_id] = self._clock.monotonic()
             while len(self._asked) > _MAX_ASKED:
                 del self._asked[next(iter(self._asked))]
-        if stream is None or not stream.put(command):
+        if stream is None or not stream.enqueue(command):
             _log.warning(
                 "client %(client)s does not read: a question about a transaction is dropped", client=session.client_id
             )

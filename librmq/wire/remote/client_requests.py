@@ -83,7 +83,7 @@ class ClientRequests:
         self._waiting = 0
         self._answers: dict[int, Callable[[Heartbeat, Any, Frame, _Send], None]] = {
             RequestCode.NOTIFY_CONSUMER_IDS_CHANGED: self._consumers_changed,
-            RequestCode.CHECK_TRANSACTION_STATE: self._check,
+            RequestCode.CHECK_TRANSACTION_STATE: self._check_transaction,
             RequestCode.RESET_CONSUMER_CLIENT_OFFSET: self._reset,
             RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: self._progress,
             RequestCode.GET_CONSUMER_RUNNING_INFO: self._describe,
@@ -104,11 +104,11 @@ class ClientRequests:
         def answer() -> None:
             with self._lock:
                 self._waiting -= size
-            self._answer(client_id, frame, transport.send_answer)
+            self._answer_frame(client_id, frame, transport.send_answer)
 
         self._later(answer)
 
-    def _answer(self, client_id: str, frame: Frame, send: _Send) -> None:
+    def _answer_frame(self, client_id: str, frame: Frame, send: _Send) -> None:
         if frame.is_one_way:
             send = _nothing
         beat, answer = self._client(client_id), self._answers.get(frame.code)
@@ -134,7 +134,7 @@ class ClientRequests:
         beat.client.call(ConsumersChanged(header.consumer_group))
         send(answer_to(frame))
 
-    def _check(self, beat: Heartbeat, header: CheckTransactionHeader, frame: Frame, send: _Send) -> None:
+    def _check_transaction(self, beat: Heartbeat, header: CheckTransactionHeader, frame: Frame, send: _Send) -> None:
         half = _message_of(frame, "a check of a transaction")
         group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
         beat.client.call(CheckTransaction(group, half, header.transaction_id or half.message_id, self._broker_name))

@@ -81,7 +81,7 @@ class ClusterAdmin:
         for name in self.route.broker_names():
             yield self.route.broker(name)
 
-    def _read(self, broker: RemoteBroker, frame: Frame, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
+    def _read_answer(self, broker: RemoteBroker, frame: Frame, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
         answer = check(broker.request(frame))
         try:
             return parse(read_body(answer.body, what))
@@ -95,7 +95,9 @@ class ClusterAdmin:
         queues: dict[str, list[QueueData]] = {}
         for broker in self._brokers():
             frame = frame_of(RequestCode.GET_ALL_TOPIC_CONFIG)
-            for topic, row in self._read(broker, frame, "the topics", lambda body: _table(body, "topicConfigTable")):
+            for topic, row in self._read_answer(
+                broker, frame, "the topics", lambda body: _table(body, "topicConfigTable")
+            ):
                 read, write, permission = (_whole(row, name) for name in ("readQueueNums", "writeQueueNums", "perm"))
                 queues.setdefault(topic, []).append(QueueData(broker.name, read, write, permission))
         return {topic: tuple(queues[topic]) for topic in sorted(queues)}
@@ -125,7 +127,7 @@ class ClusterAdmin:
         table: dict[MessageQueue, T] = {}
         for broker in self._brokers():
             try:
-                rows = self._read(broker, frame, what, _queue_rows)
+                rows = self._read_answer(broker, frame, what, _queue_rows)
             except BrokerError as error:
                 if error.code != absent:
                     raise
@@ -145,7 +147,7 @@ class ClusterAdmin:
 
     def _group_rows(self, broker: RemoteBroker) -> list[tuple[str, Mapping[str, Any]]]:
         frame = frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)
-        return self._read(broker, frame, "the groups", lambda body: _table(body, "subscriptionGroupTable"))
+        return self._read_answer(broker, frame, "the groups", lambda body: _table(body, "subscriptionGroupTable"))
 
     def set_group(self, group: str, retry_max_times: int | None = None) -> None:
         """Create a consumer group, or change its number of redeliveries, at all brokers; other settings remain.

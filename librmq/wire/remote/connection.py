@@ -152,13 +152,13 @@ class HostNames:
     def prepare(self, addresses: Iterable[str]) -> None:
         """Look up the names in ``host:port`` again, so that later connections need not wait for that.
 
-        Waits for all of them together up to the time of one look-up; what is not known by then is left to `find`.
+        Waits for all of them together up to the time of one look-up; what is not known by then is left to `resolve`.
         """
         rest_s = self._timeout_s
         deadline = self._clock.monotonic() + rest_s
         hosts = list(filter(self._is_old, dict.fromkeys(split_address(address)[0] for address in addresses)))
         for begin in range(0, len(hosts), _MOST_AT_ONCE):
-            begun = [self._begin(host) for host in hosts[begin : begin + _MOST_AT_ONCE]]
+            begun = [self._begin_lookup(host) for host in hosts[begin : begin + _MOST_AT_ONCE]]
             for lookup, ended in begun:
                 if ended is not None:
                     lookup.is_late = not self._clock.wait(ended, rest_s)
@@ -171,7 +171,7 @@ class HostNames:
         is_fresh = lookup is not None and 0 <= self._clock.monotonic() - lookup.begin_s < _FRESH_S
         return not is_fresh and not _is_number(host)
 
-    def find(self, host: str) -> tuple[str, ...]:
+    def resolve(self, host: str) -> tuple[str, ...]:
         """Return the addresses of a host: a number itself, or what was found of a name last.
 
         Raises:
@@ -188,12 +188,12 @@ class HostNames:
         raise BrokerUnreachableError(f"the host {host} can't be found: {why}")
 
     def _look_up(self, host: str) -> _Known:
-        lookup, ended = self._begin(host)
+        lookup, ended = self._begin_lookup(host)
         if ended is not None:
             lookup.is_late = not self._clock.wait(ended, self._timeout_s)
         return lookup
 
-    def _begin(self, host: str) -> tuple[_Known, threading.Event | None]:
+    def _begin_lookup(self, host: str) -> tuple[_Known, threading.Event | None]:
         """Begin to look a name up, or join the look-up under way, and return its end; None after a wait in vain."""
         with self._lock:
             lookup = self._known.setdefault(host, _Known())
@@ -201,14 +201,14 @@ class HostNames:
                 ended = lookup.ended = threading.Event()
                 lookup.is_late, lookup.begin_s = False, self._clock.monotonic()
                 thread = threading.Thread(
-                    target=self._run, args=(host, lookup, ended), daemon=True, name=f"find {host}"
+                    target=self._run_lookup, args=(host, lookup, ended), daemon=True, name=f"find {host}"
                 )
                 thread.start()
             elif lookup.is_late:
                 return lookup, None
             return lookup, lookup.ended
 
-    def _run(self, host: str, lookup: _Known, ended: threading.Event) -> None:
+    def _run_lookup(self, host: str, lookup: _Known, ended: threading.Event) -> None:
         try:
             rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
@@ -295,13 +295,13 @@ class _Connection:
 
     def request(self, frame: Frame, timeout_s: float) -> Frame:
         waiter, received = _Waiter(), self._received
-        number = self._send(frame, waiter.ended)
+        number = self._send_request(frame, waiter.ended)
         if not waiter.wait(timeout_s):
             with self._lock:
                 is_late = self._outstanding.pop(number, None) is not None
             if is_late:
                 if self._is_silent(number, received, timeout_s):  # it may be half open
-                    self._end("the server is silent")
+                    self._end_connection("the server is silent")
                 raise BrokerUnreachableError(f"{self.address} has not answered within {timeout_s:.3g} s")
             waiter.wait()  # another thread is about to set the outcome
         if isinstance(waiter.outcome, Frame):
@@ -322,19 +322,19 @@ class _Connection:
             return self._silence[2] >= self._silent_s
 
     def send(self, frame: Frame, ended: Ended) -> None:
-        self._send(frame, ended)
+        self._send_request(frame, ended)
 
     def send_one_way(self, frame: Frame) -> None:
         frame.one_way().opaque = self._next_number()
-        self._write(self._encode(frame))
+        self._write_bytes(self._encode(frame))
 
     def send_answer(self, frame: Frame) -> None:
         try:
-            self._write(encode(frame))
+            self._write_bytes(encode(frame))
         except RmqError as error:
             _log.debug("an answer to %(address)s was lost: %(error)s", address=self.address, error=error)
 
-    def _send(self, frame: Frame, ended: Ended) -> int:
+    def _send_request(self, frame: Frame, ended: Ended) -> int:
         number = frame.opaque = self._next_number()
         raw = self._encode(frame)
         with self._lock:
@@ -346,7 +346,7 @@ class _Connection:
                 )
             self._outstanding[number] = ended
         try:
-            self._write(raw)
+            self._write_bytes(raw)
         except BrokerUnreachableError:
             with self._lock:
                 if self._outstanding.pop(number, None) is None:
@@ -363,14 +363,14 @@ class _Connection:
             self._keys.sign(frame)
         return encode(frame)
 
-    def _write(self, raw: bytes) -> None:
+    def _write_bytes(self, raw: bytes) -> None:
         try:
             self._stream.write(raw)
         except OSError as error:
-            self._end(str(error))
+            self._end_connection(str(error))
             raise self._has_ended() from error
         except BaseException:  # Ctrl-C: part of the frame may be sent
-            self._end("a write was interrupted")
+            self._end_connection("a write was interrupted")
             raise
 
     def _has_ended(self) -> BrokerUnreachableError:
@@ -392,8 +392,8 @@ class _Connection:
         except OSError as error:
             why = str(error)
         finally:
-            self._end(why)
-            self._stream.release()
+            self._end_connection(why)
+            self._stream.close()
 
     def _arrived(self, frame: Frame) -> None:
         if not frame.is_answer:
@@ -405,9 +405,9 @@ class _Connection:
             ended(frame)
 
     def close(self) -> None:
-        self._end("it was closed")
+        self._end_connection("it was closed")
 
-    def _end(self, why: str) -> None:
+    def _end_connection(self, why: str) -> None:
         with self._lock:
             if not self._is_open:
                 return
@@ -449,14 +449,14 @@ def dial_by_tcp(
             if tls is not None:
                 stream.begin_tls(tls, host)
         except OSError as error:
-            stream.release()
+            stream.close()
             raise BrokerUnreachableError(f"{address}: TLS has failed: {error}") from error
         connection = _Connection(stream, address, keys, requested, lost, timeout_s)
         reader = threading.Thread(target=connection.read, name=f"librmq {address}", daemon=True)
         try:
             reader.start()
         except RuntimeError as error:
-            stream.release()
+            stream.close()
             raise BrokerUnreachableError(f"{address} can't be read: no thread can start: {error}") from error
         return connection
 
@@ -564,7 +564,7 @@ class Connections:
             if line.transport is not None and line.transport.is_open:
                 return line.transport
             self._check_rested(line, key[0])
-            line.transport = self._open(key, line)
+            line.transport = self._open_connection(key, line)
         if line.is_dropped or self._is_closed:
             line.transport.close()
         return line.transport
@@ -577,7 +577,7 @@ class Connections:
             patience_s = 0.0 if address in self._rests else self._patience_s
             opening = Future()
             aside = threading.Thread(
-                target=self._run, args=(opening, key, line), name=f"librmq connect {address}", daemon=True
+                target=self._run_opening, args=(opening, key, line), name=f"librmq connect {address}", daemon=True
             )
             try:
                 aside.start()
@@ -592,7 +592,7 @@ class Connections:
                 opening.add_done_callback(lambda done: done.exception() is not None or self._late(*key))
             raise BrokerUnreachableError(f"{address} is not connected yet: try again") from None
 
-    def _run(self, opening: Future[Transport], key: _Key, line: _Line) -> None:
+    def _run_opening(self, opening: Future[Transport], key: _Key, line: _Line) -> None:
         try:
             opening.set_result(self._opened(key, line))
         except BaseException as error:  # its caller raises it
@@ -603,7 +603,7 @@ class Connections:
             if pause is not None and self._monotonic() < pause.until:
                 raise BrokerUnreachableError(str(pause.why))
 
-    def _open(self, key: _Key, line: _Line) -> Transport:
+    def _open_connection(self, key: _Key, line: _Line) -> Transport:
         address, client_id = key
         first_s, most_s = self._back_off_s
 

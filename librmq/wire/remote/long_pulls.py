@@ -113,10 +113,10 @@ class LongPulls:
                 if answer is not None:
                     del self._pulls[key]
         if pull is None:
-            return self._send(key, request)
+            return self._send_pull(key, request)
         if answer is not None and self._is_empty(request, answer):
             is_quick = 0 <= self._now_ms() - pull.sent_ms < _QUICK_MS
-            return self._send(key, request, pull.quick + 1 if is_quick else 0)
+            return self._send_pull(key, request, pull.quick + 1 if is_quick else 0)
         if request.commit_offset not in (None, pull.committed):
             update = UpdateOffset(request.group, request.topic, request.queue_id, request.commit_offset or 0)
             self._connect(request.client_id).send_one_way(FORMS[UpdateOffset].write(update))
@@ -132,7 +132,7 @@ class LongPulls:
             return self._response(request, answer).next_offset == request.queue_offset
         return False
 
-    def _send(self, key: _Key, request: PullMessage, quick: int = 0) -> PullResponse:
+    def _send_pull(self, key: _Key, request: PullMessage, quick: int = 0) -> PullResponse:
         pull = _Pull(request, self._now_ms(), quick)
 
         def ended(outcome: Frame | RmqError) -> None:

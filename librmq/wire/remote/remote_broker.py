@@ -185,7 +185,7 @@ class RemoteBroker:
         if kind is PullMessage:
             return cast("R", self._pulls.pull(cast("PullMessage", request)))
         if kind in _SENDS:
-            return cast("R", self._send(request))
+            return cast("R", self._send_messages(request))
         if kind is Heartbeat:
             self._note_heartbeat(cast("Heartbeat", request))
             return cast("R", None)
@@ -200,10 +200,10 @@ class RemoteBroker:
             self._unregister(cast("Unregister", request), frame)
             return cast("R", None)
         answer = self._ask(frame, self._transport_of(request))
-        result = self._read(form.read, request, answer)
+        result = self._read_result(form.read, request, answer)
         return cast("R", self._sent_back(request) if isinstance(request, SendBack) else result)
 
-    def _read(self, read: Callable[[Any, Frame], Any], request: object, answer: Frame) -> object:
+    def _read_result(self, read: Callable[[Any, Frame], Any], request: object, answer: Frame) -> object:
         try:
             return read(request, answer)
         except MalformedError as error:
@@ -224,7 +224,7 @@ class RemoteBroker:
 
     # ---- sends
 
-    def _send(self, request: Any) -> object:  # noqa: ANN401 SendMessage | SendBatch | SendReply
+    def _send_messages(self, request: Any) -> object:  # noqa: ANN401 SendMessage | SendBatch | SendReply
         send: SendMessage | SendBatch = request.send if type(request) is SendReply else request
         transport = self._connections.get(self.address)
         timeout_s = self._timeout_s if send.timeout_ms is None else max(0.0, send.timeout_ms / 1000)
@@ -239,7 +239,7 @@ class RemoteBroker:
             transport.send_one_way(frame)
             return SendResponse(SendStatus.SEND_OK, send.queue_id, _NOT_SENT, _NOT_SENT, ("",))
         answer = transport.request(frame, timeout_s)
-        response = self._read(lambda _, answer: read_sent(answer), request, answer)
+        response = self._read_result(lambda _, answer: read_sent(answer), request, answer)
         self._stored(frame.fields["b"])
         return response
 
@@ -430,7 +430,7 @@ class RemoteBroker:
     def groups_of(self, topic: str) -> list[str]:
         """Return the groups that consume a topic or have progress in it."""
         request, form = TopicGroups(topic), FORMS[TopicGroups]
-        return cast("list[str]", self._read(form.read, request, self.request(form.write(request))))
+        return cast("list[str]", self._read_result(form.read, request, self.request(form.write(request))))
 
     def request(self, frame: Frame) -> Frame:
         """Send a request that is no client's, and return its answer.
@@ -511,14 +511,14 @@ class BrokerGroup:
         return True
 
     @property
-    def first(self) -> RemoteBroker:
+    def first_member(self) -> RemoteBroker:
         """The master, or a slave without one."""
         return next(iter(self._members.values()))
 
     @property
     def entry(self) -> Callable[[Request[Any]], Any]:
         """The function that answers requests: the master's own, as long as it is alone."""
-        return self.first.call if list(self._members) == [MASTER] else self.call
+        return self.first_member.call if list(self._members) == [MASTER] else self.call
 
     def member_of(self, address: str, client_id: str) -> RemoteBroker | None:
         """Return the member at an address, if it has a heartbeat of the client."""

@@ -91,7 +91,7 @@ class NameServers:
         self._timeout_s = timeout_s
         self._at = 0
 
-    def topic(self, topic: str) -> LearntRoute:
+    def route_of(self, topic: str) -> LearntRoute:
         """Return the route of a topic; without queues if there is no such topic.
 
         Raises:
@@ -101,9 +101,9 @@ class NameServers:
         answer = self._ask(frame_of(RequestCode.GET_ROUTEINFO_BY_TOPIC, RouteOfTopicHeader(topic)))
         if answer.code == ResponseCode.TOPIC_NOT_EXIST:
             return LearntRoute({})
-        return self._read(answer, f"the route of {topic}", _usable_route)
+        return self._read_route(answer, f"the route of {topic}", _usable_route)
 
-    def brokers(self) -> LearntRoute:
+    def all_brokers(self) -> LearntRoute:
         """Return the brokers of all clusters.
 
         Raises:
@@ -111,9 +111,9 @@ class NameServers:
             BrokerError: The server at the address is no name server.
         """
         answer = self._ask(frame_of(RequestCode.GET_BROKER_CLUSTER_INFO))
-        return self._read(answer, "the brokers", _brokers_of)
+        return self._read_route(answer, "the brokers", _brokers_of)
 
-    def _read(self, answer: Frame, what: str, parse: Any) -> LearntRoute:  # noqa: ANN401 a function of a parsed body
+    def _read_route(self, answer: Frame, what: str, parse: Any) -> LearntRoute:  # noqa: ANN401 a function of a parsed body
         if answer.code:
             raise refusal(answer)
         try:
@@ -194,14 +194,14 @@ class Notices:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="librmq route", daemon=True)
+        self._thread = threading.Thread(target=self._run_calls, name="librmq route", daemon=True)
         self._thread.start()
 
     def later(self, call: Callable[[], None]) -> None:
         """Run a function soon."""
         self._queue.put(call)
 
-    def _run(self) -> None:
+    def _run_calls(self) -> None:
         while (call := self._queue.get()) is not None:
             try:
                 with self._runner.lock:
@@ -282,7 +282,7 @@ class RemoteRoute:
         self._beating = Step(f"{self._label} heartbeats", self._beat_due)
         self._reviving = Step(f"{self._label} reconnect", self._revive_due)
         try:
-            self._learn(self.name_servers.brokers())
+            self._learn(self.name_servers.all_brokers())
         except BaseException:
             self.close()
             raise
@@ -307,7 +307,7 @@ class RemoteRoute:
         if queues is not None:
             return queues
         self._check_open()
-        learnt = self.name_servers.topic(topic)
+        learnt = self.name_servers.route_of(topic)
         with self.runner.lock:
             changed = self._learn(learnt)
             if learnt.queues and topic not in self._topics:
@@ -363,7 +363,7 @@ class RemoteRoute:
         Raises:
             NoRouteError: The name servers know of none.
         """
-        return self._link(broker_name).group.first
+        return self._link(broker_name).group.first_member
 
     def _link(self, broker_name: str) -> _Link:
         link = self._links.get(broker_name)
@@ -395,15 +395,15 @@ class RemoteRoute:
         """
         brokers, topics = self._look()
         with self.runner.lock:
-            self._take(brokers, topics)
+            self._note_routes(brokers, topics)
 
     def _look(self) -> tuple[LearntRoute, dict[str, LearntRoute]]:
-        brokers = self.name_servers.brokers()
+        brokers = self.name_servers.all_brokers()
         if self._links and not brokers.brokers:
             raise BrokerUnreachableError("the name server knows no broker yet; those known before are kept")
-        return brokers, {topic: self.name_servers.topic(topic) for topic in sorted(self._asked)}
+        return brokers, {topic: self.name_servers.route_of(topic) for topic in sorted(self._asked)}
 
-    def _take(self, brokers: LearntRoute, topics: Mapping[str, LearntRoute]) -> None:
+    def _note_routes(self, brokers: LearntRoute, topics: Mapping[str, LearntRoute]) -> None:
         """Note what the name servers say, and notify the watchers of changes."""
         changed = self._learn(brokers)
         for topic, learnt in topics.items():
@@ -465,7 +465,7 @@ class RemoteRoute:
                 self._learn(learnt)
                 self._watchers.notify()
 
-        self.runner.submit(Work(f"{self._label}: route of {topic}", lambda: self.name_servers.topic(topic), ended))
+        self.runner.submit(Work(f"{self._label}: route of {topic}", lambda: self.name_servers.route_of(topic), ended))
 
     def _poll_due(self, now_ms: int) -> int | None:
         if self._is_closed:
@@ -476,7 +476,7 @@ class RemoteRoute:
                 self._states.failing(("poll",), "asking the name servers", error)
             else:
                 self._states.works(("poll",), "asking the name servers")
-                self._take(*answers)
+                self._note_routes(*answers)
             if not self._is_closed:
                 self.runner.wake(self._polling, self.runner.now_ms() + POLL_MS)
 
@@ -624,7 +624,7 @@ def connect(
         notices = Notices(runner)
         stack.callback(notices.close)
         names = HostNames(timeout_s, runner.clock)
-        dial = dial_by_tcp(tls, keys, timeout_s, names.find)
+        dial = dial_by_tcp(tls, keys, timeout_s, names.resolve)
         opened = ExitStack()
         route = RemoteRoute(
             addresses,
@@ -645,7 +645,7 @@ def _own_host(addresses: Sequence[str], names: HostNames) -> str | None:
     for address in addresses:
         host, port = split_address(address)
         with suppress(OSError, BrokerUnreachableError):
-            number = names.find(host)[0]
+            number = names.resolve(host)[0]
             family = socket.AF_INET6 if ":" in number else socket.AF_INET
             with socket.socket(family, socket.SOCK_DGRAM) as asking:
                 asking.connect((number, int(port)))  # sends nothing

@@ -111,7 +111,7 @@ class AdminRequests:
         self._begin_ms = broker.runner.now_ms()
         self.handlers: Handlers = {
             RequestCode.QUERY_CONSUME_QUEUE: self._entries,
-            **served(self._change, CreateTopic, DeleteTopic, DeleteGroup),
+            **served(self._change_table, CreateTopic, DeleteTopic, DeleteGroup),
             RequestCode.GET_ALL_TOPIC_CONFIG: self._topic_configs,
             RequestCode.GET_TOPIC_STATS_INFO: self._topic_stats,
             RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_BROKER: self._system_topics,
@@ -171,7 +171,7 @@ class AdminRequests:
 
     # ---- topics
 
-    def _change(self, request: CreateTopic | DeleteTopic | DeleteGroup) -> None:
+    def _change_table(self, request: CreateTopic | DeleteTopic | DeleteGroup) -> None:
         """Change a topic or a group; as at a broker, a deletion succeeds if nothing is there."""
         try:
             if not isinstance(request, DeleteGroup):

@@ -133,13 +133,13 @@ class Channel:
         with self._lock:
             if not self.is_open:
                 return
-            is_started = self._worker is not None or self._start()
+            is_started = self._worker is not None or self._start_worker()
         if not is_started or self._tasks.qsize() >= _MOST_TASKS:
             self.close()
         else:
             self._tasks.put(task)
 
-    def _start(self) -> bool:
+    def _start_worker(self) -> bool:
         """Start the connection's own thread; return False if no thread is free."""
         worker = threading.Thread(target=self._work, name=f"librmq {self.peer[0]}", daemon=True)
         try:
@@ -197,10 +197,10 @@ class Channel:
         self._tasks.put(None)
         self._stream.shut()
 
-    def release(self) -> None:
+    def close_socket(self) -> None:
         """Close the socket once nothing reads from it."""
         self.close()
-        self._stream.release()
+        self._stream.close()
 
     def _numbered(self, frame: Frame) -> Frame:
         self._opaque = frame.opaque = (self._opaque + 1) & 0x7FFFFFFF
@@ -351,13 +351,13 @@ class _Client:
         match request:
             case ConsumersChanged(group):
                 header: object = ConsumerGroupHeader(group)
-                self._send(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, header)
+                self._send_request(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, header)
             case CheckTransaction():
-                self._check(request)
+                self._check_transaction(request)
             case ResetOffsets(group, topic, offsets):
                 table = {queue_key(queue): offset for queue, offset in offsets.items()}
                 header = ResetOffsetHeader(topic, group, -1, True)
-                self._send(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, header, write_body({"offsetTable": table}))
+                self._send_request(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, header, write_body({"offsetTable": table}))
             case ReplyArrived(send):
                 self._push(send)
             case ConsumerOffsets():
@@ -384,12 +384,12 @@ class _Client:
             store_host=self._store_host,
             store_timestamp=send.born_timestamp_ms,
         )
-        self._send(RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT, header, message.body)
+        self._send_request(RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT, header, message.body)
 
-    def _send(self, code: RequestCode, header: object, body: bytes = b"") -> None:
+    def _send_request(self, code: RequestCode, header: object, body: bytes = b"") -> None:
         self.channel.send_one_way(Frame(code, to_fields(header), body))
 
-    def _check(self, request: CheckTransaction) -> None:
+    def _check_transaction(self, request: CheckTransaction) -> None:
         half = request.message
         header = CheckTransactionHeader(
             half.queue_offset,
@@ -401,7 +401,7 @@ class _Client:
         topic = half.properties.get(record.PROPERTY_REAL_TOPIC, half.topic)
         queue_id = java_int(half.properties.get(record.PROPERTY_REAL_QUEUE_ID, "")) or 0
         real = replace(record.decode_record(half.raw), topic=topic, queue_id=queue_id)
-        self._send(RequestCode.CHECK_TRANSACTION_STATE, header, record.encode_record(real))
+        self._send_request(RequestCode.CHECK_TRANSACTION_STATE, header, record.encode_record(real))
 
 
 class ClientChannels:
@@ -422,7 +422,7 @@ class ClientChannels:
         entry = self._by_id.get(client_id)
         return None if entry is None else entry[0]
 
-    def heartbeat(self, channel: Channel, frame: Frame) -> None:
+    def register(self, channel: Channel, frame: Frame) -> None:
         """Register a client with its groups."""
         client_id, producers, consumers = heartbeat_of(frame.body)
         if not client_id:
@@ -445,7 +445,9 @@ class ClientChannels:
             for group in groups or [""]:
                 self._changed(client_id, group, True)
 
-    def leave(self, channel: Channel, client_id: str, producer_group: str | None, consumer_group: str | None) -> None:
+    def remove_client(
+        self, channel: Channel, client_id: str, producer_group: str | None, consumer_group: str | None
+    ) -> None:
         """Remove a client from a group, unless it has another connection by now."""
         entry = self._by_id.get(client_id)
         if entry is not None and entry[0].channel is not channel:

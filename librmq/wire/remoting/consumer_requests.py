@@ -73,7 +73,7 @@ class Pulls:
     """The pulls of one server's clients. Thread-safe."""
 
     def __init__(self, broker: Broker, rates: Rates, *, ends_holds: bool = True) -> None:
-        """With ``ends_holds`` False, held pulls end by `release` alone and not as the broker's clock moves."""
+        """With ``ends_holds`` False, held pulls end by `answer_held` alone and not as the broker's clock moves."""
         self._broker = broker
         self._runner = broker.runner
         self._step = Step(f"{broker.name}: pulls of the wire", self._run_due)
@@ -94,7 +94,7 @@ class Pulls:
         waits_ms = min(header.suspend_timeout_millis, _LONGEST_WAIT_MS)
         begin_ms = self._runner.now_ms()
         if not header.sys_flag & PULL_WAITS or waits_ms <= 0:
-            return self._answer(call, call.call_broker(_request(call, commits=True)), begin_ms)
+            return self._answer_pull(call, call.call_broker(_request(call, commits=True)), begin_ms)
         waiting = _HeldPull(call)
         with self._runner.lock:  # so that the hold is known before it can end
             response = call.call_broker(_request(call, lambda: self._woken(waiting), commits=True))
@@ -109,7 +109,7 @@ class Pulls:
                         self._runner.wake(self._step, deadline_ms)
                     return None
             waiting.is_answered = True
-        return self._answer(call, response, begin_ms)
+        return self._answer_pull(call, response, begin_ms)
 
     def _warn_of_skipped(self, header: PullHeader) -> None:
         """Warn if the first pull of a clustering group without saved progress begins after a queue's first message.
@@ -145,9 +145,9 @@ class Pulls:
         with self._runner.lock:
             held = self._held.get(channel, set())
             for waiting in [pull for pull in held if group in (None, pull.call.header.consumer_group)]:
-                self._end(waiting)
+                self._end_hold(waiting)
 
-    def _end(self, waiting: _HeldPull) -> None:
+    def _end_hold(self, waiting: _HeldPull) -> None:
         """Hold a pull no longer."""
         waiting.is_answered = True
         self._deadlines.discard(waiting)
@@ -159,7 +159,7 @@ class Pulls:
         if not held:
             self._held.pop(channel, None)
 
-    def release(self, queue: tuple[str, str, int] | None = None) -> None:
+    def answer_held(self, queue: tuple[str, str, int] | None = None) -> None:
         """Answer the held pulls now: all, or the pulls of a group, topic and queue id."""
         with self._runner.lock:
             for waiting in [pull for held in self._held.values() for pull in held]:
@@ -196,13 +196,13 @@ class Pulls:
                 response = call.call_broker(_request(call, notify))
                 if response.status is PullStatus.HELD:
                     return
-                frame = self._answer(call, response, begin_ms)
+                frame = self._answer_pull(call, response, begin_ms)
             except RmqError as error:  # the client has left the group, or the broker is closed
                 frame = refused(call.frame, error)
-            self._end(waiting)
+            self._end_hold(waiting)
         call.channel.write(frame)
 
-    def _answer(self, call: RemotingCall, response: PullResponse, begin_ms: int) -> bytes:
+    def _answer_pull(self, call: RemotingCall, response: PullResponse, begin_ms: int) -> bytes:
         suggested = int(response.suggests_replica)  # the id of a slave
         header = PulledHeader(response.next_offset, response.min_offset, response.max_offset, suggested)
         status = response.status
@@ -210,11 +210,11 @@ class Pulls:
         now_ms, rates = self._runner.now_ms(), self._rates
         if status is PullStatus.FOUND:
             key, took_ms = f"{call.header.topic}@{call.header.consumer_group}", now_ms - begin_ms
-            rates.add("get", key, now_ms, len(records), sum(map(len, records)))
-            rates.add("latency", f"{call.header.queue_id}@{key}", now_ms, took_ms)
+            rates.count("get", key, now_ms, len(records), sum(map(len, records)))
+            rates.count("latency", f"{call.header.queue_id}@{key}", now_ms, took_ms)
             rates.took("get", took_ms)
         else:
-            rates.add("miss", "", now_ms)
+            rates.count("miss", "", now_ms)
         remark = pulled_remark(call.header, response)
         return call.answer_with(header, records, code=PULL_CODES[status], remark=remark)
 
@@ -248,14 +248,14 @@ class ConsumerRequests:
     # ---- clients
 
     def _heartbeat(self, call: RemotingCall) -> bytes:
-        self._sessions.heartbeat(call.channel, call.frame)
+        self._sessions.register(call.channel, call.frame)
         return call.answer()
 
     def _unregister(self, call: RemotingCall) -> bytes:
         header: LeavingClientHeader = call.header
         if header.consumer_group:
             self._pulls.drop_pulls(call.channel, header.consumer_group)  # if it asked again, it would be refused
-        self._sessions.leave(call.channel, header.client_id, header.producer_group, header.consumer_group)
+        self._sessions.remove_client(call.channel, header.client_id, header.producer_group, header.consumer_group)
         return call.answer()
 
     def _check_subscription(self, call: RemotingCall) -> bytes:
@@ -268,7 +268,7 @@ class ConsumerRequests:
 
     def _send_back(self, call: RemotingCall) -> bytes:
         answer, header = call.serve(FORMS[SendBack]), call.header
-        self._rates.add("back", f"{header.origin_topic}@{header.group}", self._broker.runner.now_ms())
+        self._rates.count("back", f"{header.origin_topic}@{header.group}", self._broker.runner.now_ms())
         return answer
 
     def _earliest(self, call: RemotingCall) -> bytes:

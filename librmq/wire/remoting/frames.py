@@ -491,7 +491,7 @@ class FrameSocket:
             # Not `SSLSocket.shutdown`, after which a write under way would continue in plain text.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Close the socket once nothing reads from it."""
         with self._write_lock:
             self._socket.close()

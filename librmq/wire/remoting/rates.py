@@ -59,7 +59,7 @@ class _Rate:
         self._next_ms = 0
         self._marks: dict[Window, deque[_Totals]] = {window: deque() for window in WINDOWS.values()}
 
-    def add(self, now_ms: int, messages: int, size: int, calls: int) -> None:
+    def count(self, now_ms: int, messages: int, size: int, calls: int) -> None:
         if now_ms >= self._next_ms:
             self._mark(now_ms)
         self._calls += calls
@@ -81,7 +81,7 @@ class _Rate:
         """All calls, messages and bytes."""
         return self._calls, self._messages, self._size
 
-    def over(self, window: Window, now_ms: int) -> tuple[int, tuple[int, int, int]]:
+    def counts_in(self, window: Window, now_ms: int) -> tuple[int, tuple[int, int, int]]:
         """Return the counted time in ms, and the calls, messages and bytes in it."""
         for since_ms, (calls, messages, size) in self._marks[window]:
             if since_ms > now_ms - window.span_ms:
@@ -109,12 +109,12 @@ class Rates:
         self._mornings = dict.fromkeys(self._totals, (0, 0))
         self._next_morning_ms = 0
 
-    def add(self, kind: Kind, key: str, now_ms: int, messages: int = 1, size: int = 0, calls: int = 1) -> None:
+    def count(self, kind: Kind, key: str, now_ms: int, messages: int = 1, size: int = 0, calls: int = 1) -> None:
         """Count calls that have moved messages; ``key`` is a topic, ``topic@group`` or ``queue@topic@group``."""
         with self._lock:
             if now_ms >= self._next_morning_ms:
                 self._begin_day(now_ms)
-            self._totals[kind].add(now_ms, messages, size, calls)
+            self._totals[kind].count(now_ms, messages, size, calls)
             if kind in ("miss", "failed"):
                 return
             rate = self._rates.get((kind, key))
@@ -122,7 +122,7 @@ class Rates:
                 if len(self._rates) >= _MOST_RATES:
                     return
                 rate = self._rates[kind, key] = _Rate()
-            rate.add(now_ms, messages, size, calls)
+            rate.count(now_ms, messages, size, calls)
 
     def rows(self, name: str, key: str, now_ms: int) -> dict[str, dict[str, float]] | None:
         """Return a statistic of 4.9 by window; None if nothing was counted."""
@@ -173,6 +173,6 @@ class Rates:
 
 
 def _row(window: Window, rate: _Rate, place: int, now_ms: int) -> dict[str, float]:
-    span_ms, counts = rate.over(window, now_ms)
+    span_ms, counts = rate.counts_in(window, now_ms)
     total, calls = counts[place], counts[0]
     return {"avgpt": total / calls if calls else 0.0, "sum": total, "tps": total * 1000 / span_ms}

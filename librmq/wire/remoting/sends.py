@@ -247,9 +247,9 @@ class Sends:
 
     def send(self, call: RemotingCall) -> bytes:
         """Store a message or a batch."""
-        request = self.request(call)
+        request = self.read_request(call)
         try:
-            return self.answer(call, call.call_broker(request))
+            return self.answer_send(call, call.call_broker(request))
         except RmqError as error:
             return _refused(call.frame, error, call.header.topic)
 
@@ -259,7 +259,7 @@ class Sends:
         Each step is taken for all of them before the next one, so that its code and data stay in the processor's cache:
         that saves a third of the time.
         """
-        read = self._read
+        read = self._read_send
         with self._batch_lock if any(map(_is_large_batch, frames)) else nullcontext():
             requests = [tried(read, channel, frame) for frame in frames]
             begin_ms = self._now_ms()
@@ -283,13 +283,13 @@ class Sends:
         now_ms = self._now_ms()
         self._rates.took("put", now_ms - begin_ms)
         for topic, (calls, messages, size) in counts.items():
-            self._rates.add("put", topic, now_ms, messages, size, calls)
+            self._rates.count("put", topic, now_ms, messages, size, calls)
         failed = sum(isinstance(response, Exception) for response in stored)
         if failed:
-            self._rates.add("failed", "", now_ms, failed, 0, failed)
+            self._rates.count("failed", "", now_ms, failed, 0, failed)
         return answers
 
-    def _read(self, channel: Channel, frame: Frame) -> SendMessage | SendBatch:
+    def _read_send(self, channel: Channel, frame: Frame) -> SendMessage | SendBatch:
         if isinstance(frame, SendFrame) and frame.request is not None:
             return frame.request
         plain = plain_request(frame, channel.peer, None if self._is_real_time else self._now_ms())
@@ -297,7 +297,7 @@ class Sends:
             return plain
         form = REQUESTS[RequestCode(frame.code)]
         header = from_fields(form.header, frame.fields, by_letters=form.by_letters)
-        return self.request(RemotingCall(channel, frame, header))
+        return self.read_request(RemotingCall(channel, frame, header))
 
     def _store(
         self, channel: Channel, requests: Sequence[SendMessage | SendBatch | Exception]
@@ -318,7 +318,7 @@ class Sends:
             stored.append(request if isinstance(request, Exception) else tried(store, request))
         return stored
 
-    def request(self, call: RemotingCall) -> SendMessage | SendBatch:
+    def read_request(self, call: RemotingCall) -> SendMessage | SendBatch:
         """Return what a frame asks the broker for."""
         header: SendHeader = call.header
         frame, peer = call.frame, call.channel.peer
@@ -358,9 +358,11 @@ class Sends:
             default_topic=header.default_topic,
         )
 
-    def answer(self, call: RemotingCall, response: SendResponse, code: int = 0, remark: str | None = None) -> bytes:
+    def answer_send(
+        self, call: RemotingCall, response: SendResponse, code: int = 0, remark: str | None = None
+    ) -> bytes:
         """Return the frame of the broker's answer; ``code`` and ``remark`` are what went wrong besides."""
-        self._rates.add("put", call.header.topic, self._now_ms(), len(response.offset_ids), len(call.frame.body))
+        self._rates.count("put", call.header.topic, self._now_ms(), len(response.offset_ids), len(call.frame.body))
         return _answer(call, response, code, remark)
 
 
@@ -426,7 +428,7 @@ class Replies:
 
         def reply() -> None:
             try:
-                answer = self._answer(call)
+                answer = self._answer_reply(call)
             except RmqError as error:
                 answer = refused(call.frame, error)
             if not call.frame.is_one_way:
@@ -434,18 +436,18 @@ class Replies:
 
         call.channel.run_later(reply)
 
-    def _answer(self, call: RemotingCall) -> bytes:
+    def _answer_reply(self, call: RemotingCall) -> bytes:
         header: SendHeader = call.header
         client_id = decode_properties(header.properties).get(PROPERTY_REPLY_TO_CLIENT, "")
         if self._sessions.get(client_id) is None and client_id in self._broker.client_ids():  # in this process
-            sent = self._sends.request(call)
+            sent = self._sends.read_request(call)
             if isinstance(sent, SendBatch):
                 raise MalformedError("a reply: expected one message, found a batch")
-            return self._sends.answer(call, call.call_broker(SendReply(sent)))
+            return self._sends.answer_send(call, call.call_broker(SendReply(sent)))
         problem = self._push(call, header)
         code = 0 if problem is None else ResponseCode.SYSTEM_ERROR
         try:
-            return self._sends.answer(call, call.call_broker(self._sends.request(call)), code, problem)
+            return self._sends.answer_send(call, call.call_broker(self._sends.read_request(call)), code, problem)
         except RmqError:  # as at a broker, the reply has arrived, and is only not kept
             return call.answer(SentHeader("0", max(header.queue_id, 0), 0), code=code, remark=problem)
 

@@ -76,10 +76,10 @@ class NameServer:
             RequestCode.WIPE_WRITE_PERM_OF_BROKER: self._wipe,
             RequestCode.ADD_WRITE_PERM_OF_BROKER: self._add,
             RequestCode.GET_NAMESRV_CONFIG: self._config,
-            RequestCode.PUT_KV_CONFIG: self._put,
-            RequestCode.GET_KV_CONFIG: self._get,
-            RequestCode.DELETE_KV_CONFIG: self._delete,
-            RequestCode.GET_KVLIST_BY_NAMESPACE: self._list,
+            RequestCode.PUT_KV_CONFIG: self._put_value,
+            RequestCode.GET_KV_CONFIG: self._get_value,
+            RequestCode.DELETE_KV_CONFIG: self._delete_value,
+            RequestCode.GET_KVLIST_BY_NAMESPACE: self._list_values,
         }
 
     # ---- routes
@@ -149,7 +149,7 @@ class NameServer:
     def _config(self, call: RemotingCall) -> bytes:
         return call.answer(body=f"listenPort={call.channel.own[1]}\n".encode())
 
-    def _put(self, call: RemotingCall) -> bytes:
+    def _put_value(self, call: RemotingCall) -> bytes:
         header: KvPairHeader = call.header
         with self._lock:
             if len(self._values) >= _MOST_VALUES and (header.namespace, header.key) not in self._values:
@@ -157,7 +157,7 @@ class NameServer:
             self._values[header.namespace, header.key] = header.value
         return call.answer()
 
-    def _get(self, call: RemotingCall) -> bytes:
+    def _get_value(self, call: RemotingCall) -> bytes:
         header: KvKeyHeader = call.header
         value = self._values.get((header.namespace, header.key))
         if value is None:
@@ -166,13 +166,13 @@ class NameServer:
             )
         return call.answer(KvValueHeader(value))
 
-    def _delete(self, call: RemotingCall) -> bytes:
+    def _delete_value(self, call: RemotingCall) -> bytes:
         header: KvKeyHeader = call.header
         with self._lock:
             self._values.pop((header.namespace, header.key), None)
         return call.answer()
 
-    def _list(self, call: RemotingCall) -> bytes:
+    def _list_values(self, call: RemotingCall) -> bytes:
         header: KvNamespaceHeader = call.header
         with self._lock:
             values = {key: value for (namespace, key), value in self._values.items() if namespace == header.namespace}
@@ -217,7 +217,7 @@ class Budgets:
         self._held = 0
         self._ending = 0
 
-    def add(self, channel: Channel) -> Channel | None:
+    def add_connection(self, channel: Channel) -> Channel | None:
         """Add a connection; return the one to close for it, which is ``channel`` if no other has to make room."""
         with self._lock:
             self._shares[channel] = _Share(next(self._numbers))
@@ -238,10 +238,10 @@ class Budgets:
                 and (not share.has_asked or counts[other.peer[0]] > own_count)
             ]
             excess = max(others, key=rank)[0] if others else channel
-            self._end(excess)
+            self._end_share(excess)
             return excess
 
-    def hold(self, channel: Channel, held: int, *, has_asked: bool) -> Channel | None:
+    def set_held(self, channel: Channel, held: int, *, has_asked: bool) -> Channel | None:
         """Set the bytes that a connection holds; return the connection to close because of them."""
         with self._lock:
             share = self._shares.get(channel)
@@ -256,13 +256,13 @@ class Budgets:
             for other, its in self._shares.items():
                 sums[other.peer[0]] += its.held
             largest = max(self._shares, key=lambda other: (sums[other.peer[0]], self._shares[other].held))
-            self._end(largest)
+            self._end_share(largest)
             return largest
 
-    def remove(self, channel: Channel) -> None:
+    def remove_connection(self, channel: Channel) -> None:
         """Remove a connection that has ended."""
         with self._lock:
-            self._end(channel)
+            self._end_share(channel)
             self._ending -= channel in self._shares
             self._shares.pop(channel, None)
 
@@ -271,7 +271,7 @@ class Budgets:
         with self._lock:
             return list(self._shares)
 
-    def _end(self, channel: Channel) -> None:
+    def _end_share(self, channel: Channel) -> None:
         share = self._shares.get(channel)
         if share is not None and not share.is_ending:
             share.is_ending = True
@@ -319,7 +319,9 @@ class FrameAnswers:
         for is_send, run in itertools.groupby(frames, _is_send):
             together = list(run)
             answered = (
-                self._sends.send_all(channel, together) if is_send else map(partial(self._answer, channel), together)
+                self._sends.send_all(channel, together)
+                if is_send
+                else map(partial(self._answer_frame, channel), together)
             )
             for frame, answer in answered:
                 if answer is not None and not frame.is_one_way:
@@ -331,7 +333,7 @@ class FrameAnswers:
         if answers:
             channel.write(b"".join(answers))
 
-    def _answer(self, channel: Channel, frame: Frame) -> tuple[Frame, bytes | None]:
+    def _answer_frame(self, channel: Channel, frame: Frame) -> tuple[Frame, bytes | None]:
         """Return a frame and the bytes of its answer; None if no answer is expected or if it comes later."""
         if frame.is_answer:
             channel.accept_answer(frame)
@@ -447,7 +449,7 @@ class RemotingServer:
 
         ``queue`` is a group, a topic and a queue id.
         """
-        self._pulls.release(queue)
+        self._pulls.answer_held(queue)
 
     def close(self, timeout: float = 5) -> bool:
         """Stop answering requests, and end all connections. A second call does nothing.
@@ -498,12 +500,12 @@ class RemotingServer:
                 SystemClock().wait(threading.Event(), _REST_S)  # no free descriptor, for example
                 continue
             try:
-                self._begin(connected, _host(peer))
+                self._begin_connection(connected, _host(peer))
             except (OSError, RuntimeError) as error:  # the connection has already ended, or no thread is free
                 connected.close()
                 _log.debug("a connection from %(client)s was lost: %(error)s", client=peer[0], error=error)
 
-    def _begin(self, connected: socket.socket, peer: Host) -> None:
+    def _begin_connection(self, connected: socket.socket, peer: Host) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         limit_time(connected, socket.SO_RCVTIMEO, _IDLE_S)
         limit_time(connected, socket.SO_SNDTIMEO, _SEND_S)
@@ -514,9 +516,9 @@ class RemotingServer:
             if not self._is_open:
                 connected.close()
                 return
-            excess = self._budgets.add(channel)
+            excess = self._budgets.add_connection(channel)
         if excess is channel:
-            self._budgets.remove(channel)
+            self._budgets.remove_connection(channel)
             self.refused += 1
             _log.debug(
                 "client %(client)s: refused, because %(count)d clients are connected", client=peer[0], count=CONNECTIONS
@@ -531,7 +533,7 @@ class RemotingServer:
         try:
             channel.reader.start()
         except RuntimeError:
-            self._budgets.remove(channel)
+            self._budgets.remove_connection(channel)
             raise
 
     def _serve(self, channel: Channel) -> None:
@@ -573,13 +575,13 @@ class RemotingServer:
             _log.debug("client %(client)s: its connection has ended: %(error)s", client=channel.peer[0], error=error)
         finally:
             channel.close()
-            self._budgets.remove(channel)
+            self._budgets.remove_connection(channel)
             self._pulls.drop_pulls(channel)
             self._sessions.closed(channel)
-            channel.release()
+            channel.close_socket()
 
     def _count(self, channel: Channel, held: int, *, has_asked: bool) -> None:
-        excess = self._budgets.hold(channel, held, has_asked=has_asked)
+        excess = self._budgets.set_held(channel, held, has_asked=has_asked)
         if excess is not None:
             self._close_for_others(
                 excess, "its unfinished frames are the largest, and all clients together hold too much"
