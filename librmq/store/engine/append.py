@@ -83,6 +83,10 @@ class Appender(AppendState):
         self._watchers: list[Callable[[], None]] = []
         self._watching = Lock()
 
+    def refuse(self) -> None:
+        """Accept no more appends."""
+        self.accepts = False
+
     def after_fork(self) -> None:
         """Leave the store to the parent, in a child process after a fork."""
         self.parts, self.accepts = None, False
@@ -453,12 +457,12 @@ class Appender(AppendState):
     def repair(self) -> None:
         """Repair what an interrupted append left, under the lock, before derived data are used."""
         if self.dispatcher.writing_at >= 0:
-            assert self.parts is not None
             with critical:
-                self.parts.derive_again()
+                self.open_parts().derive_again()
 
     def catch_up(self) -> None:
-        """Write all queue entries and keys that are due, under the lock."""
+        """Write all queue entries and keys that are due, under the lock; raise why there are no parts."""
+        self.open_parts()
         self.repair()
         self.dispatcher.drain()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from librmq.errors import StoreIOError
-from librmq.store.engine.append import Appender
+from librmq.store.engine.append_lock import AppendLock
 from librmq.store.engine.group_commit import GroupCommit, flush_all
 from librmq.store.engine.store_parts import Parts
 
@@ -16,12 +16,24 @@ from librmq.store.engine.store_parts import Parts
 class Durability:
     """Flushes the parts of a store that one `Appender` writes. Thread-safe."""
 
-    def __init__(self, parts: Parts, appender: Appender, check_lock: Callable[[], object]) -> None:
-        """Use ``check_lock()``, which raises if another process has taken over the store."""
+    def __init__(
+        self,
+        parts: Parts,
+        lock: AppendLock,
+        catch_up: Callable[[], object],
+        check_lock: Callable[[], object],
+        on_failure: Callable[[], None],
+    ) -> None:
+        """Take the functions to call.
+
+        ``catch_up()`` writes due entries and keys, under ``lock``; ``check_lock()`` raises if another process has taken
+        over the store; ``on_failure()`` is called once, when a flush of the log has failed.
+        """
         self._parts = parts
-        self._appender = appender
+        self._lock = lock
+        self._catch_up = catch_up
         self._check_lock = check_lock
-        self.commit = GroupCommit(self._flush_log, parts.log.end, self._refuse)
+        self.commit = GroupCommit(self._flush_log, parts.log.end, on_failure)
         """The log's part."""
         self.settled = parts.log.end
         """Physical offset below which queues and index are on the device too."""
@@ -35,13 +47,12 @@ class Durability:
             StoreIOError: This or an earlier flush of queues or index failed: the next open rebuilds them.
             StoreClosedError: The store was closed meanwhile.
         """
-        appender, parts = self._appender, self._parts
+        lock, parts = self._lock, self._parts
         dispatcher, checkpoint, index = parts.dispatcher, parts.checkpoint, parts.index
-        appender.lock.check_reentry()
-        with appender.lock.flushing:
-            with appender.lock.mutex:
-                appender.open_parts()
-                appender.catch_up()
+        lock.check_reentry()
+        with lock.flushing:
+            with lock.mutex:
+                self._catch_up()
                 end, stored = parts.log.end, dispatcher.dispatched_timestamp_ms
                 indexed = index.full_timestamp_ms
                 queues, dispatcher.unflushed = dispatcher.unflushed, set()
@@ -59,7 +70,7 @@ class Durability:
                 checkpoint.flush()
                 self.settled = end
             except BaseException as error:
-                with appender.lock.mutex:
+                with lock.mutex:
                     dispatcher.unflushed |= queues
                     dispatcher.entries += entries
                 if self._derived_failure is None and isinstance(error, StoreIOError) and error.call.startswith("flush"):
@@ -76,6 +87,3 @@ class Durability:
         """Flush the log if this handle is still the only writer, because another writer can have overwritten it."""
         self._check_lock()
         return self._parts.log.flush()
-
-    def _refuse(self) -> None:
-        self._appender.accepts = False
