@@ -77,7 +77,7 @@ if TYPE_CHECKING:
         """The same for `librmq.store.engine.dispatch.Lane`."""
 
     class AlarmState:
-        """The same for `librmq.store.engine.housekeeping.Housekeeping`."""
+        """The same for `librmq.store.engine.durability.Housekeeping`."""
 
     class AppendState:
         """The same for `librmq.store.engine.append.Appender`."""

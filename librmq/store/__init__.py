@@ -5,7 +5,7 @@ from __future__ import annotations
 from librmq.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
-    from librmq.store.engine.group_commit import Acknowledgement as Acknowledgement
+    from librmq.store.engine.durability import Acknowledgement as Acknowledgement
     from librmq.store.engine.message_filters import ByPredicate as ByPredicate
     from librmq.store.engine.message_filters import BySql as BySql
     from librmq.store.engine.message_filters import ByTags as ByTags

@@ -30,8 +30,7 @@ from librmq.runtime.locks import critical
 from librmq.store.engine.append import Appender
 from librmq.store.engine.copies import CopiedRecords, CopyWriter, LogCopier
 from librmq.store.engine.dispatch import BitmapOf
-from librmq.store.engine.durability import Durability
-from librmq.store.engine.housekeeping import Housekeeping, HousekeepingThread
+from librmq.store.engine.durability import Durability, Housekeeping, HousekeepingThread
 from librmq.store.engine.read import Transfer
 from librmq.store.engine.store_parts import PartFiles, Parts, QueueTable
 from librmq.store.format import directory

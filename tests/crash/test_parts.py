@@ -12,7 +12,7 @@ from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import StoreIOError
 from librmq.files.interface import Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.store.engine.group_commit import flush_all
+from librmq.store.engine.durability import flush_all
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, set_abort
 from librmq.store.format.index_layout import FRESH
 from librmq.store.format.indexfile import IndexFile, find_flaw

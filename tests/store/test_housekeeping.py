@@ -20,8 +20,7 @@ from librmq.errors import CorruptionError, FlushFailedError, StoreError, StoreIO
 from librmq.files.interface import File
 from librmq.files.memory import MemoryFiles
 from librmq.runtime.background import Background
-from librmq.store.engine.group_commit import GroupCommit
-from librmq.store.engine.housekeeping import Housekeeping
+from librmq.store.engine.durability import GroupCommit, Housekeeping
 
 NOW = 1_700_000_000_000
 PAGE = 4096

@@ -29,8 +29,7 @@ from librmq.runtime.compiled_core import AppendState
 from librmq.runtime.locks import Lock, critical
 from librmq.store.engine.append_lock import AppendLock
 from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level
-from librmq.store.engine.group_commit import GroupCommit
-from librmq.store.engine.housekeeping import Housekeeping
+from librmq.store.engine.durability import GroupCommit, Housekeeping
 from librmq.store.engine.prepared import (
     AppendResult,
     check_fields,

@@ -1,16 +1,209 @@
-"""Durability of a store: the log by group commit, queues and index, and the checkpoint.
+"""Durability of a store: group commit of the log, flushes of queues and index, the checkpoint, and scheduled work.
 
-The checkpoint covers log, queues and index, so it is written last.
+In a group commit the first waiter flushes everything appended so far, and the others wait for their turn. The first
+waiter whose message came later flushes next. After a failed flush the kernel can drop the unwritten pages and report
+success for the next flush. So nothing is acknowledged until the store is reopened. The checkpoint covers log, queues
+and index, so it is written last.
+
+`Housekeeping.run_due` is a pure step over the store's parts: it does due work and returns the time of its next call. In
+an application a thread of the store calls it (`Background`); under a manual clock the test does.
+
+Mirrors 4.9.4's ``GroupCommitService``, ``FlushRealTimeService``, ``FlushConsumeQueueService``,
+``CleanCommitLogService`` and ``AllocateMappedFileService``.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Final, Generic, Protocol, TypeVar
 
-from librmq.errors import StoreIOError
+from librmq.clock import Clock
+from librmq.commitlog import CommitLog
+from librmq.config import StoreConfig
+from librmq.errors import FlushFailedError, StoreClosedError, StoreError, StoreIOError
+from librmq.runtime.background import Background
+from librmq.runtime.compiled_core import AlarmState
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock, critical
 from librmq.store.engine.append_lock import AppendLock
-from librmq.store.engine.group_commit import GroupCommit, flush_all
 from librmq.store.engine.store_parts import Parts
+
+# ---- group commit
+
+_T = TypeVar("_T")
+_F = TypeVar("_F", bound="Flushable")
+
+_MANY: Final = 16
+_AT_A_TIME: Final = 8
+
+
+class Flushable(Protocol):
+    """A part of a store that can be flushed and has a folder of its own."""
+
+    @property
+    def folder(self) -> str:
+        """Return the folder of its files."""
+
+    def flush(self) -> None:
+        """Write what is in memory to the device."""
+
+
+def flush_all(parts: set[_F]) -> None:
+    """Flush all of ``parts`` by folder, several at once if they are many, because the device accepts them together.
+
+    Flushed parts are removed from ``parts``. The error of the first failure is raised.
+    """
+
+    def flush(part: _F) -> None:
+        part.flush()
+        parts.discard(part)
+
+    ordered = sorted(parts, key=lambda part: part.folder)
+    if len(ordered) >= _MANY:
+        futures: list[Future[None]] = []
+        with ThreadPoolExecutor(_AT_A_TIME, "librmq-flush") as pool:
+            with suppress(RuntimeError):  # the interpreter starts no thread while it calls exit handlers
+                futures.extend(pool.submit(flush, part) for part in ordered)
+            for future in futures:
+                future.result()
+        ordered = ordered[len(futures) :]
+    for part in ordered:
+        flush(part)
+
+
+class GroupCommit:
+    """Shared flushes of the log. Thread-safe.
+
+    Waiters queue in FIFO order; the first one flushes and wakes the next. A waiter whose message has been flushed wakes
+    the next in turn. So no waiter wakes too early. When a waiter has to flush, those before it have had time to append
+    again.
+    """
+
+    def __init__(self, flush: Callable[[], int], flushed: int, on_failure: Callable[[], None]) -> None:
+        """``flush()`` flushes the log and returns the physical offset up to which it is on the device, now ``flushed``.
+
+        ``on_failure()`` is called once, when a flush has failed.
+        """
+        self.flushed = flushed
+        """Physical offset below which everything is on the device."""
+        self.failure: StoreIOError | None = None
+        """The first flush that failed; nothing unflushed is acknowledged after it."""
+        self._flush = flush
+        self._on_failure = on_failure
+        self._guard = Lock()  # protects the following fields
+        self._waiters: deque[Lock] = deque()  # the first has its turn, the others are held
+        self._stopped: str | None = None
+
+    def reach(self, physical_offset: int) -> None:
+        """Wait until everything below ``physical_offset`` is on the device, and flush unless another caller does.
+
+        Raises:
+            FlushFailedError: A flush has failed.
+            StoreClosedError: `stop` was called.
+        """
+        if self.flushed >= physical_offset:
+            return
+        self.check()
+        self._in_turn(lambda: self._flush_up_to(physical_offset))
+        if self.flushed < physical_offset:
+            self.check()
+
+    def _flush_up_to(self, physical_offset: int) -> None:
+        """Flush, unless an earlier caller has."""
+        if self.flushed < physical_offset:
+            self.check()
+            try:
+                self.flushed = max(self.flushed, self._flush())
+            except StoreIOError as error:
+                self.failure = error
+                self._on_failure()
+
+    def _in_turn(self, act: Callable[[], None]) -> None:
+        """Call ``act`` at this caller's turn, in the order of the calls. Ctrl-C waits that long.
+
+        Another thread can throw an exception into this one at any moment, as libraries for time limits do. One that
+        comes at the begin of `_pass_turn` would keep the place, so the call is repeated from here, where none can come.
+        """
+        turn = Lock()
+        turn.acquire()
+        with critical:
+            try:
+                with self._guard:
+                    self._waiters.append(turn)
+                    is_first = self._waiters[0] is turn
+                if not is_first:
+                    turn.acquire()  # until it is the first
+                act()
+            finally:
+                thrown: BaseException | None = None
+                while True:
+                    try:
+                        self._pass_turn(turn)
+                        break
+                    except BaseException as error:
+                        thrown = error
+                if thrown is not None:
+                    raise thrown
+
+    def _pass_turn(self, turn: Lock) -> None:
+        """Give up a place and wake the first caller; a second call does nothing more."""
+        with self._guard:
+            if turn in self._waiters:
+                self._waiters.remove(turn)
+            if self._waiters and self._waiters[0].locked():  # it waits, or has its turn and waits no more
+                self._waiters[0].release()
+
+    def check(self) -> None:
+        """Raise `FlushFailedError` if a flush has failed, `StoreClosedError` after `stop`."""
+        if self.failure is not None:
+            raise FlushFailedError(self.failure) from self.failure
+        if self._stopped is not None:
+            raise StoreClosedError(self._stopped)
+
+    def stop(self, why: str) -> None:
+        """Flush no more, because the log is released; later nothing is acknowledged that is not on the device now.
+
+        Waits until a running flush has ended.
+        """
+        self._stopped = why
+        self._in_turn(lambda: None)
+
+    def stop_after_fork(self, why: str) -> None:
+        """Stop in a child process after a fork, where no thread releases the locks."""
+        self._stopped = why
+
+
+class Acknowledgement(Generic[_T]):
+    """The acknowledgement of a pipelined append: ``result`` is known immediately, durability follows later.
+
+    Thread-safe. Acknowledgements come in the order of the appends, because one watermark decides them all.
+    """
+
+    __slots__ = ("_commit", "_end", "result")
+
+    def __init__(self, result: _T, commit: GroupCommit, end: int) -> None:
+        self.result = result
+        """The place of the message."""
+        self._commit = commit
+        self._end = end
+
+    @property
+    def done(self) -> bool:
+        """Whether the message has reached the device."""
+        return self._commit.flushed >= self._end
+
+    def wait(self) -> _T:
+        """Wait until the message is on the device, and return ``result``.
+
+        Raises:
+            FlushFailedError: A flush has failed.
+        """
+        self._commit.reach(self._end)
+        return self.result
 
 
 class Durability:
@@ -87,3 +280,199 @@ class Durability:
         """Flush the log if this handle is still the only writer, because another writer can have overwritten it."""
         self._check_lock()
         return self._parts.log.flush()
+
+
+# ---- scheduled work
+
+_log = EventLog("librmq.store")
+
+_MIN_AHEAD: Final = 4 << 20
+_MAX_AHEAD: Final = 64 << 20
+_ENTRIES_WORTH_A_FLUSH: Final = 400  # two pages of a queue
+_AGAIN_MS: Final = 10_000  # after a temporary failure
+
+
+class Housekeeping(AlarmState):
+    """Scheduled work of one store. Not thread-safe: one caller at a time.
+
+    ``alarm`` is a physical offset: an append that ends at or after it must wake the caller of `run_due`. Appends only
+    compare with it, so the cost is a comparison in a busy store and nothing in an idle one.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        log: CommitLog,
+        commit: GroupCommit,
+        flush_derived: Callable[[], object],
+        entries: Callable[[], int],
+        expire: Callable[[int], int | None],
+        now_ms: int,
+    ) -> None:
+        """Take the functions to call.
+
+        ``flush_derived()`` flushes queues, index and checkpoint, ``entries()`` is the average of unflushed entries
+        of a queue that has some, and ``expire(now_ms)`` is the step of retention.
+        """
+        self._config = config
+        self._log = log
+        self._commit = commit
+        self._flush_derived = flush_derived
+        self._entries = entries
+        self._expire = expire
+        self._flushed_at_ms = self._derived_at_ms = now_ms
+        self._expire_at_ms: int | None = now_ms
+        self._last_error = ""
+        self._expired_end = -1  # the end of the log's files at the last check of expiry
+        self.alarm = -1
+        self.watched = sys.maxsize
+        """An append that ends after this place calls the watchers; `alarm` is never beyond it."""
+
+    def expire_soon(self) -> None:
+        """Check retention in the next `run_due`, because kept files may have become deletable."""
+        self._expire_at_ms = self._derived_at_ms
+
+    def watch(self, physical_offset: int) -> None:
+        """Let the first append that ends after ``physical_offset`` wake the watchers."""
+        self.watched = physical_offset
+        self.alarm = min(self.alarm, physical_offset)
+
+    def run_due(self, now_ms: int) -> int | None:
+        """Do due work, and return the time of the next call (ms), None if only an append can bring work."""
+        self.alarm = self.watched  # later appends are noticed below
+        self._flushed_at_ms = min(self._flushed_at_ms, now_ms)  # in case the clock was set back
+        self._derived_at_ms = min(self._derived_at_ms, now_ms)
+        log = self._log
+        ahead = self._ahead()
+        try:
+            log.prepare(ahead)
+        except StoreError as error:  # the append that needs the room gets this error
+            _log.warning(
+                "no room could be prepared after the log's end: %(error)s", error=error, path=self._log.sequence.folder
+            )
+        log_due, log_alarm = self._flush_log(now_ms)
+        if self._commit.failure is not None:
+            return None  # the store accepts nothing more
+        queues_due = self._flush_queues(now_ms)
+        if log.sequence.end > self._expired_end:  # a new log file can exceed the total size
+            self._expired_end, self._expire_at_ms = log.sequence.end, now_ms
+        if self._expire_at_ms is not None and now_ms >= self._expire_at_ms:
+            try:
+                self._expire_at_ms = self._expire(now_ms)
+            except StoreError as error:
+                _log.error("due log files could not be deleted: %(error)s", error=error, path=self._log.sequence.folder)
+                self._expire_at_ms = now_ms + _AGAIN_MS
+        if self._config.durability == "sync" and queues_due is not None:
+            log_alarm = sys.maxsize  # waiting callers flush, other callers wake this step
+        alarm = self.alarm = min(log_alarm, log.end + ahead // 2)
+        self.watch(self.watched)
+        if log.end >= alarm or (queues_due is None and self._entries()):
+            return now_ms  # an append came while the alarm was off
+        return min((due for due in (log_due, queues_due, self._expire_at_ms) if due is not None), default=None)
+
+    def _ahead(self) -> int:
+        """Return how many bytes behind the log's end to make ready: twice what came between two flushes."""
+        return min(max(2 * (self._log.end - self._commit.flushed), _MIN_AHEAD), _MAX_AHEAD)
+
+    def _flush_log(self, now_ms: int) -> tuple[int | None, int]:
+        """Flush the log if due; return the next time, and the physical offset of an append that advances it."""
+        config, commit = self._config, self._commit
+        waiting = self._log.end - commit.flushed
+        interval, thorough = round(1000 * config.flush_interval_s), round(1000 * config.flush_thorough_interval_s)
+        if config.durability == "sync":  # waiting callers flush; this is for the others
+            interval = thorough = 0
+        if waiting > 0:
+            enough = waiting >= config.flush_least_bytes
+            due = self._flushed_at_ms + (interval if enough else thorough)
+            if now_ms < due:
+                return due, sys.maxsize if enough else commit.flushed + config.flush_least_bytes
+            self._flushed_at_ms = now_ms
+            try:
+                commit.reach(self._log.end)
+            except FlushFailedError as error:
+                _log.error("the store accepts no more messages: %(error)s", error=error, path=self._log.sequence.folder)
+                return None, sys.maxsize
+            if self._log.end > commit.flushed:
+                return now_ms + interval, sys.maxsize
+        return None, commit.flushed + 1
+
+    def _flush_queues(self, now_ms: int) -> int | None:
+        config, entries = self._config, self._entries()
+        if not entries:
+            return None
+        seconds = (
+            config.flush_interval_consumequeue_s
+            if entries >= _ENTRIES_WORTH_A_FLUSH
+            else config.flush_thorough_interval_consumequeue_s
+        )
+        due = self._derived_at_ms + round(1000 * seconds)
+        if now_ms < due:
+            return due
+        self._derived_at_ms = now_ms
+        try:
+            self._flush_derived()
+        except StoreError as error:  # nothing is lost: they can be rebuilt from the log
+            if str(error) != self._last_error:  # log each error once
+                _log.error(
+                    "queues and index could not be flushed: %(error)s", error=error, path=self._log.sequence.folder
+                )
+            self._last_error = str(error)
+            return now_ms + round(1000 * seconds)
+        self._last_error = ""
+        return None
+
+
+class HousekeepingThread:
+    """The thread that calls a store's `Housekeeping`, started by the first append with work for it. Thread-safe."""
+
+    def __init__(self, path: str, run_due: Callable[[int], int | None], clock: Clock) -> None:
+        self._path = path
+        self._run_due = run_due
+        self._clock = clock
+        self._guard = Lock()
+        self._background: Background | None = None
+        self._may_start = False
+        self._is_warned = False
+
+    def wake(self) -> None:
+        """Let the thread check for work."""
+        background = self._background
+        if background is not None:
+            background.wake()
+        elif self._may_start:
+            with critical, self._guard:
+                if self._background is None and self._may_start:
+                    try:
+                        self._background = Background(self._run_due, self._clock, "librmq-store")
+                    except RuntimeError as error:  # the messages are written nevertheless
+                        self._warn_not_started(error)
+                        return
+                    self._is_warned = False
+
+    def _warn_not_started(self, error: RuntimeError) -> None:
+        """Log that no thread can be started; the next append with work for one tries again."""
+        if not self._is_warned:
+            _log.warning(
+                "%(path)s: no thread can be started (%(error)s), so stored messages are not flushed or deleted "
+                "periodically; call flush(), or raise the limit of threads",
+                path=self._path,
+                error=error,
+            )
+        self._is_warned = True
+
+    def allow_start(self) -> None:
+        """Allow the next `wake` to start the thread."""
+        self._may_start = True
+
+    def stop(self) -> None:
+        """Stop the thread and return when it has ended; none starts until `allow_start`."""
+        with critical:
+            with self._guard:
+                background, self._background, self._may_start = self._background, None, False
+            if background is not None:
+                background.stop()
+
+    def after_fork(self) -> None:
+        """Leave the thread to the parent, in a forked child."""
+        self._background, self._may_start = None, False
+        self._guard = Lock()
