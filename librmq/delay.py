@@ -40,7 +40,8 @@ from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.store import MessageStore
-from librmq.store.engine.prepared import AppendResult, CopyTarget, Prepared
+from librmq.store.engine.append import AppendResult
+from librmq.store.engine.copies import CopyTarget, Prepared
 
 __all__ = ["DelayConfig", "DelayOffsets", "DelaySchedule"]
 

@@ -20,8 +20,8 @@ from librmq.protocol import ResponseCode, Subscription
 from librmq.runtime.deadlines import Deadlines
 from librmq.runtime.runner import Runner, next_on_grid
 from librmq.store import AppendResult
+from librmq.store.engine.copies import Prepared
 from librmq.store.engine.dispatch import parse_level
-from librmq.store.engine.prepared import Prepared
 
 if TYPE_CHECKING:
     from librmq.filter import Registration, Registrations, SqlFilter, TagFilter

@@ -34,7 +34,7 @@ from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELIVER_MS, is_timed, time_properties
 from librmq.store import AppendResult
 from librmq.store.engine.append_lock import CTRL_C_WAITS_S
-from librmq.store.engine.prepared import Prepared
+from librmq.store.engine.copies import Prepared
 
 _log = EventLog("librmq.broker")
 

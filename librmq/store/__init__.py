@@ -5,12 +5,12 @@ from __future__ import annotations
 from librmq.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
+    from librmq.store.engine.append import AppendResult as AppendResult
     from librmq.store.engine.durability import Acknowledgement as Acknowledgement
     from librmq.store.engine.message_filters import ByPredicate as ByPredicate
     from librmq.store.engine.message_filters import BySql as BySql
     from librmq.store.engine.message_filters import ByTags as ByTags
     from librmq.store.engine.message_filters import message_filter as message_filter
-    from librmq.store.engine.prepared import AppendResult as AppendResult
     from librmq.store.engine.read import GetStatus as GetStatus
     from librmq.store.engine.read import MessageFilter as MessageFilter
     from librmq.store.engine.read import ReadResult as ReadResult

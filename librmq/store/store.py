@@ -21,10 +21,9 @@ from librmq.files.interface import Damage, Files
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.runtime.compiled_core import CORE_STATE
-from librmq.store.engine.append import Appender
+from librmq.store.engine.append import Appender, AppendFields, AppendResult, BatchFields
 from librmq.store.engine.copies import CopiedRecords, CopyWriter
 from librmq.store.engine.durability import Acknowledgement
-from librmq.store.engine.prepared import AppendFields, AppendResult, BatchFields
 from librmq.store.engine.read import MessageFilter, ReadResult, find_by_id, find_by_key, read_queue, wrong_argument
 from librmq.store.engine.store_parts import QueueTable
 from librmq.store.format import directory

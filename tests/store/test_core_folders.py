@@ -20,8 +20,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
-from librmq.store.engine.append import Appender
-from librmq.store.engine.prepared import AppendResult
+from librmq.store.engine.append import Appender, AppendResult
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import TransactionConfig, Transactions
 from tests.budget import examples

@@ -15,8 +15,8 @@ from librmq.errors import StoreClosedError, StoreError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore, verify
+from librmq.store.engine.copies import CopyTarget
 from librmq.store.engine.dispatch import Dispatcher
-from librmq.store.engine.prepared import CopyTarget
 from tests.budget import many
 from tests.interrupting import at_each_call, interrupted_at_call
 

@@ -22,8 +22,8 @@ from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.message import Message
 from librmq.store import MessageStore
+from librmq.store.engine.copies import CopyTarget
 from librmq.store.engine.dispatch import has_queue_entry
-from librmq.store.engine.prepared import CopyTarget
 from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.recovery import salvage
 from librmq.store.recovery.open import clear_leftovers, covered_start

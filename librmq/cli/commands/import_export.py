@@ -33,7 +33,7 @@ from librmq.message.properties import checked_encoding
 from librmq.message.topics import is_system_topic, validate_topic
 from librmq.runtime.call_progress import watched
 from librmq.store import MessageStore
-from librmq.store.engine.prepared import AppendFields
+from librmq.store.engine.append import AppendFields
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import MOST_QUEUES, BrokerTables
 from librmq.store.format.directory import CONFIG, check_kind

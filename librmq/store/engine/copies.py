@@ -1,4 +1,4 @@
-"""Copies: several prepared records under one lock, and the bytes of another store's log.
+"""Copies: records prepared without the writer's lock and written together under it, and bytes of another store's log.
 
 `LogCopier` dispatches the records of a copied log to queues and index. It mirrors 4.9.4's
 ``DefaultMessageStore.appendToCommitLog``, which appends a master's log to a slave's.
@@ -11,25 +11,185 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from librmq.config import StoreConfig
+from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError, RmqError, StoreIOError
 from librmq.java.lang import JAVA_ERRORS, java_decode
 from librmq.message import record as record_format
 from librmq.message.message import Message, StoredMessage
+from librmq.message.record import crc32
 from librmq.runtime.locks import critical
-from librmq.store.engine.append import Appender
-from librmq.store.engine.dispatch import Derivation, Dispatcher, Lane
-from librmq.store.engine.prepared import (
-    AppendResult,
-    CopyTarget,
-    Prepared,
-    host_bytes,
-    place_copies,
-    prepare,
-    prepare_again,
-)
+from librmq.store.engine.append import Appender, AppendResult, check_sizes, checked_host_flags, host_bytes
+from librmq.store.engine.dispatch import Derivation, Dispatcher, Lane, Pending, has_queue_entry, is_indexed
 from librmq.store.engine.store_parts import Parts
+
+_MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
+_pack_entry = ENTRY.pack
+_pack_short = struct.Struct(">H").pack
+_pack_int = struct.Struct(">i").pack
+_pack_born = struct.Struct(">iq").pack
+_pack_prepared = struct.Struct(">iq").pack
+_TWO_HOSTS: Final = 16
+"""Bytes of two IPv4 hosts."""
+_new = tuple.__new__
+
+# The spans are those of `Prepared`, which takes over as bytes what stays.
+_pack_header: Final = {
+    hosts: struct.Struct(
+        f">IIII{record_format.span('flag', 'flag')}sqq"
+        f"{record_format.span('sys_flag', 'born_host', hosts)}sq"
+        f"{record_format.span('store_host', 'prepared_offset', hosts)}si"
+    ).pack
+    for hosts in record_format.HEADERS
+}
+"""Packer of a prepared record's header, by the flags of its hosts."""
+
+
+class Prepared(NamedTuple):
+    """A record without a place."""
+
+    lane: Lane
+    size: int
+    flag: bytes
+    to_born_host: bytes
+    """Sys flag, born time and born host."""
+    from_store_host: bytes
+    """Store host, reconsume times and prepared offset."""
+    checksum: int
+    body_size: int
+    tail: bytes
+    """Everything from the body on."""
+    properties_raw: bytes
+    tags_code: int
+    unique_key: str | None
+    keys: str | None
+
+
+class CopyTarget(NamedTuple):
+    """The queue that a copy of a stored message goes to, and the properties of the copy."""
+
+    topic: str
+    queue_id: int
+    properties_raw: bytes
+    unique_key: str | None
+    """As ``properties_raw`` has it; the caller vouches for that, as for keys and tags."""
+    keys: str | None
+    tags: str | None
+
+
+def prepare(
+    lane: Lane,
+    message: Message,
+    properties: Mapping[str, str],
+    sys_flag: int,
+    born_timestamp_ms: int,
+    born_at: bytes,
+    stored_at: bytes,
+    reconsume_times: int,
+) -> Prepared:
+    """Prepare a message with these properties for the queue of ``lane``; see `CopyWriter.prepare`.
+
+    Raises:
+        MessageIllegalError: The properties can't be stored.
+        struct.error: A field is out of range.
+    """
+    raw = record_format.encode_properties(properties)
+    raw_size = len(raw)
+    if raw_size > _MAX_PROPERTIES_SIZE:
+        check_sizes(0, raw_size, 0)
+    hosts_size = len(born_at) + len(stored_at)
+    if sys_flag or hosts_size > _TWO_HOSTS:
+        sys_flag |= checked_host_flags(sys_flag, born_at, stored_at)
+    get = properties.get
+    tags = get("TAGS")
+    body = message.body
+    tail = b"".join((body, lane.topic_field, _pack_short(raw_size), raw))
+    return _new(
+        Prepared,
+        (
+            lane, 72 + hosts_size + len(tail), _pack_int(message.flag),
+            _pack_born(sys_flag, born_timestamp_ms) + born_at, stored_at + _pack_prepared(reconsume_times, 0),
+            crc32(body) & 0x7FFFFFFF, len(body), tail, raw,
+            record_format.tags_code(tags) if tags else 0, get("UNIQ_KEY"), get("KEYS"),
+        ),
+    )  # fmt: skip
+
+
+def prepare_again(record: StoredMessage, target: CopyTarget, lane: Lane, max_size: int) -> Prepared:
+    """Prepare the message of a record for the queue of ``lane``; see `CopyWriter.prepare_again`."""
+    _, _, raw, unique_key, keys, tags = target
+    try:
+        data = record.raw
+    except AttributeError:
+        raise wrong_kind("record", record, "a StoredMessage") from None
+    begin, end, _, _, _, _ = record.frame
+    body = data[begin:end]
+    raw_size = len(raw)
+    size = end + len(lane.topic_field) + 2 + raw_size
+    if raw_size > _MAX_PROPERTIES_SIZE or size > max_size:
+        raise MessageIllegalError(f"a record of {size} bytes, {raw_size} of them properties, can't be stored")
+    bits = data[39]
+    born_end = 68 if bits & record_format.BORN_HOST_V6 else 56
+    if bits & record_format.TRANSACTION_MASK and not is_indexed(bits):
+        unique_key = keys = None
+    return _new(
+        Prepared,
+        (
+            lane, size, data[16:20], data[36:born_end], data[born_end + 8 : begin - 4],
+            crc32(body) & 0x7FFFFFFF, end - begin,
+            b"".join((body, lane.topic_field, _pack_short(raw_size), raw)), raw,
+            record_format.tags_code(tags) if tags else 0, unique_key, keys,
+        ),
+    )  # fmt: skip
+
+
+class PlacedCopies(NamedTuple):
+    """Copies with their places in one file of the log, as the writer needs them."""
+
+    data: list[bytes]
+    entries_of: dict[Lane, list[bytes]]
+    records: list[Pending]
+    results: list[AppendResult]
+
+
+def place_copies(
+    copies: Sequence[Prepared], physical_offset: int, file_end: int, now: int, dispatcher: Dispatcher
+) -> PlacedCopies:
+    """Place the first copies, as many as fit between two physical offsets, at a store time; under the writer's lock."""
+    placed = PlacedCopies([], {}, [], [])
+    data, entries_of, records, results = placed
+    entries: list[bytes] = []
+    last: Lane | None = None
+    next_queue_offset = 0
+    for (
+        lane, size, flag, to_born_host, from_store_host, checksum, body_size, tail, raw, code, unique_key, keys
+    ) in copies:  # fmt: skip
+        if physical_offset + size > file_end:
+            break
+        if lane is not last:
+            last, entries = lane, entries_of.setdefault(lane, [])
+            next_queue_offset = lane.next_queue_offset + len(entries)
+        bits = to_born_host[3]
+        if bits & record_format.TRANSACTION_MASK and not has_queue_entry(bits):
+            queue_offset = 0
+        else:
+            queue_offset = next_queue_offset
+            next_queue_offset += 1
+            if lane.queue.ext is not None:
+                with critical:
+                    code = dispatcher.add_unit(lane, code, now, raw)
+            entries.append(_pack_entry(physical_offset, size, code))
+        data += (
+            _pack_header[bits & 48](
+                size, record_format.MESSAGE_MAGIC, checksum, lane.queue_id, flag, queue_offset, physical_offset,
+                to_born_host, now, from_store_host, body_size,
+            ),
+            tail,
+        )  # fmt: skip
+        records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
+        results.append(_new(AppendResult, (physical_offset, size, queue_offset, now, from_store_host[:-12])))
+        physical_offset += size
+    return placed
 
 
 class CopyWriter:
@@ -131,7 +291,6 @@ class CopyWriter:
 # ---- copies of a log
 
 _unpack_size = record_format.header_struct("size", "magic", unsigned=("size",)).unpack_from
-_pack_entry = ENTRY.pack
 _IRREGULAR: Final = ("", -1)  # in place of a queue
 
 
