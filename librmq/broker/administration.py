@@ -134,7 +134,7 @@ class Progress:
 
     def query(self, request: QueryOffset) -> int | None:
         """Return a group's stored progress; without any, 0 if the whole queue exists and counts as in memory."""
-        stored = self._offsets.get(request.group, request.topic, request.queue_id)
+        stored = self._offsets.consumer_offset(request.topic, request.group, request.queue_id)
         if stored is not None:
             return stored
         store = self._store
@@ -149,7 +149,7 @@ class Progress:
 
     def update(self, request: UpdateOffset) -> None:
         """Store a group's progress."""
-        self._offsets.set(request.group, request.topic, request.queue_id, request.queue_offset)
+        self._offsets.set_consumer_offset(request.topic, request.group, request.queue_id, request.queue_offset)
 
     def groups(self, request: TopicGroups) -> Mapping[str, ConsumerData | None]:
         """Return the groups of a topic."""
@@ -185,7 +185,7 @@ class Progress:
         }
         self._clients.notify_group(group, ResetOffsets(group, topic, by_queue))
         for queue_id, queue_offset in offsets.items():
-            self._offsets.set(group, topic, queue_id, queue_offset)
+            self._offsets.set_consumer_offset(topic, group, queue_id, queue_offset)
 
     def move(
         self, group: str, topic: str, to: Literal["begin", "end"] | datetime | int, queue_id: int | None
@@ -256,7 +256,7 @@ class Progress:
                             reached[queue.queue_id] = max(queue_offset, reached.get(queue.queue_id, 0))
                 for queue_id in range(0 if topic is None else topic.read_queues):
                     begin, end = self._store.queue_range(name, queue_id)
-                    at = reached.get(queue_id, self._offsets.get(group.name, name, queue_id))
+                    at = reached.get(queue_id, self._offsets.consumer_offset(name, group.name, queue_id))
                     if lag := queue_lag(at, begin, end):
                         lags.append(f"group {group.name}: {lag} messages of {name}/{queue_id}")
         return lags
@@ -269,7 +269,7 @@ class Progress:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"topic {name!r} does not exist")
         offsets = {}
         for queue_id in range(topic.write_queues):
-            stored = self._offsets.get(group, name, queue_id)
+            stored = self._offsets.consumer_offset(name, group, queue_id)
             if stored is None:
                 raise BrokerError(
                     ResponseCode.SYSTEM_ERROR, f"group {group!r} has no progress in queue {queue_id} of {name!r}"

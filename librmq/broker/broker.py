@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from typing import Any, Final, Literal, Protocol, Self, TypeVar, Unpack, cast
 
@@ -405,20 +405,17 @@ class Broker:
             ConfigError: ``to`` is none of these.
             BrokerError: The group, the topic or the queue does not exist.
         """
-        with self._life.errors(), self.runner.lock:
-            self._life.check_open()
+        with self._locked():
             return self._parts.handlers.progress.move(group, topic, to, queue_id)
 
     def clients(self) -> tuple[ConnectedClient, ...]:
         """Return the clients that the broker knows, by id, with their groups."""
-        with self._life.errors(), self.runner.lock:
-            self._life.check_open()
+        with self._locked():
             return self._context.clients.connected()
 
     def connections(self, group: str) -> GroupConnections | None:
         """Return the running instances of a consumer group and their subscriptions; None if it has none."""
-        with self._life.errors(), self.runner.lock:
-            self._life.check_open()
+        with self._locked():
             return self._context.clients.connections(group)
 
     def instances(self, group: str) -> dict[str, InstanceState | None]:
@@ -426,14 +423,12 @@ class Broker:
 
         The value is None for an instance that did not answer.
         """
-        with self._life.errors(), self.runner.lock:
-            self._life.check_open()
+        with self._locked():
             return self._context.clients.instances(group)
 
     def shared_client_ids(self) -> frozenset[str]:
         """Return the ids that two clients use, which count as one client and consume the same queues."""
-        with self._life.errors(), self.runner.lock:
-            self._life.check_open()
+        with self._locked():
             return frozenset(self._context.clients.shared_ids)
 
     def join(self, timeout: float | timedelta = 30) -> None:
@@ -451,8 +446,7 @@ class Broker:
         clock = self.runner.clock
         deadline = clock.monotonic() + to_seconds("timeout", timeout)
         while True:
-            with self._life.errors(), self.runner.lock:
-                self._life.check_open()
+            with self._locked():
                 behind = self._parts.handlers.progress.behind()
                 if behind:  # by messages that no filter lets through, it may be
                     self._context.held.answer_passed()
@@ -498,13 +492,12 @@ class Broker:
 
     def client_ids(self) -> tuple[str, ...]:
         """Return the ids of all known clients, sorted."""
-        with self._life.errors(), self.runner.lock:
-            self._life.check_open()
+        with self._locked():
             return self._context.clients.client_ids()
 
     def consumer_offset(self, group: str, topic: str, queue_id: int = 0) -> int | None:
         """Return a group's stored progress in a queue: the queue offset of its next message, None if there is none."""
-        return self._context.offsets.get(group, topic, queue_id)
+        return self._context.offsets.consumer_offset(topic, group, queue_id)
 
     @property
     def tables(self) -> BrokerTables:
@@ -544,11 +537,17 @@ class Broker:
 
     def copy_tables(self, tables: CopiedTables) -> None:
         """Replace a replica's topics, groups and progress by its master's. `librmq.cluster.Replica` calls it."""
-        with self._life.errors(), self.runner.lock:
-            self._life.check_open()
+        with self._locked():
             self._context.copy_tables(tables)
 
     # ---- turns and life
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Run a block under the runner's lock, on an open broker; errors of the store become errors for clients."""
+        with self._life.errors(), self.runner.lock:
+            self._life.check_open()
+            yield
 
     @property
     def dead(self) -> bool:

@@ -9,7 +9,6 @@ from typing import Final
 from librmq.broker.context import BrokerContext
 from librmq.broker.long_polling import Arrivals
 from librmq.broker.offsets import DelayProgress
-from librmq.broker.transactions import CheckOffsets
 from librmq.delay import DelaySchedule
 from librmq.errors import MessageIllegalError
 from librmq.java.lang import java_int, java_long
@@ -58,7 +57,7 @@ class Deliveries:
         if config.hops:
             self.relay = HopProxy(
                 store,
-                CheckOffsets(context.offsets),
+                context.offsets,
                 delivered=self._relayed,
                 make_topic=self._make_target,
                 aside=steps.aside("flushes for its hops", lambda at: runner.wake(self._relaying, at)),

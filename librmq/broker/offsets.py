@@ -5,7 +5,7 @@ runner, no thread waits for the disk under the runner's lock: `TableWriter` copi
 copy without it.
 
 Mirrors ``ConsumerOffsetManager`` and the schedule of ``BrokerController``. Called under the runner's lock;
-`GroupOffsets.get`, `groups` and `of_topic` do not need it.
+`GroupOffsets.consumer_offset`, `groups` and `of_topic` do not need it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class GroupOffsets:
         rows = (name.rpartition("@") for name in list(self._table.rows))
         return [group for row_topic, _, group in rows if row_topic == topic]
 
-    def get(self, group: str, topic: str, queue_id: int) -> int | None:
+    def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:
         """Return a group's queue offset, None if never stored."""
         return self.of_topic(group, topic).get(queue_id)
 
-    def set(self, group: str, topic: str, queue_id: int, queue_offset: int) -> None:
+    def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
         """Store a group's queue offset; a lower one is allowed, and logged."""
         row = self._rows.get((group, topic))
         if row is None:
@@ -126,7 +126,7 @@ class GroupOffsets:
                         old=queue_offset,
                         queue_offset=end,
                     )
-                    self.set(group, topic, queue_id, end)
+                    self.set_consumer_offset(topic, group, queue_id, end)
 
 
 # ---- saving

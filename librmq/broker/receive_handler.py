@@ -104,7 +104,7 @@ class ReceiveHandler:
     def start(self) -> None:
         """Restore the messages that were in flight when the store was closed."""
         for key in self._saved:
-            if self._offsets.get(*key) is not None:
+            if self._consumer_offset(key) is not None:
                 self._queue(*key)
             else:
                 self._saved.pop_row(key)
@@ -348,7 +348,7 @@ class ReceiveHandler:
         queue = self._current(key)
         if queue is not None:
             return queue
-        progress = self._offsets.get(group, topic, queue_id)
+        progress = self._consumer_offset(key)
         begin, end = self._store.queue_range(topic, queue_id)
         if progress is not None:
             queue = QueueFlights.of_row(self._saved.pop_row(key), progress, end)
@@ -382,10 +382,14 @@ class ReceiveHandler:
             )
         return start
 
+    def _consumer_offset(self, key: QueueKey) -> int | None:
+        group, topic, queue_id = key
+        return self._offsets.consumer_offset(topic, group, queue_id)
+
     def _current(self, key: QueueKey) -> QueueFlights | None:
         """Return a queue's messages in flight; drop them and return None if their progress was moved by others."""
         queue = self._queues.get(key)
-        if queue is not None and queue.committed != self._offsets.get(*key):
+        if queue is not None and queue.committed != self._consumer_offset(key):
             del self._queues[key]
             for queue_offset in queue.flights:
                 self._visible.discard((key, queue_offset))
@@ -396,7 +400,8 @@ class ReceiveHandler:
     def _commit_progress(self, key: QueueKey, queue: QueueFlights) -> None:
         progress = queue.progress
         if progress != queue.committed:
-            self._offsets.set(*key, progress)
+            group, topic, queue_id = key
+            self._offsets.set_consumer_offset(topic, group, queue_id, progress)
             queue.committed = progress
         self._saved.changed()
 

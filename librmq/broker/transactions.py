@@ -11,7 +11,6 @@ from functools import partial
 
 from librmq.broker.context import BrokerContext
 from librmq.broker.long_polling import Arrivals
-from librmq.broker.offsets import GroupOffsets
 from librmq.errors import BrokerError, CorruptionError, RmqError, TransactionRefusedError
 from librmq.message import record
 from librmq.message.message import StoredMessage
@@ -55,7 +54,7 @@ class BrokerTransactions:
         aside = context.steps.aside("flushes for its check", lambda at: runner.wake(self._step, at))
         self._transactions = Transactions(
             store,
-            CheckOffsets(context.offsets),
+            context.offsets,
             runner.now_ms(),
             context.config.transactions,
             ask=self._questions.append,
@@ -203,18 +202,3 @@ class BrokerTransactions:
 def _log_failed_hook(result: object, error: Exception | None) -> None:
     if error is not None:
         _log.error("a hook for discarded half messages failed", exc_info=error)
-
-
-class CheckOffsets:
-    """Stores the check's progress like an internal consumer group's."""
-
-    def __init__(self, offsets: GroupOffsets) -> None:
-        self._offsets = offsets
-
-    def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:
-        """Return the queue offset of a group's next message, None if never stored."""
-        return self._offsets.get(group, topic, queue_id)
-
-    def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
-        """Store the queue offset of a group's next message."""
-        self._offsets.set(group, topic, queue_id, queue_offset)
