@@ -218,11 +218,11 @@ class DedupListener:
             if result is OrderlyResult.HOLD:
                 raise ConfigError("a guard marks each message by itself: its listener can't return HOLD for several")
         except (Exception, asyncio.CancelledError):
-            yield from self._release(claim)
+            yield from self._release_claim(claim)
             raise
         # Any other exception ends the process, and the claim expires as after a crash.
         if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True):
-            yield from self._release(claim)
+            yield from self._release_claim(claim)
         else:
             yield from self._finish(claim)
         return result
@@ -267,7 +267,7 @@ class DedupListener:
         request = self._request("finish", claim.key, claim.owner, now_ms, now_ms + self._keep_ms)
         yield from self._end_claim(claim, request, "consumed", "consumed", "marked so")
 
-    def _release(self, claim: _Claimed) -> Generator[_Request, Any, None]:
+    def _release_claim(self, claim: _Claimed) -> Generator[_Request, Any, None]:
         request = self._request("release", claim.key, claim.owner, self._clock.now_ms())
         yield from self._end_claim(claim, request, "released", "failed", "released")
 
@@ -343,7 +343,7 @@ class DedupListener:
         refusal = claims[end] if end < len(messages) else None
         if refusal is not None and not isinstance(refusal, ReconsumeLater):
             surplus, claimed = surplus + [claim for _, _, claim in claimed], []
-        yield from self._run_together([self._release(claim) for claim in surplus])
+        yield from self._run_together([self._release_claim(claim) for claim in surplus])
         if refusal is not None and not isinstance(refusal, ReconsumeLater):
             raise refusal
         done, failure = len(claimed), None
@@ -357,7 +357,7 @@ class DedupListener:
                 done = min(max(0, error.consumed), len(claimed)) if isinstance(error, ReconsumeLater) else 0
         yield from self._run_together(
             [
-                self._finish(claim) if number < done else self._release(claim)
+                self._finish(claim) if number < done else self._release_claim(claim)
                 for number, (_, _, claim) in enumerate(claimed)
             ]
         )

@@ -177,7 +177,7 @@ class Transactions:
         half = Message._from_parts(HALF_TOPIC, message.body, message.flag, properties)
         fields["sys_flag"] = fields.get("sys_flag", 0) & ~record.TRANSACTION_MASK
         result = self._store.append(half, QUEUE, **fields)
-        is_new = self.stored(half.unique_key, result.physical_offset)
+        is_new = self.half_stored(half.unique_key, result.physical_offset)
         is_plain = _SPECIAL.isdisjoint(properties) and all(properties.values())  # records read have no empty values
         if is_new and is_plain and result.size <= _REMEMBERED_SIZE:
             if fields.get("born_timestamp_ms") is None:
@@ -187,7 +187,7 @@ class Transactions:
                 del self._recent[next(iter(self._recent))]
         return result
 
-    def stored(self, unique_key: str | None, physical_offset: int) -> bool:
+    def half_stored(self, unique_key: str | None, physical_offset: int) -> bool:
         """Note a half that was stored without `prepare`; return False if it repeats another. Thread-safe."""
         if not unique_key or self._original:
             return True

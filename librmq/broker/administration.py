@@ -66,7 +66,7 @@ class Administration:
         """Make or change a topic."""
         if request.unless_exists and request.topic in self._topics.by_name:
             return
-        self._topics.set(
+        self._topics.change(
             request.topic, request.read_queues, request.write_queues, request.permission, request.message_type
         )
 
@@ -92,7 +92,7 @@ class Administration:
 
     def set_group(self, request: SetGroup) -> None:
         """Make a consumer group, or change it."""
-        self._groups.set(request.group, request.settings)
+        self._groups.change(request.group, request.settings)
 
     def delete_group(self, request: DeleteGroup) -> None:
         """Delete a consumer group, with its progress if that is asked for."""
@@ -132,7 +132,7 @@ class Progress:
         self._clients = context.clients
         self._broker_name = context.name
 
-    def query(self, request: QueryOffset) -> int | None:
+    def query_offset(self, request: QueryOffset) -> int | None:
         """Return a group's stored progress; without any, 0 if the whole queue exists and counts as in memory."""
         stored = self._offsets.consumer_offset(request.topic, request.group, request.queue_id)
         if stored is not None:

@@ -125,8 +125,8 @@ class BrokerContext:
 
     def copy_tables(self, tables: CopiedTables) -> None:
         """Replace the tables by a master's. Under the runner's lock."""
-        self.topics.replace(tables.topics)
-        self.groups.replace(tables.groups)
+        self.topics.copy_rows(tables.topics)
+        self.groups.copy_rows(tables.groups)
         self.offsets.merge(tables.offsets)
         if self.tables.delays.replace(tables.delays):
             self.writing.save(self.tables.delays, self.runner.now_ms())
@@ -159,7 +159,7 @@ class BrokerLife:
         """Note that the broker accepts no more calls, and notify its watchers. Under the runner's lock."""
         self.dead, self.was_killed = True, was_killed
         _open.discard(self)
-        self.changed()
+        self.notify_watchers()
 
     def inherited(self) -> None:
         """Note that this is a copy in a forked child."""
@@ -201,7 +201,7 @@ class BrokerLife:
         """Call ``changed`` when topics change and at the end; return a function that ends this."""
         return self._watchers.watch(changed)
 
-    def changed(self) -> None:
+    def notify_watchers(self) -> None:
         """Notify the watchers that topics or queues have changed, or that the broker has ended."""
         self._watchers.notify()
 

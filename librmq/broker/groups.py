@@ -109,7 +109,7 @@ class Groups:
         self.by_name: dict[str, Group] = {name: self._group(name) for name in table.rows}
         """By name."""
 
-    def replace(self, rows: Mapping[str, Any]) -> None:
+    def copy_rows(self, rows: Mapping[str, Any]) -> None:
         """Replace all groups by a master's."""
         if self._table.replace(rows):
             self.by_name.update({name: self._group(name) for name in rows})
@@ -143,9 +143,9 @@ class Groups:
                 f"consumer group {name!r} does not exist: create it with set_group, or let consumers do so with "
                 "BrokerConfig(auto_create_group=True)",
             )
-        return self.set(name, {})
+        return self.change(name, {})
 
-    def set(self, name: str, settings: Mapping[str, object]) -> Group:
+    def change(self, name: str, settings: Mapping[str, object]) -> Group:
         """Make a group, or change some of its settings, by their names in ``subscriptionGroup.json``.
 
         Settings that no row of 4.9 has are ignored, as there, and so is a name: ``name`` is the group's.

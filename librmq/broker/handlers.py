@@ -139,14 +139,14 @@ class Handlers:
         answer(Acknowledge, locked(receives.acknowledge))
         answer(ChangeInvisible, locked(receives.change))
         answer(ForwardToDeadLetters, locked(receives.forward))
-        answer(Heartbeat, locked(clients.heartbeat))
+        answer(Heartbeat, locked(clients.register))
         answer(Unregister, locked(clients.unregister))
         answer(ChannelClosed, locked(clients.channel_closed))
         answer(ConsumerIds, locked(clients.consumer_ids))
         answer(GroupSubscriptions, locked(clients.subscriptions))
         answer(LockQueues, locked(clients.lock))
         answer(UnlockQueues, locked(clients.unlock))
-        answer(QueryOffset, progress.query)
+        answer(QueryOffset, progress.query_offset)
         answer(UpdateOffset, locked(progress.update))
         answer(MaxOffset, progress.queue_end)
         answer(MinOffset, progress.queue_begin)
@@ -164,7 +164,7 @@ class Handlers:
         answer(DescribeLog, replication.describe)
         answer(FollowLog, replication.follow_log)
         answer(LeaveLog, replication.remove_replica)
-        answer(CopyTables, locked(replication.tables))
+        answer(CopyTables, locked(replication.snapshot_tables))
         master = context.config.replica_of
         if master is not None:
             for kind in _WRITES:
@@ -232,7 +232,15 @@ class BrokerParts:
         self._is_replica = config.replica_of is not None
         try:
             context = self.context = BrokerContext(
-                steps, cluster_name, config, store, metrics, tables, registrations, life.changed, was_killed=was_killed
+                steps,
+                cluster_name,
+                config,
+                store,
+                metrics,
+                tables,
+                registrations,
+                life.notify_watchers,
+                was_killed=was_killed,
             )
             life.release_lock = lambda: context.writing.refuse(life.why_dead)
             self._housekeeping = steps.step("flushes its store", store.run_due)
@@ -262,7 +270,7 @@ class BrokerParts:
 
     def stop_serving(self) -> None:
         """Drop held pulls and hide the gauges. Under the runner's lock."""
-        self.context.held.clear()
+        self.context.held.drop_all()
         if self._metrics is not None:
             for name in ("held_pulls", "log_bytes", "disk_used", "replicas"):
                 self._metrics.gauge(name, None)

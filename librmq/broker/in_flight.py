@@ -274,7 +274,7 @@ class SavedFlights:
             lambda at: runner.wake(self._step, at),
         )
         self._step = context.steps.step("saves what is in flight", self._saving.run_due)
-        self.changed = self._saving.changed
+        self.save_soon = self._saving.save_soon
 
     def __iter__(self) -> Iterator[QueueKey]:
         """Iterate over the queues in the file."""

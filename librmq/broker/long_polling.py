@@ -134,7 +134,7 @@ class HeldRequests:
 
     # ---- pulls
 
-    def hold(self, queue: _QueueName, holder: _Holder, selection: Selection, notify: Notify) -> None:
+    def hold_pull(self, queue: _QueueName, holder: _Holder, selection: Selection, notify: Notify) -> None:
         """Hold a pull; it replaces an earlier one of the same client, group and queue."""
         held = self.by_queue.get(queue)
         if held is None:
@@ -184,7 +184,7 @@ class HeldRequests:
         holder = f"{client_id}\0{next(self._receive_numbers)}", group  # a client may have several
         self._receives[notify] = holder, tuple(queues)
         for queue, selection in queues.items():
-            self.hold(queue, holder, selection, partial(self._wake_receive, holder, notify))
+            self.hold_pull(queue, holder, selection, partial(self._wake_receive, holder, notify))
 
     def remove_receive(self, notify: Notify) -> None:
         """Remove a receive, if it is held."""
@@ -250,7 +250,7 @@ class HeldRequests:
                 self.remove_pull(queue, holder)
                 hold.notify()
 
-    def clear(self) -> None:
+    def drop_all(self) -> None:
         """Drop all requests without an answer."""
         self.by_queue.clear()
 

@@ -78,7 +78,7 @@ class GroupOffsets:
             )
         row[queue_id] = queue_offset
         if not self._saving.has_changed:
-            self._saving.changed()
+            self._saving.save_soon()
 
     def merge(self, rows: Mapping[str, Mapping[int, int]]) -> None:
         """Merge a master's progress, by ``topic@group``; progress that only this table has stays."""
@@ -87,14 +87,14 @@ class GroupOffsets:
                 topic, _, group = name.rpartition("@")
                 self._rows.pop((group, topic), None)
                 self._table.rows[name] = dict(row)
-                self._saving.changed()
+                self._saving.save_soon()
 
     def delete_queue(self, topic: str, queue_id: int) -> None:
         """Delete the groups' progress in a deleted queue."""
         for group in self.groups(topic):
             row = self._table.rows[f"{topic}@{group}"]
             if row.pop(queue_id, None) is not None:
-                self._saving.changed()
+                self._saving.save_soon()
             if not row:
                 self._table.remove(f"{topic}@{group}")
                 self._rows.pop((group, topic), None)
@@ -104,7 +104,7 @@ class GroupOffsets:
         for name in [name for name in self._table.rows if name.rpartition("@")[2] == group]:
             self._table.remove(name)
             self._rows.pop((group, name.rpartition("@")[0]), None)
-            self._saving.changed()
+            self._saving.save_soon()
 
     def clamp(self, end_of: Callable[[str, int], int]) -> None:
         """Limit all progress to the ends of the queues.
@@ -181,7 +181,7 @@ class TableWriter:
             StoreClosedError: After the end, when another process can own the files.
         """
         self._check_not_ended()
-        self.changed()
+        self.notify_watchers()
         if after_flush:
             self._after_flush.add(table)
         if self._waits:
@@ -194,7 +194,7 @@ class TableWriter:
         """Call ``changed()`` once, when a table has changed. Under the runner's lock."""
         self._watchers.append(changed)
 
-    def changed(self) -> None:
+    def notify_watchers(self) -> None:
         """Notify the watchers that a table has changed. Under the runner's lock."""
         if self._watchers:
             watchers, self._watchers = self._watchers, []
@@ -271,7 +271,7 @@ class DelayedSave:
         )
         self.run_due = self._saver.run_due
 
-    def changed(self) -> None:
+    def save_soon(self) -> None:
         """Save soon."""
         if not self.has_changed:
             due = self._saver.changed()
@@ -307,7 +307,7 @@ class Persistence:
         self._now_ms = now_ms
 
         def wake_for_offsets(at_ms: int) -> None:
-            writing.changed()
+            writing.notify_watchers()
             wake(at_ms)
 
         self.offsets_saving = DelayedSave(
@@ -319,7 +319,7 @@ class Persistence:
     def filters_changed(self) -> None:
         """Note that the filters may differ from the saved ones."""
         if self._tables.filters or any(True for _ in self._registrations):
-            self._filters_saving.changed()
+            self._filters_saving.save_soon()
 
     def run_due(self, now_ms: int) -> int | None:
         """Save due tables, and return the time of the next save."""

@@ -73,7 +73,7 @@ class PullHandler:
                         return response
                 elif store.queue_range(topic, queue_id)[1] == queue_offset:
                     # Hold first, then look again: a writer looks for held pulls after its append, without the lock.
-                    held.hold(name, holder, selection, notify)
+                    held.hold_pull(name, holder, selection, notify)
                     begin, end = store.queue_range(topic, queue_id)
                     if queue_offset == end:
                         return PullResponse(PullStatus.HELD, end, begin, end, (), True)
@@ -84,7 +84,7 @@ class PullHandler:
                 return self._wait_for_copy(request, selection, result)
             end = result.next_offset
             if notify is not None and request.stay and status is PullStatus.FOUND and end == result.max_offset:
-                held.hold(name, holder, selection, notify)
+                held.hold_pull(name, holder, selection, notify)
                 is_held = store.queue_range(topic, queue_id)[1] == end
                 if not is_held:
                     held.remove_pull(name, holder)
@@ -107,7 +107,7 @@ class PullHandler:
         status, is_held = PullStatus.NO_NEW_MESSAGE, request.notify is not None
         if request.notify is not None:
             name, holder = (request.topic, request.queue_id), (request.client_id, request.group)
-            self._held.hold(name, holder, selection, request.notify)
+            self._held.hold_pull(name, holder, selection, request.notify)
             status = PullStatus.HELD
         return PullResponse(status, request.queue_offset, result.min_offset, result.max_offset, (), is_held)
 
@@ -122,7 +122,7 @@ class PullHandler:
         if raw is None:
             return None
         name, holder = (request.topic, request.queue_id), (request.client_id, request.group)
-        self._held.hold(name, holder, selection, notify)
+        self._held.hold_pull(name, holder, selection, notify)
         begin, end = self._store.queue_range(request.topic, request.queue_id)
         if end != arrived.queue_offset + 1:
             self._held.remove_pull(name, holder)

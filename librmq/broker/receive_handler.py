@@ -164,7 +164,7 @@ class ReceiveHandler:
             if not receipt.is_ordered:
                 flight.received_ms = now_ms
         self._wake_at(flight.visible_ms, key, receipt.queue_offset)
-        self._saved.changed()
+        self._saved.save_soon()
         return str(self._receipt(key, receipt.is_ordered, receipt.queue_offset, flight))
 
     def forward(self, request: ForwardToDeadLetters) -> None:
@@ -365,7 +365,7 @@ class ReceiveHandler:
         """Return where a group without progress starts, as in 5.x: the begin of a new queue, else its last message."""
         if is_receive_retry(key[0], key[1]):
             return begin
-        first = self._progress.query(QueryOffset(*key))
+        first = self._progress.query_offset(QueryOffset(*key))
         if first is not None:
             return first
         start = max(end - 1, begin)
@@ -393,7 +393,7 @@ class ReceiveHandler:
             del self._queues[key]
             for queue_offset in queue.flights:
                 self._visible.discard((key, queue_offset))
-            self._saved.changed()
+            self._saved.save_soon()
             return None
         return queue
 
@@ -403,7 +403,7 @@ class ReceiveHandler:
             group, topic, queue_id = key
             self._offsets.set_consumer_offset(topic, group, queue_id, progress)
             queue.committed = progress
-        self._saved.changed()
+        self._saved.save_soon()
 
     def _finish_message(self, key: QueueKey, queue_offset: int) -> None:
         """Finish a message that was stored again, unless its progress was moved meanwhile."""

@@ -142,7 +142,7 @@ class Replication:
             self._all = tuple(self._followers.values())
         self._table_watchers.pop(request.replica, None)
 
-    def tables(self, request: CopyTables) -> CopiedTables:
+    def snapshot_tables(self, request: CopyTables) -> CopiedTables:
         """Return the current tables. Called under the runner's lock."""
         tables = self._context.tables
         if request.notify is not None:

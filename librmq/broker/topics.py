@@ -162,7 +162,7 @@ class Topics:
         )
         self._save(self._table, self._now_ms())
 
-    def replace(self, rows: Mapping[str, Any]) -> None:
+    def copy_rows(self, rows: Mapping[str, Any]) -> None:
         """Replace all topics by a master's."""
         if self._table.replace(rows):
             self.by_name.update({name: self._topic(name) for name in rows})
@@ -211,7 +211,7 @@ class Topics:
         """Return one of the broker's own topics, such as a group's retry topic, created on demand."""
         return self.by_name.get(name) or self._set_row(name, queues, queues, _READ_WRITE)
 
-    def set(
+    def change(
         self,
         name: str,
         read_queues: int,

@@ -77,7 +77,7 @@ class BrokerTransactions:
 
     def half_stored(self, unique_key: str | None, physical_offset: int) -> None:
         """Note a half message that was stored. Thread-safe."""
-        self._transactions.stored(unique_key, physical_offset)
+        self._transactions.half_stored(unique_key, physical_offset)
 
     def end_transaction(self, request: EndTransaction) -> None:
         """Commit or roll back; `BrokerError` with 4.9's code."""

@@ -147,7 +147,7 @@ class Producer(Startable):
 
     def _join(self) -> None:
         self.client.join(self)
-        self._unwatch = self.route.watch(self._routes.changed)
+        self._unwatch = self.route.watch(self._routes.drop_routes)
 
     def shutdown(self) -> bool:
         """Leave the group; a later send raises `ClientStateError`. A second call does nothing.
@@ -261,7 +261,7 @@ class Producer(Startable):
         elif queue is not None:
             target = self._routes.named_queue(prepared.topic, queue)
         else:
-            target = self._sender.next_queue(self._sender.queues(prepared.topic))
+            target = self._sender.queue_of_try(self._sender.queues(prepared.topic))
         try:
             self._sender.send_to(prepared, target, self._timeout_ms, is_one_way=True)
         except (BrokerError, BrokerUnreachableError, SendTimeoutError) as error:

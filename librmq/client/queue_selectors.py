@@ -115,7 +115,7 @@ class RoundRobin:
         """Return the next number."""
         return next(self._turns)
 
-    def choose(self, queues: Sequence[MessageQueue], failed_broker: str | None = None) -> MessageQueue:
+    def next_queue(self, queues: Sequence[MessageQueue], failed_broker: str | None = None) -> MessageQueue:
         """Return the next queue, if possible not of the failed broker; `AllocationError` without queues."""
         if not queues:
             raise AllocationError("there are no queues to choose from")
@@ -158,7 +158,7 @@ class BrokerLatencies:
         latency = self._brokers.get(broker_name)
         return latency is None or self._now_ms() >= latency.away_until_ms
 
-    def choose(self, queues: Sequence[MessageQueue], turns: RoundRobin) -> MessageQueue:
+    def next_queue(self, queues: Sequence[MessageQueue], turns: RoundRobin) -> MessageQueue:
         """Return the next queue of an available broker; without any, of one in the better half.
 
         The latency of a broker without queues is dropped. `AllocationError` without queues.
@@ -176,7 +176,7 @@ class BrokerLatencies:
             return of_best[turns.turn() % len(of_best)]
         with self._lock:
             self._brokers.pop(best, None)
-        return turns.choose(queues)
+        return turns.next_queue(queues)
 
     def _fallback_broker(self) -> str:
         """Return in turn one of the better half of brokers: available first, then by latency and end of avoidance."""

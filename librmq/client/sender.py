@@ -144,7 +144,7 @@ class PublishRoutes:
         self.default_topic_queues = default_topic_queues
         self._version = 0
 
-    def changed(self) -> None:
+    def drop_routes(self) -> None:
         """Clear the cache, under the runner's lock; a topic that stays the same keeps its turn."""
         self._version += 1
         self._topics_before.update(self.topics)
@@ -350,7 +350,7 @@ class Sender:
                         f"topic {message.topic!r}: {attempt} tries took over {timeout_ms:.0f} ms"
                         f"{'' if failure is None else f'; the last error: {failure}'}"
                     ) from failure
-            queue = self.next_queue(queues, tried) if choose is None else choose(tried)
+            queue = self.queue_of_try(queues, tried) if choose is None else choose(tried)
             tried.append(queue.broker_name)
             if attempt and self._metrics is not None:
                 self._metrics.count("send_retries", topic=queue.topic)
@@ -372,13 +372,13 @@ class Sender:
         assert failure is not None
         raise failure
 
-    def next_queue(self, queues: TopicQueues, tried: Sequence[str] = ()) -> MessageQueue:
+    def queue_of_try(self, queues: TopicQueues, tried: Sequence[str] = ()) -> MessageQueue:
         """Return the queue of the next try, on another broker than the last one if there is one."""
         if self.config.nearby:
             return self._next_nearby(queues, tried)
         if self._latencies is not None:
-            return self._latencies.choose(queues.queues, queues.turns)
-        return queues.turns.choose(queues.queues, tried[-1] if tried else None)
+            return self._latencies.next_queue(queues.queues, queues.turns)
+        return queues.turns.next_queue(queues.queues, tried[-1] if tried else None)
 
     def _next_nearby(self, queues: TopicQueues, tried: Sequence[str]) -> MessageQueue:
         """Return a queue of the own site; for the last try, or if its brokers fail, one of another site."""
@@ -393,10 +393,10 @@ class Sender:
                 queue for queue in queues.queues if queue not in queues.near and queue.broker_name not in tried
             )
         if not near:
-            return queues.turns.choose(queues.queues, tried[-1] if tried else None)
+            return queues.turns.next_queue(queues.queues, tried[-1] if tried else None)
         if latencies is not None:
-            return latencies.choose(near, queues.turns)
-        return queues.turns.choose(near)
+            return latencies.next_queue(near, queues.turns)
+        return queues.turns.next_queue(near)
 
     def send_to(
         self,

@@ -170,7 +170,7 @@ class ProcessQueue:
         """Return the next message to begin."""
         return self._waiting[0] if self._waiting else None
 
-    def clear(self) -> None:
+    def drop_all(self) -> None:
         """Drop all messages."""
         self._waiting.clear()
         self._begun.clear()

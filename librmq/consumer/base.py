@@ -20,14 +20,13 @@ from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.instance import instance_state
 from librmq.consumer.listeners import check_at_brokers, make_subscription
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
-from librmq.consumer.rebalancing import Rebalancing, next_from_first
+from librmq.consumer.rebalancing import Rebalancing, next_from_first, readable_queues
 from librmq.errors import ClientStateError, RmqError
 from librmq.filter import TagFilter
 from librmq.message.message import MessageQueue
 from librmq.message.topics import retry_topic, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
-    PERM_READ,
     ConsumerData,
     ConsumerIds,
     ConsumerOffsets,
@@ -81,7 +80,7 @@ class Consumer(Startable, Generic[C]):
         self.metrics: Metrics | None = None
         self.log = _log.with_fields(consumer=self.label, group=group)
         self.states = StateLog(self.log, self.label)
-        self.rebalancing = Rebalancing(self, self._take, self._release, self._lock)
+        self.rebalancing = Rebalancing(self, self._take_queue, self._release_queue, self._lock)
         self._life = LifeCycle(f"{self.kind} consumer of group {group!r}")
         self._leaving = False
         self._saving = Step(f"{self.label} save progress", self._save_due, self.client)
@@ -101,10 +100,10 @@ class Consumer(Startable, Generic[C]):
         """Whether rebalancing assigns the queues."""
         return True
 
-    def _take(self, assigned: AssignedQueue) -> None:
+    def _take_queue(self, assigned: AssignedQueue) -> None:
         raise NotImplementedError
 
-    def _release(self, assigned: AssignedQueue, now_ms: int) -> bool:
+    def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
         self._save((assigned,))
         return True
 
@@ -156,7 +155,7 @@ class Consumer(Startable, Generic[C]):
     def _check_ready(self) -> None:
         """Refuse to start an incomplete instance; it can be started later."""
 
-    def _start(self) -> None:
+    def _join_group(self) -> None:
         config = self.config
         if config.model is MessageModel.CLUSTERING:
             self.offsets = BrokerOffsets(self.client, self.group, self.states)
@@ -262,7 +261,7 @@ class Consumer(Startable, Generic[C]):
                 if self._life.state is State.CREATED:
                     self._check_ready()
                     is_first = True
-                self._life.start(self._start)
+                self._life.start(self._join_group)
         except BaseException:
             if is_first:
                 with self.runner.lock:
@@ -370,9 +369,4 @@ class Consumer(Startable, Generic[C]):
 
     def queues(self, topic: str) -> list[MessageQueue]:
         """Return all readable queues of a topic, sorted."""
-        return sorted(
-            MessageQueue(topic, data.broker_name, number)
-            for data in self.route.topic_route(topic)
-            if data.permission & PERM_READ
-            for number in range(data.read_queues)
-        )
+        return sorted(readable_queues(topic, self.route.topic_route(topic)))

@@ -277,7 +277,7 @@ class Rests:
         self._times: dict[MessageQueue | None, tuple[int, int]] = {}  # begin and end; None is the whole consumer
         self.is_probing = False
         """Whether the next call decides if the whole consumer continues."""
-        self._step = Step(f"{consumer.label} resume", self._resume, consumer.client)
+        self._step = Step(f"{consumer.label} resume", self._end_rests, consumer.client)
 
     @property
     def is_whole(self) -> bool:
@@ -306,7 +306,7 @@ class Rests:
             self.is_probing = False
             self._consumer.states.works(("downstream",), "what listeners call")
 
-    def _resume(self, now_ms: int) -> int | None:
+    def _end_rests(self, now_ms: int) -> int | None:
         for key, (begin, end) in list(self._times.items()):
             if not begin <= now_ms < end:  # earlier than its begin, because the clock was set back
                 del self._times[key]

@@ -166,7 +166,7 @@ class OrderlyDelivery(Delivery):
         if assigned.progress is not None and position > assigned.progress:
             assigned.progress = assigned.stored_progress = position
         if position != assigned.messages.progress or not len(assigned.messages):
-            assigned.messages.clear()
+            assigned.messages.drop_all()
             assigned.next_offset = position
             self.runner.wake(assigned.pull)
 

@@ -148,13 +148,13 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         for queue in [queue for queue in self.assigned if queue not in queues]:
             assigned = self.assigned.pop(queue)
             assigned.released = True
-            self._release(assigned, self.runner.now_ms())
+            self._release_queue(assigned, self.runner.now_ms())
         for queue in queues:
             if queue not in self.assigned:
                 stored = self.offsets.read(queue)
                 next_offset = self.rebalancing.start_offset(queue) if stored is None else stored
                 assigned = self.assigned[queue] = self.make_assigned(queue, next_offset, stored)
-                self._take(assigned)
+                self._take_queue(assigned)
 
     @property
     def assignment(self) -> tuple[MessageQueue, ...]:
@@ -164,8 +164,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     # ---- life
 
-    def _start(self) -> None:
-        super()._start()
+    def _join_group(self) -> None:
+        super()._join_group()
         if self._assigned is not None:
             self._take_assigned()
         else:
@@ -203,7 +203,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         assigned.notify = self._arrived.set
         return assigned
 
-    def _take(self, assigned: AssignedQueue) -> None:
+    def _take_queue(self, assigned: AssignedQueue) -> None:
         if assigned.progress is not None:
             self.progressed(assigned, assigned.progress)
         self._arrived.set()

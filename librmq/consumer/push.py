@@ -419,13 +419,13 @@ class PushConsumer(Consumer[ConsumerConfig]):
         if not self.subscriptions:
             raise ConfigError(f"group {self.group!r}: subscribe a listener to a topic before start() or the with block")
 
-    def _start(self) -> None:
+    def _join_group(self) -> None:
         if self.listeners.are_async:
             try:
                 self.loop = asyncio.get_running_loop()
             except RuntimeError:
                 self.loop = None
-        super()._start()
+        super()._join_group()
         self.delivery.start()
         if self.metrics is not None:
             show_gauges(self, self.metrics)
@@ -483,7 +483,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
     def _lock(self, queue: MessageQueue) -> bool:
         return self.delivery.lock_queue(queue)
 
-    def _take(self, assigned: AssignedQueue) -> None:
+    def _take_queue(self, assigned: AssignedQueue) -> None:
         self.fetcher.share_limits()
         if assigned.progress is not None:
             self.progressed(assigned, assigned.progress)
@@ -494,14 +494,14 @@ class PushConsumer(Consumer[ConsumerConfig]):
         is_reset = any(queue is assigned for reset in self._resets for queue, _ in reset)  # its earlier work has ended
         return not is_reset and self.delivery.may_store(assigned, self.runner.now_ms())
 
-    def _release(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        super()._release(assigned, now_ms)
+    def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
+        super()._release_queue(assigned, now_ms)
         return self.delivery.release_queue(assigned, now_ms)
 
     def reassign(self, assigned: AssignedQueue) -> None:
         """Release a queue after its progress was set from outside; the next rebalance resumes at the new progress."""
         assigned.stored_progress = None
-        if self._release(assigned, self.runner.now_ms()):
+        if self._release_queue(assigned, self.runner.now_ms()):
             self.assigned.pop(assigned.queue, None)
 
     def _reset_offsets(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
@@ -515,7 +515,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         self._resets.append(reset)
         for assigned, _ in reset:
             assigned.released = True
-            assigned.messages.clear()
+            assigned.messages.drop_all()
 
         def resume_queues(now_ms: int) -> int | None:
             self._resets = [entry for entry in self._resets if entry is not reset]

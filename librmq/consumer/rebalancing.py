@@ -9,7 +9,7 @@ lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from librmq.client.allocation import own_share
@@ -25,6 +25,7 @@ from librmq.protocol import (
     MaxOffset,
     MessageModel,
     MinOffset,
+    QueueData,
     QueueOffsetAt,
     Subscription,
 )
@@ -41,6 +42,16 @@ def next_from_first(now_ms: int, first_ms: int, interval_ms: int) -> int:
     if first_ms - _LONGEST_FIRST_MS <= now_ms < first_ms:  # otherwise the clock was set back
         return first_ms
     return next_on_grid(now_ms, first_ms, interval_ms)
+
+
+def readable_queues(topic: str, route: Iterable[QueueData]) -> list[MessageQueue]:
+    """Return the queues of a topic that its route allows to read."""
+    return [
+        MessageQueue(topic, broker.broker_name, number)
+        for broker in route
+        if broker.permission & PERM_READ
+        for number in range(broker.read_queues)
+    ]
 
 
 class Rebalancing:
@@ -96,12 +107,7 @@ class Rebalancing:
             self._is_incomplete = True
             return []
         self._member.states.works(("route", topic), f"asking for the route of {topic}")
-        return [
-            MessageQueue(topic, broker.broker_name, number)
-            for broker in route
-            if broker.permission & PERM_READ
-            for number in range(broker.read_queues)
-        ]
+        return readable_queues(topic, route)
 
     def wake(self) -> None:
         """Rebalance immediately, because members or routes have changed."""

@@ -108,15 +108,15 @@ def test_nothing_to_choose_from(select: QueueSelector) -> None:
 
 def test_one_queue_after_the_other() -> None:
     turns = RoundRobin(5)
-    assert [turns.choose(A) for _ in range(4)] == [A[2], A[0], A[1], A[2]]
+    assert [turns.next_queue(A) for _ in range(4)] == [A[2], A[0], A[1], A[2]]
 
 
 def test_a_failed_broker_is_passed_over_if_there_is_another() -> None:
     turns = RoundRobin()
-    assert [turns.choose(A + B, "a") for _ in range(3)] == B
-    assert turns.choose(A, "a") in A
+    assert [turns.next_queue(A + B, "a") for _ in range(3)] == B
+    assert turns.next_queue(A, "a") in A
     with pytest.raises(AllocationError):
-        turns.choose([])
+        turns.next_queue([])
 
 
 # --- away from slow brokers
@@ -162,10 +162,10 @@ def test_queues_of_available_brokers_take_turns() -> None:
     latencies = BrokerLatencies(ManualClock().now_ms)
     latencies.report("a", 700)
     turns = RoundRobin()
-    chosen = [latencies.choose(A + B, turns) for _ in range(6)]
+    chosen = [latencies.next_queue(A + B, turns) for _ in range(6)]
     assert set(chosen) <= set(B)
     with pytest.raises(AllocationError):
-        latencies.choose([], turns)
+        latencies.next_queue([], turns)
 
 
 def test_without_available_broker_the_better_half_take_turns() -> None:
@@ -175,7 +175,7 @@ def test_without_available_broker_the_better_half_take_turns() -> None:
     given = [MessageQueue("T", broker, number) for broker in "abcd" for number in range(2)]
     for broker, latency_ms in (("a", 3_000), ("b", 600), ("c", 15_000), ("d", 1_000)):
         latencies.report(broker, latency_ms)
-    chosen = [latencies.choose(given, RoundRobin(turn)) for turn in range(8)]
+    chosen = [latencies.next_queue(given, RoundRobin(turn)) for turn in range(8)]
     assert {queue.broker_name for queue in chosen} == {"b", "d"}
     assert {queue.queue_id for queue in chosen} == {0, 1}
 
@@ -185,6 +185,6 @@ def test_a_broker_that_lost_its_queues_is_forgotten() -> None:
     latencies.report("gone", 600)
     latencies.report("a", 700)
     assert not latencies.is_available("gone")
-    assert latencies.choose(A, RoundRobin()) in A
+    assert latencies.next_queue(A, RoundRobin()) in A
     assert latencies.is_available("gone")
     assert not latencies.is_available("a")

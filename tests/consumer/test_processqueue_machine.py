@@ -100,7 +100,7 @@ class ProcessQueueMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.real.clear()
+        self.real.drop_all()
         self.waiting.clear()
         self.begun.clear()
         self.largest = -1
