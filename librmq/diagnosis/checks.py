@@ -80,7 +80,7 @@ def _filter_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield the registered filters that match none of their topic's newest messages."""
     for group, topic, expression in registered_filters(view):
         from librmq.filter.filters import compiled  # loads a grammar
-        from librmq.filter.syntax import Property, postorder
+        from librmq.filter.parser import Property, postorder
 
         selector = compiled(expression)
         messages = list(newest(view, topic, limits.sampled))

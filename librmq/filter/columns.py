@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
 
+from librmq.filter.parser import Order
 from librmq.filter.questions import (
     All,
     Always,
@@ -22,7 +23,6 @@ from librmq.filter.questions import (
     Question,
     SameAnswer,
 )
-from librmq.filter.syntax import Order
 from librmq.java.lang import DECIMAL_DIGITS
 
 C = TypeVar("C")

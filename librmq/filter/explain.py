@@ -12,11 +12,11 @@ from typing import Final, Literal, TypeAlias
 from librmq.errors import FilterEvaluationError
 from librmq.filter import interpreter
 from librmq.filter.interpreter import JavaError, equal, negated, ordered
-from librmq.filter.parser import Dialect, Selector
-from librmq.filter.syntax import (
+from librmq.filter.parser import (
     And,
     Compare,
     Constant,
+    Dialect,
     In,
     IsNull,
     Negate,
@@ -25,6 +25,7 @@ from librmq.filter.syntax import (
     Or,
     Property,
     Search,
+    Selector,
     Truth,
     Value,
     children,

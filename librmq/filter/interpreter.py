@@ -13,8 +13,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import TypeAlias
 
 from librmq.errors import FilterEvaluationError
-from librmq.filter.parser import Selector
-from librmq.filter.syntax import (
+from librmq.filter.parser import (
     And,
     Compare,
     Constant,
@@ -29,6 +28,7 @@ from librmq.filter.syntax import (
     Property,
     Search,
     SearchKind,
+    Selector,
     Truth,
     Value,
 )

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Final, TypeAlias
 
 from librmq.filter.interpreter import JavaError, equal, is_true, negated, ordered, searched
-from librmq.filter.syntax import (
+from librmq.filter.parser import (
     And,
     Compare,
     Constant,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from librmq.filter import SqlFilter
-from librmq.filter.syntax import JavaLong
+from librmq.filter.parser import JavaLong
 from librmq.java.lang import java_int, java_long, parse_double
 from tests.budget import some
 

@@ -207,7 +207,7 @@ def test_depths_that_rocketmq_takes() -> None:
 @given(st.lists(st.sampled_from(TEXTS) | st.text("0123456789.+-eEpPxXaAfFdDNI \t_\u0665", max_size=12)))
 def test_arrow_reads_numbers_as_java(texts: list[str]) -> None:
     from librmq.filter import arrow_backend
-    from librmq.filter.syntax import JavaLong
+    from librmq.filter.parser import JavaLong
 
     column = pa.array(texts, pa.string())
     readings: tuple[tuple[Callable[[str], float | None], Any], ...] = (
