@@ -38,7 +38,7 @@ from librmq.store.format import directory
 
 if TYPE_CHECKING:
     from librmq.filter import TagFilter
-    from librmq.filter.questions import Question
+    from librmq.filter.normal_form import Question
 
 
 # ---- entries of queues
@@ -390,7 +390,7 @@ class _Task:
             keep = passing if keep is None else keep & passing
         if self._selector is not None:
             from librmq.filter.arrow_backend import match_arrow
-            from librmq.filter.questions import names
+            from librmq.filter.normal_form import names
 
             property_names = sorted(set(names(self._selector)))
             columns = {name: block.properties.value(name) for name in property_names} or {

@@ -17,8 +17,7 @@ import pyarrow.compute as pc
 
 from librmq.errors import MissingExtraError
 from librmq.filter.columns import COMPARE, JAVA_INTEGER, NEGATED, ColumnBackend, Condition
-from librmq.filter.parser import JavaLong
-from librmq.filter.questions import (
+from librmq.filter.normal_form import (
     Missing,
     NumberIs,
     OrderOf,
@@ -28,6 +27,7 @@ from librmq.filter.questions import (
     TextSearch,
     TextTrue,
 )
+from librmq.filter.parser import JavaLong
 from librmq.java.lang import DIGIT_ZEROS, INT_MAX, INT_MIN, TRIMMED
 
 # ---- texts compared with a few short ones

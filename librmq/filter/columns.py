@@ -12,8 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
 
-from librmq.filter.parser import Order
-from librmq.filter.questions import (
+from librmq.filter.normal_form import (
     All,
     Always,
     Answer,
@@ -23,6 +22,7 @@ from librmq.filter.questions import (
     Question,
     SameAnswer,
 )
+from librmq.filter.parser import Order
 from librmq.java.lang import DECIMAL_DIGITS
 
 C = TypeVar("C")

@@ -19,9 +19,9 @@ from librmq.clock import Clock
 from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.filter import interpreter
 from librmq.filter.explain import Explanation, Lint, explain, lint
+from librmq.filter.normal_form import reduce
 from librmq.filter.parser import Dialect, Selector, parse, refuse_rest
 from librmq.filter.python_backend import EvaluationRefusedError, compile_evaluate, compile_match
-from librmq.filter.questions import reduce
 from librmq.java.lang import TRIMMED, string_hash
 from librmq.message.record import tags_code as tags_code
 from librmq.runtime.event_log import EventLog

@@ -18,8 +18,7 @@ from itertools import count
 from typing import Any, Final, Literal, TypeAlias, cast
 
 from librmq.filter.interpreter import in_order, searched
-from librmq.filter.parser import JavaLong, Order
-from librmq.filter.questions import (
+from librmq.filter.normal_form import (
     All,
     Always,
     Answer,
@@ -39,6 +38,7 @@ from librmq.filter.questions import (
     cheapest_first,
     names,
 )
+from librmq.filter.parser import JavaLong, Order
 from librmq.java.lang import java_int, java_long, parse_double
 
 Properties: TypeAlias = Mapping[str, str] | None

@@ -21,8 +21,7 @@ except ImportError as error:
     raise MissingExtraError("a filter as a Spark column", "spark") from error
 
 from librmq.filter.columns import COMPARE, JAVA_INTEGER, NEGATED, ColumnBackend, Condition
-from librmq.filter.parser import JavaLong
-from librmq.filter.questions import (
+from librmq.filter.normal_form import (
     All,
     Missing,
     NumberIs,
@@ -34,6 +33,7 @@ from librmq.filter.questions import (
     TextTrue,
     cheapest_first,
 )
+from librmq.filter.parser import JavaLong
 from librmq.java.lang import digit_translation
 
 LARGEST: Final = 50_000

@@ -15,9 +15,9 @@ from typing import Any
 from librmq.errors import FilterEvaluationError, FilterSyntaxError
 from librmq.filter import interpreter
 from librmq.filter.explain import explain, lint
+from librmq.filter.normal_form import reduce
 from librmq.filter.parser import Dialect, parse, postorder
 from librmq.filter.python_backend import compile_match
-from librmq.filter.questions import reduce
 from tests.filter.expressions import NAMES, NUMBERS, TEXT_LITERALS, TEXTS, expression
 
 __all__ = ["check", "mutants"]

@@ -1,4 +1,4 @@
-"""Questions about a message, to which every expression is reduced for all back-ends.
+"""The normal form of an expression, which all back-ends read: questions about a message.
 
 Seven kinds ask about properties, five combine answers, and one has the same answer for every message. All types and
 constants are resolved, so a back-end need not know the language. An answer is TRUE, FALSE, UNKNOWN, or an error;
