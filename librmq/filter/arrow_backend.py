@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from librmq.errors import MissingExtraError
-from librmq.filter.columns import COMPARE, JAVA_INTEGER, NEGATED, ColumnBackend, Condition
+from librmq.filter.column_backend import COMPARE, JAVA_INTEGER, NEGATED, ColumnBackend, Condition
 from librmq.filter.normal_form import (
     Missing,
     NumberIs,
