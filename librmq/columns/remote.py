@@ -40,6 +40,7 @@ _BLOCK: Final = 64 << 10
 _REQUEST_BYTES: Final = 8 << 20
 _AT_ONCE_BYTES: Final = 32 << 20
 _INDEX_HEADER: Final = 40
+_AFTER_END: Final = 4096
 _SALVAGED: Final = (f"{OWN_FOLDER}/salvage",)
 _NOT_READ: Final = (directory.TIMERLOG, directory.TIMERWHEEL, *_SALVAGED)
 _BY_PYARROW: Final = {
@@ -165,22 +166,22 @@ class RemoteStore:
         self._fetch(by_file)
 
     def _fetch(self, by_file: Mapping[str, Iterable[tuple[int, int]]]) -> None:
-        wanted: list[_Range] = []
+        missing: list[_Range] = []
         fetched: list[tuple[set[int], set[int]]] = []
         for name, ranges in by_file.items():
             have = self._blocks.get(name)
             if have is None:
                 continue
             size = self._sizes[name]
-            blocks = {one for first, end in ranges for one in range(first // _BLOCK, -(-min(end, size) // _BLOCK))}
+            blocks = {block for first, end in ranges for block in range(first // _BLOCK, -(-min(end, size) // _BLOCK))}
             if blocks := blocks - have:
                 numbers = np.array(sorted(blocks))
                 firsts = numbers[np.diff(numbers, prepend=-2) > 1] * _BLOCK
                 lasts = numbers[np.diff(numbers, append=numbers[-1] + 2) > 1] * _BLOCK + _BLOCK
-                wanted += ((name, a, min(b, size)) for a, b in zip(firsts.tolist(), lasts.tolist(), strict=True))
+                missing += ((name, a, min(b, size)) for a, b in zip(firsts.tolist(), lasts.tolist(), strict=True))
                 fetched.append((have, blocks))
-        if wanted:
-            self._copy(self.path, wanted)
+        if missing:
+            self._copy(self.path, missing)
             for have, blocks in fetched:
                 have |= blocks
 
@@ -221,7 +222,7 @@ class RemoteStore:
         if is_closed:
             self._copy(path, ((name, 0, min(_INDEX_HEADER, listed[name])) for name in index))
             self._copy_used(path, queues)
-        if is_closed and (self._fetch_end(path, logs) or self._finds_end(path, logs)):
+        if is_closed and (self._fetch_end(path, logs) or self._note_end(path, logs)):
             self._blocks |= {name: set() for name in logs}
         else:
             self._copy(path, self._whole([*queues, *index, *logs]))
@@ -229,13 +230,13 @@ class RemoteStore:
     def _listed(self) -> Iterator[tuple[str, int]]:
         """Yield the files of the store and their lengths."""
         try:
-            found = self._system.find(self._root, detail=True)
+            listed = self._system.find(self._root, detail=True)
         except FileNotFoundError:
             return
         except OSError as error:
             raise StoreIOError("list", self.url, error) from error
         prefix = self._root.lstrip("/") + "/"
-        for path, about in found.items():
+        for path, about in listed.items():
             name = path.lstrip("/").removeprefix(prefix)
             if about.get("type") != "file" or name.endswith("/") or name == directory.LOCK:
                 continue
@@ -272,11 +273,47 @@ class RemoteStore:
         )
         return closed.agrees_with(log)
 
-    def _finds_end(self, path: str, logs: list[str]) -> bool:
-        """Return whether the queues show where a broker closed the log."""
-        from librmq.columns.record_starts import note_clean_end
+    def _note_end(self, path: str, logs: list[str]) -> bool:
+        """Note where a broker closed the log, as librmq does at a close; return whether it is known.
 
-        return note_clean_end(path, {name: self._sizes[name] for name in logs}, lambda ranges: self._copy(path, ranges))
+        A broker leaves no note of it. After a clean shutdown the queues have an entry of each record, so the log ends
+        with the record of the last entry, if nothing follows it.
+        """
+        from librmq.consumequeue import ConsumeQueue
+        from librmq.store.engine.store_parts import PartFiles, QueueTable
+        from librmq.store.recovery.open import write_closed_state
+
+        files = DiskFiles()
+        try:
+            config = directory.infer_config(path, files)
+
+            def open_queue(topic: str, queue_id: int) -> ConsumeQueue:
+                folder = directory.queue_folder(path, topic, queue_id)
+                return ConsumeQueue.open(folder, config.consumequeue_file_size, files=files, writable=False)
+
+            queues = QueueTable(open_queue, dict.fromkeys(directory.list_queues(path, files)))
+            last = [
+                queue.entry(queue.max_offset - 1) for queue in queues.values() if queue.max_offset > queue.min_offset
+            ]
+            spans = [(entry.physical_offset, entry.size) for entry in last if entry is not None]
+            if not spans:
+                return False
+            place, size = max(spans)
+            ranges = []
+            for name in logs:
+                start, length = int(name.rpartition("/")[2]), self._sizes[name]
+                begin, end = max(place - start, 0), min(max(place + size - start, 0) + _AFTER_END, length)
+                if start + length > place and begin < end:
+                    ranges.append((name, begin, end))
+            self._copy(path, ranges)
+            part_files = PartFiles(path, config, files)
+            log = part_files.open_log(scan_from=lambda _: place)
+            if log.last_write != place or log.found_end.damage is not None:
+                return False
+            write_closed_state(path, files, log, queues, part_files.open_index())
+        except CorruptionError:
+            return False  # a reader of the whole copy reports what is wrong
+        return True
 
     def _copy_used(self, path: str, names: Iterable[str]) -> None:
         """Copy files of queue entries up to the first block that ends with an empty entry."""
@@ -308,10 +345,10 @@ class RemoteStore:
         names = [f"{self._root}/{name}" for name, _, _ in pieces]
         begins, ends = [begin for _, begin, _ in pieces], [end for _, _, end in pieces]
         try:
-            found = self._system.cat_ranges(names, begins, ends, on_error="raise")
+            blocks = self._system.cat_ranges(names, begins, ends, on_error="raise")
         except OSError as error:
             raise StoreIOError("read", self.url, error) from error
-        for (name, begin, end), data in zip(pieces, found, strict=True):
+        for (name, begin, end), data in zip(pieces, blocks, strict=True):
             if len(data) != end - begin:
                 url = f"{self.url}/{name}"
                 raise CorruptionError(url, begin, "size", f"expected {end - begin} bytes, found {len(data)}")
@@ -457,15 +494,15 @@ class _ArrowSystem:
     def find(self, path: str, *, detail: bool) -> dict[str, dict[str, Any]]:
         from pyarrow.fs import FileSelector
 
-        found = self._system.get_file_info(FileSelector(path, allow_not_found=True, recursive=True))
-        return {one.path: {"type": "file" if one.is_file else "folder", "size": one.size} for one in found}
+        entries = self._system.get_file_info(FileSelector(path, allow_not_found=True, recursive=True))
+        return {entry.path: {"type": "file" if entry.is_file else "folder", "size": entry.size} for entry in entries}
 
     def cat_ranges(self, paths: list[str], begins: list[int], ends: list[int], *, on_error: str) -> list[bytes]:
-        found = []
+        blocks = []
         for path, begin, end in zip(paths, begins, ends, strict=True):
             with self._system.open_input_file(path) as file:
-                found.append(file.read_at(end - begin, begin))
-        return found
+                blocks.append(file.read_at(end - begin, begin))
+        return blocks
 
 
 def _folders(url: str) -> list[str]:

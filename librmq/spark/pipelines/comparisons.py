@@ -77,11 +77,11 @@ def _seen_before(error_rate: float, capacity: int, batches: Iterator[Any]) -> It
         yield batch.filter(pa.array([seen.add(f"{topic}\0{key}") for topic, key in texts], pa.bool_()))
 
 
-def skew(messages: DataFrame, by: Literal["queue", "key"] = "queue", most: int | None = None) -> DataFrame:
-    """Return the queues or keys of each topic, or the ``most`` largest of each.
+def skew(messages: DataFrame, by: Literal["queue", "key"] = "queue", limit: int | None = None) -> DataFrame:
+    """Return the queues or keys of each topic, or the ``limit`` largest of each.
 
     Columns: store, topic, queueId or key, messages, share (of the topic's), ratio (to the mean of the topic's queues
-    or keys); with ``most`` also cut (whether the topic has further ones).
+    or keys); with ``limit`` also cut (whether the topic has further ones).
     """
     topic = ["store", "topic"]
     if by == "key":
@@ -99,8 +99,8 @@ def skew(messages: DataFrame, by: Literal["queue", "key"] = "queue", most: int |
         F.row_number().over(of_topic.orderBy(F.desc("messages"), F.asc(name))).alias("place"),
         F.count("*").over(of_topic).alias("count"),
     )
-    if most is not None:
-        ranked = ranked.where(F.col("place") <= most).withColumn("cut", F.col("count") > most)
+    if limit is not None:
+        ranked = ranked.where(F.col("place") <= limit).withColumn("cut", F.col("count") > limit)
     return ranked.drop("place", "count")
 
 
