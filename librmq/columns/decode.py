@@ -434,8 +434,11 @@ class Block:
         """The bodies as stored."""
         return self._slices(*self._body)
 
-    def body(self) -> tuple[pa.BinaryArray, dict[int, RecordError]]:
-        """Return the bodies as sent, null where one can't be restored, and the reasons by row."""
+    def body(self, *, checksums: bool = False) -> tuple[pa.BinaryArray, dict[int, RecordError]]:
+        """Return the bodies as sent, null where one can't be restored, and the reasons by row.
+
+        With ``checksums`` also the rows whose stored body does not match its checksum have a reason.
+        """
         stored = self.stored_body
         packed = np.flatnonzero(self.sound & ((self._flags & record.COMPRESSED) != 0))
         bad: dict[int, RecordError] = {}
@@ -447,7 +450,7 @@ class Block:
             except BodyCompressionError as error:
                 bad[row] = error
                 values.append(None)
-        return replaced(stored, packed, values), bad
+        return replaced(stored, packed, values), bad | (self.bad_checksums() if checksums else {})
 
     def bad_checksums(self) -> dict[int, RecordError]:
         """Return the errors of rows whose stored body does not match its checksum."""

@@ -226,7 +226,11 @@ class Reading:
             store = self._logs.setdefault(part.remote.url, RemoteStore.of_log(part.remote))
             files = RemoteFiles({store.url: store})
             part = replace(part, path=files.mirror(store.url))
-        return _Task(self._options, self._schema, part, files).batches()
+        task = _Task(self._options, self._schema, part, files)
+        try:
+            yield from task.batches()
+        finally:
+            task.malformed.end()
 
 
 class _Task:
@@ -258,31 +262,24 @@ class _Task:
             or self._selector is not None
         )
         self._bodies = "body" in schema.names or "body" in self._predicate_columns
-        self._checksums = options.checksums and self._bodies
-        self._malformed = Malformed(options, schema, part, self._store())
+        self.malformed = Malformed(options, schema, part, self._store())
 
     # ------------------------------------------------------------------------------------------------------- batches
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        try:
-            yield from self._read()
-        finally:
-            self._malformed.end()
-
-    def _read(self) -> Iterator[pa.RecordBatch]:
         if self._options.fail_on_data_loss and not self._files.is_folder(self._part.path):
             raise NotAStoreError(
                 f"{self._part.path}: the driver found a store, this worker does not: mount it under the same path on "
                 "both"
             )
         if self._part.damage:
-            yield from self._malformed.found_before(self._part.damage)
+            yield from self.malformed.found_before(self._part.damage)
         rows, deleted = self._entries()
         if deleted and self._options.fail_on_data_loss:
             raise DataLossError(f"{self._part.path}: {deleted[0]} was deleted after the read was planned; {REST}")
         bad_entries = (rows.sizes <= 0) | (rows.places < 0)
         if bad_entries.any():
-            yield from self._malformed.entries(rows.take(bad_entries))
+            yield from self.malformed.entries(rows.take(bad_entries))
             rows = rows.take(~bad_entries)
         if self._options.view == "queues":
             yield from self._entry_batches(rows)
@@ -290,7 +287,7 @@ class _Task:
         if self._part.walk is not None:
             rows, bad = self._walk(rows, *self._part.walk)
             if bad:
-                yield from self._malformed.places(bad)
+                yield from self.malformed.places(bad)
         else:
             if self._tags is not None and not self._tags.takes_all:
                 rows = rows.take(_candidates(rows.codes, self._tags) | self._has_times_as_codes(rows))
@@ -329,7 +326,7 @@ class _Task:
         block = Block(raw, rows.places - start, rows.sizes if self._part.walk is None else None, frames=self._frames)
         if not block.sound.all():
             wrong = np.flatnonzero(~block.sound)
-            yield from self._malformed.records(rows.take(wrong), [block.reason(int(at)).reason for at in wrong])
+            yield from self.malformed.records(rows.take(wrong), [block.reason(int(at)).reason for at in wrong])
             rows, block = rows.take(block.sound), block.take(np.flatnonzero(block.sound))
         keep = self._passing(rows, block)
         if keep is not None:
@@ -340,12 +337,10 @@ class _Task:
             return
         bodies = None
         if self._bodies:
-            wrong_bodies = block.bad_checksums() if self._checksums else {}
-            bodies, packed = block.body()
-            wrong_bodies = {**packed, **wrong_bodies}
+            bodies, wrong_bodies = block.body(checksums=self._options.checksums)
             if wrong_bodies:
                 order = sorted(wrong_bodies)
-                yield from self._malformed.records(rows.take(order), [wrong_bodies[at].reason for at in order])
+                yield from self.malformed.records(rows.take(order), [wrong_bodies[at].reason for at in order])
                 good = np.ones(len(rows), np.bool_)
                 good[list(wrong_bodies)] = False
                 rows, block, bodies = rows.take(good), block.take(np.flatnonzero(good)), bodies.filter(pa.array(good))
