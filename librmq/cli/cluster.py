@@ -1,4 +1,4 @@
-"""A running cluster as the source of the same rows that commands print of a store: ``--route``."""
+"""A running cluster, of which commands print the same rows as of a store: ``--route``."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import heapq
 import os
 import re
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import groupby
+from types import MappingProxyType
 from typing import Final
 
-from librmq.cli.rows import Row, is_listed, kind_of_topic
 from librmq.cli.selection import MessageQuery
-from librmq.diagnosis.deadletters import GivenUpMessage, given_up
-from librmq.diagnosis.group_lag import Lag, QueueLag
-from librmq.diagnosis.view import is_own_group
+from librmq.diagnosis.view import QueueProgress, groups_of_topics, is_listed, kind_of_topic
 from librmq.errors import BrokerError, InputError
-from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
-from librmq.message.lag import queue_lag, unread_from
+from librmq.message.delay_levels import DEFAULT_LEVELS
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, dead_letter_topic
 from librmq.protocol import PullMessage, PullStatus, QueueOffsetAt, ResponseCode, Subscription
+from librmq.store.format.documents import LetterIdentity
 from librmq.wire.remote import ClusterAdmin, QueueBounds, RemoteRoute, connect
 
 _PULLER: Final = "TOOLS_CONSUMER"
@@ -38,7 +37,7 @@ _KEY_LINE: Final = re.compile(
 
 
 @contextmanager
-def open_cluster(arguments: argparse.Namespace) -> Iterator[ClusterSource]:
+def open_cluster(arguments: argparse.Namespace) -> Iterator[ClusterView]:
     """Connect to the name server in ``--route``.
 
     Raises:
@@ -48,7 +47,7 @@ def open_cluster(arguments: argparse.Namespace) -> Iterator[ClusterSource]:
     if getattr(arguments, "config", None) is not None:
         raise InputError("--config describes the files of a store: leave it out with --route")
     with connect_to(arguments) as route:
-        yield ClusterSource(route)
+        yield ClusterView(route)
 
 
 def connect_to(arguments: argparse.Namespace) -> RemoteRoute:
@@ -105,135 +104,97 @@ def _keys(arguments: argparse.Namespace) -> dict[str, str]:
     raise InputError(f"{path}: expected lines such as 'accessKey: name' and 'secretKey: secret'")
 
 
-class ClusterSource:
+class ClusterView:
     """What the brokers of a cluster say of their topics, groups and messages. Not thread-safe."""
+
+    levels = DEFAULT_LEVELS
+    """The delay levels that brokers have by default."""
+    resent_times: Final[Mapping[LetterIdentity, int]] = MappingProxyType({})
+    """None: brokers do not note which dead letters were sent again."""
 
     def __init__(self, route: RemoteRoute) -> None:
         self.route = route
         self.admin = ClusterAdmin(route)
-        self._topics: dict[str, int] | None = None
         self._bounds: dict[str, dict[MessageQueue, QueueBounds]] = {}
 
-    def named(self, broker_name: str, row: Row) -> Row:
-        """Return a row with the name of its broker, if the cluster has several."""
-        return row | {"broker": broker_name} if len(self.route.broker_names()) > 1 else row
-
-    @property
-    def levels(self) -> DelayLevels:
-        """The delay levels that brokers have by default."""
-        return DEFAULT_LEVELS
+    def broker_name(self, queue: MessageQueue) -> str:
+        """Return the name of a queue's broker; empty if the cluster has only one."""
+        return queue.broker_name if len(self.route.broker_names()) > 1 else ""
 
     # ---- topics
 
+    @cached_property
+    def _permissions(self) -> dict[str, int]:
+        return {topic: max(data.permission for data in brokers) for topic, brokers in self.admin.topics().items()}
+
+    @property
     def topics(self) -> list[str]:
-        """Return the topics that a list shows: those with messages, and those that users made."""
-        if self._topics is None:
-            self._topics = {
-                topic: max(data.permission for data in brokers) for topic, brokers in self.admin.topics().items()
-            }
+        """The topics that have messages, and those that users made."""
         return [
             topic
-            for topic, permission in self._topics.items()
-            if is_listed(topic, permission) or any(bounds.max_offset for bounds in self.bounds(topic).values())
+            for topic, permission in self._permissions.items()
+            if is_listed(topic, permission) or any(bounds.max_offset for bounds in self._bounds_of(topic).values())
         ]
 
-    def bounds(self, topic: str) -> dict[MessageQueue, QueueBounds]:
-        """Return the queues of a topic with the messages in each, as they were when first asked for."""
+    listed_topics = topics
+
+    def _bounds_of(self, topic: str) -> dict[MessageQueue, QueueBounds]:
+        """Return the queues of a topic as they were when first asked for."""
         if topic not in self._bounds:
             self._bounds[topic] = self.admin.queues(topic)
         return self._bounds[topic]
+
+    def queues(self, topic: str) -> dict[MessageQueue, range]:
+        """Return the queue offsets of the messages in each queue of a topic, as they were when first asked for."""
+        return {queue: range(bounds.min_offset, bounds.max_offset) for queue, bounds in self._bounds_of(topic).items()}
 
     def queue_offset_at(self, queue: MessageQueue, time_ms: int) -> int:
         """Return the queue offset that the broker has for a time."""
         return self.route.broker(queue.broker_name).call(QueueOffsetAt(queue.topic, queue.queue_id, time_ms))
 
-    def topic_rows(self, *, quiet: bool = False) -> Iterator[Row]:
-        """Yield a row for each topic."""
-        for topic in self.topics():
-            queues = self.bounds(topic)
-            last_ms = max((bounds.last_timestamp_ms for bounds in queues.values()), default=0)
-            first = (self.message(queue, bounds.min_offset) for queue, bounds in queues.items() if bounds.max_offset)
-            yield {
-                "topic": topic,
-                "kind": kind_of_topic(topic),
-                "queues": len(queues),
-                "messages": sum(bounds.max_offset - bounds.min_offset for bounds in queues.values()),
-                "min_timestamp_ms": min((message.store_timestamp_ms for message in first if message), default=None),
-                "max_timestamp_ms": last_ms or None,
-            }
-
-    # ---- groups
-
-    def groups(self) -> list[str]:
-        """Return the groups that brokers know, and those of retry and dead-letter topics, sorted."""
-        groups = set(self.admin.groups())
-        for topic in self.topics():
-            for prefix in (RETRY_PREFIX, DEAD_LETTER_PREFIX):
-                if topic.startswith(prefix):
-                    groups.add(topic.removeprefix(prefix))
-        return sorted(filter(None, groups))
-
-    def group_rows(self, *, everything: bool) -> Iterator[Row]:
-        """Yield a row for each group."""
-        for group in self.groups():
-            if everything or not is_own_group(group):
-                rows = [row for _, row in self._queue_lags(group, times=False)]
-                letters = self.bounds(dead_letter_topic(group)).values()
-                yield {
-                    "group": group,
-                    "topics": sorted({row.topic for row in rows}),
-                    "lag": sum(row.lag for row in rows) if rows else None,
-                    "dead_letters": sum(bounds.max_offset - bounds.min_offset for bounds in letters),
-                }
-
-    def lag(self, group: str | None = None, topic: str | None = None, *, times: bool = True) -> Lag:
-        """Return the lag of all groups, or of one, in all topics, or in one."""
-        return Lag.of(row for _, row in self._all_lags(group, topic, times=times))
-
-    def lag_rows(self, group: str | None = None, topic: str | None = None) -> Iterator[Row]:
-        """Yield a row for each queue of `lag`."""
-        rows = sorted(self._all_lags(group, topic), key=lambda pair: (pair[1].group, pair[1].topic, pair[0]))
-        for queue, row in rows:
-            yield self.named(queue.broker_name, row._asdict())
-
-    def _all_lags(
-        self, group: str | None, topic: str | None, *, times: bool = True
-    ) -> Iterator[tuple[MessageQueue, QueueLag]]:
-        groups = [name for name in self.groups() if not is_own_group(name)] if group is None else [group]
-        return (pair for name in groups for pair in self._queue_lags(name, topic, times=times))
-
-    def _queue_lags(
-        self, group: str, topic: str | None = None, *, times: bool = True
-    ) -> Iterator[tuple[MessageQueue, QueueLag]]:
-        for queue, progress in self.admin.progress(group, topic).items():
-            bounds = self.bounds(queue.topic).get(queue)
-            begin = 0 if bounds is None else bounds.min_offset
-            lag = queue_lag(progress.queue_offset, begin, progress.max_offset)
-            oldest = self.message(queue, unread_from(progress.queue_offset, begin)) if times and lag else None
-            row = QueueLag(
-                group,
-                queue.topic,
-                queue.queue_id,
-                begin,
-                progress.max_offset,
-                progress.queue_offset,
-                lag,
-                None if oldest is None else oldest.store_timestamp_ms,
-            )
-            yield queue, row
-
-    # ---- messages
-
-    def message(self, queue: MessageQueue, queue_offset: int) -> StoredMessage | None:
-        """Return one message; None if it is gone, or the topic's permission forbids to read it."""
+    def stored_at(self, queue: MessageQueue, queue_offset: int) -> int | None:
+        """Return a store time; None if the message is gone, or the topic's permission forbids to read it."""
+        bounds = self._bounds_of(queue.topic).get(queue)
+        if bounds is not None and queue_offset == bounds.max_offset - 1:
+            return bounds.last_timestamp_ms or None
         try:
-            return next(self._pulled(queue, range(queue_offset, queue_offset + 1)), None)
+            message = next(self.messages(queue, range(queue_offset, queue_offset + 1)), None)
         except BrokerError as error:
             if error.code != ResponseCode.NO_PERMISSION:
                 raise
             return None
+        return None if message is None else message.store_timestamp_ms
 
-    def _pulled(self, queue: MessageQueue, offsets: range) -> Iterator[StoredMessage]:
+    # ---- groups
+
+    @cached_property
+    def groups(self) -> list[str]:
+        """The groups that brokers know, and those of retry and dead-letter topics, sorted."""
+        return sorted(self.admin.groups().keys() | groups_of_topics(self.topics))
+
+    def consumed(self, group: str, topic: str | None = None) -> Iterator[tuple[str, dict[MessageQueue, QueueProgress]]]:
+        """Yield the topics in which a group has progress, sorted, or one of them, each with its queues."""
+        progress = self.admin.progress(group, topic)
+        for name, queues in groupby(progress, key=lambda queue: queue.topic):
+            ranges = self.queues(name)
+            yield (
+                name,
+                {
+                    queue: QueueProgress(
+                        ranges.get(queue, range(0)).start, progress[queue].max_offset, progress[queue].queue_offset
+                    )
+                    for queue in queues
+                },
+            )
+
+    # ---- messages
+
+    def messages(self, queue: MessageQueue, offsets: range) -> Iterator[StoredMessage]:
+        """Yield the messages of a queue with these queue offsets, without deleted ones.
+
+        Raises:
+            BrokerError: The topic's permission forbids to read it.
+        """
         broker, at = self.route.broker(queue.broker_name), offsets.start
         everything = Subscription(queue.topic, "*")
         while at < offsets.stop:
@@ -247,7 +208,7 @@ class ClusterSource:
                 return
             at = answer.next_offset
 
-    def messages(self, query: MessageQuery) -> Iterator[StoredMessage]:
+    def selected(self, query: MessageQuery) -> Iterator[StoredMessage]:
         """Yield the selected messages, oldest first."""
         test = query.test()
         if query.id is not None:
@@ -259,9 +220,9 @@ class ClusterSource:
         else:
             topics = [query.topic] if query.topic is not None else self._of_users()
             queues = [
-                self._in_queue(queue, bounds, query)
+                self._in_queue(queue, offsets, query)
                 for topic in topics
-                for queue, bounds in self.bounds(topic).items()
+                for queue, offsets in self.queues(topic).items()
                 if query.queue_id in (None, queue.queue_id)
             ]
             yield from filter(
@@ -269,7 +230,7 @@ class ClusterSource:
             )
 
     def _of_users(self) -> list[str]:
-        return [topic for topic in self.topics() if kind_of_topic(topic) == "user"]
+        return [topic for topic in self.topics if kind_of_topic(topic) == "user"]
 
     def _with_key(self, topic: str, key: str) -> list[StoredMessage]:
         try:
@@ -279,23 +240,14 @@ class ClusterSource:
                 raise
             return []
 
-    def _in_queue(self, queue: MessageQueue, bounds: QueueBounds, query: MessageQuery) -> Iterator[StoredMessage]:
-        begin, end = bounds.min_offset, bounds.max_offset
+    def _in_queue(self, queue: MessageQueue, offsets: range, query: MessageQuery) -> Iterator[StoredMessage]:
+        begin, end = offsets.start, offsets.stop
         if query.offsets is not None:
             begin, end = max(begin, query.offsets.start), min(end, query.offsets.stop)
         elif query.has_times and query.begin_ms > 0:
             # Of several messages stored in that millisecond the broker may mean any: so ask for the one before.
             begin = max(begin, self.queue_offset_at(queue, query.begin_ms - 1))
-        for message in self._pulled(queue, range(begin, max(begin, end))):
+        for message in self.messages(queue, range(begin, max(begin, end))):
             if message.store_timestamp_ms >= query.end_ms:
                 return
             yield message
-
-    def dead_letters(self, group: str | None) -> Iterator[tuple[str, GivenUpMessage]]:
-        """Yield the dead letters of all groups, or of one, each with its broker's name."""
-        letter_topic = None if group is None else dead_letter_topic(group)
-        for topic in self.topics():
-            if topic.startswith(DEAD_LETTER_PREFIX) and letter_topic in (None, topic):
-                for queue, bounds in self.bounds(topic).items():
-                    for message in self._pulled(queue, range(bounds.min_offset, bounds.max_offset)):
-                        yield queue.broker_name, given_up(topic.removeprefix(DEAD_LETTER_PREFIX), message)

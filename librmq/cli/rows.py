@@ -16,15 +16,8 @@ from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import BodyCompressionError, MissingExtraError
 from librmq.java.lang import java_decode
 from librmq.message import record
-from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
+from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
-from librmq.message.topics import (
-    DEAD_LETTER_PREFIX,
-    HALF_TOPIC,
-    OP_TOPIC,
-    RETRY_PREFIX,
-    is_system_topic,
-)
 from librmq.store.engine.dispatch import derived_tags_code
 
 if TYPE_CHECKING:
@@ -37,23 +30,11 @@ if TYPE_CHECKING:
 
 
 Row = dict[str, Any]
-_INHERITED: Final = 1
-_KINDS: Final = {SCHEDULE_TOPIC: "delay", HALF_TOPIC: "half", OP_TOPIC: "op"}
 
 
-def kind_of_topic(topic: str) -> str:
-    """Return the kind of a topic: user, retry, dead, delay, half, op or system."""
-    if topic.startswith(RETRY_PREFIX):
-        return "retry"
-    if topic.startswith(DEAD_LETTER_PREFIX):
-        return "dead"
-    return _KINDS.get(topic) or ("system" if is_system_topic(topic) else "user")
-
-
-def is_listed(topic: str, permission: int) -> bool:
-    """Return whether a topic is listed though it has no messages: users have made it."""
-    is_own = kind_of_topic(topic) == "system" or topic in _KINDS or topic.endswith("_REPLY_TOPIC")
-    return not is_own and not permission & _INHERITED
+def named(broker_name: str, row: Row) -> Row:
+    """Return a row with the name of its broker, if there is one."""
+    return row | {"broker": broker_name} if broker_name else row
 
 
 def message_row(message: StoredMessage, levels: DelayLevels, physical_offset: int | None = None) -> Row:

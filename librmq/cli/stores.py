@@ -25,6 +25,7 @@ from librmq.store.format.directory import COMMITLOG, CONFIG, check_config, check
 
 if TYPE_CHECKING:  # commands that read the log alone need none of these
     from librmq.broker import Broker
+    from librmq.cli.cluster import ClusterView
     from librmq.columns import RemoteStore
     from librmq.diagnosis.view import StoreView
     from librmq.store import MessageStore
@@ -284,6 +285,25 @@ def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
     else:
         with open_store(arguments) as store:
             yield StoreView.over(store)
+
+
+@contextmanager
+def open_source(arguments: argparse.Namespace) -> Iterator[StoreView | ClusterView]:
+    """View the store that a command reads, or the cluster in ``--route``.
+
+    Raises:
+        CorruptionError: The store is damaged, or a kill has left a file of length zero.
+        BrokerUnreachableError: No name server answers there.
+        InputError: The command names a setting that only a store has.
+    """
+    if arguments.route is None:
+        with open_view(arguments) as view:
+            yield view
+    else:
+        from librmq.cli.cluster import open_cluster
+
+        with open_cluster(arguments) as cluster:
+            yield cluster
 
 
 def check_opened(arguments: argparse.Namespace, store: MessageStore) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from librmq.diagnosis.findings import Finding, Thresholds, counted, cut_evidence
-from librmq.diagnosis.view import Source, StoreView, viewed
+from librmq.diagnosis.view import Source, View, viewed
 from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.message import StoredMessage, retry_topic
 from librmq.message.topics import DEAD_LETTER_PREFIX
-from librmq.store.format.documents import letter_identity, resent_times
+from librmq.store.format.documents import letter_identity
 
 IN_ORDER: Final = "ordered, retries used up"
 AT_ONCE: Final = "never retried"
@@ -78,9 +78,7 @@ def dead_letters(source: Source, *, group: str | None = None) -> list[GivenUpMes
         MalformedError: The file that notes what was sent again holds something else.
     """
     with viewed(source) as view:
-        times = resent_times(view.store.path, view.store.files)
-        letters = ((given_up(group_name, message), message) for group_name, message in _messages(view, group))
-        return [letter._replace(resent_at_ms=times.get(letter_identity(message))) for letter, message in letters]
+        return [letter for _, letter in letters_by_queue(view, group)]
 
 
 def dead_letter_causes(source: Source, *, group: str | None = None) -> list[DeadLetterCause]:
@@ -91,7 +89,7 @@ def dead_letter_causes(source: Source, *, group: str | None = None) -> list[Dead
         CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
-        return sum_up_causes(given_up(group_name, message) for group_name, message in _messages(view, group))
+        return sum_up_causes(letter for _, letter in letters_by_queue(view, group))
 
 
 def sum_up_causes(letters: Iterable[GivenUpMessage]) -> list[DeadLetterCause]:
@@ -112,14 +110,16 @@ def sum_up_causes(letters: Iterable[GivenUpMessage]) -> list[DeadLetterCause]:
     return sorted(sums.values(), key=lambda sums_of_cause: (-sums_of_cause.messages, sums_of_cause[:3]))
 
 
-def _messages(view: StoreView, group: str | None) -> Iterator[tuple[str, StoredMessage]]:
-    for topic, queue_ids in view.topics.items():
-        if topic.startswith(DEAD_LETTER_PREFIX):
-            group_name = topic.removeprefix(DEAD_LETTER_PREFIX)
-            if group in (None, group_name):
-                for queue_id in queue_ids:
-                    for message in view.store.messages(topic, queue_id):
-                        yield group_name, message
+def letters_by_queue(view: View[Any], group: str | None = None) -> Iterator[tuple[Any, GivenUpMessage]]:
+    """Yield the dead letters of all groups, or of one, each with its queue."""
+    times = view.resent_times
+    for topic in view.topics:
+        group_name = topic.removeprefix(DEAD_LETTER_PREFIX)
+        if topic.startswith(DEAD_LETTER_PREFIX) and group in (None, group_name):
+            for queue, offsets in view.queues(topic).items():
+                for message in view.messages(queue, offsets):
+                    resent_at_ms = times.get(letter_identity(message)) if times else None
+                    yield queue, given_up(group_name, message)._replace(resent_at_ms=resent_at_ms)
 
 
 def given_up(group: str, message: StoredMessage) -> GivenUpMessage:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, repeat
-from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypeAlias
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import PLACE, places_and_sizes
 from librmq.diagnosis.findings import Finding, Severity, Thresholds, counted, cut_evidence, id_ranges
 from librmq.diagnosis.formatting import duration
-from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
+from librmq.diagnosis.view import QueueProgress, Source, StoreView, View, is_own_group, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.rolling import file_name
 from librmq.message.lag import deleted_unread, unread_and_lags, unread_from
@@ -229,10 +229,16 @@ class TopicProgress(NamedTuple):
     """Numbers of unconsumed messages."""
     oldest_ms: Sequence[int | None]
     """Store time of the oldest unconsumed message, in milliseconds since 1970."""
+    broker_names: Sequence[str] = ()
+    """Broker of each queue, of which several can have one number; empty if there is only one broker."""
 
     def rows(self) -> Iterator[QueueLag]:
         """Yield a row for each queue."""
-        return map(QueueLag, repeat(self.group), repeat(self.topic), *self[2:])
+        return map(QueueLag, repeat(self.group), repeat(self.topic), *self[2:8])
+
+    def by_queue(self) -> dict[tuple[str, int], QueueLag]:
+        """Return the row of each queue by its broker and number."""
+        return dict(zip(zip(self.broker_names or repeat(""), self.queue_ids, strict=False), self.rows(), strict=True))
 
     def sums(self) -> TopicLag:
         """Return the sums over the queues."""
@@ -262,12 +268,6 @@ class Lag:
     """Each topic of each group, sorted."""
     now_ms: int | None
     """The time for computing ages."""
-
-    @classmethod
-    def of(cls, rows: Iterable[QueueLag]) -> Self:
-        """Return the lag in these rows, which are measured elsewhere."""
-        by_topic = groupby(sorted(rows, key=lambda row: row[:3]), lambda row: row[:2])
-        return cls([TopicProgress(*name, *list(zip(*columns, strict=True))[2:]) for name, columns in by_topic], None)
 
     def __len__(self) -> int:
         return sum(len(columns.queue_ids) for columns in self.topics)
@@ -324,7 +324,8 @@ class Lag:
 
 def rate_between(earlier: TopicProgress, later: TopicProgress, seconds: float) -> GroupRate | None:
     """Return the rates of a group and topic between two measurements; None if no queue is in both."""
-    pairs = list(_pairs(earlier, later))
+    before = earlier.by_queue()
+    pairs = [(before[queue], row) for queue, row in later.by_queue().items() if queue in before]
     if not pairs:
         return None
     stored = sum(max(0, row.max_offset - old.max_offset) for old, row in pairs) / seconds
@@ -338,19 +339,6 @@ def rate_between(earlier: TopicProgress, later: TopicProgress, seconds: float) -
     gain = 0.0 if consumed is None else consumed - stored
     drain = 0.0 if not waiting else waiting / gain if gain > 0 else None
     return GroupRate(later.group, later.topic, seconds, stored, consumed, waiting, drain)
-
-
-def _pairs(earlier: TopicProgress, later: TopicProgress) -> Iterator[tuple[QueueLag, QueueLag]]:
-    """Yield each queue of both measurements.
-
-    Brokers of a cluster have queues of the same ids, in the same order. An id is left out if more or fewer brokers
-    answered for it, because it is unknown which one is missing.
-    """
-    old = {queue_id: list(rows) for queue_id, rows in groupby(earlier.rows(), lambda row: row.queue_id)}
-    for queue_id, rows in groupby(later.rows(), lambda row: row.queue_id):
-        same = list(rows)
-        if len(old.get(queue_id, ())) == len(same):
-            yield from zip(old[queue_id], same, strict=True)
 
 
 def lag(source: Source, *, group: str | None = None, topic: str | None = None, times: bool = True) -> Lag:
@@ -378,6 +366,28 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
             for columns in _topic_progress(view, name, groups_by_topic[name], queues.get(name), times)
         ]
         return Lag(sorted(topics, key=lambda columns: columns[:2]), view.now_ms)
+
+
+def lag_of_view(view: View[Any], *, group: str | None = None, topic: str | None = None, times: bool = True) -> Lag:
+    """Return the lag of all groups of a store, or of all of a cluster but its brokers' own, as `lag` does."""
+    if isinstance(view, StoreView):
+        return lag(view, group=group, topic=topic, times=times)
+    groups = [name for name in view.groups if not is_own_group(name)] if group is None else [group]
+    topics = ((name, *consumed) for name in groups for consumed in view.consumed(name, topic))
+    return Lag([_progress_in(view, *columns, times) for columns in topics], None)
+
+
+def _progress_in(
+    view: View[Any], group: str, topic: str, queues: Mapping[Any, QueueProgress], times: bool
+) -> TopicProgress:
+    begins, ends, offsets = zip(*queues.values(), strict=True)
+    starts, lags = unread_and_lags(offsets, begins, ends)
+    oldest_ms = [
+        view.stored_at(queue, start) if times and waiting else None
+        for queue, start, waiting in zip(queues, starts, lags, strict=True)
+    ]
+    ids, broker_names = [queue.queue_id for queue in queues], [view.broker_name(queue) for queue in queues]
+    return TopicProgress(group, topic, ids, begins, ends, offsets, lags, oldest_ms, broker_names)
 
 
 def no_progress(group: str, topic: str) -> ConfigError:
@@ -417,7 +427,8 @@ def _topic_progress(
                 *columns_of_group.rows(),
                 *(QueueLag(group, topic, queue_id, 0, 0, progress[queue_id], 0, None) for queue_id in deleted),
             ]
-            (columns_of_group,) = Lag.of(rows).topics
+            rows.sort(key=lambda row: row.queue_id)
+            columns_of_group = TopicProgress(group, topic, *list(zip(*rows, strict=True))[2:])
         if columns_of_group.queue_ids:
             yield columns_of_group
 

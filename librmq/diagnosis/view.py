@@ -1,42 +1,198 @@
-"""A store to examine: in a folder that no process uses, in one that another process uses, or a broker's own.
+"""What a diagnosis reads: a store's folder, a running broker, or the brokers of a cluster.
 
 ::
 
     folder, not in use   the result of a recovery in memory; time is that of the last message
     folder, in use       the writer's current messages; its tables can be some seconds old; time is now
     running broker       its own store and tables, its clients, their threads; time is that of its runner
+    cluster              the answers of its brokers (`librmq.cli.cluster`)
 
-Nothing is locked and no byte of a file changes.
+Nothing is locked and no byte of a file changes. `View` is what all four answer; lag, dead letters and the sums of
+topics and groups are computed from it, each by one function.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from librmq.clock import Clock, SystemClock
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
+from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
+from librmq.message.lag import queue_lag
 from librmq.message.message import StoredMessage
-from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
+from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, is_system_topic
 from librmq.store import MessageStore
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.documents import LetterIdentity, resent_times
 
 if TYPE_CHECKING:
     from librmq.broker import Broker
 
-_OWN_GROUPS = frozenset(("TOOLS_CONSUMER", "FILTERSRV_CONSUMER", "SELF_TEST_C_GROUP"))
+Queue = TypeVar("Queue")
+"""The name of a queue: topic and id, and in a cluster its broker."""
+
+_OWN_GROUPS: Final = frozenset(("TOOLS_CONSUMER", "FILTERSRV_CONSUMER", "SELF_TEST_C_GROUP"))
+_INHERITED: Final = 1
+_KINDS: Final = {SCHEDULE_TOPIC: "delay", HALF_TOPIC: "half", OP_TOPIC: "op"}
 
 
 def is_own_group(group: str) -> bool:
     """Return whether a group is the broker's own."""
     return group.startswith("CID_") or group in _OWN_GROUPS
+
+
+def groups_of_topics(topics: Iterable[str]) -> set[str]:
+    """Return the groups that have one of these topics for their retries or dead letters."""
+    prefixes = RETRY_PREFIX, DEAD_LETTER_PREFIX
+    return {topic.removeprefix(prefix) for topic in topics for prefix in prefixes if topic.startswith(prefix)} - {""}
+
+
+def kind_of_topic(topic: str) -> str:
+    """Return the kind of a topic: user, retry, dead, delay, half, op or system."""
+    if topic.startswith(RETRY_PREFIX):
+        return "retry"
+    if topic.startswith(DEAD_LETTER_PREFIX):
+        return "dead"
+    return _KINDS.get(topic) or ("system" if is_system_topic(topic) else "user")
+
+
+def is_listed(topic: str, permission: int) -> bool:
+    """Return whether a topic is listed though it has no messages: users have made it."""
+    is_own = kind_of_topic(topic) == "system" or topic in _KINDS or topic.endswith("_REPLY_TOPIC")
+    return not is_own and not permission & _INHERITED
+
+
+class QueueProgress(NamedTuple):
+    """The messages of a queue, and the progress of a group in it."""
+
+    begin: int
+    """The queue's first offset."""
+    end: int
+    """The offset of the queue's next message."""
+    offset: int | None
+    """The queue offset of the group's next message; None without progress."""
+
+
+class View(Protocol[Queue]):
+    """Topics, groups and messages of a store or a cluster at one moment."""
+
+    @property
+    def levels(self) -> DelayLevels:
+        """The delay levels of messages."""
+        ...
+
+    @property
+    def topics(self) -> Collection[str]:
+        """The topics that have queues."""
+        ...
+
+    @property
+    def listed_topics(self) -> Collection[str]:
+        """The topics that have messages, and those that users made, sorted."""
+        ...
+
+    @property
+    def groups(self) -> Collection[str]:
+        """The consumer groups, and those of topics of retries and dead letters, sorted."""
+        ...
+
+    @property
+    def resent_times(self) -> Mapping[LetterIdentity, int]:
+        """The times at which dead letters were last sent to their groups again."""
+        ...
+
+    def queues(self, topic: str) -> Mapping[Queue, range]:
+        """Return the queue offsets of the messages in each queue of a topic."""
+        ...
+
+    def broker_name(self, queue: Queue) -> str:
+        """Return the name of a queue's broker; empty if there is only one broker."""
+        ...
+
+    def stored_at(self, queue: Queue, queue_offset: int) -> int | None:
+        """Return the store time of a message; None if it is deleted."""
+        ...
+
+    def messages(self, queue: Queue, offsets: range) -> Iterator[StoredMessage]:
+        """Yield the messages of a queue with these queue offsets, without deleted ones."""
+        ...
+
+    def consumed(self, group: str, topic: str | None = None) -> Iterator[tuple[str, Mapping[Queue, QueueProgress]]]:
+        """Yield the topics in which a group has progress, sorted, or one of them, each with its queues."""
+        ...
+
+
+class TopicSummary(NamedTuple):
+    """The messages of a topic."""
+
+    topic: str
+    """Name of the topic."""
+    kind: str
+    """Its kind, as in `kind_of_topic`."""
+    queues: int
+    """Number of its queues."""
+    messages: int
+    """Number of its messages."""
+    min_timestamp_ms: int | None
+    """Store time of the oldest message; None without one, or if it is unreadable."""
+    max_timestamp_ms: int | None
+    """Store time of the newest message; None without one, or if it is unreadable."""
+
+
+def topic_summaries(view: View[Any]) -> Iterator[TopicSummary]:
+    """Yield the messages of each listed topic.
+
+    Raises:
+        CorruptionError: A file is damaged.
+    """
+    for topic in view.listed_topics:
+        queues = view.queues(topic)
+        filled = [(queue, offsets) for queue, offsets in queues.items() if offsets]
+        oldest = [view.stored_at(queue, offsets.start) for queue, offsets in filled]
+        newest = [view.stored_at(queue, offsets.stop - 1) for queue, offsets in filled]
+        yield TopicSummary(
+            topic,
+            kind_of_topic(topic),
+            len(queues),
+            sum(map(len, queues.values())),
+            min((time_ms for time_ms in oldest if time_ms is not None), default=None),
+            max((time_ms for time_ms in newest if time_ms is not None), default=None),
+        )
+
+
+class GroupSummary(NamedTuple):
+    """The consumption of a group."""
+
+    group: str
+    """The consumer group."""
+    topics: list[str]
+    """The topics in which it has progress."""
+    lag: int | None
+    """Number of unconsumed messages; None without progress."""
+    dead_letters: int
+    """Number of messages in its topic of dead letters."""
+
+
+def group_summaries(view: View[Any], *, includes_own: bool) -> Iterator[GroupSummary]:
+    """Yield the consumption of each group, of the broker's own groups only with ``includes_own``."""
+    for group in view.groups:
+        if includes_own or not is_own_group(group):
+            topics = dict(view.consumed(group))
+            lag = sum(
+                queue_lag(progress.offset, progress.begin, progress.end)
+                for queues in topics.values()
+                for progress in queues.values()
+            )
+            letters = sum(map(len, view.queues(DEAD_LETTER_PREFIX + group).values()))
+            yield GroupSummary(group, list(topics), lag if topics else None, letters)
 
 
 class StoreView:
@@ -147,11 +303,7 @@ class StoreView:
     def groups(self) -> tuple[str, ...]:
         """The consumer groups in the tables, and of the topics of retries and dead letters, sorted."""
         groups = {group for group, _ in self.progress} | set(self.tables.groups.rows)
-        for topic in self.topics:
-            for prefix in (RETRY_PREFIX, DEAD_LETTER_PREFIX):
-                if topic.startswith(prefix):
-                    groups.add(topic.removeprefix(prefix))
-        return tuple(sorted(groups))
+        return tuple(sorted(groups | groups_of_topics(self.topics)))
 
     @cached_property
     def ranges(self) -> dict[QueueName, QueueState]:
@@ -174,6 +326,55 @@ class StoreView:
         for topic, queue_id in self.ranges:
             queue_ids.setdefault(topic, []).append(queue_id)
         return queue_ids
+
+    @property
+    def levels(self) -> DelayLevels:
+        """The delay levels of the store's settings."""
+        return self.store.levels
+
+    @property
+    def listed_topics(self) -> Collection[str]:
+        """The topics that have queues, and those that users made, sorted."""
+        rows = self.tables.topics.rows.items()
+        return sorted(self.topics.keys() | {topic for topic, row in rows if is_listed(topic, row.get("perm", 0))})
+
+    @property
+    def resent_times(self) -> Mapping[LetterIdentity, int]:
+        """The times at which dead letters were last sent to their groups again."""
+        return resent_times(self.store.path, self.store.files)
+
+    def queues(self, topic: str) -> dict[QueueName, range]:
+        """Return the queue offsets of the messages in each queue of a topic."""
+        names = [(topic, queue_id) for queue_id in self.topics.get(topic, ())]
+        return {name: range(self.ranges[name].min_offset, self.ranges[name].max_offset) for name in names}
+
+    def broker_name(self, queue: QueueName) -> str:
+        """Return an empty name, because a store has one broker."""
+        return ""
+
+    def messages(self, queue: QueueName, offsets: range) -> Iterator[StoredMessage]:
+        """Yield the messages of a queue with these queue offsets, without deleted ones."""
+        return self.store.messages(*queue, offsets.start, offsets.stop)
+
+    def consumed(self, group: str, topic: str | None = None) -> Iterator[tuple[str, dict[QueueName, QueueProgress]]]:
+        """Yield the topics in which a group has progress, sorted, or one of them, each with its queues."""
+        for name in self._topics_by_group.get(group, ()):
+            if topic in (None, name):
+                offsets = self.progress[group, name]
+                yield (
+                    name,
+                    {
+                        queue: QueueProgress(offsets_of_queue.start, offsets_of_queue.stop, offsets.get(queue[1]))
+                        for queue, offsets_of_queue in self.queues(name).items()
+                    },
+                )
+
+    @cached_property
+    def _topics_by_group(self) -> dict[str, list[str]]:
+        topics: dict[str, list[str]] = {}
+        for group, topic in sorted(self.progress):
+            topics.setdefault(group, []).append(topic)
+        return topics
 
     def message(self, topic: str, queue_id: int, queue_offset: int) -> StoredMessage | None:
         """Return a message of a queue; None if it is deleted."""
@@ -206,15 +407,22 @@ class StoreView:
     def _last_timestamp_ms(self) -> int | None:
         """Return the store time of the last message, usually that at the log's end."""
         ends = sorted(((state.max_physic_offset, name) for name, state in self.ranges.items()), reverse=True)
-        times = (self.stored_at(name, self.ranges[name].max_offset - 1) for _, name in ends[:8])
+        times = (self.readable_time(name, self.ranges[name].max_offset - 1) for _, name in ends[:8])
         return next((time_ms for time_ms in times if time_ms is not None), None)
 
-    def stored_at(self, name: QueueName, queue_offset: int) -> int | None:
+    def stored_at(self, queue: QueueName, queue_offset: int) -> int | None:
+        """Return the store time of a message of a queue; None if it is deleted.
+
+        Raises:
+            CorruptionError: A file is damaged.
+        """
+        entry = self.store.queues[queue].entry(queue_offset)
+        return None if entry is None else self.store.log.store_timestamp_ms(entry.physical_offset, entry.size)
+
+    def readable_time(self, queue: QueueName, queue_offset: int) -> int | None:
         """Return the store time of a message of a queue; None if it is deleted or unreadable."""
         with suppress(CorruptionError):
-            entry = self.store.queues[name].entry(queue_offset)
-            if entry is not None:
-                return self.store.log.store_timestamp_ms(entry.physical_offset, entry.size)
+            return self.stored_at(queue, queue_offset)
         return None
 
     def close(self) -> None:

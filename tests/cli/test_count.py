@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from librmq import Broker, ManualRunner, columns
-from librmq.cli.rows import kind_of_topic
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
+from librmq.diagnosis.view import kind_of_topic
 from librmq.message import Message
 from librmq.store import MessageStore
 from tests.budget import many, some

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from librmq.clock import ManualClock
-from librmq.diagnosis import Lag, QueueLag, StoreView, Thresholds, diagnose, lag
+from librmq.diagnosis import Lag, QueueLag, StoreView, Thresholds, TopicProgress, diagnose, lag
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
@@ -177,16 +176,19 @@ def test_rates_between_two_measurements() -> None:
 def test_rates_leave_out_queues_of_a_missing_broker() -> None:
     """Two brokers have queue 0, and one of them queue 1; then one does not answer."""
 
-    def measured(at_s: int, *rows: tuple[int, int, int]) -> Lag:
-        found = Lag.of(QueueLag("G", "T", queue, 0, end, at, end - at, None) for queue, end, at in rows)
-        return replace(found, now_ms=START_MS + 1000 * at_s)
+    def measured(at_s: int, *rows: tuple[str, int, int, int]) -> Lag:
+        brokers, ids, ends, progress = zip(*rows, strict=True)
+        lags = [end - offset for end, offset in zip(ends, progress, strict=True)]
+        begins, times = [0] * len(ids), [None] * len(ids)
+        columns = TopicProgress("G", "T", ids, begins, ends, progress, lags, times, brokers)
+        return Lag([columns], START_MS + 1000 * at_s)
 
-    before = measured(0, (0, 100, 50), (0, 900, 900), (1, 10, 0))
-    (all_there,) = measured(10, (0, 120, 50), (0, 910, 900), (1, 30, 10)).rates_since(before)
+    before = measured(0, ("a", 0, 100, 50), ("b", 0, 900, 900), ("b", 1, 10, 0))
+    (all_there,) = measured(10, ("a", 0, 120, 50), ("b", 0, 910, 900), ("b", 1, 30, 10)).rates_since(before)
     assert (all_there.stored_per_s, all_there.consumed_per_s) == (5.0, 1.0)
-    (one_missing,) = measured(10, (0, 910, 900), (1, 30, 10)).rates_since(before)
-    assert (one_missing.stored_per_s, one_missing.consumed_per_s, one_missing.lag) == (2.0, 1.0, 20)
-    assert measured(10, (0, 910, 900)).rates_since(before) == []
+    (one_missing,) = measured(10, ("b", 0, 910, 900), ("b", 1, 30, 10)).rates_since(before)
+    assert (one_missing.stored_per_s, one_missing.consumed_per_s, one_missing.lag) == (3.0, 1.0, 30)
+    assert measured(10, ("c", 0, 910, 900)).rates_since(before) == []
 
 
 LIMITS = Thresholds(normal_lag=10, large_lag=50, old_s=60)

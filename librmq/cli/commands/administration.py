@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from librmq.cli.input import GROUPS, TOPICS, age_clock, near, parse_time
 from librmq.cli.output import Output, complain
-from librmq.cli.rows import Row
+from librmq.cli.rows import Row, named
 from librmq.cli.selection import first_at
 from librmq.cli.stores import open_broker, open_to_change, select_queues
 from librmq.diagnosis.findings import counted
@@ -246,13 +246,10 @@ def _reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
 
     group, topic = arguments.group, arguments.topic
     with open_cluster(arguments) as cluster:
-        ids = {queue.queue_id for queue in cluster.bounds(topic)}
-        queue_ids = _known_queues(arguments, cluster.groups(), cluster.topics, ids)
-        queues = {
-            queue: range(bounds.min_offset, bounds.max_offset)
-            for queue, bounds in cluster.bounds(topic).items()
-            if queue.queue_id in queue_ids
-        }
+        queues = cluster.queues(topic)
+        ids = {queue.queue_id for queue in queues}
+        queue_ids = _known_queues(arguments, cluster.groups, lambda: cluster.topics, ids)
+        queues = {queue: offsets for queue, offsets in queues.items() if queue.queue_id in queue_ids}
         before = cluster.admin.progress(group, topic)
         after = {
             queue: _target(arguments, offsets, partial(cluster.queue_offset_at, queue))
@@ -274,7 +271,7 @@ def _reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
         progress = before.get(queue)
         begin = None if progress is None else progress.queue_offset
         row = _moved_row(arguments, queue.queue_id, offsets, begin, after[queue])
-        output.row(cluster.named(queue.broker_name, row))
+        output.row(named(cluster.broker_name(queue), row))
     return 0
 
 

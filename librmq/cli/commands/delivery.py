@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from librmq.cli.input import age_clock, note_group, note_topic_of, parse_time
 from librmq.cli.output import Output, complain
-from librmq.cli.sources import open_source
-from librmq.cli.stores import open_broker, open_store
+from librmq.cli.rows import named
+from librmq.cli.stores import open_broker, open_source, open_store
 from librmq.diagnosis import deadletters
 from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
@@ -28,7 +28,6 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
 
 def decide(arguments: argparse.Namespace, output: Output) -> int:
     """Commit or roll back a half message that checks have given up."""
-    from librmq.cli.stores import open_broker
     from librmq.diagnosis.pending import decide_half, given_up
 
     physical_offset = arguments.physical_offset
@@ -122,15 +121,15 @@ def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.dry_run and arguments.route is None:
         raise InputError("--dry-run belongs to --resend: a list changes nothing")
     is_selected = _selection(arguments)
-    with open_source(arguments) as source:
-        selected = [pair for pair in source.dead_letters(arguments.group) if is_selected(pair[1])]
+    with open_source(arguments) as view:
+        selected = [pair for pair in deadletters.letters_by_queue(view, arguments.group) if is_selected(pair[1])]
         if arguments.causes:
             causes = deadletters.sum_up_causes(letter for _, letter in selected)
             output.rows_of(cause._asdict() for cause in causes)
         else:
-            output.rows_of(source.named(broker, letter._asdict()) for broker, letter in selected)
+            output.rows_of(named(view.broker_name(queue), letter._asdict()) for queue, letter in selected)
         if arguments.group is not None:
-            note_group(arguments.group, source.groups(), output)
+            note_group(arguments.group, view.groups, output)
     return 0
 
 

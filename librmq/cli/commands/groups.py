@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from librmq.cli.input import note_group, note_topic
 from librmq.cli.output import Output, complain
+from librmq.cli.rows import Row, named
 from librmq.cli.selection import first_at
-from librmq.cli.sources import Source, StoreSource, open_source
-from librmq.cli.stores import open_view
+from librmq.cli.stores import open_source, open_view
 from librmq.clock import SystemClock
 from librmq.diagnosis.formatting import moment
-from librmq.diagnosis.group_lag import GroupLag, GroupRate, Lag, TopicLag
-from librmq.diagnosis.view import StoreView
+from librmq.diagnosis.group_lag import GroupLag, GroupRate, Lag, TopicLag, TopicProgress, lag_of_view
+from librmq.diagnosis.view import StoreView, View, group_summaries
 from librmq.errors import InputError
+from librmq.store.format import directory
 
 if TYPE_CHECKING:
     from librmq.diagnosis.whatif import Consumption
@@ -26,8 +29,8 @@ if TYPE_CHECKING:
 
 def groups(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each consumer group."""
-    with open_source(arguments) as source:
-        output.rows_of(source.group_rows(everything=arguments.all))
+    with open_source(arguments) as view:
+        output.rows_of(row._asdict() for row in group_summaries(view, includes_own=arguments.all))
     return 0
 
 
@@ -36,27 +39,40 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.every is not None:
         _lag_rates(arguments, output)
         return 0
-    with open_source(arguments) as source:
-        output.rows_of(_lag_rows(source, arguments.by, arguments.group, arguments.topic))
-        _note_unknown(source, arguments, output)
-        if not output.rows and output.says_nothing_found and isinstance(source, StoreSource):
+    with open_source(arguments) as view:
+        output.rows_of(_lag_rows(view, arguments.by, arguments.group, arguments.topic))
+        _note_unknown(view, arguments, output)
+        if not output.rows and output.says_nothing_found and isinstance(view, StoreView):
             output.says_nothing_found = False
-            complain(f"note: {source.no_lag_reason()}")
+            complain(f"note: {_no_lag_reason(view)}")
     return 0
 
 
-def _lag_rows(source: Source, by: str, group: str | None, topic: str | None) -> Iterable[dict[str, Any]]:
-    if by == "queue":
-        return source.lag_rows(group, topic)
+def _lag_rows(view: View[Any], by: str, group: str | None, topic: str | None) -> Iterable[Row]:
     if by == "origin":
         from librmq.diagnosis.unconsumed import waiting_origins
 
-        if not isinstance(source, StoreSource):
+        if not isinstance(view, StoreView):
             raise InputError("--by origin: expected a folder, because it reads the messages that wait")
-        return (row._asdict() for row in waiting_origins(source.view, group=group, topic=topic))
-    queue_lags = source.lag(group, topic)
+        return (row._asdict() for row in waiting_origins(view, group=group, topic=topic))
+    queue_lags = lag_of_view(view, group=group, topic=topic)
+    if by == "queue":
+        return chain.from_iterable(map(_queue_rows, queue_lags.topics))
     rows: Iterable[TopicLag | GroupLag] = queue_lags.by_topic() if by == "topic" else queue_lags.by_group()
     return (row._asdict() for row in rows)
+
+
+def _queue_rows(columns: TopicProgress) -> Iterable[Row]:
+    rows = (row._asdict() for row in columns.rows())
+    return map(named, columns.broker_names, rows) if columns.broker_names else rows
+
+
+def _no_lag_reason(view: StoreView) -> str:
+    """Return why a store has the lag of no group in some topics."""
+    path = os.path.join(view.store.path, directory.CONFIG, "consumerOffset.json")
+    if view.store.files.size(path) is None:
+        return f"there is no {path}, so the progress of no group is known: copy the folder config too"
+    return "no group has progress in these topics"
 
 
 def expiring(arguments: argparse.Namespace, output: Output) -> int:
@@ -79,24 +95,27 @@ def _lag_rates(arguments: argparse.Namespace, output: Output) -> None:
     if arguments.every < _LEAST_S:
         raise InputError(f"--every: expected at least 100ms, found {arguments.every} s")
 
-    def measure() -> Lag:
-        with open_source(arguments) as source:
-            return source.lag(arguments.group, arguments.topic, times=False)
+    def measure(view: View[Any]) -> Lag:
+        return lag_of_view(view, group=arguments.group, topic=arguments.topic, times=False)
 
-    with open_source(arguments) as source:
-        _note_unknown(source, arguments, output)
-        if isinstance(source, StoreSource) and source.view.owner is None:
-            recent_rates(source.view, source.lag(arguments.group, arguments.topic, times=False), output)
+    def measure_again() -> Lag:
+        with open_source(arguments) as view:
+            return measure(view)
+
+    with open_source(arguments) as view:
+        _note_unknown(view, arguments, output)
+        if isinstance(view, StoreView) and view.owner is None:
+            recent_rates(view, measure(view), output)
             return
-    follow_rates(measure, arguments.every, output)
+    follow_rates(measure_again, arguments.every, output)
 
 
-def _note_unknown(source: Source, arguments: argparse.Namespace, output: Output) -> None:
+def _note_unknown(view: View[Any], arguments: argparse.Namespace, output: Output) -> None:
     """Tell a person about a group and a topic that are unknown; each can cost requests to all brokers of a cluster."""
     if arguments.group is not None:
-        note_group(arguments.group, source.groups(), output)
+        note_group(arguments.group, view.groups, output)
     if arguments.topic is not None:
-        note_topic(arguments.topic, source.topics(), output)
+        note_topic(arguments.topic, view.topics, output)
 
 
 # ---- rates

@@ -22,7 +22,7 @@ from librmq.cli.input import (
 from librmq.cli.output import DAMAGED, Output, ProgressBar, complain
 from librmq.cli.rows import blank_row, get_message_row, index_query_row, message_row, offset_by_time_row, shown_row
 from librmq.cli.selection import MessageQuery, check_id, in_queue, select, user_queue
-from librmq.cli.stores import check_queues, files_and_config, open_store, report_cut
+from librmq.cli.stores import check_queues, files_and_config, open_source, open_store, report_cut
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
@@ -165,13 +165,14 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.route is None and arguments.at is None and selection.topic is None and not selection.is_by_index:
         _show_log(arguments, selection, output)
         return 0
-    from librmq.cli.sources import open_source
+    from librmq.diagnosis.view import StoreView
 
-    with open_source(arguments) as source:
-        for message in source.messages(selection):
-            output.row(shown_row(message, source.levels, arguments.body))
+    with open_source(arguments) as view:
+        messages = selection.messages(view.store) if isinstance(view, StoreView) else view.selected(selection)
+        for message in messages:
+            output.row(shown_row(message, view.levels, arguments.body))
         if not output.rows and selection.topic is not None:
-            note_topic(selection.topic, source.topics(), output)
+            note_topic(selection.topic, view.topics, output)
     _note_unknown(selection, output)
     return 0
 
@@ -237,8 +238,6 @@ def _first_file(log: CommitLog, sequence: MappedFileQueue, begin_ms: int) -> int
 
 def tail(arguments: argparse.Namespace, output: Output) -> int:
     """Print the last of the selected messages, and with ``--follow`` new ones."""
-    from librmq.cli.stores import open_store
-
     count = arguments.count
     selection = select(arguments)
     with open_store(arguments) as store:

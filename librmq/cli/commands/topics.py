@@ -13,12 +13,11 @@ from typing import Any, Final
 
 from librmq.cli.input import TOPICS, near, note_topic_of
 from librmq.cli.output import Output, ProgressBar, log_bar, watching_bar
-from librmq.cli.rows import entry_rows, kind_of_topic, queue_row
+from librmq.cli.rows import entry_rows, queue_row
 from librmq.cli.selection import MessageQuery, select
-from librmq.cli.sources import StoreSource, open_source
-from librmq.cli.stores import open_store, open_view
+from librmq.cli.stores import open_source, open_store, open_view
 from librmq.diagnosis.findings import id_ranges
-from librmq.diagnosis.view import is_own_group
+from librmq.diagnosis.view import TopicSummary, View, is_own_group, kind_of_topic, topic_summaries
 from librmq.errors import InputError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
@@ -31,19 +30,25 @@ from librmq.store.format.checkpoint import has_abort
 
 def topics(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each topic that has queues, or that users made."""
-    with open_source(arguments) as source:
-        output.rows_of(source.topic_rows(quiet=output.is_on_terminal))
+    with open_source(arguments) as view:
+        output.rows_of(summary._asdict() for summary in _summaries(view, "topics", quiet=output.is_on_terminal))
     return 0
+
+
+def _summaries(view: View[Any], command: str, *, quiet: bool = False) -> Iterator[TopicSummary]:
+    """Yield the messages of each topic, with a progress bar of the command."""
+    with ProgressBar(command, len(view.listed_topics), "topics", quiet=quiet) as bar:
+        for summary in topic_summaries(view):
+            yield summary
+            bar.advance(1)
 
 
 def stats(arguments: argparse.Namespace, output: Output) -> int:
     """Print a row about the whole store."""
     with open_view(arguments) as view:
-        store, rows = view.store, list(StoreSource(view).topic_rows(command="stats"))
-        user_rows = [row for row in rows if row["kind"] == "user"]
-        times = [
-            row[name] for row in rows for name in ("min_timestamp_ms", "max_timestamp_ms") if row[name] is not None
-        ]
+        store, rows = view.store, list(_summaries(view, "stats"))
+        user_rows = [row for row in rows if row.kind == "user"]
+        times = [time_ms for row in rows for time_ms in row[-2:] if time_ms is not None]
         holder = store.files.lock_holder(directory.lock_path(store.path))
         output.row(
             {
@@ -53,10 +58,10 @@ def stats(arguments: argparse.Namespace, output: Output) -> int:
                 "used_by": holder,
                 "closed_cleanly": None if holder is not None else not has_abort(store.files, store.path),
                 "topics": len(user_rows),
-                "queues": sum(row["queues"] for row in user_rows),
-                "messages": sum(row["messages"] for row in user_rows),
-                "retries": sum(row["messages"] for row in rows if row["kind"] == "retry"),
-                "dead_letters": sum(row["messages"] for row in rows if row["kind"] == "dead"),
+                "queues": sum(row.queues for row in user_rows),
+                "messages": sum(row.messages for row in user_rows),
+                "retries": sum(row.messages for row in rows if row.kind == "retry"),
+                "dead_letters": sum(row.messages for row in rows if row.kind == "dead"),
                 "groups": sum(not is_own_group(group) for group in view.groups),
                 "log_bytes": store.log.end - store.log.begin,
                 "log_files": len(store.log.sequence.starts),

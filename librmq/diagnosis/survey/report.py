@@ -138,7 +138,7 @@ def find_time_range(view: StoreView, scope: ReportScope) -> tuple[int, int] | No
         for name, state in view.ranges.items()
         if scope.has_topic(name[0])
         for queue_offset in (state.min_offset, state.max_offset - 1)
-        if (time_ms := view.stored_at(name, queue_offset)) is not None
+        if (time_ms := view.readable_time(name, queue_offset)) is not None
     ]
     if not times:
         return None
