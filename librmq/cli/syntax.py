@@ -161,7 +161,7 @@ _LOOK: Final = (
     ),
     Command(
         "dead-letters",
-        "delivery",
+        "groups",
         "list dead letters or their causes, or resend them",
         "store --causes",
         (
@@ -253,7 +253,7 @@ _LOOK: Final = (
     ),
     Command(
         "pending",
-        "delivery",
+        "groups",
         "list messages that wait for a time or a transaction",
         "store --kind delay",
         (
@@ -368,7 +368,7 @@ _CHANGE: Final = (
     ),
     Command(
         "decide",
-        "delivery",
+        "groups",
         "commit or roll back a given-up half message",
         "store 280252 --rollback",
         (
@@ -518,7 +518,7 @@ _FILES: Final = (
         ),
         output=LISTED,
     ),
-    Command("timers", "delivery", "print the files of RocketMQ 5's timer", "store", output=LISTED),
+    Command("timers", "groups", "print the files of RocketMQ 5's timer", "store", output=LISTED),
     Command("broker-conf", "maintenance", "print settings for a broker that opens the store", "store"),
 )
 
