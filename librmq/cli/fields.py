@@ -1,14 +1,17 @@
-"""Fields of a row of input, read from a JSON object and checked.
+"""Rows of input: JSON objects on standard input, a line each, and their fields, checked.
 
-A field that is null counts as absent. All functions raise `InputError` if a field is missing, of a wrong kind or out of
-range. `message` and `check_separators` raise `MessageIllegalError` for properties that no record can hold.
+A field that is null counts as absent. Functions that read a field raise `InputError` if it is missing, of a wrong kind
+or out of range. `message` and `check_separators` raise `MessageIllegalError` for properties that no record can hold.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from librmq.errors import InputError, MalformedError, MessageIllegalError
@@ -18,8 +21,70 @@ from librmq.message.message import Message
 Row = dict[str, Any]
 Fields = Mapping[str, Any]
 
+_LONGEST_LINE: Final = 64 << 20
 _INT32: Final = 1 << 31
 _INT64: Final = 1 << 63
+
+
+def parse_object(text: str | bytes) -> Row:
+    """Return a JSON object.
+
+    Raises:
+        InputError: The text is none.
+    """
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise InputError("not JSON: nested too deep") from None
+    except UnicodeDecodeError:
+        raise InputError("not JSON: not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"not JSON: {error.msg} at character {error.pos}") from None
+    except ValueError as error:
+        raise InputError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InputError("expected a JSON object")
+    return value
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def standard_input() -> Iterator[bytes]:
+    """Return the lines of standard input, none if it is closed; a line that is far too long comes in parts."""
+    if sys.stdin is None:
+        return iter(())
+    stream = sys.stdin.buffer
+    return iter(lambda: stream.readline(_LONGEST_LINE + 1), b"")
+
+
+def input_size() -> int:
+    """Return the size of a file on standard input, 0 if it is none."""
+    try:
+        return os.fstat(sys.stdin.fileno()).st_size if sys.stdin is not None else 0
+    except (OSError, ValueError):  # closed, or not of the system
+        return 0
+
+
+def read_rows(lines: Iterable[bytes]) -> Iterator[tuple[int, Row]]:
+    """Yield the JSON objects of lines with their numbers, without empty lines.
+
+    Raises:
+        InputError: A line has none; the error names the line.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if len(line) > _LONGEST_LINE:
+            raise InputError(f"line {number}: longer than {_LONGEST_LINE} bytes")
+        try:
+            yield number, parse_object(line)
+        except InputError as error:
+            raise InputError(f"line {number}: {error}") from None
+
+
+# ---- fields
 
 
 def whole(row: Fields, name: str, minimum: int, maximum: int, default: int | None = None) -> int:

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import queue
 import re
-import signal
-import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from librmq.cli.options import UNIT_MS
 from librmq.cli.output import Output, complain
@@ -24,7 +18,6 @@ if TYPE_CHECKING:
     from librmq.store import MessageStore
 
 
-_LONGEST_LINE: Final = 64 << 20
 _LARGEST: Final = (1 << 63) - 1
 _AGO: Final = re.compile(r"-?(\d{1,12})(ms|s|m|h|d)")
 
@@ -75,79 +68,6 @@ def parse_time(text: str, clock: Clock) -> int:
             f"not a time: {text!r}; expected milliseconds since 1970, a date such as '2026-11-20 08:00' or "
             "2026-11-20T08:00:00Z, or how long ago such as 2h"
         ) from None
-
-
-def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Return a JSON object.
-
-    Raises:
-        InputError: The text is none.
-    """
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise InputError("not JSON: nested too deep") from None
-    except UnicodeDecodeError:
-        raise InputError("not JSON: not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"not JSON: {error.msg} at character {error.pos}") from None
-    except ValueError as error:
-        raise InputError(f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InputError("expected a JSON object")
-    return value
-
-
-def standard_input() -> Iterator[bytes]:
-    """Return the lines of standard input, none if it is closed; a line that is far too long comes in parts."""
-    if sys.stdin is None:
-        return iter(())
-    stream = sys.stdin.buffer
-    return iter(lambda: stream.readline(_LONGEST_LINE + 1), b"")
-
-
-@contextmanager
-def end_signals() -> Iterator[queue.SimpleQueue[int]]:
-    """Put the numbers of SIGINT and SIGTERM in a queue."""
-    # An event has a lock that the main thread may hold when a handler runs.
-    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    before = {
-        number: signal.signal(number, lambda number, _: ended.put(number)) for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield ended
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def input_size() -> int:
-    """Return the size of a file on standard input, 0 if it is none."""
-    try:
-        return os.fstat(sys.stdin.fileno()).st_size if sys.stdin is not None else 0
-    except (OSError, ValueError):  # closed, or not of the system
-        return 0
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def read_rows(lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the JSON objects of lines with their numbers, without empty lines.
-
-    Raises:
-        InputError: A line has none; the error names the line.
-    """
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        if len(line) > _LONGEST_LINE:
-            raise InputError(f"line {number}: longer than {_LONGEST_LINE} bytes")
-        try:
-            yield number, parse_object(line)
-        except InputError as error:
-            raise InputError(f"line {number}: {error}") from None
 
 
 def read_ranges(arguments: argparse.Namespace) -> dict[str, str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import os
+import queue
 import re
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -213,6 +215,24 @@ def complain(message: str) -> None:
     lines = (printable(line) for line in message.split("\n"))
     sys.stderr.write("".join(f"{line}\n" for line in lines))
     sys.stderr.flush()
+
+
+# ---- signals
+
+
+@contextmanager
+def end_signals() -> Iterator[queue.SimpleQueue[int]]:
+    """Put the numbers of SIGINT and SIGTERM in a queue."""
+    # An event has a lock that the main thread may hold when a handler runs.
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    before = {
+        number: signal.signal(number, lambda number, _: ended.put(number)) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield ended
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ---- files of rows

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from librmq.cli import fields
-from librmq.cli.fields import Row
-from librmq.cli.input import read_rows, standard_input
+from librmq.cli.fields import Row, read_rows, standard_input
 from librmq.cli.output import Output
 from librmq.client.allocation import (
     AllocationStrategy,

@@ -18,7 +18,8 @@ from contextlib import ExitStack
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
-from librmq.cli.input import age_clock, note_topic, parse_object, parse_time
+from librmq.cli.fields import parse_object
+from librmq.cli.input import age_clock, note_topic, parse_time
 from librmq.cli.output import Output, ProgressBar, complain
 from librmq.cli.selection import check_times
 from librmq.cli.stores import settle_config, storage_options

@@ -29,8 +29,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from librmq.cli import fields
-from librmq.cli.fields import Row
-from librmq.cli.input import input_size, parse_object, standard_input
+from librmq.cli.fields import Row, input_size, parse_object, standard_input
 from librmq.cli.output import Output, ProgressBar, complain
 from librmq.cli.stores import files_and_config, read_config
 from librmq.clock import ManualClock, SystemClock

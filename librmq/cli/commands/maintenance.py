@@ -9,8 +9,7 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from librmq.cli.input import end_signals
-from librmq.cli.output import DAMAGED, INTERRUPTED, Output, ProgressBar, complain, log_bar
+from librmq.cli.output import DAMAGED, INTERRUPTED, Output, ProgressBar, complain, end_signals, log_bar
 from librmq.cli.rows import gap_row, message_row, snapshot_row
 from librmq.cli.stores import files_and_config
 from librmq.clock import SystemClock

@@ -17,8 +17,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli.input import end_signals
-from librmq.cli.output import Output, complain
+from librmq.cli.output import Output, complain, end_signals
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError
 from librmq.message.ids import format_host, parse_host
