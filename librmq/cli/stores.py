@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.fields import parse_object
-from librmq.cli.input import age_clock, parse_time
 from librmq.cli.output import complain, name_as
+from librmq.cli.selection import age_clock, parse_time
 from librmq.cli.syntax import READING
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig

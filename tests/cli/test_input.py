@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from librmq.cli.fields import read_rows, standard_input
-from librmq.cli.input import parse_time
+from librmq.cli.selection import parse_time
 from librmq.cli.stores import settle_config
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig

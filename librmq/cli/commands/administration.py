@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from librmq.cli.input import GROUPS, TOPICS, age_clock, near, parse_time
 from librmq.cli.output import Output, complain
 from librmq.cli.rows import Row, named
-from librmq.cli.selection import first_at
+from librmq.cli.selection import GROUPS, TOPICS, age_clock, first_at, near, parse_time
 from librmq.cli.stores import open_broker, open_to_change, select_queues
 from librmq.diagnosis.findings import counted
 from librmq.diagnosis.formatting import moment

@@ -12,8 +12,8 @@ from dataclasses import replace
 from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from librmq.cli.input import note_message, note_part, note_topic, read_ranges
 from librmq.cli.output import LimitReached, Output, complain, watching_bar
+from librmq.cli.selection import note_message, note_part, note_topic, read_ranges
 from librmq.cli.stores import is_url, local_copy, locate, open_view, storage_options
 from librmq.diagnosis.findings import Finding, Thresholds, counted
 from librmq.errors import InputError, RmqError, StoreError

@@ -14,10 +14,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from librmq.cli.input import age_clock, note_group, note_topic, note_topic_of, parse_time
 from librmq.cli.output import Output, complain
 from librmq.cli.rows import Row, named
-from librmq.cli.selection import first_at
+from librmq.cli.selection import age_clock, first_at, note_group, note_topic, note_topic_of, parse_time
 from librmq.cli.stores import open_broker, open_source, open_store, open_view
 from librmq.clock import SystemClock
 from librmq.diagnosis import deadletters

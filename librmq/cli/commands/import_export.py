@@ -19,9 +19,8 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from librmq.cli.fields import parse_object
-from librmq.cli.input import age_clock, note_topic, parse_time
 from librmq.cli.output import Output, ProgressBar, complain
-from librmq.cli.selection import check_times
+from librmq.cli.selection import age_clock, check_times, note_topic, parse_time
 from librmq.cli.stores import settle_config, storage_options
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import nearest

@@ -11,10 +11,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli import fields
 from librmq.cli.fields import read_rows, standard_input
-from librmq.cli.input import age_clock, note_message, note_topic, note_topic_of, parse_time
 from librmq.cli.output import DAMAGED, Output, ProgressBar, complain
 from librmq.cli.rows import blank_row, get_message_row, index_query_row, message_row, offset_by_time_row, shown_row
-from librmq.cli.selection import MessageQuery, check_id, in_queue, select, user_queue
+from librmq.cli.selection import (
+    MessageQuery,
+    age_clock,
+    check_id,
+    in_queue,
+    note_message,
+    note_topic,
+    note_topic_of,
+    parse_time,
+    select,
+    user_queue,
+)
 from librmq.cli.stores import check_queues, files_and_config, open_source, open_store, report_cut
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog

@@ -11,10 +11,9 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any, Final
 
-from librmq.cli.input import TOPICS, near, note_topic_of
 from librmq.cli.output import Output, ProgressBar, log_bar, watching_bar
 from librmq.cli.rows import entry_rows, queue_row
-from librmq.cli.selection import MessageQuery, select
+from librmq.cli.selection import TOPICS, MessageQuery, near, note_topic_of, select
 from librmq.cli.stores import open_source, open_store, open_view
 from librmq.diagnosis.findings import id_ranges
 from librmq.diagnosis.view import TopicSummary, View, is_own_group, kind_of_topic, topic_summaries
