@@ -14,8 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.consumequeue import HOLE_SIZE
-from librmq.diagnosis.checks import diagnose, registered_filters
-from librmq.diagnosis.damage import damage_finding, is_verified, not_verified, unverified_damage
+from librmq.diagnosis.checks import (
+    damage_finding,
+    diagnose,
+    is_verified,
+    not_verified,
+    registered_filters,
+    unverified_damage,
+)
 from librmq.diagnosis.deadletters import dead_letter_causes, dead_letters, sum_up_causes
 from librmq.diagnosis.findings import Finding, Thresholds, finding_order
 from librmq.diagnosis.group_lag import Lag, lag
