@@ -30,11 +30,15 @@ with lazy_exports(globals()):
     from librmq.diagnosis.message_story import StoryEvent as StoryEvent
     from librmq.diagnosis.message_story import story as story
     from librmq.diagnosis.page.render import render_page as render_page
+    from librmq.diagnosis.pending import ExpiringMessages as ExpiringMessages
     from librmq.diagnosis.pending import GivenUpHalf as GivenUpHalf
     from librmq.diagnosis.pending import PendingMessage as PendingMessage
+    from librmq.diagnosis.pending import WaitingOrigins as WaitingOrigins
     from librmq.diagnosis.pending import decide_half as decide_half
+    from librmq.diagnosis.pending import expiring as expiring
     from librmq.diagnosis.pending import given_up as given_up
     from librmq.diagnosis.pending import pending_messages as pending_messages
+    from librmq.diagnosis.pending import waiting_origins as waiting_origins
     from librmq.diagnosis.skips import Replay as Replay
     from librmq.diagnosis.skips import Skip as Skip
     from librmq.diagnosis.skips import SkippedQueue as SkippedQueue
@@ -51,10 +55,6 @@ with lazy_exports(globals()):
     from librmq.diagnosis.survey.model import Report as Report
     from librmq.diagnosis.survey.model import compare as compare
     from librmq.diagnosis.survey.report import report as report
-    from librmq.diagnosis.unconsumed import ExpiringMessages as ExpiringMessages
-    from librmq.diagnosis.unconsumed import WaitingOrigins as WaitingOrigins
-    from librmq.diagnosis.unconsumed import expiring as expiring
-    from librmq.diagnosis.unconsumed import waiting_origins as waiting_origins
     from librmq.diagnosis.view import StoreView as StoreView
     from librmq.diagnosis.whatif import Consumption as Consumption
     from librmq.diagnosis.whatif import Estimate as Estimate

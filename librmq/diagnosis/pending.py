@@ -1,4 +1,6 @@
-"""Messages that wait in a store: open and discarded half messages, delayed messages, retries and timers.
+"""Messages that wait: for a time, a transaction or a retry, or for a group that has not consumed them.
+
+The former are open and discarded half messages, delayed messages, retries and timers.
 
 They are read from the broker's files, without a broker or beside a running one. The search collects no messages: its
 memory grows only by a bit for each half message and some bytes for each timer.
@@ -10,18 +12,22 @@ decision delivers or drops the message, and writes an op message for its end.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
 
-from librmq.consumequeue import ENTRY, ConsumeQueue
+from librmq.commitlog import CommitLog
+from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
 from librmq.diagnosis.findings import Finding, Thresholds, counted
 from librmq.diagnosis.formatting import duration
-from librmq.diagnosis.group_lag import lag
+from librmq.diagnosis.group_lag import QueueLag, lag
 from librmq.diagnosis.view import Source, StoreView, viewed
-from librmq.errors import TransactionRefusedError
+from librmq.errors import ConfigError, CorruptionError, TransactionRefusedError
 from librmq.java.lang import java_int, java_long
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
@@ -41,6 +47,8 @@ from librmq.store.engine.dispatch import derived_tags_code
 from librmq.store.engine.read import GetStatus
 from librmq.store.format.broker_tables import BrokerTables, topic_row
 from librmq.store.format.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
+from librmq.store.recovery.queue_check import first_at
+from librmq.store.retention import first_behind, last_timestamp_ms
 from librmq.txn import TransactionConfig
 
 if TYPE_CHECKING:
@@ -284,7 +292,7 @@ def _messages_of_slot(
             yield unit.magic, message
 
 
-# ---------------------------------------------------------------------------------------------------- kinds of messages
+# ---- kinds of messages
 
 
 def kind_of(message: StoredMessage) -> Literal["plain", "delayed", "transactional"]:
@@ -295,7 +303,7 @@ def kind_of(message: StoredMessage) -> Literal["plain", "delayed", "transactiona
     return "delayed" if record.PROPERTY_REAL_TOPIC in properties else "plain"
 
 
-# ---------------------------------------------------------------------------------------------- discarded half messages
+# ---- discarded half messages
 
 _SYSTEM_ERROR = 1
 
@@ -443,7 +451,7 @@ def _unchecked_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding
         )
 
 
-# ------------------------------------------------------------------------------------------- waiting retries of a group
+# ---- waiting retries of a group
 
 _READABLE: Final = 6  # and writable
 _OF_THE_DELAY: Final = frozenset((record.PROPERTY_DELAY, record.PROPERTY_REAL_TOPIC, record.PROPERTY_REAL_QUEUE_ID))
@@ -493,3 +501,145 @@ def move_retries(store: MessageStore, tables: BrokerTables, group: str, new_grou
         if row.lag:
             tables.set_consumer_offset(old_topic, group, row.queue_id, row.max_offset)
     return copies, delayed
+
+
+# ---- unconsumed messages
+
+
+class ExpiringMessages(NamedTuple):
+    """The unconsumed messages of a group in a topic that retention would delete soon."""
+
+    group: str
+    """The consumer group."""
+    topic: str
+    """The topic."""
+    messages: int
+    """Number of unconsumed messages in the log files that expire."""
+    bytes: int
+    """Size of their records."""
+    first_at_ms: int
+    """Time at which the first of these files expires, in milliseconds since 1970; in the past for an expired one."""
+
+
+def expiring(source: Source, *, reserved_s: float, within_s: float) -> list[ExpiringMessages]:
+    """Return the unconsumed messages that retention by age would delete soon, the first to expire first.
+
+    Retention deletes whole log files, the oldest first: a file goes when its last record is older than the reserved
+    time, and the file with the log's last record stays. Settings such as the hour of deletion, the log's largest size
+    and ``keep_unconsumed`` are not considered.
+
+    Args:
+        source: A running broker, the folder of a store, or a view of either. The time of a folder that no process
+            uses is that of its last message.
+        reserved_s: Seconds after its last record at which a log file expires.
+        within_s: Only files that expire within this many seconds.
+
+    Raises:
+        ConfigError: A number of seconds is negative.
+        NotAStoreError: The folder holds no store.
+        CorruptionError: A file is damaged.
+    """
+    if reserved_s < 0 or within_s < 0:
+        raise ConfigError(f"expiring: expected 0 seconds or more, found {reserved_s=} and {within_s=}")
+    with viewed(source) as view:
+        log, latest_ms = view.store.log, (view.now_ms or 0) + round(1000 * (within_s - reserved_s))
+        last_ms = cache(lambda start: last_timestamp_ms(log, start))
+        end = _end_of_expired(log, latest_ms, last_ms)
+        rows: dict[tuple[str, str], ExpiringMessages] = {}
+        for row in lag(view, times=False):
+            if not row.lag:
+                continue  # its queue can be gone
+            queue = view.store.queues[row.topic, row.queue_id]
+            begin = row.next_offset
+            entries = queue.entries(begin, max(begin, first_at(queue, end)))
+            entries = entries[entries["size"] != HOLE_SIZE]
+            if len(entries):
+                start = int(entries["physical_offset"][0]) // log.file_size * log.file_size
+                at_ms, size = last_ms(start) + round(1000 * reserved_s), int(entries["size"].sum(dtype="i8"))
+                sums = rows.get((row.group, row.topic), ExpiringMessages(row.group, row.topic, 0, 0, at_ms))
+                rows[row.group, row.topic] = sums._replace(
+                    messages=sums.messages + len(entries),
+                    bytes=sums.bytes + size,
+                    first_at_ms=min(sums.first_at_ms, at_ms),
+                )
+        return sorted(rows.values(), key=lambda row: (row.first_at_ms, -row.messages, row.group, row.topic))
+
+
+def _end_of_expired(log: CommitLog, latest_ms: int, last_ms: Callable[[int], int]) -> int:
+    """Return the end of the last log file whose last record is not later than ``latest_ms``; the log's begin if none.
+
+    A file is walked through only if its first record and that of the next file disagree.
+    """
+    end = log.begin
+    for start in log.sequence.starts:
+        first = log.first_store_timestamp_ms(start)
+        if start + log.file_size >= log.end or (first is not None and first > latest_ms):
+            break
+        following = first_behind(log, start)
+        if (following is None or following > latest_ms) and last_ms(start) > latest_ms:
+            break
+        end = start + log.file_size
+    return end
+
+
+# ---- origins of unconsumed messages
+
+
+class WaitingOrigins(NamedTuple):
+    """The origins of the messages of a topic that a group has left to consume."""
+
+    group: str
+    """The consumer group."""
+    topic: str
+    """The topic."""
+    lag: int
+    """All of them."""
+    looked_at: int
+    """Those whose origin was looked up; the next three add up to it."""
+    new: int
+    """Messages of producers, those of a committed transaction among them."""
+    delayed: int
+    """Deliveries after a delay or at a time."""
+    retried: int
+    """Retries, on which the group has failed before."""
+    sampled: bool = False
+    """Whether some of the messages were not looked up."""
+
+
+def waiting_origins(
+    source: Source, *, group: str | None = None, topic: str | None = None, sampled: int = 10_000
+) -> list[WaitingOrigins]:
+    """Return the origins of the messages that groups have left to consume, for each topic with any.
+
+    Args:
+        source: A running broker, the folder of a store, or a view of either.
+        group: Only this group.
+        topic: Only this topic.
+        sampled: The most messages to read of each group and topic, the oldest of each queue.
+
+    Raises:
+        NotAStoreError: The folder holds no store.
+        CorruptionError: A file is damaged.
+    """
+    with viewed(source) as view:
+        rows: dict[tuple[str, str], list[QueueLag]] = {}
+        for row in lag(view, group=group, topic=topic, times=False):
+            if row.lag:
+                rows.setdefault((row.group, row.topic), []).append(row)
+        return [_origins(view, *name, rows_of_topic, sampled) for name, rows_of_topic in rows.items()]
+
+
+def _origins(view: StoreView, group: str, topic: str, rows: list[QueueLag], sampled: int) -> WaitingOrigins:
+    total = sum(row.lag for row in rows)
+    if topic.startswith(RETRY_PREFIX):
+        return WaitingOrigins(group, topic, total, total, 0, 0, total)
+    kinds: Counter[str] = Counter()
+    for row in rows:
+        begin = row.next_offset
+        count = row.lag if total <= sampled else max(1, row.lag * sampled // total)
+        with suppress(CorruptionError):
+            kinds.update(map(kind_of, view.store.messages(topic, row.queue_id, begin, begin + count)))
+    delayed = kinds["delayed"]
+    return WaitingOrigins(
+        group, topic, total, kinds.total(), kinds.total() - delayed, delayed, 0, kinds.total() < total
+    )

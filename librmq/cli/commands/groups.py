@@ -55,7 +55,7 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
 
 def _lag_rows(view: View[Any], by: str, group: str | None, topic: str | None) -> Iterable[Row]:
     if by == "origin":
-        from librmq.diagnosis.unconsumed import waiting_origins
+        from librmq.diagnosis.pending import waiting_origins
 
         if not isinstance(view, StoreView):
             raise InputError("--by origin: expected a folder, because it reads the messages that wait")
@@ -82,7 +82,7 @@ def _no_lag_reason(view: StoreView) -> str:
 
 def expiring(arguments: argparse.Namespace, output: Output) -> int:
     """Print the unconsumed messages that retention by age would delete soon, by group and topic."""
-    from librmq.diagnosis.unconsumed import expiring as expiring_of
+    from librmq.diagnosis.pending import expiring as expiring_of
 
     with open_view(arguments) as view:
         rows = expiring_of(view, reserved_s=arguments.reserved, within_s=arguments.within)
