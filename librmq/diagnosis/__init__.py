@@ -29,7 +29,6 @@ with lazy_exports(globals()):
     from librmq.diagnosis.instances import held_progress as held_progress
     from librmq.diagnosis.message_story import StoryEvent as StoryEvent
     from librmq.diagnosis.message_story import story as story
-    from librmq.diagnosis.page.render import render_page as render_page
     from librmq.diagnosis.pending import ExpiringMessages as ExpiringMessages
     from librmq.diagnosis.pending import GivenUpHalf as GivenUpHalf
     from librmq.diagnosis.pending import PendingMessage as PendingMessage
@@ -54,6 +53,7 @@ with lazy_exports(globals()):
     from librmq.diagnosis.survey.model import Comparison as Comparison
     from librmq.diagnosis.survey.model import Report as Report
     from librmq.diagnosis.survey.model import compare as compare
+    from librmq.diagnosis.survey.page import render_page as render_page
     from librmq.diagnosis.survey.report import report as report
     from librmq.diagnosis.view import StoreView as StoreView
     from librmq.diagnosis.whatif import Consumption as Consumption

@@ -71,7 +71,7 @@ def test_wrong_arguments_are_reported(shell: Shell) -> None:
 
 
 def test_without_the_extra_it_is_named(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("librmq.diagnosis.page.render.find_spec", lambda name: None)
+    monkeypatch.setattr("librmq.diagnosis.survey.page.find_spec", lambda name: None)
     answer = shell("report", "store")
     assert (answer.status, "librmq[report]" in answer.said) == (2, True)
     assert not (shell.folder / "report.html").exists()

@@ -81,7 +81,7 @@ def story(arguments: argparse.Namespace, output: Output) -> int:
 
 def report(arguments: argparse.Namespace, output: Output) -> int:
     """Write the page about stores."""
-    from librmq.diagnosis.page.render import render_page, require
+    from librmq.diagnosis.survey.page import render_page, require
 
     require()
     earlier = None if arguments.compare is None else _read_report(arguments.compare)

@@ -1,1 +1,1 @@
-"""The values of a report: one pass over the messages of each store, the findings, and a comparison."""
+"""A report: the sums of one pass over the messages of each store, findings, a comparison, and its page."""

@@ -67,12 +67,12 @@ def render_page(report: Report, earlier: Report | None = None) -> str:
     require()
     from jinja2 import Environment, StrictUndefined
 
-    from librmq.diagnosis.page.plots import WIDE  # plots need the extra
-    from librmq.diagnosis.page.sections import sections
+    from librmq.diagnosis.survey.plots import WIDE  # plots need the extra
+    from librmq.diagnosis.survey.sections import sections
 
     comparison = None if earlier is None else compare(earlier, report)
     every = list(sections(report, comparison))
-    folder = files("librmq.diagnosis.page")
+    folder = files("librmq.diagnosis.survey")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((folder / "page.html.j2").read_text("utf-8"))
     html = template.render(

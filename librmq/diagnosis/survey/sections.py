@@ -9,7 +9,6 @@ from typing import Any, Final, Literal, NamedTuple
 
 from librmq.diagnosis.findings import counted
 from librmq.diagnosis.formatting import duration, moment, number, percent, rate, short, size, span
-from librmq.diagnosis.page.plots import Scale, area, bar, cells, columns
 from librmq.diagnosis.survey.model import (
     DELAY_BOUNDS_MS,
     BornToStored,
@@ -19,6 +18,7 @@ from librmq.diagnosis.survey.model import (
     Report,
     StoredTopic,
 )
+from librmq.diagnosis.survey.plots import Scale, area, bar, cells, columns
 from librmq.message.delay_levels import DEFAULT_LEVELS
 from librmq.message.topics import is_user_topic
 
