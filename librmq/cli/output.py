@@ -277,14 +277,14 @@ class CsvRows:
         if self._table is None:
             self._first.append(flat)
             if len(self._first) == _FIRST:
-                self._begin()
+                self._write_header()
             return
         try:
             self._table.writerow(flat)
         except ValueError as error:
             raise InputError(f"CSV: a row has other fields than the first {_FIRST} ({error}): use jsonl") from None
 
-    def _begin(self) -> None:
+    def _write_header(self) -> None:
         self._table = csv.DictWriter(self._stream, list(dict.fromkeys(chain(*self._first))), lineterminator="\n")
         self._table.writeheader()
         self._table.writerows(self._first)
@@ -293,7 +293,7 @@ class CsvRows:
     def flush(self) -> None:
         """Pass on every row so far."""
         if self._first:
-            self._begin()
+            self._write_header()
         self._stream.flush()
 
     close = flush
@@ -397,7 +397,7 @@ class ProgressBar:
             return
         self._next = self._clock.monotonic() + _EVERY_S
         if self._bar is None:
-            self._bar = self._begin()
+            self._bar = self._start_bar()
             if self._bar is None:
                 self._is_shown = False
                 return
@@ -405,7 +405,7 @@ class ProgressBar:
         self._bar.update(self._task, completed=done, total=self._total or None, rate=f"{done / seconds:,.0f}/s")
         self._bar.refresh()
 
-    def _begin(self) -> object:
+    def _start_bar(self) -> object:
         try:
             from rich import progress
             from rich.console import Console

@@ -163,20 +163,20 @@ class Table:
         named = next((kind for field, kind in _BY_FIELD.items() if field in row), "other")
         kind = named if named == "shown" else str(row.get("type") or named)
         if kind in _LISTS:
-            self._take_list(kind, row)
+            self._add_list(kind, row)
         else:
-            self._take(kind, row)
+            self._add_row(kind, row)
 
-    def _take_list(self, kind: str, row: Row) -> None:
+    def _add_list(self, kind: str, row: Row) -> None:
         name, kind_of_rows = _LISTS[kind]
         scalars = {key: value for key, value in row.items() if key not in (name, "cut", "topic_queue_table")}
-        self._take("rest", scalars)
+        self._add_row("rest", scalars)
         for item in row.get(name, ()):
-            self._take(kind_of_rows, item)
+            self._add_row(kind_of_rows, item)
         for item in row.get("cut", ()):
-            self._take("cut", item)
+            self._add_row("cut", item)
 
-    def _take(self, kind: str, row: Row) -> None:
+    def _add_row(self, kind: str, row: Row) -> None:
         if kind != self._kind or len(self._rows) >= _ROWS:
             self.close()
             self._kind = kind

@@ -56,7 +56,7 @@ class Watch:
         self._retries: dict[tuple[str, int], int] = {}  # by topic and queue id: start of the next round
         self.dead = False
         """Whether it was stopped; its turns no longer run."""
-        self._step = Step(f"watch over {broker.name}", self._begin, self)
+        self._step = Step(f"watch over {broker.name}", self._submit_round, self)
         runner = broker.runner
         with runner.lock:
             runner.wake(self._step, runner.now_ms() + every_ms)
@@ -71,7 +71,7 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _begin(self, now_ms: int) -> int | None:
+    def _submit_round(self, now_ms: int) -> int | None:
         if not self._broker.dead:
             self._broker.runner.submit(Work(self._step.label, self._round, self._ended, self))
         return None  # `_ended` wakes it again

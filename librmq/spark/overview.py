@@ -59,7 +59,7 @@ def overview(
 
     Unreadable records are left out and listed as damage.
     """
-    scope = ReportScope.of(dict(only or {}))
+    scope = ReportScope.from_settings(dict(only or {}))
     folders = stores.paths_of(paths)
     names = short_names(folders)
     parts = _parts(spark, names, scope)
@@ -148,7 +148,7 @@ class _Sums:
         every = [total for topics in self._totals.values() for total in topics.values()]
         self.axis = None
         if every:
-            self.axis = TimeAxis.over(min(total.first_ms for total in every), max(total.last_ms for total in every))
+            self.axis = TimeAxis.between(min(total.first_ms for total in every), max(total.last_ms for total in every))
             interval = F.floor((stored - F.lit(self.axis.begin_ms)) / F.lit(self.axis.interval_ms)).cast("int")
             self._stored = _counts(messages, interval)
         else:

@@ -113,7 +113,7 @@ class Control:
             timeout = _READ_S  # of a client that sends nothing
 
             def do_GET(self) -> None:
-                control._answer(self)
+                control._respond(self)
 
             do_POST = do_GET  # noqa: N815 (a name of the base class)
 
@@ -143,7 +143,7 @@ class Control:
 
     # ---- requests
 
-    def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+    def _respond(self, handler: BaseHTTPRequestHandler) -> None:
         try:
             status, body = 200, self._call(handler)
         except _Refused as error:

@@ -180,7 +180,7 @@ class _Operations:
         self._filters_changed = False
         self._early_filters: list[tuple[str, str, str, str, int]] = []  # registered before the first at_ms
         self._apply: dict[str, Callable[[Row], Row]] = {
-            "put": self._put,
+            "put": self._append_message,
             "batch": self._batch,
             "half": self._half,
             "commit": self._commit,
@@ -264,7 +264,7 @@ class _Operations:
 
     # ----------------------------------------------------------------------------------------------- messages
 
-    def _put(self, row: Row) -> Row:
+    def _append_message(self, row: Row) -> Row:
         def append() -> list[AppendResult]:
             message = fields.message(row, fields.text(row, "topic"))
             raw = fields.optional_text(row, "propertiesString")
@@ -357,12 +357,12 @@ class _Operations:
         return {"id": name, **answer}
 
     def _commit(self, row: Row) -> Row:
-        return self._end(row, self._transactions.commit, None)
+        return self._end_transaction(row, self._transactions.commit, None)
 
     def _rollback(self, row: Row) -> Row:
-        return self._end(row, self._transactions.rollback, "not set any response code")
+        return self._end_transaction(row, self._transactions.rollback, "not set any response code")
 
-    def _end(self, row: Row, end: Callable[[int, int, str], object], remark: str | None) -> Row:
+    def _end_transaction(self, row: Row, end: Callable[[int, int, str], object], remark: str | None) -> Row:
         name = fields.text(row, "id")
         half = self._halves.get(name)
         if half is None:

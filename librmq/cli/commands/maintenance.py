@@ -161,7 +161,7 @@ def follow(arguments: argparse.Namespace, output: Output) -> int:
                 _keep_up(replica, lines, ended)
             elif is_complete:
                 is_complete = replica.follow()
-            lines.row("ended")
+            lines.print_state("ended")
     if arguments.until_end and not is_complete:
         complain("interrupted")
         return INTERRUPTED
@@ -175,9 +175,9 @@ class _States:
         self._replica = replica
         self._output = output
         self._state = ""
-        self.row("copying")
+        self.print_state("copying")
 
-    def row(self, state: str) -> None:
+    def print_state(self, state: str) -> None:
         """Print a row if the state is another one."""
         if state == self._state:
             return
@@ -190,7 +190,7 @@ class _States:
         """Print a row if the master has become reachable or unreachable; raise why the replica has stopped."""
         if self._replica.failure is not None:
             raise self._replica.failure
-        self.row("current" if self._replica.reaches_master else "unreachable")
+        self.print_state("current" if self._replica.reaches_master else "unreachable")
 
 
 def _has_ended(ended: queue.SimpleQueue[int]) -> bool:

@@ -77,13 +77,13 @@ def _replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
             batches = _Batches(opened.enter_context(Producer(route, _GROUP)), progress, arguments.to_topic)
         for message, end in _messages(store, progress):
             if batches is not None:
-                batches.add(message, end)
+                batches.add_message(message, end)
             bar.to(end - store.log.begin)
             count = counted.setdefault(message.topic, [0, 0])
             count[0] += 1
             count[1] += len(message.body)
         if batches is not None:
-            batches.send()
+            batches.send_all()
             progress.finished(store.log.end)
     unconfirmed: Counter[tuple[str, str]] = Counter() if batches is None else batches.unconfirmed
     for topic, (messages, size) in sorted(counted.items()):
@@ -135,14 +135,14 @@ def _messages(store: MessageStore, progress: _Progress) -> Iterator[tuple[Stored
         if raw is None:
             continue
         message = StoredMessage(raw)
-        before = progress.read(message)
+        before = progress.note_read(message)
         if message.store_timestamp_ms >= selection.end_ms:
             progress.stay_before(physical_offset, before)
             continue
         is_of_topic = selection.topic == message.topic or (selection.topic is None and is_user_topic(message.topic))
         if is_of_topic and has_queue_entry(message.sys_flag) and test(message):
-            progress.note(physical_offset, before)
-            progress.note(physical_offset + size, _Record.of(message))
+            progress.note_reachable(physical_offset, before)
+            progress.note_reachable(physical_offset + size, _Record.of_message(message))
             yield message, physical_offset + size
 
 
@@ -174,27 +174,27 @@ class _Batches:
         self.unconfirmed: Counter[tuple[str, str]] = Counter()
         """Messages by topic and status, of a status that does not confirm how safely they are stored."""
 
-    def add(self, message: StoredMessage, end: int) -> None:
+    def add_message(self, message: StoredMessage, end: int) -> None:
         """Add a message, and send all if they are many; ``end`` is where its record ends."""
         self._waiting.setdefault((message.topic, message.queue_id), []).append(message)
         self._messages += 1
         self._bytes += len(message.body)
         self._end = end
         if self._messages >= _TOGETHER or self._bytes >= _TOGETHER_BYTES:
-            self.send()
+            self.send_all()
 
-    def send(self) -> None:
+    def send_all(self) -> None:
         """Send all, each queue in order, and note how far the cluster has them."""
         try:
             for queue, messages in list(self._waiting.items()):
-                self._send(queue[1], messages)
+                self._send_queue(queue[1], messages)
                 del self._waiting[queue]
             self._messages = self._bytes = 0
         finally:
             waiting = [messages[0].physical_offset for messages in self._waiting.values()]
             self._progress.passed(min(waiting, default=self._end))
 
-    def _send(self, queue_id: int, stored: Sequence[StoredMessage]) -> None:
+    def _send_queue(self, queue_id: int, stored: Sequence[StoredMessage]) -> None:
         messages = [_message_to_send(message, self._to_topic) for message in stored]
         topic = messages[0].topic
         queues = self._producer.queues(topic) if _can_be_batch(stored, messages) else ()
@@ -229,7 +229,7 @@ class _Record(NamedTuple):
     store_timestamp_ms: int
 
     @classmethod
-    def of(cls, message: StoredMessage) -> _Record:
+    def of_message(cls, message: StoredMessage) -> _Record:
         return cls(message.physical_offset, message.message_id, message.store_timestamp_ms)
 
 
@@ -261,9 +261,9 @@ class _Progress:
             self.physical_offset = progress["physical_offset"]
             self._record = self._last = _Record(*progress["record"]) if progress.get("record") else None
             self.selection = replace(selection, begin_ms=min(selection.begin_ms, progress.get("since_ms", _LARGEST)))
-            self._check(store)
+            self._check_log(store)
 
-    def _check(self, store: MessageStore) -> None:
+    def _check_log(self, store: MessageStore) -> None:
         """Check that the log still has the last record that was sent.
 
         Raises:
@@ -276,7 +276,7 @@ class _Progress:
             if self._record.physical_offset < end:
                 with suppress(CorruptionError):  # another record begins elsewhere
                     message = store.message_at(self._record.physical_offset)
-            is_cut |= message is None or _Record.of(message) != self._record
+            is_cut |= message is None or _Record.of_message(message) != self._record
         if is_cut:
             what = "" if self._record is None else f" after message {self._record.message_id}"
             raise InputError(
@@ -299,12 +299,12 @@ class _Progress:
             )
         return places
 
-    def read(self, message: StoredMessage) -> _Record | None:
+    def note_read(self, message: StoredMessage) -> _Record | None:
         """Note that a message was read, and return the record before it."""
-        before, self._last = self._last, _Record.of(message)
+        before, self._last = self._last, _Record.of_message(message)
         return before
 
-    def note(self, physical_offset: int, before: _Record | None) -> None:
+    def note_reachable(self, physical_offset: int, before: _Record | None) -> None:
         """Note the record before an offset that progress can reach."""
         self._before.setdefault(physical_offset, before)
 
@@ -312,7 +312,7 @@ class _Progress:
         """Note that a message here was too new: a later call with the same age in ``--until`` can select it."""
         if physical_offset < self._most:
             self._most = physical_offset
-            self.note(physical_offset, before)
+            self.note_reachable(physical_offset, before)
 
     def passed(self, physical_offset: int) -> None:
         """Note that everything before an offset was sent."""

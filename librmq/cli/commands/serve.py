@@ -59,7 +59,7 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
 
     def changed(client_id: str, group: str, is_connected: bool) -> None:
         state = "connected" if is_connected else "left"
-        lines.put({"client": client_id[:_MAX_NAME], "group": group or None, "state": state})
+        lines.enqueue({"client": client_id[:_MAX_NAME], "group": group or None, "state": state})
 
     stop = _Stop()
     with end_signals() as ended:  # to the last line: a second signal changes nothing
@@ -73,7 +73,7 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
                 config = StoreConfig(store_host=f"{_dialled(arguments)}:{remoting}")
             ready: dict[str, Any] = {"ready": True, "grpc": None, "remoting": None, "control": None}
             if arguments.clock == "manual":
-                ready |= _by_hand(arguments, grpc, listening, config, lines.put, changed, serving, stop)
+                ready |= _by_hand(arguments, grpc, listening, config, lines.enqueue, changed, serving, stop)
                 grpc = listening = None
             else:
                 broker = serving.enter_context(
@@ -89,10 +89,10 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
                 ready["grpc_tls"] = _served(second, serving, stop)
             if pair is not None and not arguments.tls:
                 ready["certificate"] = _keep_certificate(arguments.store, pair[0])
-            lines.start(ready)
+            lines.print_first(ready)
             ended.get()
-            stop.begin()
-        lines.end()
+            stop.start_deadline()
+        lines.print_rest()
     if not stop.is_complete:  # the interpreter would wait for threads of abandoned calls
         output.flush()
         os._exit(0)
@@ -108,7 +108,7 @@ class _Stop:
         self._clock = SystemClock()
         self._deadline: float | None = None
 
-    def begin(self) -> None:
+    def start_deadline(self) -> None:
         """Let the time run."""
         self._deadline = self._clock.monotonic() + _STOP_S
 
@@ -280,18 +280,18 @@ class _Lines:
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._print, name="librmq serve lines", daemon=True)
 
-    def start(self, first: dict[str, Any]) -> None:
+    def print_first(self, first: dict[str, Any]) -> None:
         """Print the first line, then those that wait already."""
         self._output.row(first)
         self._output.flush()
         self._thread.start()
 
-    def put(self, row: dict[str, Any]) -> None:
+    def enqueue(self, row: dict[str, Any]) -> None:
         """Print a line; drop it if too many wait."""
         with suppress(queue.Full):
             self._waiting.put_nowait(row)
 
-    def end(self) -> None:
+    def print_rest(self) -> None:
         """Print what waits, unless the reader is too slow."""
         self._has_ended.set()
         with suppress(queue.Full):

@@ -169,7 +169,7 @@ class ReportScope:
     """The settings as the caller gave them, for the page."""
 
     @classmethod
-    def of(cls, settings: Mapping[str, str | None]) -> Self:
+    def from_settings(cls, settings: Mapping[str, str | None]) -> Self:
         """Parse ``topic`` and ``group`` (names separated by commas), ``tags``, ``since`` and ``until``.
 
         Raises:
@@ -224,7 +224,7 @@ class TimeAxis(NamedTuple):
     intervals: int
 
     @classmethod
-    def over(cls, first_ms: int, last_ms: int) -> Self:
+    def between(cls, first_ms: int, last_ms: int) -> Self:
         """Divide the time from the first to the last message into intervals."""
         interval_ms = max(1_000, -(-(last_ms - first_ms + 1) // _INTERVALS))
         return cls(first_ms, interval_ms, (last_ms - first_ms) // interval_ms + 1)
@@ -288,7 +288,7 @@ class Traffic:
         self._topics: dict[str, _Topic] = {}
         self._queues: dict[tuple[str, int], int] = {}
 
-    def add(self, batch: Headers) -> None:
+    def add_headers(self, batch: Headers) -> None:
         """Add some messages."""
         count = len(batch.codes)
         if not count:
@@ -323,7 +323,7 @@ class Traffic:
             queue = batch.topics[name >> _SHIFT], name & (1 << _SHIFT) - 1
             self._queues[queue] = self._queues.get(queue, 0) + count
 
-    def topics(self, store: str) -> Iterator[StoredTopic]:
+    def stored_topics(self, store: str) -> Iterator[StoredTopic]:
         """Yield the totals of each topic, the largest first."""
         queues: dict[str, list[tuple[int, int]]] = {}
         for (topic, queue_id), count in sorted(self._queues.items()):
@@ -431,7 +431,7 @@ def _add_batch(batch: Any, traffic: Traffic) -> None:  # noqa: ANN401 (a batch o
     times_ms = numbers("storeTimestamp") // 1000
     sizes = numbers("size")
     advance(int(sizes.sum()))
-    traffic.add(
+    traffic.add_headers(
         Headers(
             topics, codes, numbers("queueId"), sizes, times_ms, numbers("bornTimestamp") // 1000,
             numbers("reconsumeTimes"),
@@ -545,4 +545,4 @@ def _add_messages(messages: list[StoredMessage], traffic: Traffic) -> None:
         for message in messages
     ]  # fmt: skip
     columns = np.array(rows, np.int64).reshape(-1, 6).T
-    traffic.add(Headers(list(codes), *columns))
+    traffic.add_headers(Headers(list(codes), *columns))

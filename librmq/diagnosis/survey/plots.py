@@ -26,7 +26,7 @@ class Scale(NamedTuple):
     is_log: bool
 
     @classmethod
-    def over(cls, values: Sequence[float]) -> Scale:
+    def for_values(cls, values: Sequence[float]) -> Scale:
         """Return a scale that keeps the smaller values visible too."""
         positive = sorted(value for value in values if value > 0)
         if not positive:

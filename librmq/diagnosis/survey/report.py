@@ -206,7 +206,7 @@ def survey_store(
     findings = part.findings
     if damage and not part.damage:
         findings = (*_damage_findings(name, damage, None), *findings)
-    topics = tuple(traffic.topics(name))
+    topics = tuple(traffic.stored_topics(name))
     summary = part.summary._replace(
         is_sound=False if damage else part.summary.is_sound,
         messages=sum(row.messages for row in topics),
@@ -392,7 +392,7 @@ def report(
     )
     if not every_source:
         raise ConfigError("report: expected a store, found none")
-    scope = ReportScope.of(only or {})
+    scope = ReportScope.from_settings(only or {})
     limits = thresholds or Thresholds()
     names = short_names([_path(source) for source in every_source])
     with ExitStack() as stack:
@@ -401,7 +401,9 @@ def report(
         ranges = [time_range for view in views.values() if isinstance(view, StoreView)
                   if (time_range := find_time_range(view, scope))]  # fmt: skip
         axis = (
-            TimeAxis.over(min(source[0] for source in ranges), max(source[1] for source in ranges)) if ranges else None
+            TimeAxis.between(min(source[0] for source in ranges), max(source[1] for source in ranges))
+            if ranges
+            else None
         )
 
         def part(path: str, view: StoreView | CorruptionError) -> ReportPart:

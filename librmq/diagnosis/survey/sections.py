@@ -63,7 +63,7 @@ class PageTable:
     """Whether the shades of `plots.cells` are explained below."""
 
     @property
-    def first(self) -> int:
+    def first_column(self) -> int:
         """The column that names a row."""
         return int(self.columns[0].kind == "store")
 
@@ -128,7 +128,7 @@ def _lag(report: Report, comparison: Comparison | None, several: bool) -> Sectio
     if not waiting:
         text = "No group has any progress here." if not rows else "No message waits for a group."
         return Section("lag", "Lag", text)
-    scale = Scale.over([row.lag for row in waiting])
+    scale = Scale.for_values([row.lag for row in waiting])
     drains = {change[:3]: change for change in comparison.lags} if comparison is not None else {}
     about = (
         f"{number(sum(row.lag for row in waiting))} messages wait in {number(sum(map(_late_queues, waiting)))} of "
@@ -310,7 +310,7 @@ def _dead_letters(report: Report, several: bool) -> Section:
     rows = sorted(report.dead_letters, key=lambda row: (-row.messages, row[:4]))
     if not rows:
         return Section("dead-letters", "Dead letters", "There are no dead letters.")
-    scale = Scale.over([row.messages for row in rows])
+    scale = Scale.for_values([row.messages for row in rows])
     table_rows = (
         (row.store, f"{row.group} ← {row.topic}", row.cause,
          bar(row.messages, scale, f"{number(row.messages)} dead letters of {row.group}: {row.cause}"),
@@ -435,7 +435,7 @@ def _keys(report: Report, several: bool) -> Section:
     if not rows:
         text = "Among the sampled messages, no key occurs twice; most were not looked at."
         return Section("keys", "Frequent keys", text if sampled else "No key occurs twice.")
-    scale = Scale.over([row.messages for row in rows])
+    scale = Scale.for_values([row.messages for row in rows])
     table_rows = (
         (row.store, short(row.key), row.topic,
          bar(row.messages, scale, f"{short(row.key)} in {row.topic}: {number(row.messages)} messages"),
