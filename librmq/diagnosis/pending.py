@@ -44,7 +44,6 @@ from librmq.scheduling.half_messages import OP_TAG, QUEUE, EndedHalves, half_of,
 from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, TIMER_TOPIC, delete_key
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import derived_tags_code
-from librmq.store.engine.read import GetStatus
 from librmq.store.format.broker_tables import BrokerTables, topic_row
 from librmq.store.format.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
 from librmq.store.recovery.queue_check import first_at
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["half", "given_up", "delay", "retry", "timer"]
 
-_READ: Final = 32
 _SAME_KEY: Final = 4096
 _TIMEOUT_MS: Final = round(1000 * TransactionConfig().timeout_s)
 
@@ -132,11 +130,9 @@ def given_up_halves(store: MessageStore) -> Iterator[StoredMessage]:
         CorruptionError: A file is unreadable.
     """
     ended: set[int] | None = None
-    for half in _messages(store, CHECK_MAX_TIME_TOPIC, 0, 0):
+    for half in store.messages(CHECK_MAX_TIME_TOPIC):
         if ended is None:
-            ended = {
-                queue_offset for op in _messages(store, OP_TOPIC, 0, 0) if (queue_offset := half_of(op)) is not None
-            }
+            ended = {queue_offset for op in store.messages(OP_TOPIC) if (queue_offset := half_of(op)) is not None}
         has_op = any(copy.queue_offset in ended for copy in family_of_half(store, half))
         if not has_op and not _has_final(store, half):
             yield half
@@ -158,17 +154,6 @@ def family_of_half(store: MessageStore, half: StoredMessage) -> list[StoredMessa
     return [] if key is None else store.find_by_key(HALF_TOPIC, key, max_messages=_SAME_KEY)
 
 
-def _messages(store: MessageStore, topic: str, queue_id: int, begin: int) -> Iterator[StoredMessage]:
-    """Yield the messages of a queue from ``begin`` on, without deleted ones."""
-    at = begin
-    while True:
-        result = store.read(topic, queue_id, at, _READ)
-        yield from result.messages
-        if result.status is GetStatus.NO_MESSAGE_IN_QUEUE or result.next_offset <= at or at >= result.max_offset:
-            return
-        at = result.next_offset
-
-
 def open_halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int, StoredMessage]]:
     """Yield the half messages without an end, each with the time of its first check.
 
@@ -176,7 +161,7 @@ def open_halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int
         CorruptionError: A file is unreadable.
     """
     ended = EndedHalves(store, tables)
-    halves = _messages(store, HALF_TOPIC, 0, progress(store, tables, HALF_TOPIC))
+    halves = store.messages(HALF_TOPIC, 0, progress(store, tables, HALF_TOPIC))
     if store.past_ms is not None:  # the progress, which passes halves that were put back, is unknown
         halves = _last_copies(halves)
     for half in halves:
@@ -203,7 +188,7 @@ def _delays(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int, St
     def of_level(queue_id: int) -> Iterator[tuple[int, int, StoredMessage]]:
         queue = store.queue(SCHEDULE_TOPIC, queue_id)
         begin = tables.delay_offset(level_of_queue_id(queue_id))
-        for message in _messages(store, SCHEDULE_TOPIC, queue_id, begin):
+        for message in store.messages(SCHEDULE_TOPIC, queue_id, begin):
             due_ms = _due(store, queue, message)
             if store.past_ms is None or due_ms > store.past_ms:  # earlier ones count as delivered
                 yield due_ms, message.physical_offset, message
@@ -233,7 +218,7 @@ def _timers(store: MessageStore) -> Iterator[tuple[int, StoredMessage]]:
         yield from _timers_in_the_wheel(
             store, checkpoint, TimerLog(store.path, size, files=store.files, writable=False)
         )
-    for message in _messages(store, TIMER_TOPIC, 0, checkpoint.queue_offset):
+    for message in store.messages(TIMER_TOPIC, 0, checkpoint.queue_offset):
         if DELETE_KEY not in message.properties:
             yield java_long(message.properties.get(OUT_MS, "0")) or 0, message
 
@@ -241,7 +226,7 @@ def _timers(store: MessageStore) -> Iterator[tuple[int, StoredMessage]]:
 def _timers_in_the_log(store: MessageStore, now_ms: int) -> Iterator[tuple[int, StoredMessage]]:
     """Yield the messages that were due after a time, without the wheel, whose files show the present."""
     waiting: dict[str | int, tuple[int, StoredMessage]] = {}
-    for message in _messages(store, TIMER_TOPIC, 0, 0):
+    for message in store.messages(TIMER_TOPIC, 0, 0):
         properties = message.properties
         deleted = properties.get(DELETE_KEY)
         if deleted is not None:
