@@ -9,16 +9,18 @@ import queue
 import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, islice
 from types import TracebackType
-from typing import Any, Final, Literal, Protocol, Self, TextIO
+from typing import Any, Final, Literal, Protocol, Self, TextIO, TypeVar
 
 from librmq.clock import Clock, SystemClock
 from librmq.errors import InputError, MissingExtraError
 from librmq.message.printable import UNSAFE, cell, escape, printable
 from librmq.runtime.call_progress import watched
+
+T = TypeVar("T")
 
 DAMAGED: Final = 1
 """Exit status: the store is damaged."""
@@ -389,6 +391,12 @@ class ProgressBar:
         """Show that ``more`` is done than before, of a total that may be better known by now."""
         self._total = self._total if total is None else total
         self.to(self._done + more)
+
+    def track(self, items: Iterable[T], amount: Callable[[T], int]) -> Iterator[T]:
+        """Yield items, and show after each that its amount is done."""
+        for item in items:
+            yield item
+            self.advance(amount(item))
 
     def to(self, done: int) -> None:
         """Show that ``done`` of the total is done."""

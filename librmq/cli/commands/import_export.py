@@ -167,18 +167,11 @@ class _Rows:
             raise InputError(f"{self._path}: {error.strerror}") from None
         total = 0 if self._path == "-" else os.fstat(raw.fileno()).st_size
         bar = self._opened.enter_context(ProgressBar("import", total))
-
-        def lines() -> Iterator[bytes]:
-            done = 0
-            for line in raw:
-                done += len(line)
-                bar.to(done)
-                yield line
-
+        lines = bar.track(raw, len)
         if self._form == "csv":
             csv.field_size_limit(1 << 30)
-            return map(_from_cells, csv.DictReader(line.decode("utf-8", "surrogateescape") for line in lines()))
-        return (parse_object(line) for line in lines() if line.strip())
+            return map(_from_cells, csv.DictReader(line.decode("utf-8", "surrogateescape") for line in lines))
+        return (parse_object(line) for line in lines if line.strip())
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
@@ -196,12 +189,10 @@ class _Rows:
             raise InputError(f"{self._path}: {error}") from None
 
         def rows() -> Iterator[Mapping[str, Any]]:
-            done = 0
             for file in sorted(dataset.get_fragments(), key=lambda fragment: str(os.path.basename(fragment.path))):
                 for batch in file.to_batches(schema=dataset.schema):
                     yield from batch.to_pylist()
-                    done += batch.num_rows
-                    bar.to(done)
+                    bar.advance(batch.num_rows)
 
         return rows()
 

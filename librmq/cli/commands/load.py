@@ -24,7 +24,7 @@ import base64
 import dataclasses
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -75,18 +75,12 @@ def load(arguments: argparse.Namespace, output: Output) -> int:
         run(
             arguments.store,
             config,
-            _with_bar(standard_input(), bar),
+            bar.track(standard_input(), len),
             write,
             warn=lambda reason: complain(f"librmq load: {reason}"),
             timer=timer,
         )
     return 0
-
-
-def _with_bar(lines: Iterable[bytes], bar: ProgressBar) -> Iterator[bytes]:
-    for line in lines:
-        yield line
-        bar.advance(len(line))
 
 
 def run(

@@ -16,7 +16,7 @@ from librmq.cli.rows import entry_rows, queue_row
 from librmq.cli.selection import TOPICS, MessageQuery, near, note_topic_of, select
 from librmq.cli.stores import open_source, open_store, open_view
 from librmq.diagnosis.findings import id_ranges
-from librmq.diagnosis.view import TopicSummary, View, is_own_group, kind_of_topic, topic_summaries
+from librmq.diagnosis.view import is_own_group, kind_of_topic, topic_summaries
 from librmq.errors import InputError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
@@ -29,23 +29,20 @@ from librmq.store.format.checkpoint import has_abort
 
 def topics(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each topic that has queues, or that users made."""
-    with open_source(arguments) as view:
-        output.rows_of(summary._asdict() for summary in _summaries(view, "topics", quiet=output.is_on_terminal))
+    with (
+        open_source(arguments) as view,
+        ProgressBar("topics", len(view.listed_topics), "topics", quiet=output.is_on_terminal) as bar,
+    ):
+        output.rows_of(summary._asdict() for summary in bar.track(topic_summaries(view), lambda summary: 1))
     return 0
-
-
-def _summaries(view: View[Any], command: str, *, quiet: bool = False) -> Iterator[TopicSummary]:
-    """Yield the messages of each topic, with a progress bar of the command."""
-    with ProgressBar(command, len(view.listed_topics), "topics", quiet=quiet) as bar:
-        for summary in topic_summaries(view):
-            yield summary
-            bar.advance(1)
 
 
 def stats(arguments: argparse.Namespace, output: Output) -> int:
     """Print a row about the whole store."""
     with open_view(arguments) as view:
-        store, rows = view.store, list(_summaries(view, "stats"))
+        store = view.store
+        with ProgressBar("stats", len(view.listed_topics), "topics") as bar:
+            rows = list(bar.track(topic_summaries(view), lambda summary: 1))
         user_rows = [row for row in rows if row.kind == "user"]
         times = [time_ms for row in rows for time_ms in row[-2:] if time_ms is not None]
         holder = store.files.lock_holder(directory.lock_path(store.path))
@@ -227,18 +224,16 @@ def _by_columns(
     with ProgressBar("count", total, "messages") as bar:
         if is_by_code:
             codes = reader(store.path, **settings | {"view": "queues", "columns": _OF_CODES})
-            by_tag = _by_codes(store, _with_bar(codes, bar))
+            by_tag = _by_codes(store, bar.track(codes, _row_count))
             if by_tag is not None:
                 return by_tag, True
-        for batch in _with_bar(reader(store.path, **settings), bar):
+        for batch in bar.track(reader(store.path, **settings), _row_count):
             _add(counts, batch, by)
     return counts, False
 
 
-def _with_bar(batches: Iterable[Any], bar: ProgressBar) -> Iterator[Any]:
-    for batch in batches:
-        yield batch
-        bar.advance(batch.num_rows)
+def _row_count(batch: Any) -> int:  # noqa: ANN401 (a batch of Arrow)
+    return int(batch.num_rows)
 
 
 def _by_codes(store: MessageStore, batches: Iterable[Any]) -> Counts | None:
