@@ -85,6 +85,11 @@ class Output:
         if self.rows == self._limit:
             raise LimitReached
 
+    def explain_nothing(self, why: str) -> None:
+        """Tell a person why there is no row, in place of the note that nothing was found."""
+        self.says_nothing_found = False
+        complain(f"note: {why}")
+
     def of_lines(self) -> Output:
         """Return output of JSON lines, on a terminal too, where a table would wait until it is full."""
         return Output(JsonLines(sys.stdout)) if self.is_on_terminal else self

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -23,7 +23,7 @@ from librmq.store.engine.dispatch import derived_tags_code
 if TYPE_CHECKING:
     from librmq.consumequeue import ConsumeQueue
     from librmq.files.interface import Damage
-    from librmq.store import MessageStore, ReadResult
+    from librmq.store import MessageStore
     from librmq.store.recovery.salvage import Gap
     from librmq.store.recovery.verify import Verdict
     from librmq.store.snapshots import Snapshot
@@ -151,62 +151,6 @@ def entry_rows(topic: str, queue_id: int, queue: ConsumeQueue) -> Iterator[Row]:
                     "bitmap_hex": unit.bitmap.hex() if unit.bitmap else None,
                 }
             yield row
-
-
-# --------------------------------------------------------------------------------------------------- answers
-
-
-def index_query_row(store: MessageStore, topic: str, key: str, max_messages: int, begin_ms: int, end_ms: int) -> Row:
-    """Return the index entries of a key, in the index's order, and the messages found through them."""
-    messages = store.find_by_key(topic, key, begin_ms, end_ms, max_messages, exact=False)
-    return {
-        "type": "index_query",
-        "topic": topic,
-        "key": key,
-        "max_num": max_messages,
-        "begin": begin_ms,
-        "end": end_ms,
-        "phys_offsets": store.index.query(topic, key, begin_ms, end_ms, max_messages),
-        "index_last_update_timestamp": store.index.end_timestamp_ms,
-        "index_last_update_phyoffset": store.index.end_physical_offset,
-        "query_message_phys": [message.physical_offset for message in messages],
-    }
-
-
-def get_message_row(
-    topic: str, queue_id: int, queue_offset: int, max_messages: int, expression: str | None, result: ReadResult
-) -> Row:
-    """Return the row of a read's result."""
-    return {
-        "type": "get_message",
-        "topic": topic,
-        "queue_id": queue_id,
-        "offset": queue_offset,
-        "max_msg_nums": max_messages,
-        "sub_expression": expression,
-        "status": result.status.value,
-        "next_begin_offset": result.next_offset,
-        "min_offset": result.min_offset,
-        "max_offset": result.max_offset,
-        "buffer_total_size": result.total_size,
-        "queue_offsets": [message.queue_offset for message in result.messages],
-    }
-
-
-def offset_by_time_row(store: MessageStore, topic: str, queue_id: int, timestamps_ms: Sequence[int]) -> Row:
-    """Return the queue offsets nearest to times, and the store time of the queue's oldest message, -1 for none."""
-    earliest = None
-    queue = store.queues.get((topic, queue_id))
-    entry = queue.entry(queue.min_offset) if queue is not None else None
-    if entry is not None:
-        earliest = store.log.store_timestamp_ms(entry.physical_offset, entry.size)
-    return {
-        "type": "offset_by_time",
-        "topic": topic,
-        "queue_id": queue_id,
-        "results": [[time_ms, store.queue_offset_at(topic, queue_id, time_ms)] for time_ms in timestamps_ms],
-        "earliest_message_time": -1 if earliest is None else earliest,
-    }
 
 
 # ---------------------------------------------------------------------------------------------- whole stores

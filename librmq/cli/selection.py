@@ -102,15 +102,13 @@ TOPICS: Final = "; librmq topics lists the topics"
 def note_group(group: str | None, groups: Collection[str], output: Output) -> None:
     """Tell a person that there is no such group, and which one is near."""
     if group is not None and group not in groups:
-        output.says_nothing_found = False
-        complain(f"note: there is no group {group!r}{near(group, groups, GROUPS)}")
+        output.explain_nothing(f"there is no group {group!r}{near(group, groups, GROUPS)}")
 
 
 def note_topic(topic: str | None, topics: Collection[str], output: Output) -> None:
     """Tell a person that a topic has no queue, and which one is near."""
     if topic is not None and topic not in topics:
-        output.says_nothing_found = False
-        complain(f"note: topic {topic!r} has no queue{near(topic, topics, TOPICS)}")
+        output.explain_nothing(f"topic {topic!r} has no queue{near(topic, topics, TOPICS)}")
 
 
 def note_topic_of(store: MessageStore, topic: str | None, output: Output) -> None:
@@ -122,9 +120,8 @@ def note_topic_of(store: MessageStore, topic: str | None, output: Output) -> Non
 def note_message(output: Output, *, name: str | None, kind: str, is_limited: bool = False) -> None:
     """Tell a person that no message has an id or a key, if no row was printed."""
     if name is not None and not output.rows and output.says_nothing_found:
-        output.says_nothing_found = False
         where = " among those that the other options select" if is_limited else ""
-        complain(f"note: no message has the {kind} {name!r}{where}")
+        output.explain_nothing(f"no message has the {kind} {name!r}{where}")
 
 
 def note_part(stores: Iterable[str], topics: str | None, groups: str | None, output: Output) -> None:

@@ -95,9 +95,13 @@ def _permit(tables: BrokerTables, old: Row, arguments: argparse.Namespace) -> Ro
 
 def _delete(store: MessageStore, tables: BrokerTables, name: str) -> Row:
     tables.topics.remove(name)
-    left = sum(queue.max_offset - queue.min_offset for (topic, _), queue in store.queues.items() if topic == name)
-    groups = sorted(group for group, topic in StoreView.over(store, tables).progress if topic == name)
-    return {"messages": left, "groups": groups, "note": "its messages stay in the log until retention deletes them"}
+    view = StoreView.over(store, tables)
+    groups = sorted(group for group, topic in view.progress if topic == name)
+    return {
+        "messages": view.message_count(name),
+        "groups": groups,
+        "note": "its messages stay in the log until retention deletes them",
+    }
 
 
 def group(arguments: argparse.Namespace, output: Output) -> int:

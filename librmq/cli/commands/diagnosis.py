@@ -59,8 +59,7 @@ def _print(findings: list[Finding], output: Output) -> int:
                 }
             )
     if not findings:
-        output.says_nothing_found = False
-        complain("note: no problem found")
+        output.explain_nothing("no problem found")
     return _HAS_ERRORS if any(finding.severity == "error" for finding in findings) else 0
 
 

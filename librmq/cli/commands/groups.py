@@ -48,8 +48,7 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
         output.rows_of(_lag_rows(view, arguments.by, arguments.group, arguments.topic))
         _note_unknown(view, arguments, output)
         if not output.rows and output.says_nothing_found and isinstance(view, StoreView):
-            output.says_nothing_found = False
-            complain(f"note: {_no_lag_reason(view)}")
+            output.explain_nothing(_no_lag_reason(view))
     return 0
 
 
