@@ -160,7 +160,7 @@ class Broker:
                         life, steps, folder, cluster_name, config, store_config, files, metrics
                     )
                     broker.store, broker._context = parts.store, parts.context
-                    broker._by_request = parts.handlers.by_request
+                    broker._by_request = parts.by_request
                     undo.pop_all()
                     return broker
                 except StoreLockedError:
@@ -406,7 +406,7 @@ class Broker:
             BrokerError: The group, the topic or the queue does not exist.
         """
         with self._locked():
-            return self._parts.handlers.progress.move(group, topic, to, queue_id)
+            return self._parts.progress.move(group, topic, to, queue_id)
 
     def clients(self) -> tuple[ConnectedClient, ...]:
         """Return the clients that the broker knows, by id, with their groups."""
@@ -447,7 +447,7 @@ class Broker:
         deadline = clock.monotonic() + to_seconds("timeout", timeout)
         while True:
             with self._locked():
-                behind = self._parts.handlers.progress.behind()
+                behind = self._parts.progress.behind()
                 if behind:  # by messages that no filter lets through, it may be
                     self._context.held.answer_passed()
             if not behind:

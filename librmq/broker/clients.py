@@ -95,9 +95,9 @@ class ConsumerGroup:
 
 
 class Clients:
-    """The clients of one broker, their groups, filters and queue locks. Called under the runner's lock."""
+    """The clients of one broker, their groups and filters. Called under the runner's lock."""
 
-    def __init__(  # noqa: PLR0913 (each is a collaborator of its own)
+    def __init__(
         self,
         broker_name: str,
         runner: Runner,
@@ -106,7 +106,6 @@ class Clients:
         registrations: Registrations,
         held: HeldRequests,
         metrics: Metrics | None,
-        lock_expiry_s: float,
         filters_changed: Callable[[], None],
     ) -> None:
         """``filters_changed()`` is called when the groups' filters may have changed."""
@@ -123,7 +122,6 @@ class Clients:
         self._registrations = registrations
         self._held = held
         self._metrics = metrics
-        self._locks = QueueLocks(round(1000 * lock_expiry_s))
         self._filters_changed = filters_changed
         self._differences: dict[str, str] = {}  # by group, as last logged
         self._compared: dict[str, dict[str, dict[str, str]]] = {}  # the subscriptions of its members, by group
@@ -264,14 +262,6 @@ class Clients:
         group = self.consumers.get(request.group)
         return {} if group is None else dict(group.subscriptions_by_client)
 
-    def lock(self, request: LockQueues) -> frozenset[MessageQueue]:
-        """Lock queues for a member; return the queues that it holds then."""
-        return self._locks.lock(request.group, request.client_id, request.queues, self._runner.now_ms())
-
-    def unlock(self, request: UnlockQueues) -> None:
-        """Release locks."""
-        self._locks.unlock(request.group, request.client_id, request.queues)
-
     def _join(self, client_id: str, client: Endpoint, data: ConsumerData) -> bool:
         """Note a consumer, and return whether its group has changed."""
         group = self.consumers.get(data.group)
@@ -408,11 +398,12 @@ class QueueLocks:
     Each use checks whether a lock has expired. Mirrors ``RebalanceLockManager``.
     """
 
-    def __init__(self, expiry_ms: int) -> None:
+    def __init__(self, expiry_ms: int, now_ms: Callable[[], int]) -> None:
         self._expiry_ms = expiry_ms
+        self._now_ms = now_ms
         self._held: dict[tuple[str, MessageQueue], tuple[str, int]] = {}  # client id, time of the last renewal
 
-    def holder(self, group: str, queue: MessageQueue, now_ms: int) -> str | None:
+    def _holder(self, group: str, queue: MessageQueue, now_ms: int) -> str | None:
         """Return the id of the client that holds the queue, None if there is none."""
         held = self._held.get((group, queue))
         if held is None or now_ms - held[1] > self._expiry_ms:
@@ -421,16 +412,17 @@ class QueueLocks:
             self._held[group, queue] = held[0], now_ms
         return held[0]
 
-    def lock(self, group: str, client_id: str, queues: Iterable[MessageQueue], now_ms: int) -> frozenset[MessageQueue]:
+    def lock_queues(self, request: LockQueues) -> frozenset[MessageQueue]:
         """Lock queues or renew their locks, and return the queues that the client holds then."""
-        locked = frozenset(queue for queue in queues if self.holder(group, queue, now_ms) in (None, client_id))
+        group, client_id, now_ms = request.group, request.client_id, self._now_ms()
+        locked = frozenset(queue for queue in request.queues if self._holder(group, queue, now_ms) in (None, client_id))
         for queue in locked:
             self._held[group, queue] = client_id, now_ms
         return locked
 
-    def unlock(self, group: str, client_id: str, queues: Iterable[MessageQueue]) -> None:
+    def unlock_queues(self, request: UnlockQueues) -> None:
         """Release the client's locks."""
-        for queue in queues:
-            held = self._held.get((group, queue))
-            if held is not None and held[0] == client_id:
-                del self._held[group, queue]
+        for queue in request.queues:
+            held = self._held.get((request.group, queue))
+            if held is not None and held[0] == request.client_id:
+                del self._held[request.group, queue]

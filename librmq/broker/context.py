@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from librmq.broker.clients import Clients
+from librmq.broker.clients import Clients, QueueLocks
 from librmq.broker.config import BrokerConfig
 from librmq.broker.groups import Groups
 from librmq.broker.long_polling import HeldRequests
@@ -111,6 +111,7 @@ class BrokerContext:
         sweep_ms = round(1000 * config.sweep_pulls_every_s)
         self.held = HeldRequests(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))
         holding = steps.step("answers held pulls", self.held.run_due)
+        self.locks = QueueLocks(round(1000 * config.lock_expiry_s), runner.now_ms)
         self.clients = Clients(
             steps.name,
             runner,
@@ -119,7 +120,6 @@ class BrokerContext:
             registrations,
             self.held,
             metrics,
-            config.lock_expiry_s,
             self.saving.filters_changed,
         )
 

@@ -13,16 +13,26 @@ from librmq.delay import DelaySchedule
 from librmq.errors import MessageIllegalError
 from librmq.java.lang import java_int, java_long
 from librmq.message import Message, record
-from librmq.message.delay_levels import DelayLevels, level_of_queue_id
+from librmq.message.delay_levels import level_of_queue_id
 from librmq.message.message import StoredMessage
 from librmq.scheduling.relay import HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, HopProxy, send_at
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, TIMER_TOPIC, deliver_time_ms
 from librmq.store import AppendResult
 
+_TIMES: Final = (DELAY_SEC, DELAY_MS, DELIVER_MS)
+_SWITCH_ON: Final = "open the broker with BrokerConfig(timers=TimerConfig()) or BrokerConfig(hops=True)"
+
 
 class Deliveries:
-    """The delayed messages of one broker. Called under the runner's lock, except the notifications of `arrivals`."""
+    """The delayed messages of one broker.
+
+    Called under the runner's lock, except the notifications of `arrivals`, `waiting_form` and `target_of`.
+
+    A message names its time by a delay level, or by one of 5.x's properties TIMER_DELAY_SEC, TIMER_DELAY_MS and
+    TIMER_DELIVER_MS. A broker without timer, relay, or a level of exactly that length refuses such a time: 4.9 would
+    deliver the message immediately.
+    """
 
     def __init__(self, context: BrokerContext, wake_flush: Callable[[], None] | None) -> None:
         """``wake_flush()`` wakes the step that flushes the store; None where a thread of the store does."""
@@ -133,25 +143,7 @@ class Deliveries:
         if message is not None:
             self.arrivals.stored(message.topic, message.queue_id, message.properties, result, is_delivered=True)
 
-
-_TIMES: Final = (DELAY_SEC, DELAY_MS, DELIVER_MS)
-_SWITCH_ON: Final = "open the broker with BrokerConfig(timers=TimerConfig()) or BrokerConfig(hops=True)"
-
-
-class DelayedSends:
-    """Chooses how a message with a delivery time waits: by an exact delay level, the timer, or the relay. Thread-safe.
-
-    A message names its time by one of 5.x's properties TIMER_DELAY_SEC, TIMER_DELAY_MS and TIMER_DELIVER_MS. A broker
-    without timer, relay, or a level of exactly that length refuses it: 4.9 would deliver it immediately.
-    """
-
-    def __init__(
-        self, levels: DelayLevels, now_ms: Callable[[], int], timers: Timers | None, *, has_relay: bool
-    ) -> None:
-        self._levels = levels
-        self._now_ms = now_ms
-        self._timers = timers
-        self._has_relay = has_relay
+    # ---- sends
 
     def waiting_form(self, message: Message, queue_id: int) -> tuple[Message, int]:
         """Return the message to store in place of one that names a time, and its queue.
@@ -162,21 +154,21 @@ class DelayedSends:
             MessageIllegalError: The broker can't delay a message that long; the error names the setting to switch on.
             TimerRefusedError: The time is not a number, or too far away.
         """
-        now_ms = self._now_ms()
+        now_ms = self._runner.now_ms()
         deliver_ms = deliver_time_ms(message.properties, now_ms)
         delay_ms = deliver_ms - now_ms
-        timers = self._timers
+        timers = self.timers
         if DELETE_KEY not in message.properties:
             if delay_ms <= 0:
                 return message, queue_id
             is_relative = DELIVER_MS not in message.properties
             if (
                 is_relative
-                and delay_ms in self._levels.delays_ms
+                and delay_ms in self._store.levels.delays_ms
                 and (timers is None or DELAY_MS in message.properties)
             ):
                 return self._by_level(message, delay_ms), queue_id
-            if self._has_relay and (timers is None or not timers.takes(delay_ms)):
+            if self.relay is not None and (timers is None or not timers.takes(delay_ms)):
                 return send_at(_without_time(message), deliver_ms, queue_id), 0
         if timers is None:
             cancels = DELETE_KEY in message.properties
@@ -189,7 +181,7 @@ class DelayedSends:
 
     def _by_level(self, message: Message, delay_ms: int) -> Message:
         delayed = _without_time(message)
-        delayed.properties[record.PROPERTY_DELAY] = str(self._levels.delays_ms.index(delay_ms) + 1)
+        delayed.properties[record.PROPERTY_DELAY] = str(self._store.levels.delays_ms.index(delay_ms) + 1)
         return delayed
 
     def target_of(self, message: Message) -> tuple[str, int]:
@@ -198,7 +190,7 @@ class DelayedSends:
         Raises:
             MessageIllegalError: The relay is off, or the message lacks its time or destination.
         """
-        if not self._has_relay:
+        if self.relay is None:
             raise MessageIllegalError(
                 f"topic {HOP_TOPIC!r}: the relay, which delivers its messages, is off: "
                 "open the broker with BrokerConfig(hops=True)"

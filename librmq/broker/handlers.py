@@ -1,18 +1,17 @@
-"""The handlers of each kind of request to a broker, and the composition of its parts."""
+"""The handler of each kind of request to a broker, and the composition of its parts."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from librmq.broker.administration import Administration, Progress, StoreReaders
 from librmq.broker.config import BrokerConfig
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
-from librmq.broker.delayed_messages import DelayedSends, Deliveries
+from librmq.broker.delayed_messages import Deliveries
 from librmq.broker.pull_handler import PullHandler
 from librmq.broker.receive_handler import ReceiveHandler
 from librmq.broker.replication import Replication
@@ -20,10 +19,8 @@ from librmq.broker.send_handler import SendHandler
 from librmq.broker.transactions import BrokerTransactions
 from librmq.clock import moves_by_itself
 from librmq.config import StoreConfig
-from librmq.errors import BrokerError, RmqError
+from librmq.errors import BrokerError
 from librmq.files.interface import Files
-from librmq.message.message import Message
-from librmq.message.properties import PROPERTY_PUSH_REPLY_TIME, PROPERTY_REPLY_TO_CLIENT
 from librmq.message.topics import HALF_TOPIC
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -54,7 +51,6 @@ from librmq.protocol import (
     QueryOffset,
     QueueOffsetAt,
     Receive,
-    ReplyArrived,
     Request,
     ResetGroup,
     ResponseCode,
@@ -63,7 +59,6 @@ from librmq.protocol import (
     SendMessage,
     SendPlain,
     SendReply,
-    SendResponse,
     SetGroup,
     TopicGroups,
     UnlockQueues,
@@ -96,110 +91,8 @@ def _refuse(name: str, master: str, request: Request[Any]) -> None:
     )
 
 
-class Handlers:
-    """The handlers of one broker, by the class of their requests."""
-
-    def __init__(
-        self,
-        context: BrokerContext,
-        deliveries: Deliveries,
-        transactions: BrokerTransactions,
-        check_open: Callable[[], None],
-        wake_housekeeping: Callable[[], None],
-    ) -> None:
-        """``check_open()`` raises once the broker is closed; `Administration` gets ``wake_housekeeping``."""
-        self._runner = context.runner
-        self._writing = context.writing
-        self._check_open = check_open
-        store = context.store
-        delayed = DelayedSends(
-            store.levels, context.runner.now_ms, deliveries.timers, has_relay=deliveries.relay is not None
-        )
-        replication = self.replication = Replication(context, check_open)
-        sending = self.sending = SendHandler(
-            context, deliveries.arrivals, delayed, context.writing.write, replication, transactions.half_stored
-        )
-        pulling = PullHandler(context, sending, replication)
-        clients = context.clients
-        progress = self.progress = Progress(context)
-        receives = self.receives = ReceiveHandler(context, sending, progress, pulling.check_subscription)
-        administration = Administration(context, wake_housekeeping)
-        self.by_request: dict[type, Callable[[Any], Any]] = {}
-        answer, locked, durable = self._answer, self._locked, self._durable
-        answer(SendMessage, sending.send)
-        answer(SendPlain, sending.send_plain)
-        answer(SendBatch, sending.send_batch)
-        answer(SendReply, ReplyPushes(context, sending.send).reply)
-        answer(SendBack, sending.failed.send_back)
-        answer(EndTransaction, transactions.end_transaction)
-        answer(PullMessage, pulling.pull)
-        answer(CheckSubscription, pulling.check_subscription)
-        answer(Receive, locked(receives.receive))
-        answer(CancelReceive, locked(receives.cancel))
-        answer(Acknowledge, locked(receives.acknowledge))
-        answer(ChangeInvisible, locked(receives.change))
-        answer(ForwardToDeadLetters, locked(receives.forward))
-        answer(Heartbeat, locked(clients.register))
-        answer(Unregister, locked(clients.unregister))
-        answer(ChannelClosed, locked(clients.channel_closed))
-        answer(ConsumerIds, locked(clients.consumer_ids))
-        answer(GroupSubscriptions, locked(clients.subscriptions))
-        answer(LockQueues, locked(clients.lock))
-        answer(UnlockQueues, locked(clients.unlock))
-        answer(QueryOffset, progress.query_offset)
-        answer(UpdateOffset, locked(progress.update))
-        answer(MaxOffset, progress.queue_end)
-        answer(MinOffset, progress.queue_begin)
-        answer(QueueOffsetAt, progress.queue_offset_at)
-        answer(ResetGroup, locked(progress.reset))
-        answer(TopicGroups, locked(progress.groups))
-        answer(CreateTopic, durable(administration.create_topic))
-        answer(DeleteTopic, durable(administration.delete_topic))
-        answer(CleanUnusedTopics, locked(administration.clean_unused_topics))
-        answer(DeleteExpiredFiles, locked(administration.delete_expired_files))
-        answer(SetGroup, durable(administration.set_group))
-        answer(DeleteGroup, durable(administration.delete_group))
-        answer(ViewMessage, administration.view_message)
-        answer(QueryMessages, administration.query_messages)
-        answer(DescribeLog, replication.describe)
-        answer(FollowLog, replication.follow_log)
-        answer(LeaveLog, replication.remove_replica)
-        answer(CopyTables, locked(replication.snapshot_tables))
-        master = context.config.replica_of
-        if master is not None:
-            for kind in _WRITES:
-                self.by_request[kind] = partial(_refuse, context.name, master)
-
-    def _answer(self, kind: type[Q], handler: Callable[[Q], object]) -> None:
-        self.by_request[kind] = handler
-
-    def _locked(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:
-        """Make a handler run under the runner's lock, on an open broker."""
-
-        def handle(request: Q) -> A:
-            with self._runner.lock:
-                self._check_open()
-                return handler(request)
-
-        return handle
-
-    def _durable(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:
-        """Wrap a handler like `_locked`; its changes of tables are durable when it returns."""
-        handle = self._locked(handler)
-
-        def handle_and_write(request: Q) -> A:
-            answer = handle(request)
-            self._writing.write()
-            return answer
-
-        return handle_and_write
-
-
-# ---- composition
-
-
 class BrokerParts:
-    """The handlers of one broker's requests, and its scheduled steps."""
+    """The parts of one broker: its store, the handlers of its requests by their class, and its scheduled steps."""
 
     def __init__(
         self,
@@ -248,18 +141,98 @@ class BrokerParts:
             self.transactions = BrokerTransactions(context, self.deliveries.arrivals)
             store.readers = StoreReaders(context, self.deliveries.schedule, self.transactions, self.deliveries.timers)
             wake = partial(runner.wake, self._housekeeping) if by_hand else lambda: None
-            self.handlers = Handlers(context, self.deliveries, self.transactions, life.check_open, wake)
+            self.replication = Replication(context, life.check_open)
+            self.sending = SendHandler(context, self.deliveries, self.replication, self.transactions.half_stored)
+            self.pulling = PullHandler(context, self.sending, self.replication)
+            self.progress = Progress(context)
+            self.receives = ReceiveHandler(context, self.sending, self.progress, self.pulling.check_subscription)
+            self.by_request: dict[type, Callable[[Any], Any]] = {}
+            self._answer_all(wake)
             self._show_gauges()
             if not self._is_replica:
                 with runner.lock:
                     self.deliveries.start()
-                    self.handlers.receives.start()
+                    self.receives.start()
                     if (HALF_TOPIC, 0) in store.queues:
                         self.transactions.prepared()
             life.mark_open()
         except BaseException:
             store.close()
             raise
+
+    def _answer_all(self, wake: Callable[[], None]) -> None:
+        """Add the handler of each kind of request."""
+        context, transactions, administration = self.context, self.transactions, Administration(self.context, wake)
+        sending, receives, progress, replication = self.sending, self.receives, self.progress, self.replication
+        pulling, clients = self.pulling, context.clients
+        answer, locked, durable = self._answer, self._locked, self._durable
+        answer(SendMessage, sending.send)
+        answer(SendPlain, sending.send_plain)
+        answer(SendBatch, sending.send_batch)
+        answer(SendReply, sending.send_reply)
+        answer(SendBack, sending.failed.send_back)
+        answer(EndTransaction, transactions.end_transaction)
+        answer(PullMessage, pulling.pull)
+        answer(CheckSubscription, pulling.check_subscription)
+        answer(Receive, locked(receives.receive))
+        answer(CancelReceive, locked(receives.cancel))
+        answer(Acknowledge, locked(receives.acknowledge))
+        answer(ChangeInvisible, locked(receives.change))
+        answer(ForwardToDeadLetters, locked(receives.forward))
+        answer(Heartbeat, locked(clients.register))
+        answer(Unregister, locked(clients.unregister))
+        answer(ChannelClosed, locked(clients.channel_closed))
+        answer(ConsumerIds, locked(clients.consumer_ids))
+        answer(GroupSubscriptions, locked(clients.subscriptions))
+        answer(LockQueues, locked(context.locks.lock_queues))
+        answer(UnlockQueues, locked(context.locks.unlock_queues))
+        answer(QueryOffset, progress.query_offset)
+        answer(UpdateOffset, locked(progress.update))
+        answer(MaxOffset, progress.queue_end)
+        answer(MinOffset, progress.queue_begin)
+        answer(QueueOffsetAt, progress.queue_offset_at)
+        answer(ResetGroup, locked(progress.reset))
+        answer(TopicGroups, locked(progress.groups))
+        answer(CreateTopic, durable(administration.create_topic))
+        answer(DeleteTopic, durable(administration.delete_topic))
+        answer(CleanUnusedTopics, locked(administration.clean_unused_topics))
+        answer(DeleteExpiredFiles, locked(administration.delete_expired_files))
+        answer(SetGroup, durable(administration.set_group))
+        answer(DeleteGroup, durable(administration.delete_group))
+        answer(ViewMessage, administration.view_message)
+        answer(QueryMessages, administration.query_messages)
+        answer(DescribeLog, replication.describe)
+        answer(FollowLog, replication.follow_log)
+        answer(LeaveLog, replication.remove_replica)
+        answer(CopyTables, locked(replication.snapshot_tables))
+        master = context.config.replica_of
+        if master is not None:
+            for kind in _WRITES:
+                self.by_request[kind] = partial(_refuse, context.name, master)
+
+    def _answer(self, kind: type[Q], handler: Callable[[Q], object]) -> None:
+        self.by_request[kind] = handler
+
+    def _locked(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:
+        """Make a handler run under the runner's lock, on an open broker."""
+
+        def handle(request: Q) -> A:
+            with self._runner.lock:
+                self._life.check_open()
+                return handler(request)
+
+        return handle
+
+    def _durable(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:
+        """Wrap a handler like `_locked`; its changes of tables are durable when it returns."""
+        handle = self._locked(handler)
+
+        def handle_and_write(request: Q) -> A:
+            answer = handle(request)
+            self.context.writing.write()
+            return answer
+
+        return handle_and_write
 
     def _wake_housekeeping(self) -> None:
         """Flush by a step under a manual clock."""
@@ -281,7 +254,7 @@ class BrokerParts:
             saves.callback(self.context.saving.save_all, self._life.why_dead)
             if not self._is_replica:
                 saves.callback(self.transactions.save)
-                saves.callback(self.handlers.receives.save_all)
+                saves.callback(self.receives.save_all)
                 self.deliveries.save()
 
     def end_writing(self) -> None:
@@ -294,51 +267,6 @@ class BrokerParts:
         if metrics is not None:
             store, held = self.store, self.context.held.by_queue
             metrics.gauge("held_pulls", lambda: sum(map(len, list(held.values()))))
-            metrics.gauge("replicas", lambda: self.handlers.replication.replica_count)
+            metrics.gauge("replicas", lambda: self.replication.replica_count)
             metrics.gauge("log_bytes", lambda: store.log.end)
             metrics.gauge("disk_used", lambda: store.files.used_ratio(store.path))
-
-
-# ---- replies
-
-
-class ReplyPushes:
-    """The replies at one broker, which it passes to the requesting client and stores. Thread-safe.
-
-    Mirrors ``ReplyMessageProcessor``.
-    """
-
-    def __init__(self, context: BrokerContext, send: Callable[[SendMessage], SendResponse]) -> None:
-        """``send`` stores a message."""
-        self._name = context.name
-        self._runner = context.runner
-        self._clients = context.clients
-        self._send = send
-
-    def reply(self, request: SendReply) -> SendResponse:
-        """Push a reply, and store it.
-
-        Raises:
-            BrokerError: It could not be pushed; it is stored nevertheless.
-        """
-        problem = self._push(request.send)
-        response = self._send(request.send)
-        if problem is not None:
-            raise BrokerError(ResponseCode.SYSTEM_ERROR, problem)
-        return response
-
-    def _push(self, send: SendMessage) -> str | None:
-        """Push a reply to the client that waits for it; return what went wrong."""
-        message = send.message
-        client_id = message.properties.get(PROPERTY_REPLY_TO_CLIENT)
-        with self._runner.lock:
-            client = None if client_id is None else self._clients.endpoint(client_id)
-        if client is None:
-            return f"{self._name}: the client {client_id} of the request is not connected here"
-        properties = message.properties | {PROPERTY_PUSH_REPLY_TIME: str(self._runner.now_ms())}
-        pushed = Message._from_parts(message.topic, message.body, message.flag, properties)
-        try:
-            client.call(ReplyArrived(replace(send, message=pushed)))
-        except RmqError as error:
-            return f"{self._name}: the client {client_id} of the request could not be reached: {error}"
-        return None

@@ -7,25 +7,28 @@ does not take the runner's lock; only waking held pulls does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from librmq.broker.context import BrokerContext
-from librmq.broker.delayed_messages import DelayedSends
-from librmq.broker.long_polling import Arrivals
+from librmq.broker.delayed_messages import Deliveries
 from librmq.broker.replication import Replication
 from librmq.broker.retries import FailedMessages
 from librmq.broker.topics import Topic
-from librmq.errors import BrokerBusyError, BrokerError, FlushFailedError, MessageIllegalError
+from librmq.errors import BrokerBusyError, BrokerError, FlushFailedError, MessageIllegalError, RmqError
 from librmq.java.lang import java_int
 from librmq.message import Message, record
 from librmq.message.ids import Host
 from librmq.message.message import delayed_batch, delayed_transaction
+from librmq.message.properties import PROPERTY_PUSH_REPLY_TIME, PROPERTY_REPLY_TO_CLIENT
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, is_system_topic
 from librmq.protocol import (
+    ReplyArrived,
     ResponseCode,
     SendBatch,
     SendMessage,
     SendPlain,
+    SendReply,
     SendResponse,
     SendStatus,
 )
@@ -56,28 +59,25 @@ class SendHandler:
     def __init__(
         self,
         context: BrokerContext,
-        arrivals: Arrivals,
-        delayed_sends: DelayedSends,
-        write_tables: Callable[[], None],
+        deliveries: Deliveries,
         replication: Replication,
         half_stored: Callable[[str | None, int], None],
     ) -> None:
-        """``write_tables()`` returns when new topics are durable.
-
-        ``half_stored(unique_key, physical_offset)`` notes a half message before its producer gets an answer.
-        """
+        """``half_stored(unique_key, physical_offset)`` notes a half message before its producer gets an answer."""
         store, config = context.store, context.config
         self._runner = context.runner
         self._store = store
         self._table = context.topics
         self._topics = context.topics.by_name
         self._groups = context.groups
+        self._clients = context.clients
+        self._name = context.name
         self._cluster = context.cluster_name
         self._metrics = context.metrics
-        self._arrivals = arrivals
-        self._delayed_sends = delayed_sends
+        self._arrivals = deliveries.arrivals
+        self._deliveries = deliveries
         self._missing_levels: set[tuple[str, int]] = set()
-        self._write_tables = write_tables
+        self._write_tables = context.writing.write
         self._half_stored = half_stored
         self._waits = store.config.durability == "sync"
         self._replication = replication
@@ -122,7 +122,7 @@ class SendHandler:
         elif name == HOP_TOPIC:
             stored_queue_id = self._send_to_relay(stored_message, request)
         elif is_timed(properties):
-            stored_message, stored_queue_id = self._delayed_sends.waiting_form(stored_message, queue_id)
+            stored_message, stored_queue_id = self._deliveries.waiting_form(stored_message, queue_id)
             properties = stored_message.properties
         if _DELAY in properties and self._level(name, properties[_DELAY]) > 0 and wait is not None:
             properties[_WAIT] = wait
@@ -230,6 +230,34 @@ class SendHandler:
         offset_ids = tuple(f"{self._id_prefix}{result.physical_offset:016X}" for result in results)
         return SendResponse(status, queue_id, results[0].queue_offset, results[0].physical_offset, offset_ids)
 
+    def send_reply(self, request: SendReply) -> SendResponse:
+        """Push a reply to the client that requested it, and store it. Mirrors ``ReplyMessageProcessor``.
+
+        Raises:
+            BrokerError: It could not be pushed; it is stored nevertheless.
+        """
+        problem = self._push_reply(request.send)
+        response = self.send(request.send)
+        if problem is not None:
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, problem)
+        return response
+
+    def _push_reply(self, send: SendMessage) -> str | None:
+        """Push a reply to the client that waits for it; return what went wrong."""
+        message = send.message
+        client_id = message.properties.get(PROPERTY_REPLY_TO_CLIENT)
+        with self._runner.lock:
+            client = None if client_id is None else self._clients.endpoint(client_id)
+        if client is None:
+            return f"{self._name}: the client {client_id} of the request is not connected here"
+        properties = message.properties | {PROPERTY_PUSH_REPLY_TIME: str(self._runner.now_ms())}
+        pushed = Message._from_parts(message.topic, message.body, message.flag, properties)
+        try:
+            client.call(ReplyArrived(replace(send, message=pushed)))
+        except RmqError as error:
+            return f"{self._name}: the client {client_id} of the request could not be reached: {error}"
+        return None
+
     def _flushed(self, result: AppendResult, wait: str | None) -> SendStatus:
         """Wait for the device and for a replica, if settings and message require it."""
         if not self._confirms or (wait is not None and wait.lower() != "true"):
@@ -274,7 +302,7 @@ class SendHandler:
 
     def _send_to_relay(self, carried: Message, request: SendMessage) -> int:
         """Prepare the target topic of a relayed message and check its queue; return the queue that the relay reads."""
-        name, queue_id = self._delayed_sends.target_of(carried)
+        name, queue_id = self._deliveries.target_of(carried)
         target = self._topics.get(name)
         if target is None or not target.is_ready:
             target = self._for_send(name, request)

@@ -105,11 +105,11 @@ def test_a_full_disk_does_not_hide_where_to_continue(broker: Broker, caplog: pyt
     def refuse(*arguments: Any, **fields: Any) -> Any:
         raise DiskFullError("the disk is full")
 
-    append, broker._parts.handlers.sending._append = broker._parts.handlers.sending._append, refuse
+    append, broker._parts.sending._append = broker._parts.sending._append, refuse
     moved = pull(broker, "T", 9)
     assert (moved.status, moved.next_offset) == (PullStatus.OFFSET_ILLEGAL, 1)
     assert "could not be stored: the disk is full" in caplog.text
-    broker._parts.handlers.sending._append = append
+    broker._parts.sending._append = append
 
 
 def test_pulls_that_are_refused() -> None:
