@@ -17,10 +17,16 @@ from librmq.message.delay_levels import level_of_queue_id
 from librmq.message.message import StoredMessage
 from librmq.scheduling.relay import HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, HopProxy, send_at
 from librmq.scheduling.timer import Timers
-from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, TIMER_TOPIC, deliver_time_ms
+from librmq.scheduling.timer_config import (
+    DELAY_MS,
+    DELETE_KEY,
+    DELIVER_MS,
+    TIMER_TOPIC,
+    deliver_time_ms,
+    without_time,
+)
 from librmq.store import AppendResult
 
-_TIMES: Final = (DELAY_SEC, DELAY_MS, DELIVER_MS)
 _SWITCH_ON: Final = "open the broker with BrokerConfig(timers=TimerConfig()) or BrokerConfig(hops=True)"
 
 
@@ -169,7 +175,7 @@ class Deliveries:
             ):
                 return self._by_level(message, delay_ms), queue_id
             if self.relay is not None and (timers is None or not timers.takes(delay_ms)):
-                return send_at(_without_time(message), deliver_ms, queue_id), 0
+                return send_at(without_time(message), deliver_ms, queue_id), 0
         if timers is None:
             cancels = DELETE_KEY in message.properties
             what = "cancels a timed message" if cancels else f"is to wait {delay_ms / 1000:,.15g} s"
@@ -180,7 +186,7 @@ class Deliveries:
         return (message, queue_id) if waiting is None else (waiting, 0)
 
     def _by_level(self, message: Message, delay_ms: int) -> Message:
-        delayed = _without_time(message)
+        delayed = without_time(message)
         delayed.properties[record.PROPERTY_DELAY] = str(self._store.levels.delays_ms.index(delay_ms) + 1)
         return delayed
 
@@ -203,9 +209,3 @@ class Deliveries:
                 "make it by librmq.scheduling.relay.send_at"
             )
         return topic or "", queue_id
-
-
-def _without_time(message: Message) -> Message:
-    untimed = Message(message.topic, message.body, flag=message.flag)
-    untimed.properties = {name: value for name, value in message.properties.items() if name not in _TIMES}
-    return untimed

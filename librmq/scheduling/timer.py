@@ -41,10 +41,7 @@ from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.scheduling.timer_config import (
-    DELAY_MS,
-    DELAY_SEC,
     DELETE_KEY,
-    DELIVER_MS,
     DEQUEUE_MS,
     ENQUEUE_MS,
     OUT_MS,
@@ -54,6 +51,7 @@ from librmq.scheduling.timer_config import (
     delete_key,
     is_timed,
     out_time_ms,
+    without_time,
 )
 from librmq.scheduling.timer_wheel import TimerProgress, TimerSlots
 from librmq.store import AppendResult, MessageStore
@@ -186,9 +184,7 @@ class Timers:
         sys_flag = fields.get("sys_flag", 0) & record.TRANSACTION_MASK
         properties = message.properties
         if parse_level(properties.get(record.PROPERTY_DELAY)) > 0:
-            delayed = Message(message.topic, message.body, flag=message.flag)
-            delayed.properties = {n: v for n, v in properties.items() if n not in (DELAY_SEC, DELAY_MS, DELIVER_MS)}
-            return self._store.append(delayed, queue_id, **fields)
+            return self._store.append(without_time(message), queue_id, **fields)
         if sys_flag in (0, record.TRANSACTION_COMMIT) and message.topic != TIMER_TOPIC and is_timed(properties):
             fields.pop("properties_raw", None)
             waiting = self.waiting_form(message, queue_id)
@@ -332,7 +328,8 @@ class Timers:
             return
         else:
             topic = properties.get(record.PROPERTY_REAL_TOPIC, "")
-            queue_id = _number(java_int(properties.get(record.PROPERTY_REAL_QUEUE_ID, "")), -1)
+            real_queue_id = java_int(properties.get(record.PROPERTY_REAL_QUEUE_ID, ""))
+            queue_id = -1 if real_queue_id is None else real_queue_id
         properties[DEQUEUE_MS] = str(now_ms)
         try:
             if not rolls and topic in (TIMER_TOPIC, SCHEDULE_TOPIC, HALF_TOPIC):
@@ -484,7 +481,3 @@ class Timers:
 def _encoded(properties: Mapping[str, str]) -> bytes:
     """Encode properties like 5.x, with a separator after the last one too."""
     return record.encode_properties(properties) + b"\2" if properties else b""
-
-
-def _number(value: int | None, default: int) -> int:
-    return default if value is None else value

@@ -27,6 +27,7 @@ DEQUEUE_MS: Final = "TIMER_DEQUEUE_MS"
 ROLL_TIMES: Final = "TIMER_ROLL_TIMES"
 DELETE_KEY: Final = "TIMER_DEL_UNIQKEY"
 
+_TIMES: Final = (DELAY_SEC, DELAY_MS, DELIVER_MS)
 _BLANK_SLOTS: Final = 60
 _INT32: Final = 1 << 31
 
@@ -96,6 +97,13 @@ def is_timed(properties: Mapping[str, str]) -> bool:
     if DELAY_MS not in properties and DELIVER_MS not in properties and DELAY_SEC not in properties:
         return False
     return parse_level(properties.get(record.PROPERTY_DELAY)) <= 0 and OUT_MS not in properties
+
+
+def without_time(message: Message) -> Message:
+    """Return a copy of a message without the properties that name a time."""
+    untimed = Message(message.topic, message.body, flag=message.flag)
+    untimed.properties = {name: value for name, value in message.properties.items() if name not in _TIMES}
+    return untimed
 
 
 def time_properties(message: Message) -> dict[str, str]:
