@@ -528,14 +528,10 @@ class ConsumeQueue:
             self.ext.note_flushed()
         self._files.note_flushed()
 
-    def keep_descriptors(self, keep: bool) -> None:
-        """Keep a descriptor open with each mapping, which is faster for a short use of the queue.
-
-        With ``keep`` false, unmap all files.
-        """
-        self._files.keeps_descriptors = keep
-        if not keep:
-            self._files.unmap_all()
+    def unmap_all(self) -> None:
+        """Unmap all files, and keep no descriptor open with later mappings, although that is faster for a short use."""
+        self._files.keeps_descriptors = False
+        self._files.unmap_all()
 
     def close(self) -> None:
         """Flush and close; later calls are refused, a repetition does nothing."""

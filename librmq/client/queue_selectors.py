@@ -20,7 +20,7 @@ from librmq.runtime.locks import Lock
 
 QueueSelector = Callable[[Sequence[MessageQueue], Message, Any], MessageQueue]
 
-AVOIDANCE_TABLE: Final = (
+_AVOIDANCE: Final = (
     (15_000, 600_000),
     (3_000, 180_000),
     (2_000, 120_000),
@@ -136,12 +136,11 @@ class _Latency:
 class BrokerLatencies:
     """The latencies of brokers, which decide which brokers to avoid for a while. Thread-safe.
 
-    ``now_ms`` returns the time; ``table`` has the form of `AVOIDANCE_TABLE`.
+    ``now_ms`` returns the time.
     """
 
-    def __init__(self, now_ms: Callable[[], int], table: Sequence[tuple[int, int]] = AVOIDANCE_TABLE) -> None:
+    def __init__(self, now_ms: Callable[[], int]) -> None:
         self._now_ms = now_ms
-        self._table = sorted(table, reverse=True)
         self._brokers: dict[str, _Latency] = {}
         self._turns = RoundRobin()
         self._lock = Lock()
@@ -149,7 +148,7 @@ class BrokerLatencies:
     def report(self, broker_name: str, latency_ms: int, *, failed: bool = False) -> None:
         """Record the latency of a send; a failed one counts as 30 s."""
         counted_ms = _FAILED_LATENCY_MS if failed else latency_ms
-        away_ms = next((away for threshold_ms, away in self._table if counted_ms >= threshold_ms), 0)
+        away_ms = next((away for threshold_ms, away in _AVOIDANCE if counted_ms >= threshold_ms), 0)
         with self._lock:
             self._brokers[broker_name] = _Latency(latency_ms, self._now_ms() + away_ms)
 

@@ -32,10 +32,10 @@ _RETRY_S: Final = 2  # within the time of two saves
 class BrokerOffsets:
     """Progress at the brokers, for all instances of the group."""
 
-    def __init__(self, client: Client, group: str, states: StateLog | None = None) -> None:
+    def __init__(self, client: Client, group: str, states: StateLog) -> None:
         self._client = client
         self._group = group
-        self._states = states or StateLog(_log.with_fields(group=group), group)
+        self._states = states
 
     def read(self, queue: MessageQueue) -> int | None:
         """Ask the broker for the stored progress; None if there is none."""
@@ -73,7 +73,7 @@ class LocalOffsets:
         group: str,
         files: Files,
         now_ms: Callable[[], int],
-        aside: Aside | None = None,
+        aside: Aside | None,
     ) -> None:
         """Read the file, or the copy of its previous content.
 

@@ -55,8 +55,8 @@ class CheckPass:
         ask: Callable[[StoredMessage, int], None],
         discarded: Callable[[StoredMessage, int], None],
         make_topic: Callable[[str], None],
-        is_reachable: Callable[[str], bool] | None = None,
-        uncounted: set[int] | None = None,
+        is_reachable: Callable[[str], bool] | None,
+        uncounted: set[int],
     ) -> None:
         """Begin a pass, with the limits of `librmq.txn.TransactionConfig`.
 
@@ -77,7 +77,7 @@ class CheckPass:
             uncounted: Queue offsets of copies whose last check reached no producer.
         """
         self._is_reachable = is_reachable
-        self._uncounted = set() if uncounted is None else uncounted
+        self._uncounted = uncounted
         self._reachable_at = -1
         self._store = store
         self._offsets = offsets

@@ -199,7 +199,7 @@ def survey_store(
     part = survey_findings(view, name, scope, limits=limits, check=is_verified(view, check, VERIFIED))
     if view.store.read_only:  # the findings' pages of queues would add to those of this pass
         for queue_name in view.ranges:
-            view.store.queues[queue_name].keep_descriptors(False)
+            view.store.queues[queue_name].unmap_all()
     traffic = Traffic(axis, KeyCounts(count, window_s))
     unreadable = read_messages(view, name, scope, traffic)
     damage = part.damage if part.damage else tuple(unreadable)

@@ -114,7 +114,7 @@ class UncleanQueues:
         if begin is not None and queue.max_physic_offset > begin:
             queue.write_again(first if queue.max_offset - first < COMPARED else first_at(queue, begin))
             self._written |= {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
-        queue.keep_descriptors(False)
+        queue.unmap_all()
 
     def flush(self) -> None:
         """Flush the files of unopened queues that were written again."""
