@@ -89,11 +89,14 @@ class Consumer(Startable, Generic[C]):
         if (noted := getattr(route, "noted_consumer", None)) is not None:  # a test's route looks for unstarted ones
             noted(self)
 
-    # ---- what push and pull do differently
+    # ---- queues
 
     def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
         """Make the state of a queue before taking it."""
-        raise NotImplementedError
+        label = f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}"
+        return AssignedQueue(queue, next_offset, progress, Step(label, lambda now_ms: None, self.client))
+
+    # ---- what push and pull do differently
 
     @property
     def shares_queues(self) -> bool:

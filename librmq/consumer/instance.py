@@ -17,9 +17,8 @@ from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.listeners import DeliveredMessage, Listeners
 from librmq.consumer.offsets import Offsets
 from librmq.errors import RmqError
-from librmq.filter import TagFilter
 from librmq.message.lag import queue_lag
-from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import HeldQueue, InstanceState, ListenerCall, MaxOffset, Route, Subscription
 from librmq.runtime.event_log import EventLog, StateLog
@@ -84,25 +83,13 @@ class _Fetcher(Protocol):
     def resume_throttled(self, assigned: AssignedQueue, /) -> None: ...
 
 
-class _Delivery(Protocol):
-    def may_pull(self, assigned: AssignedQueue, now_ms: int, /) -> bool: ...
-
-    def pulled(self, assigned: AssignedQueue, count: int, now_ms: int, /) -> None: ...
-
-    def try_begin(
-        self, assigned: AssignedQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int, /
-    ) -> bool: ...
-
-
 class PushInstance(Instance, Protocol):
-    """One instance of a group, as its pulls and deliveries see it."""
+    """One instance of a group, as its deliveries see it."""
 
     listeners: Listeners
-    filters: dict[str, TagFilter]
     hooks: list[ConsumeHook]
     before_last_attempt: Callable[[DeliveredMessage], object] | None
     loop: asyncio.AbstractEventLoop | None
-    is_paused: bool
 
     @property
     def rebalancing(self) -> _Rebalancing:
@@ -114,17 +101,8 @@ class PushInstance(Instance, Protocol):
         """Pulls the assigned queues."""
         ...
 
-    @property
-    def delivery(self) -> _Delivery:
-        """Delivers messages to listeners."""
-        ...
-
     def progressed(self, assigned: AssignedQueue, progress: int) -> None:
         """Set the progress of a queue, which is stored soon."""
-        ...
-
-    def reassign(self, assigned: AssignedQueue) -> None:
-        """Release a queue after its progress was set from outside."""
         ...
 
 

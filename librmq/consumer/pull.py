@@ -34,7 +34,6 @@ from librmq.protocol import (
     Subscription,
 )
 from librmq.runtime.locks import Lock
-from librmq.runtime.runner import Step
 
 LOCK_PAUSE_S: Final = 0.0001
 """Seconds between two rounds of a poll, during which other threads can take the lock."""
@@ -196,14 +195,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     # ---- queues as the rebalance gives them
 
-    def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
-        """Create the state of a queue before taking it."""
-        label = f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}"
-        assigned = AssignedQueue(queue, next_offset, progress, Step(label, lambda now_ms: None, self.client))
-        assigned.notify = self._arrived.set
-        return assigned
-
     def _take_queue(self, assigned: AssignedQueue) -> None:
+        assigned.notify = self._arrived.set
         if assigned.progress is not None:
             self.progressed(assigned, assigned.progress)
         self._arrived.set()

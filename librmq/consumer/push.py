@@ -23,7 +23,6 @@ from librmq.consumer.delivery import ConcurrentDelivery, Delivery, consume_direc
 from librmq.consumer.instance import (
     BlockedQueue,
     ConsumeHook,
-    PushInstance,
     instance_state,
     listener_calls,
     show_gauges,
@@ -68,16 +67,12 @@ CORRECTION_MS: Final = 10_000
 class Fetcher:
     """The pulls of a push consumer. Called under the runner's lock."""
 
-    def __init__(self, consumer: PushInstance) -> None:
+    def __init__(self, consumer: PushConsumer) -> None:
         self._consumer = consumer
         self._is_clustering = consumer.config.model is MessageModel.CLUSTERING
         self._interval_ms = round(consumer.config.pull_interval * 1000)
         self.max_messages = consumer.config.max_held_messages
         self.max_bytes = consumer.config.max_held_bytes
-
-    def make_step(self, label: str) -> Step:
-        """Return the step that pulls a queue."""
-        return Step(label, lambda now_ms: None, self._consumer.client)
 
     def start(self, assigned: AssignedQueue) -> None:
         """Begin to pull."""
@@ -474,11 +469,6 @@ class PushConsumer(Consumer[ConsumerConfig]):
                 self.rebalancing.wake()
 
     # ---- queues
-
-    def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
-        """Create the state of a queue before taking it."""
-        step = self.fetcher.make_step(f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}")
-        return AssignedQueue(queue, next_offset, progress, step)
 
     def _lock(self, queue: MessageQueue) -> bool:
         return self.delivery.lock_queue(queue)
