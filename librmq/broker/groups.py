@@ -53,15 +53,6 @@ class Group:
     """True: receives hand out each queue's messages in order. Pulls ignore it."""
 
 
-def consumption_is_off(name: str) -> BrokerError:
-    """Return the error of a pull or receive by a group that may not consume."""
-    return BrokerError(
-        ResponseCode.NO_PERMISSION,
-        f"group {name!r} has consumption switched off: consumeEnable of its settings is false "
-        "(set_group with consumes=True switches it on)",
-    )
-
-
 def group_settings(
     retry_max_times: int | None, is_ordered: bool | None, consumes: bool | None, broadcasts: bool | None
 ) -> dict[str, object]:
@@ -144,6 +135,17 @@ class Groups:
                 "BrokerConfig(auto_create_group=True)",
             )
         return self.change(name, {})
+
+    def consuming(self, name: str) -> Group:
+        """Return the group of a pull or receive, made on demand; `BrokerError` if it may not consume."""
+        group = self.by_name.get(name) or self.get_or_create(name)
+        if not group.consumes:
+            raise BrokerError(
+                ResponseCode.NO_PERMISSION,
+                f"group {name!r} has consumption switched off: consumeEnable of its settings is false "
+                "(set_group with consumes=True switches it on)",
+            )
+        return group
 
     def change(self, name: str, settings: Mapping[str, object]) -> Group:
         """Make a group, or change some of its settings, by their names in ``subscriptionGroup.json``.

@@ -10,16 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from librmq.broker.context import BrokerContext
-from librmq.broker.groups import consumption_is_off
 from librmq.broker.long_polling import Selection, parse_selection, registered_selection
 from librmq.broker.replication import Replication
 from librmq.broker.send_handler import SendHandler
-from librmq.broker.topics import not_readable
 from librmq.errors import BrokerError, RmqError
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import OFFSET_MOVED_TOPIC
 from librmq.protocol import (
-    PERM_READ,
     CheckSubscription,
     MessageModel,
     PullMessage,
@@ -142,14 +139,7 @@ class PullHandler:
                 ResponseCode.SYSTEM_ERROR, f"max_messages: expected 0 or more, found {request.max_messages}"
             )
         name = request.topic
-        group = self._groups.by_name.get(request.group) or self._groups.get_or_create(request.group)
-        if not group.consumes:
-            raise consumption_is_off(group.name)
-        topic = self._topics.by_name.get(name)
-        if topic is None:
-            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
-        if not topic.permission & PERM_READ:
-            raise not_readable(name)
+        group, topic = self._groups.consuming(request.group), self._topics.readable(name)
         if not 0 <= request.queue_id < topic.read_queues:
             raise BrokerError(
                 ResponseCode.SYSTEM_ERROR,

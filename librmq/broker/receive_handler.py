@@ -20,7 +20,7 @@ from typing import Final
 
 from librmq.broker.administration import Progress
 from librmq.broker.context import BrokerContext
-from librmq.broker.groups import Group, consumption_is_off
+from librmq.broker.groups import Group
 from librmq.broker.in_flight import (
     Flight,
     QueueFlights,
@@ -40,7 +40,6 @@ from librmq.message.topics import validate_topic
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
     MAX_RECEIVED,
-    PERM_READ,
     Acknowledge,
     CancelReceive,
     ChangeInvisible,
@@ -190,13 +189,8 @@ class ReceiveHandler:
                 f"{retries[:20]!r}… would have more than {_MAX_RETRY_TOPIC}",
             )
         validate_topic(retries)
-        group = self._groups.get_or_create(request.group)
-        if not group.consumes:
-            raise consumption_is_off(group.name)
-        topic = self._topics.by_name.get(name)
-        if topic is None:
-            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
-        if not topic.permission & PERM_READ or not topic.read_queues:
+        group, topic = self._groups.consuming(request.group), self._topics.readable(name)
+        if not topic.read_queues:
             raise not_readable(name)
         selection = ALL
         if request.subscription is not None:

@@ -178,6 +178,15 @@ class Topics:
         """Return the names of all topics but the broker's own."""
         return [name for name in self.by_name if name not in self._own_topics and not is_system_topic(name)]
 
+    def readable(self, name: str) -> Topic:
+        """Return the topic of a pull or receive; `BrokerError` if it does not exist or may not be read."""
+        topic = self.by_name.get(name)
+        if topic is None:
+            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
+        if not topic.permission & PERM_READ:
+            raise not_readable(name)
+        return topic
+
     def for_send(self, name: str, default_queues: int, default_topic: str) -> Topic:
         """Return the topic of a send, made on demand like the default topic, with at most ``default_queues`` queues.
 
