@@ -334,7 +334,7 @@ class ConsumeQueue:
         position = queue_offset * ENTRY_SIZE
         if queue_offset == self.max_offset and position + length <= self._sure and not length % ENTRY_SIZE:
             if length:
-                self._put(queue_offset, entries)
+                self._put_entry(queue_offset, entries)
             return
         if length % ENTRY_SIZE:
             raise ValueError(f"expected entries of {ENTRY_SIZE} bytes, found {length} bytes")
@@ -344,14 +344,14 @@ class ConsumeQueue:
             end = min(length, written + file_size - (position + written) % file_size)
             first = queue_offset + written // ENTRY_SIZE
             self._prepare(first, end - written)
-            self._put(first, entries[written:end])
+            self._put_entry(first, entries[written:end])
             written = end
 
     def has_room(self, count: int) -> bool:
         """Return whether ``count`` more entries fit into allocated blocks of the current file."""
         return (self.max_offset + count) * ENTRY_SIZE <= self._sure
 
-    def _put(self, queue_offset: int, entries: bytes) -> None:
+    def _put_entry(self, queue_offset: int, entries: bytes) -> None:
         """Write entries that are known to fit, and show them to readers."""
         start = self._tail
         self._files.write(start, queue_offset * ENTRY_SIZE - start, entries)

@@ -566,17 +566,17 @@ class Broker:
         with ExitStack() as last:
             last.callback(self._release_runner)
             if self._temporary is not None:
-                self._parts.end_writing()
+                self._parts.end_all_writes()
                 last.callback(self.store.abandon, why="was closed")  # no other handle opens it
                 return
             last.callback(self.store.close)
-            last.callback(self._parts.end_writing)
+            last.callback(self._parts.end_all_writes)
             self._parts.save()
 
     def abandon(self) -> None:
         """Release everything without saving, like a killed process; the next open recovers the store."""
         if self._end_calls(was_killed=True):
-            self._parts.end_writing()
+            self._parts.end_all_writes()
             try:
                 self.store.abandon()
             finally:

@@ -97,7 +97,7 @@ class Deliveries:
                 saves.callback(self.timers.save)
             self.schedule.save(self._runner.now_ms())
 
-    def end_writing(self, why: str) -> None:
+    def end_timer_writes(self, why: str) -> None:
         """End all writes; later callers get ``why``. Return when no write is running. Thread-safe."""
         if self.timers is not None:
             self.timers.end_writing(why)

@@ -257,10 +257,10 @@ class BrokerParts:
                 saves.callback(self.receives.save_all)
                 self.deliveries.save()
 
-    def end_writing(self) -> None:
+    def end_all_writes(self) -> None:
         """End all writes; return when none is running."""
         self.context.writing.end_writing(self._life.why_dead)
-        self.deliveries.end_writing(self._life.why_dead)
+        self.deliveries.end_timer_writes(self._life.why_dead)
 
     def _show_gauges(self) -> None:
         metrics = self._metrics

@@ -105,7 +105,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._last: tuple[AssignedQueue, int, int] | None = None  # begin and end of the last pull
         self._arrived = _Arrival()
         self._polling = Lock()
-        self._rests = Rests(self, self._resumed)
+        self._rests = Rests(self, self._end_rest)
 
     # ---- which queues
 
@@ -432,7 +432,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             if last is not None:
                 self._rests.begin(error, last)
 
-    def _resumed(self, now_ms: int) -> None:
+    def _end_rest(self, now_ms: int) -> None:
         self._rests.succeeded()
         self._arrived.set()
 

@@ -157,14 +157,14 @@ class MemoryDedupStore:
             record = self._records.get(key)
             if record is not None and record.owner != owner and record.expires_timestamp_ms > now_ms:
                 return Claim.CONSUMED if record.consumed else Claim.CONSUMING
-            self._put(key, DedupRecord(False, owner, expires_at_ms))
+            self._put_record(key, DedupRecord(False, owner, expires_at_ms))
             return Claim.NEW if record is None or record.owner == owner else Claim.TAKEN_OVER
 
     def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
         with self._lock:
             if not self._is_held(key, owner, now_ms):
                 return False
-            self._put(key, DedupRecord(True, owner, expires_at_ms))
+            self._put_record(key, DedupRecord(True, owner, expires_at_ms))
             return True
 
     def release(self, key: str, owner: str, now_ms: int) -> bool:
@@ -200,7 +200,7 @@ class MemoryDedupStore:
             consumed = sum(record.consumed for record in self._records.values())
         return f"<MemoryDedupStore: {consumed} keys consumed, {len(self._records) - consumed} being consumed>"
 
-    def _put(self, key: str, record: DedupRecord) -> None:
+    def _put_record(self, key: str, record: DedupRecord) -> None:
         # In this order, so that Ctrl-C between them leaves no record that is never purged.
         heappush(self._expiries, (record.expires_timestamp_ms, key))
         self._records[key] = record
@@ -292,13 +292,13 @@ class SqliteDedupStore:
         return CLAIMS[outcome]
 
     def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
-        return self._change(
+        return self._changes_row(
             self._statements.finish,
             {"key": key, "owner": owner, "now_ms": now_ms, "expires_at_ms": expires_at_ms},
         )
 
     def release(self, key: str, owner: str, now_ms: int) -> bool:
-        return self._change(self._statements.release, {"key": key, "owner": owner, "now_ms": now_ms})
+        return self._changes_row(self._statements.release, {"key": key, "owner": owner, "now_ms": now_ms})
 
     def read(self, key: str, now_ms: int) -> DedupRecord | None:
         rows, _ = self._execute(self._statements.read, {"key": key, "now_ms": now_ms})
@@ -339,7 +339,7 @@ class SqliteDedupStore:
             finally:
                 cursor.close()  # Ctrl-C before all rows are fetched would keep the file locked
 
-    def _change(self, statement: str, parameters: dict[str, Any]) -> bool:
+    def _changes_row(self, statement: str, parameters: dict[str, Any]) -> bool:
         return self._execute(statement, parameters)[1] == 1
 
     def _failure(self, error: sqlite3.Error) -> DedupStoreError:
