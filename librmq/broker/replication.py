@@ -170,10 +170,6 @@ class Replication:
         """Number of replicas that follow."""
         return len(self._available())
 
-    def lag(self) -> int:
-        """Return how many bytes the most advanced replica lacks; 0 without replicas."""
-        return min((max(0, self._store.log.end - follower.acknowledged) for follower in self._available()), default=0)
-
     def confirm(self, end: int) -> SendStatus:
         """Wait until a replica has the log up to ``end`` or the time is over; return the status of the send."""
         monotonic = self._clock.monotonic
