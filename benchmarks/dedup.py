@@ -130,20 +130,14 @@ def redis(bench: Bench) -> Iterator[Guarded]:
         raise AbsentError("a Redis server") from None
 
 
-PATHS: Final = (
-    ("claim and mark", claim_and_mark), ("guarded delivery", deliver),
-    (f"guarded delivery, lists of {LIST}", partial(deliver, size=LIST)),
-)  # fmt: skip
 CASES: Final = [
-    *(
-        Case(name, run, "SQLite", bare, "the bare statements", target, setup=sqlite, limit=True)
-        for (name, run), target in zip(PATHS[:2], (Target(0.8, 0.95), Target()), strict=True)
-    ),
-    *(
-        Case(name, run, "Redis", bare, "SET NX and SET", setup=redis, limit=True, needs=("redis",))
-        for name, run in PATHS
-    ),
-]
+    Case("claim and mark", claim_and_mark, "SQLite", bare, "the bare statements", Target(0.8, 0.95), setup=sqlite,
+         limit=True),
+    Case("guarded delivery", deliver, "SQLite", bare, "the bare statements", setup=sqlite, limit=True),
+    Case("claim and mark", claim_and_mark, "Redis", bare, "SET NX and SET", setup=redis, limit=True, needs=("redis",)),
+    Case(f"guarded delivery, lists of {LIST}", partial(deliver, size=LIST), "Redis", bare, "SET NX and SET",
+         setup=redis, limit=True, needs=("redis",)),
+]  # fmt: skip
 
 if __name__ == "__main__":
     main("dedup", __doc__, CASES)

@@ -1,14 +1,10 @@
-"""Cost of lag, counts and reports: whole processes, and compared with a loop in plain Python that looks up each row.
+"""Cost of lag and reports: whole processes.
 
 A store of 1,000 queues with 20 messages each, and 1 or 100 groups with progress in every queue: 1,000 and 100,000 rows.
-The loop reads the same tables and asks the store for each row's bounds and oldest message. ``count`` and ``stats`` are
-compared with a read of header columns; so is a report, of which whole processes are timed too.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import random
 import subprocess
@@ -17,7 +13,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from benchmarks.frame import CHECKOUT, Bench, Case, Part, Run, Setup, Target, Timed, from_setup, main
 from librmq.config import StoreConfig
@@ -29,7 +25,7 @@ TOPICS: Final = 10
 QUEUES: Final = 100
 MESSAGES: Final = 20
 MANY: Final = 400_000
-"""Messages that are counted and reported."""
+"""Messages that are reported."""
 
 
 # ------------------------------------------------------------------------------------------------------------------ lag
@@ -68,62 +64,7 @@ def numpy_alone(given: tuple[str, int], _: Path) -> Timed:
     yield 1
 
 
-def lag_columns(given: tuple[str, int], _: Path) -> Timed:
-    from librmq.diagnosis import StoreView, lag
-
-    path, count = given
-    with StoreView.open(path) as view:
-        yield
-        lag(view).by_group()
-        yield count
-
-
-def lag_loop(given: tuple[str, int], _: Path) -> Timed:
-    from librmq.diagnosis import StoreView
-
-    path, count = given
-    with StoreView.open(path) as view:
-        yield
-        for name, offsets in view.tables.offsets.rows.items():
-            topic = name.partition("@")[0]
-            for queue_id in range(QUEUES):
-                begin, end = view.store.queue_range(topic, queue_id)
-                next(view.store.messages(topic, queue_id, max(begin, offsets.get(queue_id, begin)), end), None)
-        yield count
-
-
-# ------------------------------------------------------------------------------------------------------ counts, reports
-
-
-def counted(bench: Bench) -> Iterator[tuple[str, int]]:
-    """Yield a store of messages with ten tags, and their number."""
-    count = max(round(MANY * bench.scale), 500)
-    with bench.folder() as folder:
-        path = str(folder / "store")
-        with MessageStore.open(path, StoreConfig(commitlog_file_size=256 << 20), background=False) as store:
-            for begin in range(0, count, 500):
-                topic = f"T{begin // 500 % 4}"
-                batch = [Message(topic, b"x" * 200, tags=f"tag{number % 10}") for number in range(500)]
-                store.append_batch(batch, begin // 500 % 8)
-        yield path, count
-
-
-def in_process(given: tuple[str, int], _: Path, *, words: Sequence[str]) -> Timed:
-    from librmq.cli import main
-
-    path, count = given
-    yield
-    with contextlib.redirect_stdout(io.StringIO()):
-        main([*words, path])
-    yield count
-
-
-def read_columns(given: tuple[str, int], _: Path, *, columns: Sequence[str], **options: Any) -> Timed:
-    from librmq.columns import reader
-
-    yield
-    rows = sum(batch.num_rows for batch in reader(given[0], columns=columns, **options))
-    yield rows
+# -------------------------------------------------------------------------------------------------------------- reports
 
 
 def reported(bench: Bench) -> Iterator[tuple[str, int]]:
@@ -137,7 +78,7 @@ def reported(bench: Bench) -> Iterator[tuple[str, int]]:
         yield path, count
 
 
-def report_in_process(given: tuple[str, int], _: Path, *, messages: int | None = None) -> Timed:
+def report_in_process(given: tuple[str, int], _: Path, *, messages: int) -> Timed:
     """Make a report, with ``messages`` as the units of which there are so many."""
     from librmq.diagnosis import render_page, report
 
@@ -146,7 +87,7 @@ def report_in_process(given: tuple[str, int], _: Path, *, messages: int | None =
     answer = report(path, check=False)
     render_page(answer)
     answer.to_json()
-    yield count / messages if messages else count
+    yield count / messages
 
 
 REPORT: Final = """
@@ -179,7 +120,6 @@ def demo(bench: Bench) -> Iterator[tuple[str, int]]:
         yield str(folder / "store-basic" / "store"), 0
 
 
-HEADERS: Final = ("topic", "queueId", "size", "storeTimestamp", "bornTimestamp", "reconsumeTimes", "keys", "uniqueKey")
 TEN_MILLION: Final = 10_000_000
 
 
@@ -194,15 +134,6 @@ def cases() -> Iterator[Case]:
         ours, setup = partial(process, words=words), progress_of(groups)
         yield Case("lag", ours, detail, numpy_alone, "python -c 'import numpy'", unit="s", setup=setup, limit=True)
         yield Case("lag", ours, f"{detail}, start included", target=Target(most, at_most=True), unit="s", setup=setup)
-    yield Case("lag", lag_columns, "10,000 rows", lag_loop, "a loop in plain Python", unit="rows/s",
-               setup=progress_of(10))  # fmt: skip
-    columns: Run = partial(read_columns, columns=("topic", "storeTimestamp", "size"), checksums=False)
-    for line in (*(f"count --by {key}" for key in ("topic", "queue", "hour", "tag", "tag --sampled")), "stats"):
-        yield Case(f"{MANY:,} messages", partial(in_process, words=line.split()), line, columns,
-                   "reading header columns", setup=counted, limit=True, needs=("pyarrow",))  # fmt: skip
-    columns = partial(read_columns, columns=(*HEADERS, "_corrupt_record"), mode="PERMISSIVE")
-    yield Case("report", report_in_process, f"{MANY:,} messages", columns, "reading its columns", setup=reported,
-               limit=True, needs=("pyarrow",))  # fmt: skip
     rows: list[tuple[str, Run | Part, float, str, Setup]] = [
         (f"{TEN_MILLION:,} messages at that rate", partial(report_in_process, messages=TEN_MILLION), 60, "s", reported),
         (f"{MANY:,} messages, peak of the process", Part(from_setup, "peak"), 300, "MiB", report_peak),

@@ -1,4 +1,4 @@
-"""Cost against size: what a call costs while a store, its queues, its consumers or its producers become more.
+"""Cost against size: what a call costs while a store or the number of its queues grows.
 
 Costs are processor time of the whole process, the least of the rounds, so that other work on the machine counts little.
 Stores above a million messages are sparse: only their newest messages have bytes, the older files are holes.
@@ -6,10 +6,7 @@ Stores above a million messages are sparse: only their newest messages have byte
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import resource
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,13 +14,8 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from benchmarks.frame import Bench, Case, Run, Setup, Target, Timed, main
-from librmq.broker import Broker
-from librmq.client.producer import Producer
 from librmq.config import StoreConfig
-from librmq.consumer import PushConsumer
-from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.runtime.runner import ManualRunner
 from librmq.store import MessageStore
 
 TOPIC: Final = "orders"
@@ -141,15 +133,11 @@ def queues(bench: Bench, count: int) -> Iterator[tuple[Path, list[tuple[str, int
         yield folder / "store", places
 
 
-def queues_open(bench: Bench, count: int, mapped: bool = False) -> Iterator[Any]:
-    """Yield such a store open, with ``mapped_files`` at its largest for these queues if they are to be mapped."""
-    config = dataclasses.replace(CONFIG, mapped_files=max(count, CONFIG.mapped_files)) if mapped else CONFIG
+def queues_open(bench: Bench, count: int) -> Iterator[Any]:
+    """Yield such a store open."""
     for path, places in queues(bench, count):
-        with MessageStore.open(path, config) as store:
-            dealt = SimpleNamespace(store=store, places=places, calls=bench.count(CALLS))
-            for _ in range(len(places) // dealt.calls + 1 if mapped else 0):
-                list(append_dealt(dealt, path))
-            yield dealt
+        with MessageStore.open(path, CONFIG) as store:
+            yield SimpleNamespace(store=store, places=places, calls=bench.count(CALLS))
 
 
 def append_dealt(dealt: Any, _: Path) -> Timed:
@@ -175,55 +163,8 @@ def of_store(run: Run) -> Run:
     return lambda stored, folder: run(stored[0], folder)
 
 
-# ------------------------------------------------------------------------------------------------ consumers, producers
-
-
-def group(bench: Bench, count: int) -> Iterator[Any]:
-    """Yield consumers of one group, by hand and in memory, with a queue for each."""
-    runner, bodies, config = ManualRunner(), list[object](), StoreConfig.tiny(commitlog_file_size=16 << 20)
-    with Broker.open("/broker", store_config=config, files=MemoryFiles(), runner=runner) as broker:
-        broker.create_topic(TOPIC, count)
-        consumers = [PushConsumer(broker, group="readers", instance_name=f"c{number}") for number in range(count)]
-        for consumer in consumers:
-            consumer.subscribe(TOPIC)(bodies.append)
-            consumer.start()
-        with Producer(broker, "writers") as producer:
-            runner.advance(60_000)
-            yield SimpleNamespace(runner=runner, producer=producer, bodies=bodies, calls=bench.count(CALLS // 8))
-        for consumer in consumers:
-            consumer.shutdown()
-
-
-def deliver(started: Any, _: Path) -> Timed:
-    started.bodies.clear()
-    yield
-    for _number in range(started.calls):
-        started.producer.send(TOPIC, BODY)
-        started.runner.advance()
-    yield started.calls
-    assert len(started.bodies) == started.calls
-
-
-def append_in_threads(bench: Bench, folder: Path, *, count: int) -> Timed:
-    with MessageStore.open(folder / "store", CONFIG) as store:
-        messages = make_messages(0, bench.count(CALLS * 4))
-
-        def run(share: Sequence[Message]) -> None:
-            for message in share:
-                store.append(message)
-
-        threads = [threading.Thread(target=run, args=(messages[number::count],)) for number in range(count)]
-        yield
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        yield len(messages)
-
-
 MESSAGES: Final = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 QUEUES: Final = (1, 10, 100, 1_000, 10_000, 50_000)
-DESCRIPTORS: Final = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200
 STORED, DEALT = "messages in the store", "queues"
 CURVES: Final[list[tuple[str, str, str, Sequence[int], Callable[..., Any], Run]]] = [
     ("one queue: lookup by key", STORED, "µs", MESSAGES, opened, look_up),
@@ -233,11 +174,8 @@ CURVES: Final[list[tuple[str, str, str, Sequence[int], Callable[..., Any], Run]]
     ("opening the store: after a kill", STORED, "ms", MESSAGES, filled, open_killed),
     ("calls dealt out over queues: append", DEALT, "µs", QUEUES, queues_open, append_dealt),
     ("calls dealt out over queues: pull of one message", DEALT, "µs", QUEUES, queues_open, pull_dealt),
-    ("calls dealt out over queues: append, all mapped", DEALT, "µs",
-     [count for count in QUEUES if count < DESCRIPTORS], partial(queues_open, mapped=True), append_dealt),
     ("opening a store of queues: closed cleanly", DEALT, "ms", QUEUES, queues, of_store(open_closed)),
     ("opening a store of queues: after a kill", DEALT, "ms", QUEUES, queues, of_store(open_killed)),
-    ("a group of consumers, a queue each: send and delivery", "consumers", "µs", (1, 10, 100, 1_000), group, deliver),
 ]  # fmt: skip
 
 
@@ -248,9 +186,6 @@ def cases() -> Iterator[Case]:
         for count in counts:
             shared = setups.setdefault((setup, count), partial(setup, count=count))
             yield Case(name, run, f"{size}: {count:,}", target=target, unit=unit, setup=shared, cpu=True, figure=min)
-    for count in (1, 2, 4, 8, 16):
-        yield Case("threads that append: append", partial(append_in_threads, count=count), f"producers: {count}",
-                   unit="µs", cpu=True, figure=min)  # fmt: skip
 
 
 CASES: Final = list(cases())

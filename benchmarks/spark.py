@@ -211,11 +211,6 @@ def sources(path: str, count: int, slow: int) -> dict[str, Any]:  # noqa: C901 (
     def header(number: int) -> Iterator[Any]:
         return same(numpy_columns(ROWS, HEADER_TYPES))
 
-    def prepared(number: int) -> Iterator[Any]:
-        from librmq.columns import reader
-
-        return same(reader(path, offsets=range(ROWS // QUEUES)).read_next_batch())
-
     def tuples(number: int) -> Iterator[tuple[Any, ...]]:
         with MessageStore.open(path, read_only=True) as store:
             begin = slow // TASKS * number // QUEUES
@@ -259,7 +254,7 @@ def sources(path: str, count: int, slow: int) -> dict[str, Any]:  # noqa: C901 (
 
         return Source
 
-    peers = ((entries, ENTRIES), (header, HEADER_TYPES), (prepared, WHOLE), (tuples, WHOLE), (arrow, WHOLE))
+    peers = ((entries, ENTRIES), (header, HEADER_TYPES), (tuples, WHOLE), (arrow, WHOLE))
     return {read.__name__: source(read, types) for read, types in peers}
 
 
@@ -286,8 +281,6 @@ def frames(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
             "header": ours(HEADER_TYPES),
             "header peer": peer("header", TASKS * (count // TASKS // ROWS + 1) * ROWS),
             "whole": ours(),
-            "unchecked": ours(checksums="false"),
-            "prepared": peer("prepared", TASKS * (count // TASKS // ROWS + 1) * ROWS),
             "tuples": peer("tuples", in_loops),
             "arrow": peer("arrow", in_loops),
             "parquet": (spark.read.parquet(str(folder / "parquet")), count),
@@ -533,13 +526,11 @@ READ: Final = [
     ("Spark, reading", "whole", "whole messages", "arrow", "a Python loop into Arrow", 3, 4.5),
     ("Spark, reading", "header", "six header columns", "whole", "all thirteen", 2.3, 2.8),
     ("Spark, reading", "whole", "whole messages", "parquet", "Parquet of the same rows", 0.4, 0.5),
-    ("Spark, reading", "whole", "whole messages", "prepared", "a batch prepared once", None, None),
-    ("Spark, reading", "unchecked", "whole messages, no checksums", "parquet", "Parquet of the same rows", 0.4, 0.5),
     ("Spark, filtering in the reader", "tag 1 %", "tag of 1 %", "whole", "unfiltered", 4, 6),
     ("Spark, filtering in the reader", "tag 10 %", "tags of 10 %", "whole", "unfiltered", 2.5, 4),
     ("Spark, filtering in the reader", "selector 1 %", "selector of 1 %", "whole", "unfiltered", 1.7, 2.5),
     ("Spark, filtering in the reader", "selector 10 %", "selector of 10 %", "whole", "unfiltered", 1.5, 2),
-]
+]  # fmt: skip
 
 
 def cases() -> Iterator[Case]:
@@ -557,8 +548,7 @@ def cases() -> Iterator[Case]:
     runs: dict[str, Run] = {}
     for path, name, detail, other, against, least, reach in READ:
         ours, peer = (runs.setdefault(key, partial(read_frame, name=key)) for key in (name, other))
-        yield Case(path, ours, detail, peer, against, Target(least, reach), "rows/s", frames, other == "prepared",
-                   needs=NEEDS)  # fmt: skip
+        yield Case(path, ours, detail, peer, against, Target(least, reach), "rows/s", frames, needs=NEEDS)
     yield Case("Spark, writing", encode, "encoding", encode_loop, "a Python loop", Target(4.5, 7), "rows/s", encodable,
                needs=NEEDS)  # fmt: skip
     yield Case("Spark, writing", partial(commit_records, copied=False), "commit, queues and index done",

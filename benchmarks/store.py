@@ -65,23 +65,19 @@ def append_batches(load: Load, folder: Path) -> Timed:
 
 SINGLE: Final[list[tuple[str, Run, Target, str]]] = [
     ("SQLite, a row a transaction", partial(peers.sqlite, synchronous="NORMAL", share=8), Target(5, 8), "sqlite3"),
-    ("SQLite, synchronous OFF", partial(peers.sqlite, share=4), Target(), "sqlite3"),
     ("LMDB nosync", partial(peers.lmdb, share=4), Target(2.5, 3.3), "lmdb"),
     ("LMDB nosync, writable map", partial(peers.lmdb, writemap=True), Target(), "lmdb"),
     ("RocksDB nosync", peers.rocksdb, Target(1.2, 1.6), "rocksdict"),
     ("litequeue", partial(peers.litequeue, share=8), Target(5), "litequeue"),
     ("diskcache", partial(peers.diskcache, share=16), Target(8), "diskcache"),
-    ("persist-queue", partial(peers.persist_queue, share=8), Target(), "persistqueue"),
     ("persist-queue as it comes, syncing", partial(peers.persist_queue, synchronous="FULL", share=40), Target(25),
      "persistqueue"),
 ]  # fmt: skip
 BATCHED: Final[list[tuple[str, Run, Target, str]]] = [
     ("SQLite, 256 rows a transaction", partial(peers.sqlite, size=BATCH, synchronous="NORMAL"), Target(1.4, 1.8),
      "sqlite3"),
-    ("SQLite, 256 rows, synchronous OFF", partial(peers.sqlite, size=BATCH), Target(), "sqlite3"),
     ("LMDB nosync, 256 a transaction", partial(peers.lmdb, size=BATCH), Target(0.75, 0.95), "lmdb"),
     ("LMDB nosync, 256 in putmulti", partial(peers.lmdb_putmulti, size=BATCH), Target(), "lmdb"),
-    ("RocksDB nosync, 256 a batch", partial(peers.rocksdb, size=BATCH), Target(), "rocksdict"),
 ]  # fmt: skip
 
 
@@ -279,17 +275,6 @@ def weigh_queue(folder: str) -> dict[str, float]:
 
 
 IMPORT: Final = "import time; begin = time.perf_counter(); import {}; print(time.perf_counter() - begin)"
-FIRST_TEST: Final = """
-import time, pytest, librmq.testing.plugin
-begin = time.perf_counter()
-rmq, bodies = librmq.testing.Kit(), []
-rmq.consumer("billing").subscribe("orders", lambda message: bodies.append(message.body))
-rmq.producer().send("orders", b"o-1")
-rmq.advance(seconds=1)
-rmq.close()
-assert bodies == [b"o-1"]
-print(time.perf_counter() - begin)
-"""
 
 
 def start(_: Bench, folder: Path, *, code: str) -> float:
@@ -349,7 +334,6 @@ def cases() -> Iterator[Case]:
                    "import numpy, sortedcontainers, lark", Target(1.5, at_most=True), "s", limit=True)  # fmt: skip
     most = Target(0.3, at_most=True)
     yield Case("librmq --help", show_help, target=most, unit="s")
-    yield Case("first test with rmq, after its imports", partial(start, code=FIRST_TEST), target=most, unit="s")
 
 
 CASES: Final = list(cases())

@@ -174,42 +174,6 @@ def send_officially(producer: Any, topic: str, count: int, window: int = 1) -> f
     return time.perf_counter() - begin
 
 
-def push_officially(configuration: Any, topic: str, count: int) -> float:
-    """Return the seconds from the first message to the last in a listener."""
-    import rocketmq
-
-    times, done = list[float](), threading.Event()
-
-    class Listener(rocketmq.MessageListener):  # type: ignore[misc]
-        def consume(self, message: Any) -> Any:
-            times.append(time.perf_counter())
-            if len(times) == count:
-                done.set()
-            return rocketmq.ConsumeResult.SUCCESS
-
-    consumer = rocketmq.PushConsumer(configuration, f"g-{topic}", Listener(), {topic: rocketmq.FilterExpression()})
-    consumer.startup()
-    if not done.wait(60):
-        raise TimeoutError("not all messages came")
-    consumer.shutdown()
-    return max(times) - min(times)
-
-
-def receive_officially(configuration: Any, topic: str, count: int) -> float:
-    import rocketmq
-
-    consumer = rocketmq.SimpleConsumer(configuration, f"g-{topic}", {topic: rocketmq.FilterExpression()}, 5)
-    consumer.startup()
-    begin = time.perf_counter()
-    while count > 0:
-        for message in consumer.receive(32, 60):
-            consumer.ack(message)
-            count -= 1
-    seconds = time.perf_counter() - begin
-    consumer.shutdown()
-    return seconds
-
-
 def official_client() -> None:
     """Read lines of address, kind and count, and print the seconds of each."""
     import rocketmq
@@ -224,9 +188,6 @@ def official_client() -> None:
             send_officially(producers[address], "warm", 20)
         send_officially(producers[address], f"{topic}-route", 1)
         seconds = send_officially(producers[address], topic, int(count), 1 if kind == "send" else WINDOW)
-        if kind in ("push", "receive"):
-            take = push_officially if kind == "push" else receive_officially
-            seconds = take(configuration, topic, int(count))
         print(seconds, flush=True)
 
 
@@ -370,8 +331,6 @@ def cases() -> Iterator[Case]:
     for detail, kind, count in (
         ("a send", "send", 2_000),
         ("an asynchronous send", "async", 4_000),
-        ("a message to a push consumer", "push", 3_000),
-        ("a receive and an acknowledgement", "receive", 2_000),
     ):
         ours, bare = (partial(official, server=server, kind=kind, count=count) for server in ("librmq", "bare"))
         yield Case("gRPC", ours, detail, bare, "a bare stub", Target(0.8), setup=grpc_servers, limit=True,

@@ -18,30 +18,6 @@ from tests.programs import POSIX
 from tests.reference import CHECKOUT, COMPACT, jsonl, rows, store_folders, unpack_compact
 
 
-def fake_python(folder: Path, name: str, version: str, *, is_new: bool, has_venv: bool) -> None:
-    """Write a program that answers ``tools/python`` as such a Python would, and then prints its own name."""
-    script = folder / name
-    script.write_text(
-        "#!/bin/sh\n"
-        'case "$2" in\n'
-        f"*version_info[*) echo {version} ;;\n"
-        f"*exit*) exit {int(not is_new)} ;;\n"
-        f"*ensurepip*) exit {int(not has_venv)} ;;\n"
-        f'*) echo "{name}: $*" ;;\n'
-        "esac\n"
-    )
-    script.chmod(0o755)
-
-
-def run_finder(path: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["/bin/sh", CHECKOUT / "tools" / "python", "x.py", "two words"],
-        env={"PATH": str(path)},
-        capture_output=True,
-        text=True,
-    )
-
-
 def run_pytest(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the tests in a folder in a separate process, without the pytest variables of this run."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
@@ -60,44 +36,6 @@ def test_commands_can_be_started() -> None:
     for name in ("demo", "check", "tools/python", ".ci/run"):
         if (CHECKOUT / name).exists():  # a source distribution lacks some of them
             assert os.access(CHECKOUT / name, os.X_OK), name
-
-
-@POSIX
-@pytest.mark.platform
-def test_the_first_python_that_will_do_is_taken(tmp_path: Path) -> None:
-    fake_python(tmp_path, "python3", "3.9.2", is_new=False, has_venv=True)
-    fake_python(tmp_path, "python3.13", "3.13.0", is_new=True, has_venv=False)
-    fake_python(tmp_path, "python3.12", "3.12.1", is_new=True, has_venv=True)
-    assert run_finder(tmp_path).stdout == "python3.12: x.py two words\n"
-
-
-@POSIX
-@pytest.mark.platform
-@pytest.mark.parametrize(
-    ("version", "said"),
-    [
-        (None, "Python 3.11 or later is needed, and this machine has none at all"),
-        ("3.9.2", "Python 3.11 or later is needed, and this machine has python3 (3.9.2)"),
-        ("3.12.1", "python3 (3.12.1) has no venv module"),
-    ],
-)
-def test_a_missing_python_is_reported_in_a_sentence(tmp_path: Path, version: str | None, said: str) -> None:
-    if version:
-        fake_python(tmp_path, "python3", version, is_new=version != "3.9.2", has_venv=False)
-    found = run_finder(tmp_path)
-    assert (found.returncode, found.stdout) == (2, "")
-    assert said in found.stderr
-    assert len(found.stderr.splitlines()) == 1
-
-
-def test_a_foreign_environment_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "pyvenv.cfg").write_text("")
-    command = [sys.executable, str(CHECKOUT / "tools" / "project.py"), "check"]
-    variables = {**os.environ, "LIBRMQ_VENV": str(tmp_path)}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "was not made by this command" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["pyvenv.cfg"]
 
 
 def test_the_core_has_the_licence_and_version_of_librmq() -> None:
