@@ -381,7 +381,7 @@ def test_answers_of_the_name_server(replay: Replay, route: RemoteRoute) -> None:
                     continue
                 replay.answer = answer
                 names = route.name_servers
-                found = names.topic("t") if one.name == "GET_ROUTEINFO_BY_TOPIC" else names.brokers()
+                found = names.route_of("t") if one.name == "GET_ROUTEINFO_BY_TOPIC" else names.all_brokers()
                 queues = [(row.broker_name, row.read_queues, row.write_queues, row.permission) for row in found.queues]
                 assert (found.brokers, queues) == route_in(answer), (recording, one.at_ms)
                 compared[one.name, answer.code] += 1
