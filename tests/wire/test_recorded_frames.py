@@ -39,7 +39,8 @@ from librmq.protocol import (
 )
 from librmq.wire.remote import ClusterAdmin
 from librmq.wire.remoting import RemotingServer
-from librmq.wire.remoting.codec import FORMS, heartbeat_frame, messages_of, send_frame
+from librmq.wire.remoting.bodies import messages_of
+from librmq.wire.remoting.codec import FORMS, heartbeat_frame, send_frame
 from librmq.wire.remoting.frames import Frame, FrameReader, answer_to
 from librmq.wire.remoting.headers import RequestCode as Code
 from tests.reference import existing, jsonl

@@ -36,8 +36,7 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.remote.connection import Transport
-from librmq.wire.remoting.bodies import queue_key, read_body, subscription_row, write_body
-from librmq.wire.remoting.codec import messages_of, offsets_of
+from librmq.wire.remoting.bodies import messages_of, offsets_of, queue_key, read_body, subscription_row, write_body
 from librmq.wire.remoting.frames import Frame, answer_to, from_fields
 from librmq.wire.remoting.headers import (
     REQUESTS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from librmq.errors import BrokerError, BrokerUnreachableError, MalformedError
@@ -27,7 +28,7 @@ from librmq.protocol import (
 )
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remote.remote_route import RemoteRoute
-from librmq.wire.remoting.bodies import queues_of, read_body
+from librmq.wire.remoting.bodies import by_queue, number_in, queue_data_of, read_body, table_in
 from librmq.wire.remoting.codec import FORMS, check, frame_of
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import GroupAndTopicHeader, RequestCode, TopicNameHeader, TopicOfClusterHeader
@@ -95,11 +96,9 @@ class ClusterAdmin:
         queues: dict[str, list[QueueData]] = {}
         for broker in self._brokers():
             frame = frame_of(RequestCode.GET_ALL_TOPIC_CONFIG)
-            for topic, row in self._read_answer(
-                broker, frame, "the topics", lambda body: _table(body, "topicConfigTable")
-            ):
-                read, write, permission = (_whole(row, name) for name in ("readQueueNums", "writeQueueNums", "perm"))
-                queues.setdefault(topic, []).append(QueueData(broker.name, read, write, permission))
+            rows = self._read_answer(broker, frame, "the topics", partial(_topics_in, broker.name))
+            for topic, data in rows.items():
+                queues.setdefault(topic, []).append(data)
         return {topic: tuple(queues[topic]) for topic in sorted(queues)}
 
     def create_topic(self, topic: str, queues: int = 8, *, broker_name: str | None = None) -> None:
@@ -124,15 +123,18 @@ class ClusterAdmin:
         self, frame: Frame, what: str, kind: Callable[[int, int, int], T], names: tuple[str, str, str], absent: int
     ) -> dict[MessageQueue, T]:
         """Return a table with a row for each queue; a broker that answers ``absent`` has none."""
+
+        def parse(body: Mapping[str, Any]) -> dict[MessageQueue, T]:
+            rows = by_queue(body.get("offsetTable") or {})
+            return {queue: kind(*(number_in(row, name) for name in names)) for queue, row in rows}
+
         table: dict[MessageQueue, T] = {}
         for broker in self._brokers():
             try:
-                rows = self._read_answer(broker, frame, what, _queue_rows)
+                table |= self._read_answer(broker, frame, what, parse)
             except BrokerError as error:
                 if error.code != absent:
                     raise
-                continue
-            table.update((queue, kind(*(_whole(row, name) for name in names))) for queue, row in rows)
         return dict(sorted(table.items()))
 
     # ---- groups
@@ -141,13 +143,11 @@ class ClusterAdmin:
         """Return the consumer groups that the brokers know, sorted, each with its number of redeliveries."""
         redeliveries: dict[str, int] = {}
         for broker in self._brokers():
-            for group, row in self._group_rows(broker):
-                redeliveries.setdefault(group, _whole(row, "retryMaxTimes"))
+            redeliveries = self._read_groups(broker, _redeliveries_in) | redeliveries
         return dict(sorted(redeliveries.items()))
 
-    def _group_rows(self, broker: RemoteBroker) -> list[tuple[str, Mapping[str, Any]]]:
-        frame = frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)
-        return self._read_answer(broker, frame, "the groups", lambda body: _table(body, "subscriptionGroupTable"))
+    def _read_groups(self, broker: RemoteBroker, parse: Callable[[dict[str, Any]], T]) -> T:
+        return self._read_answer(broker, frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG), "the groups", parse)
 
     def set_group(self, group: str, retry_max_times: int | None = None) -> None:
         """Create a consumer group, or change its number of redeliveries, at all brokers; other settings remain.
@@ -156,7 +156,7 @@ class ClusterAdmin:
         """
         changes = {} if retry_max_times is None else {"retryMaxTimes": retry_max_times}
         for broker in self._brokers():
-            row = dict(self._group_rows(broker)).get(group, {})
+            row = self._read_groups(broker, _group_rows_in).get(group, {})
             broker.call(SetGroup(group, {**row, **changes}))
 
     def delete_group(self, group: str, *, removes_progress: bool = False) -> None:
@@ -277,28 +277,13 @@ class ClusterAdmin:
         return sorted(messages, key=lambda message: message.store_timestamp_ms)[:max_messages]
 
 
-def _table(body: Mapping[str, Any], name: str) -> list[tuple[str, Mapping[str, Any]]]:
-    rows = body.get(name) or {}
-    if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
-        raise MalformedError(f"{name}: expected an object of objects, found {rows!r:.80}")
-    return [(str(key), row) for key, row in rows.items()]
+def _topics_in(broker_name: str, body: Mapping[str, Any]) -> dict[str, QueueData]:
+    return {topic: queue_data_of(broker_name, row) for topic, row in table_in(body, "topicConfigTable").items()}
 
 
-def _queue_rows(body: Mapping[str, Any]) -> list[tuple[MessageQueue, Mapping[str, Any]]]:
-    rows = body.get("offsetTable") or {}
-    if not isinstance(rows, dict):
-        raise MalformedError(f"offsetTable: expected an object, found {rows!r:.80}")
-    pairs: list[tuple[MessageQueue, Mapping[str, Any]]] = []
-    for key, row in rows.items():
-        (queue,) = queues_of([dict(key) if isinstance(key, tuple) else key])
-        if not isinstance(row, dict):
-            raise MalformedError(f"offsetTable: {queue}: expected an object, found {row!r:.80}")
-        pairs.append((queue, row))
-    return pairs
+def _group_rows_in(body: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return table_in(body, "subscriptionGroupTable")
 
 
-def _whole(row: Mapping[str, Any], name: str) -> int:
-    number = row.get(name)
-    if type(number) is not int:
-        raise MalformedError(f"{name}: expected a whole number, found {number!r:.80}")
-    return number
+def _redeliveries_in(body: Mapping[str, Any]) -> dict[str, int]:
+    return {group: number_in(row, "retryMaxTimes") for group, row in _group_rows_in(body).items()}

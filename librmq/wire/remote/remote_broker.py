@@ -58,7 +58,7 @@ from librmq.scheduling.timer_config import time_properties
 from librmq.wire.remote.client_requests import ClientRequests
 from librmq.wire.remote.connection import Connections, Transport
 from librmq.wire.remote.long_pulls import LongPulls
-from librmq.wire.remoting.bodies import group_clients_of, read_body
+from librmq.wire.remoting.bodies import group_clients_of, read_body, table_in
 from librmq.wire.remoting.codec import FORMS, check, frame_of, heartbeat_frame, read_sent, send_frame
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import (
@@ -281,10 +281,10 @@ class RemoteBroker:
             learnt = self._retries.get(group)
             if learnt is None or learnt[0] is not transport:
                 answer = check(self._ask(frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG), transport))
-                row = (read_body(answer.body, "the groups").get("subscriptionGroupTable") or {}).get(group) or {}
-                max_times = row.get("retryMaxTimes")
+                rows = table_in(read_body(answer.body, "the groups"), "subscriptionGroupTable")
+                max_times = rows.get(group, {}).get("retryMaxTimes")
                 learnt = self._retries[group] = transport, max_times if type(max_times) is int else None
-        except (ClientError, MalformedError, AttributeError) as error:
+        except (ClientError, MalformedError) as error:
             _log.debug(
                 "%(broker)s: the settings of %(group)s are unknown: %(error)s",
                 broker=self.name,

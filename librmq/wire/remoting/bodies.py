@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from librmq.errors import FilterSyntaxError, MalformedError
+from librmq.errors import FilterSyntaxError, MalformedError, RecordError
 from librmq.filter import TAG, TagFilter
 from librmq.java import json as java_json
+from librmq.message import record
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.protocol import ConsumeFrom, ConsumerData, Heartbeat, MessageModel, QueueData, Subscription
 
@@ -79,6 +80,76 @@ def read_body(body: bytes, what: str) -> dict[str, Any]:
     return parsed
 
 
+def messages_of(body: bytes) -> tuple[StoredMessage, ...]:
+    """Return the records in a body.
+
+    Raises:
+        MalformedError: The body is something else.
+    """
+    messages, at, end = [], 0, len(body)
+    while at < end:
+        try:
+            size = record.check_record(body, at, end, check_body=False)
+        except RecordError as error:
+            raise MalformedError(f"a body of messages: at byte {at}: {error}") from None
+        if not size:
+            raise MalformedError(f"a body of messages: at byte {at}: expected a record, found the end of a file")
+        messages.append(StoredMessage(body[at : at + size]))
+        at += size
+    return tuple(messages)
+
+
+# ---- members of an object
+
+
+def text_in(row: object, name: str) -> str:
+    """Return a text in an object.
+
+    Raises:
+        MalformedError: It is missing, or something else.
+    """
+    text = row.get(name) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        raise MalformedError(f"{name}: expected text, found {text!r:.80}")
+    return text
+
+
+def number_in(row: object, name: str) -> int:
+    """Return a whole number in an object.
+
+    Raises:
+        MalformedError: It is missing, or something else.
+    """
+    number = row.get(name) if isinstance(row, dict) else None
+    if type(number) is not int:
+        raise MalformedError(f"{name}: expected a whole number, found {number!r:.80}")
+    return number
+
+
+def rows_in(table: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Return the objects of a list in an object; none if it is missing.
+
+    Raises:
+        MalformedError: It is something else.
+    """
+    rows = table.get(name) or []
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise MalformedError(f"{name}: expected a list of objects, found {rows!r:.80}")
+    return rows
+
+
+def table_in(body: Mapping[str, Any], name: str) -> dict[str, Mapping[str, Any]]:
+    """Return the objects of a table in an object, by their names; none if it is missing.
+
+    Raises:
+        MalformedError: It is something else.
+    """
+    rows = body.get(name) or {}
+    if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
+        raise MalformedError(f"{name}: expected an object of objects, found {rows!r:.80}")
+    return {str(key): row for key, row in rows.items()}
+
+
 # ---- queues
 
 
@@ -101,6 +172,32 @@ def queues_of(rows: object) -> frozenset[MessageQueue]:
     if not isinstance(rows, list):
         raise MalformedError(f"expected a list of queues, found {rows!r:.80}")
     return frozenset(_queue_of(row) for row in rows)
+
+
+def by_queue(table: object) -> list[tuple[MessageQueue, Any]]:
+    """Return the rows of a table by queue, whose keys are objects.
+
+    Raises:
+        MalformedError: It is something else.
+    """
+    if not isinstance(table, dict):
+        raise MalformedError(f"expected a table by queue, found {table!r:.80}")
+    return [(_queue_of(dict(key) if isinstance(key, tuple) else key), row) for key, row in table.items()]
+
+
+def offsets_of(table: object) -> dict[MessageQueue, int]:
+    """Return a table of queue offsets, with objects or arrays of pairs as in Java's answers.
+
+    Raises:
+        MalformedError: It is something else.
+    """
+    if isinstance(table, list):
+        return {_queue_of(row): number_in(row, "offset") for row in table}
+    offsets = by_queue(table)
+    for queue, offset in offsets:
+        if type(offset) is not int:
+            raise MalformedError(f"{queue}: expected a queue offset, found {offset!r:.80}")
+    return dict(offsets)
 
 
 def _queue_of(row: object) -> MessageQueue:
@@ -163,30 +260,23 @@ def route_of(body: Mapping[str, Any]) -> tuple[dict[str, dict[int, str]], list[Q
     Raises:
         MalformedError: This is not a route.
     """
-    rows = body.get("brokerDatas") or []
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise MalformedError(f"brokerDatas: expected a list of objects, found {rows!r:.80}")
-    brokers = broker_addresses({str(row.get("brokerName")): row for row in rows})
-    queues = body.get("queueDatas") or []
-    if not isinstance(queues, list):
-        raise MalformedError(f"queueDatas: expected a list, found {queues!r:.80}")
-    data = [_queue_data(row) for row in queues]
+    brokers = broker_addresses({str(row.get("brokerName")): row for row in rows_in(body, "brokerDatas")})
+    data = [queue_data_of(text_in(row, "brokerName"), row) for row in rows_in(body, "queueDatas")]
     if sum(max(queue_data.read_queues, queue_data.write_queues) for queue_data in data) > _MOST_QUEUES:
         raise MalformedError(f"queueDatas: expected at most {_MOST_QUEUES:,} queues")
     return brokers, data
 
 
-def _queue_data(row: object) -> QueueData:
-    if isinstance(row, dict):
-        name = row.get("brokerName")
-        read, write, permission = (_number(row.get(key)) for key in ("readQueueNums", "writeQueueNums", "perm"))
-        if isinstance(name, str) and read is not None and write is not None and permission is not None:
-            return QueueData(name, read, write, permission)
-    raise MalformedError(f"queueDatas: expected a broker with its numbers of queues, found {row!r:.200}")
+def queue_data_of(broker_name: str, row: Mapping[str, Any]) -> QueueData:
+    """Return the queues of a topic at a broker, from a row of a route or of the broker's topics.
 
-
-def _number(value: object) -> int | None:
-    return value if type(value) is int and 0 <= value <= _MOST_QUEUES else None
+    Raises:
+        MalformedError: This is no such row.
+    """
+    read, write, permission = (number_in(row, name) for name in ("readQueueNums", "writeQueueNums", "perm"))
+    if not all(0 <= number <= _MOST_QUEUES for number in (read, write, permission)):
+        raise MalformedError(f"expected 0 to {_MOST_QUEUES:,} queues, found {row!r:.200}")
+    return QueueData(broker_name, read, write, permission)
 
 
 # ---- heartbeats
@@ -200,42 +290,24 @@ def heartbeat_of(body: bytes) -> tuple[str, frozenset[str], tuple[ConsumerData, 
     """
     heartbeat = read_request(body, "a heartbeat")
     client_id = heartbeat.get("clientID") or ""
-    producers = frozenset(_name(row) for row in _rows(heartbeat, "producerDataSet"))
+    producers = frozenset(text_in(row, "groupName") for row in rows_in(heartbeat, "producerDataSet"))
     consumers = tuple(
-        _consumer_of(_name(row), row, {subscription.topic: subscription for subscription in _subscriptions(row)})
-        for row in _rows(heartbeat, "consumerDataSet")
+        _consumer_of(text_in(row, "groupName"), row, map(subscription_of, rows_in(row, "subscriptionDataSet")))
+        for row in rows_in(heartbeat, "consumerDataSet")
     )
     if not isinstance(client_id, str) or (not client_id and (producers or consumers)):
         raise MalformedError(f"a heartbeat: expected clientID, text, found {client_id!r:.80}")
     return client_id, producers, consumers
 
 
-def _rows(table: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    rows = table.get(name) or []
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise MalformedError(f"{name}: expected a list of objects, found {rows!r:.80}")
-    return rows
-
-
-def _subscriptions(row: Mapping[str, Any]) -> list[Subscription]:
-    return [subscription_of(subscription) for subscription in _rows(row, "subscriptionDataSet")]
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    name = row.get("groupName")
-    if not isinstance(name, str):
-        raise MalformedError(f"expected a group with groupName, found {row!r:.80}")
-    return name
-
-
-def _consumer_of(group: str, row: Mapping[str, Any], subscriptions: Mapping[str, Subscription]) -> ConsumerData:
+def _consumer_of(group: str, row: Mapping[str, Any], subscriptions: Iterable[Subscription]) -> ConsumerData:
     begin = row.get("consumeFromWhere")
     return ConsumerData(
         group,
         "pull" if row.get("consumeType") in _PULLS else "push",
         MessageModel.BROADCASTING if row.get("messageModel") in _BROADCASTS else MessageModel.CLUSTERING,
         ConsumeFrom.FIRST if begin in _FIRST else ConsumeFrom.TIMESTAMP if begin in _TIMESTAMP else ConsumeFrom.LAST,
-        subscriptions,
+        {subscription.topic: subscription for subscription in subscriptions},
     )
 
 
@@ -278,15 +350,8 @@ def group_clients_of(group: str, body: Mapping[str, Any]) -> tuple[ConsumerData,
     Raises:
         MalformedError: This is no list of connections.
     """
-    rows = body.get("connectionSet") or []
-    ids = [row.get("clientId") if isinstance(row, dict) else None for row in rows] if isinstance(rows, list) else [None]
-    if not all(isinstance(client_id, str) for client_id in ids):
-        raise MalformedError(f"connectionSet: expected objects with a clientId, found {rows!r:.80}")
-    table = body.get("subscriptionTable") or {}
-    if not isinstance(table, dict):
-        raise MalformedError(f"subscriptionTable: expected an object, found {table!r:.80}")
-    subscriptions = {str(topic): subscription_of(row) for topic, row in table.items()}
-    return _consumer_of(group, body, subscriptions), tuple(map(str, ids))
+    ids = tuple(text_in(row, "clientId") for row in rows_in(body, "connectionSet"))
+    return _consumer_of(group, body, map(subscription_of, table_in(body, "subscriptionTable").values())), ids
 
 
 # ---- subscriptions

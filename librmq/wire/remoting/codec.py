@@ -21,9 +21,7 @@ from librmq.errors import (
     BrokerError,
     BrokerStoreFullError,
     MalformedError,
-    RecordError,
 )
-from librmq.message import record
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import Message, MessageQueue, StoredMessage
@@ -68,6 +66,8 @@ from librmq.protocol import (
 from librmq.store.format.broker_tables import group_row
 from librmq.wire.remoting.bodies import (
     heartbeat_body,
+    messages_of,
+    offsets_of,
     queue_key,
     queue_row,
     queues_of,
@@ -76,6 +76,7 @@ from librmq.wire.remoting.bodies import (
     records_body,
     subscription_of,
     subscription_row,
+    text_in,
     write_body,
 )
 from librmq.wire.remoting.frames import Frame, from_fields, to_fields
@@ -141,45 +142,6 @@ def check(answer: Frame) -> Frame:
     return answer
 
 
-def messages_of(body: bytes) -> tuple[StoredMessage, ...]:
-    """Return the records in a body.
-
-    Raises:
-        MalformedError: The body is something else.
-    """
-    messages, at, end = [], 0, len(body)
-    while at < end:
-        try:
-            size = record.check_record(body, at, end, check_body=False)
-        except RecordError as error:
-            raise MalformedError(f"a body of messages: at byte {at}: {error}") from None
-        if not size:
-            raise MalformedError(f"a body of messages: at byte {at}: expected a record, found the end of a file")
-        messages.append(StoredMessage(body[at : at + size]))
-        at += size
-    return tuple(messages)
-
-
-def offsets_of(table: object) -> dict[MessageQueue, int]:
-    """Return a table of queue offsets, with objects or arrays of pairs as in Java's answers.
-
-    Raises:
-        MalformedError: It is something else.
-    """
-    if isinstance(table, Mapping):
-        rows = [(dict(key) if isinstance(key, tuple) else key, offset) for key, offset in table.items()]
-    elif isinstance(table, list):
-        rows = [(row, row.get("offset") if isinstance(row, dict) else None) for row in table]
-    else:
-        raise MalformedError(f"expected a table of queue offsets, found {table!r:.80}")
-    offsets: dict[MessageQueue, int] = {}
-    for row, offset in rows:
-        if type(offset) is not int:
-            raise MalformedError(f"expected a queue offset, found {offset!r:.80}")
-        offsets.update(dict.fromkeys(queues_of([row]), offset))
-    return offsets
-
-
 class Reply(NamedTuple):
     """The answer to a request that succeeded."""
 
@@ -242,13 +204,6 @@ def _by_body(
         lambda header, body: parse(read_request(body, code.name)),
         result.reply,
     )
-
-
-def _text(row: Mapping[str, object], name: str) -> str:
-    value = row.get(name)
-    if not isinstance(value, str):
-        raise MalformedError(f"{name}: expected text, found {value!r:.80}")
-    return value
 
 
 # ---- results
@@ -429,7 +384,7 @@ def _locks(kind: type[LockQueues | UnlockQueues], code: RequestCode, result: _Re
 
     def parse(body: dict[str, Any]) -> LockQueues | UnlockQueues:
         queues = queues_of(body.get("mqSet"))
-        return kind(_text(body, "consumerGroup"), _text(body, "clientId"), queues)
+        return kind(text_in(body, "consumerGroup"), text_in(body, "clientId"), queues)
 
     return _by_body(code, row, parse, result)
 
@@ -445,14 +400,12 @@ def _parse_check(body: dict[str, Any]) -> CheckSubscription | None:
     if row is None:
         return None
     subscription = subscription_of(row)
-    return CheckSubscription(_text(body, "clientId"), _text(body, "group"), subscription)
+    return CheckSubscription(text_in(body, "clientId"), text_in(body, "group"), subscription)
 
 
 def _parse_group(body: dict[str, Any]) -> SetGroup:
     """Return the request, in which an omitted setting has its default: as at a broker, the row replaces the group's."""
-    name = body.get("groupName")
-    if not isinstance(name, str):
-        raise MalformedError(f"a group: expected groupName, text, found {name!r:.80}")
+    name = text_in(body, "groupName")
     return SetGroup(name, {**group_row(name), **body})
 
 

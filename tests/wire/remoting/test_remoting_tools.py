@@ -335,7 +335,7 @@ def test_tables_and_topic_lists_are_complete(client: RawClient, broker: Broker) 
         ({"retryQueueNums": 65_537}, "retryQueueNums: expected a whole number from 0 to 65536, found 65537"),
         ({"retryQueueNums": "2"}, "retryQueueNums: expected a whole number"),
         ({"consumeEnable": None}, "consumes: expected True or False, found None"),
-        ({"groupName": ["g"]}, "expected groupName, text, found"),
+        ({"groupName": ["g"]}, "groupName: expected text, found"),
     ],
 )
 def test_a_row_of_a_group_is_checked(client: RawClient, broker: Broker, settings: dict[str, object], text: str) -> None:
