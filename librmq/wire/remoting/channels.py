@@ -240,10 +240,7 @@ class RemotingCall(NamedTuple):
         Raises:
             MalformedError: It does not fit into a frame.
         """
-        if self.frame.is_binary:
-            fields = {} if header is None else to_fields(header)
-            return encode(answer_to(self.frame, code, remark, fields=fields, body=body))
-        return encode_answer(self.frame, code, remark, "" if header is None else to_text(header), (body,))
+        return self.answer_with(header, (body,), code=code, remark=remark)
 
     def serve(self, form: Form, ask: Callable[[Any], Any] | None = None) -> bytes:
         """Pass the request to the broker, by ``ask`` or for this client, and return the bytes of its answer."""
@@ -251,11 +248,12 @@ class RemotingCall(NamedTuple):
         reply = form.reply(request, (ask or self.call_broker)(request))
         return self.answer(reply.header, body=reply.body, code=reply.code, remark=reply.remark)
 
-    def answer_with(self, header: object, records: Sequence[bytes], *, code: int, remark: str) -> bytes:
+    def answer_with(self, header: object, records: Sequence[bytes], *, code: int, remark: str | None) -> bytes:
         """Return the bytes of an answer whose body has these records one after the other; as `answer` does."""
         if self.frame.is_binary:
-            return self.answer(header, body=b"".join(records), code=code, remark=remark)
-        return encode_answer(self.frame, code, remark, to_text(header), records)
+            fields = {} if header is None else to_fields(header)
+            return encode(answer_to(self.frame, code, remark, fields=fields, body=b"".join(records)))
+        return encode_answer(self.frame, code, remark, "" if header is None else to_text(header), records)
 
 
 Handler = Callable[[RemotingCall], "bytes | None"]
@@ -325,29 +323,27 @@ _MOST_IDS: Final = 1_000
 """The client ids of one connection."""
 
 
-class ClientChannel(NamedTuple):
-    """One client, according to its last heartbeat."""
+class ClientChannel:
+    """One client, according to its last heartbeat, and as the broker's endpoint.
 
-    client_id: str
-    channel: Channel
-    language: str
-    version: int
-    beat_ms: int
+    The broker calls it under the runner's lock, so that it never waits.
+    """
+
+    def __init__(self, client_id: str, channel: Channel, store_host: str) -> None:
+        self.client_id = client_id
+        self.channel = channel
+        self.language = ""
+        self.version = 0
+        self.beat_ms = 0
+        self._store_host = store_host
 
     @property
     def address(self) -> str:
         """The client's own address and port."""
         return f"{self.channel.peer[0]}:{self.channel.peer[1]}"
 
-
-class _Client:
-    """A client as the broker's endpoint. Called under the runner's lock, so it never waits."""
-
-    def __init__(self, channel: Channel, store_host: str) -> None:
-        self.channel = channel
-        self._store_host = store_host
-
     def call(self, request: Request[R], /) -> R:
+        """Send a request to the client."""
         match request:
             case ConsumersChanged(group):
                 header: object = ConsumerGroupHeader(group)
@@ -412,15 +408,14 @@ class ClientChannels:
         self._broker = broker
         self._changed = changed
         self._lock = Lock()
-        self._by_id: dict[str, tuple[ClientChannel, _Client]] = {}
+        self._by_id: dict[str, ClientChannel] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def get(self, client_id: str) -> ClientChannel | None:
         """Return a client that has sent a heartbeat and not left."""
-        entry = self._by_id.get(client_id)
-        return None if entry is None else entry[0]
+        return self._by_id.get(client_id)
 
     def register(self, channel: Channel, frame: Frame) -> None:
         """Register a client with its groups."""
@@ -430,17 +425,16 @@ class ClientChannels:
         with self._lock:  # also during the broker's call, so that a connection ends either before or after it
             if client_id not in channel.client_ids and len(channel.client_ids) >= _MOST_IDS:
                 raise MalformedError(f"a connection with more than {_MOST_IDS} client ids")
-            entry = self._by_id.get(client_id)
-            client = (
-                entry[1]
-                if entry is not None and entry[0].channel is channel
-                else _Client(channel, self._broker.store.config.store_host)
-            )
+            client = self._by_id.get(client_id)
+            is_new = client is None
+            if client is None or client.channel is not channel:
+                client = ClientChannel(client_id, channel, self._broker.store.config.store_host)
             channel.endpoint.call(Heartbeat(client_id, client, producers, consumers))
-            session = ClientChannel(client_id, channel, frame.language, frame.version, self._broker.runner.now_ms())
-            self._by_id[client_id] = session, client
+            client.language, client.version = frame.language, frame.version
+            client.beat_ms = self._broker.runner.now_ms()
+            self._by_id[client_id] = client
             channel.client_ids.add(client_id)
-        if entry is None:
+        if is_new:
             groups = [data.group for data in consumers]
             for group in groups or [""]:
                 self._changed(client_id, group, True)
@@ -449,8 +443,8 @@ class ClientChannels:
         self, channel: Channel, client_id: str, producer_group: str | None, consumer_group: str | None
     ) -> None:
         """Remove a client from a group, unless it has another connection by now."""
-        entry = self._by_id.get(client_id)
-        if entry is not None and entry[0].channel is not channel:
+        client = self._by_id.get(client_id)
+        if client is not None and client.channel is not channel:
             return
         channel.endpoint.call(Unregister(client_id, producer_group or None, consumer_group or None))
 
@@ -458,8 +452,8 @@ class ClientChannels:
         """Remove the clients of a connection that has ended, unless they have another one by now."""
         for client_id in list(channel.client_ids):
             with self._lock:
-                entry = self._by_id.get(client_id)
-                if entry is None or entry[0].channel is not channel:
+                client = self._by_id.get(client_id)
+                if client is None or client.channel is not channel:
                     continue
                 del self._by_id[client_id]
                 try:
