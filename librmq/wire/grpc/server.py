@@ -15,6 +15,7 @@ from typing import Any, Final, Self
 from librmq.broker import Broker
 from librmq.clock import moves_by_itself
 from librmq.errors import ConfigError, MissingExtraError, RmqError
+from librmq.message.ids import format_host
 from librmq.message.message import Message
 from librmq.protocol import (
     PERM_READ,
@@ -442,7 +443,7 @@ class GrpcServer:
             self._pool, options=_OPTIONS, maximum_concurrent_rpcs=_THREADS, handlers=[_Handlers(self._service)]
         )
         self.host = host
-        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        place = format_host((host, port))
         try:
             if tls is None:
                 self.port: int = self._server.add_insecure_port(place)
@@ -459,7 +460,7 @@ class GrpcServer:
     @property
     def address(self) -> str:
         """``host:port``, for the clients."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return format_host((self.host, self.port))
 
     @property
     def clients(self) -> int:

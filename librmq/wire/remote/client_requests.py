@@ -156,8 +156,9 @@ class ClientRequests:
     def _describe(self, beat: Heartbeat, header: ClientOfGroupHeader, frame: Frame, send: _Send) -> None:
         state = beat.client.call(DescribeInstance(header.consumer_group))
         subscriptions = {data.group: data.subscriptions for data in beat.consumers}.get(state.group, {})
+        queues = sorted(state.queues, key=lambda held: held.queue)
         body = {
-            "mqTable": {queue_key(held.queue): _queue_info(held) for held in sorted(state.queues, key=_queue)},
+            "mqTable": {queue_key(held.queue): _queue_info(held) for held in queues},
             "properties": self._properties(state),
             "statusTable": {},  # rates are not measured
             "subscriptionSet": [subscription_row(subscriptions[topic]) for topic in sorted(subscriptions)],
@@ -222,10 +223,6 @@ def _message_of(frame: Frame, what: str) -> StoredMessage:
     if len(messages) != 1:
         raise MalformedError(f"{what}: expected one message, found {len(messages)}")
     return messages[0]
-
-
-def _queue(held: HeldQueue) -> MessageQueue:
-    return held.queue
 
 
 def _queue_info(held: HeldQueue) -> dict[str, object]:

@@ -51,10 +51,6 @@ class _Pull:
         self.is_being_sent = True
         """Whether the call that sends it is still under way: an answer that comes meanwhile is its result."""
 
-    def outcome(self) -> Frame | RmqError | None:
-        """Return what has come by now, in any thread."""
-        return self.answer
-
 
 class LongPulls:
     """The pulls at one broker. Thread-safe."""
@@ -153,7 +149,7 @@ class LongPulls:
             transport.send(pull_frame(request, SUSPEND_MS), ended)
             with self._lock:
                 pull.is_being_sent = False
-                answer = pull.outcome()
+                answer = pull.answer
                 is_empty = answer is not None and self._is_empty(request, answer)
                 if answer is not None and not is_empty:
                     self._drop(key, pull)

@@ -425,14 +425,14 @@ _MEMBERS: Final[Mapping[type[Any], str]] = {
 # ---- sockets of frames, in plain text or under TLS, at either end
 
 _HANDSHAKE_S: Final = 30
-_IDLE_S: Final = 120
-_SEND_S: Final = 30
+IDLE_S: Final = 120
+SEND_S: Final = 30
 
 
 class FrameSocket:
     """A socket that one thread reads, and any thread writes to. Thread-safe."""
 
-    def __init__(self, connected: socket.socket, *, idle_s: float = _IDLE_S, send_s: float = _SEND_S) -> None:
+    def __init__(self, connected: socket.socket, *, idle_s: float = IDLE_S, send_s: float = SEND_S) -> None:
         """Under TLS, reading fails after ``idle_s`` seconds of silence, and writing after ``send_s``."""
         self._socket = connected
         self._idle_s = idle_s

@@ -29,7 +29,7 @@ from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
 from librmq.wire.remoting.bodies import broker_row, route_body, write_body
 from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, answer_of, answering, refused
 from librmq.wire.remoting.consumer_requests import ConsumerRequests, Pulls
-from librmq.wire.remoting.frames import Frame, FrameReader, limit_time
+from librmq.wire.remoting.frames import IDLE_S, SEND_S, Frame, FrameReader, limit_time
 from librmq.wire.remoting.headers import (
     AddedTopicsHeader,
     BrokerNameHeader,
@@ -362,8 +362,6 @@ _log = EventLog("librmq.wire")
 _RECEIVED: Final = 256 << 10
 _COUNTED: Final = 64 << 10
 """Bytes from which on a connection counts in what all of them hold."""
-_IDLE_S: Final = 120
-_SEND_S: Final = 30
 _REST_S: Final = 0.1
 
 
@@ -507,8 +505,8 @@ class RemotingServer:
 
     def _begin_connection(self, connected: socket.socket, peer: Host) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        limit_time(connected, socket.SO_RCVTIMEO, _IDLE_S)
-        limit_time(connected, socket.SO_SNDTIMEO, _SEND_S)
+        limit_time(connected, socket.SO_RCVTIMEO, IDLE_S)
+        limit_time(connected, socket.SO_SNDTIMEO, SEND_S)
         own_address = connected.getsockname()
         endpoint = self._endpoints(format_host(peer))
         channel = Channel(connected, peer, _host(own_address), endpoint, self._advertise)
