@@ -237,6 +237,12 @@ def test_answers_without_a_meaning_are_client_errors() -> None:
         (lambda route: route.endpoint("fake").call(TopicGroups("orders")), b"{"),
         (lambda route: ClusterAdmin(route).groups_of("orders"), b'{"groupList":7}'),
         (lambda route: ClusterAdmin(route).find_by_key("orders", "k"), b"no records"),
+        (lambda route: ClusterAdmin(route).topics(), b'{"topicConfigTable":{"t":{"perm":6}}}'),
+        (lambda route: ClusterAdmin(route).groups(), b'{"subscriptionGroupTable":{"g":{}}}'),
+        (
+            lambda route: ClusterAdmin(route).queues("t"),
+            b'{"offsetTable":{{"brokerName":"b","queueId":0,"topic":"t"}:7}}',
+        ),
         (
             lambda route: ClusterAdmin(route).clients("g"),
             b'{"subscriptionTable":{"t":{"topic":"t","subVersion":1e999}}}',
