@@ -264,9 +264,7 @@ def survey_findings(view: StoreView, name: str, scope: ReportScope, *, limits: T
 
 def _reported(name: str, finding: Finding) -> ReportedFinding:
     evidence = json.loads(json.dumps(dict(finding.evidence), default=str))  # as it comes back from JSON
-    return ReportedFinding(
-        name, finding.kind, finding.severity, finding.subject, finding.what, evidence, finding.next_step
-    )
+    return ReportedFinding(name, *finding._replace(evidence=evidence))
 
 
 def _damage_findings(name: str, damage: Sequence[DamagedPlace], error: str | None) -> tuple[ReportedFinding, ...]:
