@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.output import Output, complain
 from librmq.cli.rows import Row, named
@@ -14,7 +14,7 @@ from librmq.cli.stores import open_broker, open_to_change, select_queues
 from librmq.diagnosis.findings import counted
 from librmq.diagnosis.formatting import moment
 from librmq.diagnosis.pending import move_retries, waiting_retries
-from librmq.diagnosis.view import StoreView
+from librmq.diagnosis.view import StoreView, View
 from librmq.errors import InputError
 from librmq.message.lag import queue_lag, unread_from
 from librmq.message.topics import is_system_topic, validate_client_topic, validate_group
@@ -190,9 +190,8 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
     group, topic = arguments.group, arguments.topic
     rows = []
     with open_to_change(arguments) as (store, tables):
-        for queue_id in _queue_ids(store, tables, arguments):
+        for (_, queue_id), offsets in _selected_queues(arguments, StoreView.over(store, tables)).items():
             queue = store.queues[topic, queue_id]
-            offsets = range(queue.min_offset, queue.max_offset)
             before = tables.consumer_offset(topic, group, queue_id)
             after = _target(arguments, offsets, partial(first_at, store, queue, offsets=offsets))
             if after != before:
@@ -226,21 +225,15 @@ def _moved_row(arguments: argparse.Namespace, queue_id: int, offsets: range, bef
     }
 
 
-def _queue_ids(store: MessageStore, tables: BrokerTables, arguments: argparse.Namespace) -> list[int]:
-    view = StoreView.over(store, tables)
-    return _known_queues(arguments, view.groups, lambda: view.topics, view.topics.get(arguments.topic, ()))
-
-
-def _known_queues(
-    arguments: argparse.Namespace, groups: Collection[str], topics: Callable[[], Collection[str]], ids: Collection[int]
-) -> list[int]:
-    """Return the queues to move in; refuse a group or a topic that is unknown."""
-    group, topic = arguments.group, arguments.topic
-    if group not in groups:
-        raise InputError(f"there is no group {group!r}{near(group, groups, GROUPS)}")
-    if not ids:
-        raise InputError(f"topic {topic!r} has no queue{near(topic, topics(), TOPICS)}")
-    return select_queues(topic, arguments.queue, ids)
+def _selected_queues(arguments: argparse.Namespace, view: View[Any]) -> dict[Any, range]:
+    """Return the queues in which to move a group, with their offsets; refuse a group or a topic that is unknown."""
+    group, topic, queues = arguments.group, arguments.topic, view.queues(arguments.topic)
+    if group not in view.groups:
+        raise InputError(f"there is no group {group!r}{near(group, view.groups, GROUPS)}")
+    if not queues:
+        raise InputError(f"topic {topic!r} has no queue{near(topic, view.topics, TOPICS)}")
+    ids = select_queues(topic, arguments.queue, {queue[-1] for queue in queues})
+    return {queue: offsets for queue, offsets in queues.items() if queue[-1] in ids}
 
 
 def _reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
@@ -249,10 +242,7 @@ def _reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
 
     group, topic = arguments.group, arguments.topic
     with open_cluster(arguments) as cluster:
-        queues = cluster.queues(topic)
-        ids = {queue.queue_id for queue in queues}
-        queue_ids = _known_queues(arguments, cluster.groups, lambda: cluster.topics, ids)
-        queues = {queue: offsets for queue, offsets in queues.items() if queue.queue_id in queue_ids}
+        queues = _selected_queues(arguments, cluster)
         before = cluster.admin.progress(group, topic)
         after = {
             queue: _target(arguments, offsets, partial(cluster.queue_offset_at, queue))
@@ -293,7 +283,8 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
     group, topic = arguments.group, arguments.topic
     clock = age_clock(arguments.store, arguments.older_than)
     with open_broker(arguments) as broker:
-        queue_ids = _queue_ids(broker.store, broker.tables, arguments)
+        queues = _selected_queues(arguments, StoreView.over(broker.store, broker.tables))
+        queue_ids = {queue_id for _, queue_id in queues}
         to_end = age_s is None and newest is None
         now_ms = clock.now_ms()
         plan = plan_skip(broker, group, topic, older_than=age_s, lag_above=newest, to_end=to_end, now_ms=now_ms)

@@ -160,16 +160,13 @@ def stored_recently(view: StoreView, topic: str) -> tuple[int, float]:
     """Return the messages of a topic in the last ten minutes of the store, and how many seconds they cover."""
     if view.now_ms is None:
         return 0, 1.0
-    store, stored, begin_ms = view.store, 0, view.now_ms
+    stored, begin_ms = 0, view.now_ms
     since_ms = view.now_ms - 1000 * _WINDOW_S
-    for queue_id in view.topics.get(topic, ()):
-        queue = store.queues[topic, queue_id]
-        offsets = range(queue.min_offset, queue.max_offset)
-        first = first_at(store, queue, since_ms, offsets) if offsets else 0
-        entry = queue.entry(first) if first in offsets else None
-        if entry is not None:
+    for queue, offsets in view.queues(topic).items():
+        first = first_at(view.store, view.store.queues[queue], since_ms, offsets) if offsets else 0
+        if first in offsets:
             stored += offsets.stop - first
-            time_ms = store.log.store_timestamp_ms(entry.physical_offset, entry.size)
+            time_ms = view.stored_at(queue, first)
             begin_ms = begin_ms if time_ms is None else min(begin_ms, time_ms)
     return stored, max(1.0, (view.now_ms - begin_ms) / 1000)
 
