@@ -168,11 +168,10 @@ class Watch:
             if not topic.startswith(RETRY_PREFIX):
                 continue
             often: list[StoredMessage] = []
-            for queue_id in view.topics[topic]:
-                first, end, _ = view.ranges[topic, queue_id]
-                begin = self._retries.get((topic, queue_id), end if self._lag is None else first)
-                self._retries[topic, queue_id] = end
-                new = view.store.messages(topic, queue_id, begin, end)
+            for queue, offsets in view.queues(topic).items():
+                begin = self._retries.get(queue, offsets.stop if self._lag is None else offsets.start)
+                self._retries[queue] = offsets.stop
+                new = view.messages(queue, range(begin, offsets.stop))
                 often += (message for message in new if _attempts(message) >= self._limits.retries)
             if often:
                 worst = max(often, key=_attempts)

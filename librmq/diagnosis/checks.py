@@ -142,7 +142,7 @@ def unlisted_topic_findings(view: StoreView) -> list[Finding]:
         return state.min_offset, state.max_offset
 
     counts = {
-        topic: (queues, sum(high - low for low, high in (range_of(topic, queue_id) for queue_id in view.topics[topic])))
+        topic: (queues, view.message_count(topic))
         for topic, queues in unlisted_topics(ranges, range_of, tables.topics.rows).items()
     }
     return [
@@ -254,12 +254,10 @@ _FEWEST: Final = 10
 
 def newest(view: StoreView, topic: str, limit: int) -> Iterator[StoredMessage]:
     """Yield about ``limit`` of the newest messages of a topic, as many from each queue."""
-    ids = view.topics.get(topic, ())
-    for queue_id in ids:
-        state = view.ranges[topic, queue_id]
+    queues = view.queues(topic)
+    for queue, offsets in queues.items():
         with suppress(CorruptionError):
-            begin = max(state.min_offset, state.max_offset - max(1, limit // len(ids)))
-            yield from view.store.messages(topic, queue_id, begin)
+            yield from view.messages(queue, offsets[-max(1, limit // len(queues)) :])
 
 
 def registered_filters(view: StoreView) -> Iterator[tuple[str, str, str]]:

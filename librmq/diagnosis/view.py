@@ -383,8 +383,7 @@ class StoreView:
     def message_count(self, topic: str | None = None) -> int:
         """Return the number of messages of a topic, or of all queues."""
         topics = self.topics if topic is None else [topic]
-        ranges = (self.ranges[name, queue_id] for name in topics for queue_id in self.topics.get(name, ()))
-        return sum(state.max_offset - state.min_offset for state in ranges)
+        return sum(len(offsets) for name in topics for offsets in self.queues(name).values())
 
     def queue_count(self, topic: str) -> int:
         """Return the number of queues of a topic, including those without messages."""
