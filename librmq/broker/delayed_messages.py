@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Final
 
 from librmq.broker.context import BrokerContext
@@ -15,6 +16,7 @@ from librmq.java.lang import java_int, java_long
 from librmq.message import Message, record
 from librmq.message.delay_levels import level_of_queue_id
 from librmq.message.message import StoredMessage
+from librmq.runtime.runner import Step
 from librmq.scheduling.relay import HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, HopProxy, send_at
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import (
@@ -68,7 +70,7 @@ class Deliveries:
                 aside=steps.aside("saves its timers", lambda at: runner.wake(self._timing, at)),
             )
             self._timing = steps.step("delivers what is due", self.timers.run_due)
-            self.arrivals.wake_by_topic[TIMER_TOPIC] = self._wake_timers
+            self.arrivals.wake_by_topic[TIMER_TOPIC] = partial(self._wake, self._timing)
         self.relay: HopProxy | None = None
         if config.hops:
             self.relay = HopProxy(
@@ -79,7 +81,7 @@ class Deliveries:
                 aside=steps.aside("flushes for its hops", lambda at: runner.wake(self._relaying, at)),
             )
             self._relaying = steps.step("sends on by levels", self._run_relay)
-            self.arrivals.wake_by_topic[HOP_TOPIC] = self._wake_relay
+            self.arrivals.wake_by_topic[HOP_TOPIC] = partial(self._wake, self._relaying)
 
     def start(self) -> None:
         """Deliver due messages, and wake the steps for waiting ones."""
@@ -118,18 +120,14 @@ class Deliveries:
         if self._metrics is not None:
             self._metrics.count("delayed_out", level=str(level_of_queue_id(message.queue_id)))
 
-    def _wake_timers(self) -> None:
+    def _wake(self, step: Step) -> None:
         with self._runner.lock:
-            self._runner.wake(self._timing)
+            self._runner.wake(step)
 
     def _timed_out(self, message: StoredMessage, result: AppendResult) -> None:
         properties = message.properties
         topic, queue_id = properties["REAL_TOPIC"], int(properties["REAL_QID"])
         self.arrivals.stored(topic, queue_id, properties, result, is_delivered=True)
-
-    def _wake_relay(self) -> None:
-        with self._runner.lock:
-            self._runner.wake(self._relaying)
 
     def _run_relay(self, now_ms: int) -> int | None:
         assert self.relay is not None

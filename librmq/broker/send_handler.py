@@ -61,7 +61,7 @@ class SendHandler:
         context: BrokerContext,
         deliveries: Deliveries,
         replication: Replication,
-        half_stored: Callable[[str | None, int], None],
+        half_stored: Callable[[str | None, int], object],
     ) -> None:
         """``half_stored(unique_key, physical_offset)`` notes a half message before its producer gets an answer."""
         store, config = context.store, context.config

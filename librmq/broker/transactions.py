@@ -66,6 +66,7 @@ class BrokerTransactions:
             waits=False,
             aside=None if aside is None else partial(self._aside, aside),
         )
+        self.half_stored = self._transactions.half_stored
         self._step = context.steps.step("checks transactions", self._run_due)
         arrivals.wake_by_topic[HALF_TOPIC] = self.prepared
 
@@ -74,10 +75,6 @@ class BrokerTransactions:
         if self._step.at is None:
             with self._runner.lock:
                 self._runner.wake(self._step)
-
-    def half_stored(self, unique_key: str | None, physical_offset: int) -> None:
-        """Note a half message that was stored. Thread-safe."""
-        self._transactions.half_stored(unique_key, physical_offset)
 
     def end_transaction(self, request: EndTransaction) -> None:
         """Commit or roll back; `BrokerError` with 4.9's code."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Final
 
 from librmq.client.allocation import own_share
@@ -27,7 +28,6 @@ from librmq.protocol import (
     MinOffset,
     QueueData,
     QueueOffsetAt,
-    Subscription,
 )
 from librmq.runtime.runner import Step, next_on_grid
 
@@ -146,7 +146,7 @@ class Rebalancing:
                 for topic in changed:
                     member.metrics.count("rebalances", topic=topic, group=member.group)
             for topic in changed:  # so that the broker keeps this instance's subscription if instances differ
-                member.subscriptions[topic] = _renewed(member.subscriptions[topic], now_ms)
+                member.subscriptions[topic] = replace(member.subscriptions[topic], version=now_ms)
             member.client.beat()
         return next_from_first(now_ms, self._started_ms, INTERVAL_MS) if self._is_incomplete else None
 
@@ -271,7 +271,3 @@ class Rebalancing:
         is_known_broker = queue.broker_name in self._brokers
         is_broadcasting = self._member.config.model is MessageModel.BROADCASTING
         return is_broadcasting and is_known_broker and initial_queues is not None and queue not in initial_queues
-
-
-def _renewed(subscription: Subscription, now_ms: int) -> Subscription:
-    return Subscription(subscription.topic, subscription.expression, subscription.expression_type, now_ms)
