@@ -224,7 +224,7 @@ class DedupListener:
         if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True):
             yield from self._release_claim(claim)
         else:
-            yield from self._finish(claim)
+            yield from self._finish_claim(claim)
         return result
 
     def _claim(self, message: Delivered) -> Generator[_Request, Any, _Claimed | None]:
@@ -262,7 +262,7 @@ class DedupListener:
             _log.warning("%(key)s: taken over from a consumer that did not end in time", key=key)
         return _Claimed(key, owner)
 
-    def _finish(self, claim: _Claimed) -> Generator[_Request, Any, None]:
+    def _finish_claim(self, claim: _Claimed) -> Generator[_Request, Any, None]:
         now_ms = self._clock.now_ms()
         request = self._request("finish", claim.key, claim.owner, now_ms, now_ms + self._keep_ms)
         yield from self._end_claim(claim, request, "consumed", "consumed", "marked so")
@@ -357,7 +357,7 @@ class DedupListener:
                 done = min(max(0, error.consumed), len(claimed)) if isinstance(error, ReconsumeLater) else 0
         yield from self._run_together(
             [
-                self._finish(claim) if number < done else self._release_claim(claim)
+                self._finish_claim(claim) if number < done else self._release_claim(claim)
                 for number, (_, _, claim) in enumerate(claimed)
             ]
         )

@@ -105,7 +105,7 @@ class _Layout:
         self._match = re.compile(f"{text}((?!))?").fullmatch  # the last group, of absent properties, is None
         self._groups = [names.index(name) + 1 if name in names else len(names) + 1 for name in _NEEDED]
 
-    def find(self, raw: bytes) -> tuple[str | None, ...] | None:
+    def values_of(self, raw: bytes) -> tuple[str | None, ...] | None:
         """Return the values of the needed properties, None if the properties have another layout."""
         match = self._match(raw.decode("ascii")) if raw.isascii() else None
         return None if match is None else match.group(*self._groups)
@@ -316,7 +316,7 @@ class DelaySchedule:
 
     def _deliver_due(self, level: _Level, look_ms: int | None) -> int | None:
         queue = self._store.queue(SCHEDULE_TOPIC, level.queue_id)
-        queue_offset = self._progress(level, queue)
+        queue_offset = self._next_offset_of(level, queue)
         if queue is None:
             return None
         end = queue_offset + self._most
@@ -347,7 +347,7 @@ class DelaySchedule:
             count = min(_ENTRIES_A_READ, 2 * count)
         return look_ms  # the rest is due immediately
 
-    def _progress(self, level: _Level, queue: ConsumeQueue | None) -> int:
+    def _next_offset_of(self, level: _Level, queue: ConsumeQueue | None) -> int:
         """Return the queue offset of the next message, corrected if the queue does not have it."""
         stored = level.next_offset
         low, high = (0, 0) if queue is None else (queue.min_offset, queue.max_offset)
@@ -432,7 +432,7 @@ class DelaySchedule:
         """
         raw = waiting.properties_raw
         layout = self._layouts.current
-        values = None if layout is None else layout.find(raw)
+        values = None if layout is None else layout.values_of(raw)
         if values is None:
             properties = waiting.properties
             values = tuple(map(properties.get, _NEEDED))

@@ -145,9 +145,9 @@ def test_values_that_fit_a_layout_are_encoded_unchanged(first: bytes, second: by
     known = decode_properties(first)
     assert is_encoding_of(first, known)
     layout = _Layout(tuple(known))
-    assert layout.find(first) is not None
+    assert layout.values_of(first) is not None
     for raw in (first, second):
-        found = layout.find(raw)
+        found = layout.values_of(raw)
         if found is not None:
             properties = decode_properties(raw)
             assert found == tuple(map(properties.get, _NEEDED))

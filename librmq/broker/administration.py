@@ -66,7 +66,7 @@ class Administration:
         """Make or change a topic."""
         if request.unless_exists and request.topic in self._topics.by_name:
             return
-        self._topics.change(
+        self._topics.change_topic(
             request.topic, request.read_queues, request.write_queues, request.permission, request.message_type
         )
 
@@ -92,7 +92,7 @@ class Administration:
 
     def set_group(self, request: SetGroup) -> None:
         """Make a consumer group, or change it."""
-        self._groups.change(request.group, request.settings)
+        self._groups.change_group(request.group, request.settings)
 
     def delete_group(self, request: DeleteGroup) -> None:
         """Delete a consumer group, with its progress if that is asked for."""

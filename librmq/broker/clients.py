@@ -127,7 +127,7 @@ class Clients:
         self._compared: dict[str, dict[str, dict[str, str]]] = {}  # the subscriptions of its members, by group
         self._settings: dict[str, set[str]] = {}  # by group, those that were logged
 
-    def register(self, request: Heartbeat) -> None:
+    def register_client(self, request: Heartbeat) -> None:
         """Register a client; make the groups of its consumers, and their retry topics."""
         for data in request.consumers:
             group = self._groups.get_or_create(data.group)

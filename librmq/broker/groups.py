@@ -134,7 +134,7 @@ class Groups:
                 f"consumer group {name!r} does not exist: create it with set_group, or let consumers do so with "
                 "BrokerConfig(auto_create_group=True)",
             )
-        return self.change(name, {})
+        return self.change_group(name, {})
 
     def consuming(self, name: str) -> Group:
         """Return the group of a pull or receive, made on demand; `BrokerError` if it may not consume."""
@@ -147,7 +147,7 @@ class Groups:
             )
         return group
 
-    def change(self, name: str, settings: Mapping[str, object]) -> Group:
+    def change_group(self, name: str, settings: Mapping[str, object]) -> Group:
         """Make a group, or change some of its settings, by their names in ``subscriptionGroup.json``.
 
         Settings that no row of 4.9 has are ignored, as there, and so is a name: ``name`` is the group's.

@@ -165,7 +165,7 @@ class BrokerParts:
         context, transactions, administration = self.context, self.transactions, Administration(self.context, wake)
         sending, receives, progress, replication = self.sending, self.receives, self.progress, self.replication
         pulling, clients = self.pulling, context.clients
-        answer, locked, durable = self._answer, self._locked, self._durable
+        answer, locked, durable = self._set_handler, self._locked, self._durable
         answer(SendMessage, sending.send)
         answer(SendPlain, sending.send_plain)
         answer(SendBatch, sending.send_batch)
@@ -179,7 +179,7 @@ class BrokerParts:
         answer(Acknowledge, locked(receives.acknowledge))
         answer(ChangeInvisible, locked(receives.change))
         answer(ForwardToDeadLetters, locked(receives.forward))
-        answer(Heartbeat, locked(clients.register))
+        answer(Heartbeat, locked(clients.register_client))
         answer(Unregister, locked(clients.unregister))
         answer(ChannelClosed, locked(clients.channel_closed))
         answer(ConsumerIds, locked(clients.consumer_ids))
@@ -210,7 +210,7 @@ class BrokerParts:
             for kind in _WRITES:
                 self.by_request[kind] = partial(_refuse, context.name, master)
 
-    def _answer(self, kind: type[Q], handler: Callable[[Q], object]) -> None:
+    def _set_handler(self, kind: type[Q], handler: Callable[[Q], object]) -> None:
         self.by_request[kind] = handler
 
     def _locked(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:

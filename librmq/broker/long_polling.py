@@ -229,21 +229,21 @@ class HeldRequests:
 
     def answer_queue(self, queue: _QueueName) -> None:
         """Answer all held requests of a queue, whatever they match."""
-        self._answer((queue, holder) for holder in list(self.by_queue.get(queue, ())))
+        self._notify_holders((queue, holder) for holder in list(self.by_queue.get(queue, ())))
 
     def answer_passed(self) -> None:
         """Answer the requests that other messages have passed now, so that progress passes them too."""
-        self._answer(self._passed.pop_all())
+        self._notify_holders(self._passed.pop_all())
 
     def run_due(self, now_ms: int) -> int | None:
         """Answer the requests that other messages have passed; return the time of the next call."""
         first_ms = self._passed.first_ms
         if first_ms is not None and first_ms > now_ms + self._sweep_ms:  # the clock was set back
             self.answer_passed()
-        self._answer(self._passed.pop_due(now_ms))
+        self._notify_holders(self._passed.pop_due(now_ms))
         return self._passed.first_ms
 
-    def _answer(self, holds: Iterable[tuple[_QueueName, _Holder]]) -> None:
+    def _notify_holders(self, holds: Iterable[tuple[_QueueName, _Holder]]) -> None:
         for queue, holder in holds:
             hold = self.by_queue.get(queue, {}).get(holder)
             if hold is not None:  # an earlier notification can have ended it

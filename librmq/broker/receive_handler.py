@@ -149,7 +149,7 @@ class ReceiveHandler:
             return receipt.received_ms + receipt.invisible_ms > now_ms
         if flight.visible_ms <= now_ms:
             return False
-        self._finish(key, queue, receipt.queue_offset)
+        self._finish_flight(key, queue, receipt.queue_offset)
         return True
 
     def change(self, request: ChangeInvisible) -> str:
@@ -403,9 +403,9 @@ class ReceiveHandler:
         """Finish a message that was stored again, unless its progress was moved meanwhile."""
         queue = self._current(key)
         if queue is not None and queue_offset in queue.flights:
-            self._finish(key, queue, queue_offset)
+            self._finish_flight(key, queue, queue_offset)
 
-    def _finish(self, key: QueueKey, queue: QueueFlights, queue_offset: int) -> None:
+    def _finish_flight(self, key: QueueKey, queue: QueueFlights, queue_offset: int) -> None:
         """Finish a message: move the progress, and wake receives that wait for the queue in order or for room."""
         was_full = len(queue.flights) >= MAX_IN_FLIGHT
         queue.remove_flight(queue_offset)

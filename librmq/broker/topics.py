@@ -220,7 +220,7 @@ class Topics:
         """Return one of the broker's own topics, such as a group's retry topic, created on demand."""
         return self.by_name.get(name) or self._set_row(name, queues, queues, _READ_WRITE)
 
-    def change(
+    def change_topic(
         self,
         name: str,
         read_queues: int,

@@ -170,7 +170,7 @@ class TransactionProducer(Producer):
             with self._logging_failure(sent):
                 state = TransactionState.UNKNOWN
                 state = _state_of(run(half, arg))
-        self._end(sent, state)
+        self._end_transaction(sent, state)
         return TransactionResult(sent, state)
 
     async def send_in_transaction_async(
@@ -194,7 +194,7 @@ class TransactionProducer(Producer):
                 state = TransactionState.UNKNOWN
                 result: Any = run(half, arg)
                 state = _state_of(await result if inspect.isawaitable(result) else result)
-        await self._runner.offload(lambda: self._end(sent, state))
+        await self._runner.offload(lambda: self._end_transaction(sent, state))
         return TransactionResult(sent, state)
 
     def _local_transaction(self, execute: Callable[[Message, Any], Any] | None) -> Callable[[Message, Any], Any]:
@@ -227,7 +227,7 @@ class TransactionProducer(Producer):
         _, sent = self._send_half(message)
         opened = OpenTransaction(sent)
         if sent.status is not SendStatus.SEND_OK:
-            self._end(sent, TransactionState.ROLLBACK)
+            self._end_transaction(sent, TransactionState.ROLLBACK)
             raise ClientError(
                 f"topic {message.topic!r}: the half message was not stored as requested ({sent.status.value}); "
                 "nothing ran: try again"
@@ -236,9 +236,9 @@ class TransactionProducer(Producer):
         try:
             yield opened
         except Exception:
-            self._end(sent, TransactionState.ROLLBACK)
+            self._end_transaction(sent, TransactionState.ROLLBACK)
             raise
-        self._end(sent, opened.state)
+        self._end_transaction(sent, opened.state)
 
     def _send_half(self, message: Message) -> tuple[Message, SendResult]:
         if not isinstance(message, Message):
@@ -250,7 +250,7 @@ class TransactionProducer(Producer):
         half.properties[record.PROPERTY_PRODUCER_GROUP] = self.group
         return half, self._sender.send(half, self._timeout_ms)
 
-    def _end(self, sent: SendResult, state: TransactionState) -> None:
+    def _end_transaction(self, sent: SendResult, state: TransactionState) -> None:
         """Send the end to the broker; if it is lost, the broker asks."""
         if state is TransactionState.UNKNOWN:
             return

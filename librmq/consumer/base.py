@@ -80,7 +80,7 @@ class Consumer(Startable, Generic[C]):
         self.metrics: Metrics | None = None
         self.log = _log.with_fields(consumer=self.label, group=group)
         self.states = StateLog(self.log, self.label)
-        self.rebalancing = Rebalancing(self, self._take_queue, self._release_queue, self._lock)
+        self.rebalancing = Rebalancing(self, self._start_queue, self._release_queue, self._lock)
         self._life = LifeCycle(f"{self.kind} consumer of group {group!r}")
         self._leaving = False
         self._saving = Step(f"{self.label} save progress", self._save_due, self.client)
@@ -103,7 +103,7 @@ class Consumer(Startable, Generic[C]):
         """Whether rebalancing assigns the queues."""
         return True
 
-    def _take_queue(self, assigned: AssignedQueue) -> None:
+    def _start_queue(self, assigned: AssignedQueue) -> None:
         raise NotImplementedError
 
     def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:

@@ -153,7 +153,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 stored = self.offsets.read(queue)
                 next_offset = self.rebalancing.start_offset(queue) if stored is None else stored
                 assigned = self.assigned[queue] = self.make_assigned(queue, next_offset, stored)
-                self._take_queue(assigned)
+                self._start_queue(assigned)
 
     @property
     def assignment(self) -> tuple[MessageQueue, ...]:
@@ -195,7 +195,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     # ---- queues as the rebalance gives them
 
-    def _take_queue(self, assigned: AssignedQueue) -> None:
+    def _start_queue(self, assigned: AssignedQueue) -> None:
         assigned.notify = self._arrived.set
         if assigned.progress is not None:
             self.progressed(assigned, assigned.progress)

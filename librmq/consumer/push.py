@@ -473,7 +473,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
     def _lock(self, queue: MessageQueue) -> bool:
         return self.delivery.lock_queue(queue)
 
-    def _take_queue(self, assigned: AssignedQueue) -> None:
+    def _start_queue(self, assigned: AssignedQueue) -> None:
         self.fetcher.share_limits()
         if assigned.progress is not None:
             self.progressed(assigned, assigned.progress)
