@@ -84,11 +84,11 @@ def test_error_in_a_report_does_not_reach_the_client(broker: Broker) -> None:
 def test_client_that_does_not_read_costs_bounded_memory() -> None:
     commands = Commands()
     told = message_class("TelemetryCommand")(settings=producer_settings("t" * (64 << 10)))
-    kept = sum(commands.put(told) for _ in range(2000))
+    kept = sum(commands.enqueue(told) for _ in range(2000))
     assert 200 < kept <= 1000
     assert kept * told.ByteSize() <= 16 << 20
     commands.end_stream()
-    assert not commands.put(told)
+    assert not commands.enqueue(told)
     assert len(list(commands)) == kept
 
 
