@@ -231,7 +231,7 @@ class SiteRouter:
         """Stop the probes, and shut all clients down."""
         with self._runner.lock:
             if self._probing is not None:
-                self._probing.stop()
+                self._probing.stop_probes()
                 self._probing = None
         with self._lock:  # after a switch under way
             clients, self._clients = self._clients, []
@@ -332,7 +332,7 @@ class _Probing:
         if error is not None:
             _log.error("a site could not be switched: %(error)s", error=error, exc_info=error)
 
-    def stop(self) -> None:
+    def stop_probes(self) -> None:
         """Stop probing."""
         self._unwatch()
         self._settled = self._router.state()

@@ -134,10 +134,10 @@ def test_the_routes_of_many_topics_look_a_name_up_once(monkeypatch: pytest.Monke
     clock = Standing()
     names = HostNames(WAIT_S, clock)
     for _ in range(20):
-        names.prepare(["broker:10911"])
+        names.resolve_all(["broker:10911"])
     assert (asked, names.resolve("broker")) == (["broker"], ("127.0.0.1",))
     clock.seconds += 5
-    names.prepare(["broker:10911"])
+    names.resolve_all(["broker:10911"])
     assert names.resolve("broker") == ("127.0.0.2",)
 
 
@@ -153,7 +153,7 @@ def test_names_that_hang_are_waited_for_together(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: end.wait(WAIT_S) and [])
     clock = Passing()
     try:
-        HostNames(3, clock).prepare([f"broker-{number}.invalid:10911" for number in range(300)])
+        HostNames(3, clock).resolve_all([f"broker-{number}.invalid:10911" for number in range(300)])
     finally:
         end.set()
     assert clock.seconds == 3

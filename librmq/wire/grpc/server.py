@@ -265,7 +265,7 @@ class Service:
 
     def is_settled(self) -> bool:
         """Return whether no client has anything to answer: push consumers wait, and no question is open."""
-        return not self.missing() and not self.sessions.has_open_question() and self.receives.is_settled()
+        return not self.missing_clients() and not self.sessions.has_open_question() and self.receives.is_settled()
 
     def clients(self) -> dict[str, FormerClient]:
         """Return the clients, as the next server takes them over."""
@@ -274,7 +274,7 @@ class Service:
             for client_id, client in self.sessions.clients().items()
         }
 
-    def missing(self) -> list[str]:
+    def missing_clients(self) -> list[str]:
         """Return the clients of the server before that are not back."""
         return list(dict.fromkeys([*self.sessions.silent(), *self.receives.polls.missing_clients()]))
 
@@ -480,7 +480,7 @@ class GrpcServer:
         A push consumer is back when it receives from all queues from which it received before, a producer that has sent
         half messages when the server can ask it about them, and any other client with its first call.
         """
-        return self._service.missing()
+        return self._service.missing_clients()
 
     def close(self, timeout: float = 5) -> bool:
         """Answer no more calls. Closing again does nothing.

@@ -84,7 +84,7 @@ class ClientRequests:
             RequestCode.NOTIFY_CONSUMER_IDS_CHANGED: self._consumers_changed,
             RequestCode.CHECK_TRANSACTION_STATE: self._check_transaction,
             RequestCode.RESET_CONSUMER_CLIENT_OFFSET: self._reset,
-            RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: self._progress,
+            RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: self._report_progress,
             RequestCode.GET_CONSUMER_RUNNING_INFO: self._describe,
             RequestCode.CONSUME_MESSAGE_DIRECTLY: self._consume,
             RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT: self._reply,
@@ -145,7 +145,7 @@ class ClientRequests:
         beat.client.call(ResetOffsets(header.group, header.topic, offsets))
         send(answer_to(frame))
 
-    def _progress(self, beat: Heartbeat, header: ClientStatusHeader, frame: Frame, send: _Send) -> None:
+    def _report_progress(self, beat: Heartbeat, header: ClientStatusHeader, frame: Frame, send: _Send) -> None:
         try:
             progress: Mapping[MessageQueue, int] = beat.client.call(ConsumerOffsets(header.group, header.topic))
         except ClientStateError:  # it is no consumer of the group, and has no progress

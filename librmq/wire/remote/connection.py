@@ -149,7 +149,7 @@ class HostNames:
         self._lock = Lock()
         self._known: dict[str, _Known] = {}
 
-    def prepare(self, addresses: Iterable[str]) -> None:
+    def resolve_all(self, addresses: Iterable[str]) -> None:
         """Look up the names in ``host:port`` again, so that later connections need not wait for that.
 
         Waits for all of them together up to the time of one look-up; what is not known by then is left to `resolve`.

@@ -632,7 +632,7 @@ def connect(
             dial,
             timeout_s=timeout_s,
             later=notices.later,
-            prepare=names.prepare,
+            prepare=names.resolve_all,
             at_close=opened,
         )
         route.own_host = _own_host(addresses, names)

@@ -223,7 +223,7 @@ class AdminRequests:
         header: GroupAndTopicHeader = call.header
         named = [header.topic] if header.topic else self._topics_of(header.consumer_group)
         topics = [topic for topic in named if self._broker.topic_route(topic)]
-        table = {key: row for topic in topics for key, row in self._progress(header.consumer_group, topic).items()}
+        table = {key: row for topic in topics for key, row in self._progress_rows(header.consumer_group, topic).items()}
         per_second = math.fsum(self._per_second(header.consumer_group, topic) for topic in topics)
         return call.answer(body=write_body({"consumeTps": per_second, "offsetTable": table}))
 
@@ -233,7 +233,7 @@ class AdminRequests:
     def _all_consume_stats(self, call: RemotingCall) -> bytes:
         groups, behind = [], 0
         for group in self._broker.groups():
-            tables = {topic: self._progress(group, topic) for topic in self._topics_of(group)}
+            tables = {topic: self._progress_rows(group, topic) for topic in self._topics_of(group)}
             behind += sum(self._lag(group, topic) for topic in tables)
             stats = [{"consumeTps": self._per_second(group, topic), "offsetTable": tables[topic]} for topic in tables]
             groups.append({group: stats})
@@ -254,7 +254,7 @@ class AdminRequests:
         ids = [queue.queue_id for queue in self._queues(topic)]
         return sum(queue_lag(offset(group, topic, queue_id), *store.queue_range(topic, queue_id)) for queue_id in ids)
 
-    def _progress(self, group: str, topic: str) -> dict[ObjectKey, dict[str, int]]:
+    def _progress_rows(self, group: str, topic: str) -> dict[ObjectKey, dict[str, int]]:
         """Return a group's progress by queue; without progress it counts from 0, as in the statistics of 4.9."""
         table: dict[ObjectKey, dict[str, int]] = {}
         for queue in self._queues(topic):

@@ -417,7 +417,7 @@ class ClientChannels:
         """Return a client that has sent a heartbeat and not left."""
         return self._by_id.get(client_id)
 
-    def register(self, channel: Channel, frame: Frame) -> None:
+    def register_client(self, channel: Channel, frame: Frame) -> None:
         """Register a client with its groups."""
         client_id, producers, consumers = heartbeat_of(frame.body)
         if not client_id:

@@ -248,7 +248,7 @@ class ConsumerRequests:
     # ---- clients
 
     def _heartbeat(self, call: RemotingCall) -> bytes:
-        self._sessions.register(call.channel, call.frame)
+        self._sessions.register_client(call.channel, call.frame)
         return call.answer()
 
     def _unregister(self, call: RemotingCall) -> bytes:
