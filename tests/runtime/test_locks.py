@@ -81,10 +81,10 @@ for number in range(200):
     try:
         signal.setitimer(signal.ITIMER_REAL, 5e-5 + number * 1e-7)
         while True:
-            commands.end()
+            commands.end_stream()
     except Hit:
         pass
-    commands.end()
+    commands.end_stream()
     reading = threading.Thread(target=list, args=(commands,), daemon=True)
     reading.start()
     reading.join(60)
