@@ -206,7 +206,7 @@ class Properties:
             return np.zeros(0, np.int64)
         return np.flatnonzero(not_utf8(self._stored))
 
-    def stored(self) -> pa.StringArray:
+    def stored_texts(self) -> pa.StringArray:
         """Return the properties of each record as stored, as one text."""
         return texts(self._stored)
 
@@ -219,7 +219,7 @@ class Properties:
             nonempty &= split > begins
         elif not len(unusual) and nonempty.all():
             counts = np.full(self.rows, len(self._names))
-            return self._map(counts, self._repeated_names(), known_text(slices(text, split + 1, ends)))
+            return self._map_of(counts, self._repeated_names(), known_text(slices(text, split + 1, ends)))
         row = self._row
         if not nonempty.all():
             begins, ends, split, row = begins[nonempty], ends[nonempty], split[nonempty], row[nonempty]
@@ -228,7 +228,7 @@ class Properties:
         if not len(unusual):
             names = slices(text, begins, split)
             values = slices(text, split + 1, ends)
-            return self._map(np.bincount(row, minlength=self.rows), known_text(names), known_text(values))
+            return self._map_of(np.bincount(row, minlength=self.rows), known_text(names), known_text(values))
         regular = ~np.isin(row, unusual)
         begins, ends, split, row = begins[regular], ends[regular], split[regular], row[regular]
         plain = [self._plain(int(properties)) for properties in unusual]
@@ -249,7 +249,7 @@ class Properties:
                 pa.array([value for properties in plain for value in properties.values()], pa.string()),
             ]
         ).take(order)
-        return self._map(counts, names, values)
+        return self._map_of(counts, names, values)
 
     def _repeated_names(self) -> pa.StringArray:
         """Return the names of all rows, which equal the first row's."""
@@ -261,7 +261,7 @@ class Properties:
         return pa.Array.from_buffers(pa.string(), len(offsets) - 1, buffers)
 
     @staticmethod
-    def _map(counts: Ints, names: pa.StringArray, values: pa.StringArray) -> pa.MapArray:
+    def _map_of(counts: Ints, names: pa.StringArray, values: pa.StringArray) -> pa.MapArray:
         offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         return pa.MapArray.from_arrays(numbers(offsets), names, values)
 
@@ -307,12 +307,12 @@ class Block:
         self._frames = frames
         self.sound: Mask
         """Mask of the rows that `record.frame` accepts."""
-        self._check()
+        self._check_frames()
 
     def __len__(self) -> int:
         return len(self.places)
 
-    def _check(self) -> None:
+    def _check_frames(self) -> None:
         raw, places = self._raw, self.places
         limit = len(raw)
         sound = (places >= 0) & (places <= limit - record.FIXED_SIZE)
@@ -425,7 +425,7 @@ class Block:
                 hosts[rows] = np.array(names, object)[which]
         return pa.array(hosts, pa.string())
 
-    def topic(self) -> pa.StringArray:
+    def topics(self) -> pa.StringArray:
         """Return the topics in the records."""
         return texts(self._slices(*self._topic))
 
@@ -434,7 +434,7 @@ class Block:
         """The bodies as stored."""
         return self._slices(*self._body)
 
-    def body(self, *, checksums: bool = False) -> tuple[pa.BinaryArray, dict[int, RecordError]]:
+    def bodies(self, *, checksums: bool = False) -> tuple[pa.BinaryArray, dict[int, RecordError]]:
         """Return the bodies as sent, null where one can't be restored, and the reasons by row.
 
         With ``checksums`` also the rows whose stored body does not match its checksum have a reason.
@@ -515,7 +515,7 @@ TIMESTAMP: Final = pa.timestamp("us", "UTC")
 MAP: Final = pa.map_(pa.string(), pa.string())
 
 COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block], pa.Array]]]] = {
-    "topic": (pa.string(), Block.topic),
+    "topic": (pa.string(), Block.topics),
     "queueId": _number("queue_id", pa.int32()),
     "queueOffset": _number("queue_offset", pa.int64()),
     "physicalOffset": _number("physical_offset", pa.int64()),
@@ -525,7 +525,7 @@ COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block], pa.Array]]]] = {
     "keys": _property(record.PROPERTY_KEYS),
     "uniqueKey": _property(record.PROPERTY_UNIQUE_KEY),
     "properties": (MAP, lambda block: block.properties.map()),
-    "body": (pa.binary(), lambda block: block.body()[0]),
+    "body": (pa.binary(), lambda block: block.bodies()[0]),
     "reconsumeTimes": _number("reconsume_times", pa.int32()),
     "sysFlag": _number("sys_flag", pa.int32()),
     "size": _number("size", pa.int32()),
@@ -535,7 +535,7 @@ COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block], pa.Array]]]] = {
     "preparedTransactionOffset": _number("prepared_offset", pa.int64()),
     "bodyCrc": (pa.int64(), lambda block: numbers(block.field("body_crc").astype(np.int64))),
     "storedBody": (pa.binary(), lambda block: block.stored_body),
-    "propertiesString": (pa.string(), lambda block: block.properties.stored()),
+    "propertiesString": (pa.string(), lambda block: block.properties.stored_texts()),
 }
 """The columns that a record can fill, by their names in Spark."""
 

@@ -326,7 +326,7 @@ class _Steps:
         self._drops_damaged = drops_damaged
         self._reports_ahead = state.told
         self._executor = ThreadPoolExecutor(1)
-        self._coming = deque([self._executor.submit(self._read)])
+        self._coming = deque([self._executor.submit(self._next_unit)])
         self._following: _Unit | None = None
         self.offsets = {topic: dict(queues) for topic, queues in state.offsets.items()}
         """The offsets at the end of the last step."""
@@ -342,10 +342,10 @@ class _Steps:
             self._following = self._coming.popleft().result()
             size = 0 if self._following is None else self._following.size
             while len(self._coming) < max(1, min(_AHEAD, _AHEAD_BYTES // max(1, size))):
-                self._coming.append(self._executor.submit(self._read))
+                self._coming.append(self._executor.submit(self._next_unit))
         return self._following is not None
 
-    def _read(self) -> _Unit | None:
+    def _next_unit(self) -> _Unit | None:
         """Return the next unit."""
         places: list[pa.RecordBatch] = []
         batches: list[pa.RecordBatch] = []

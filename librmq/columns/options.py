@@ -83,20 +83,20 @@ class ReadSelection:
     internal: bool = False
     """Whether to read topics that are not named and are no user topics: the broker's own, retries, dead letters."""
 
-    def queue(self, topic: str, queue_id: int) -> bool:
+    def has_queue(self, topic: str, queue_id: int) -> bool:
         """Return whether the read can include messages of the queue."""
         if self.queue_ids is not None and queue_id not in self.queue_ids:
             return False
         if self.queues is not None:
             return (topic, queue_id) in self.queues
-        return self.topic(topic)
+        return self.has_topic(topic)
 
-    def topic(self, topic: str) -> bool:
+    def has_topic(self, topic: str) -> bool:
         """Return whether the read includes a topic."""
         is_chosen = self.topics is not None or self.topic_pattern is not None
-        return self.names(topic) and (is_chosen or self.internal or is_user_topic(topic))
+        return self.names_topic(topic) and (is_chosen or self.internal or is_user_topic(topic))
 
-    def names(self, topic: str) -> bool:
+    def names_topic(self, topic: str) -> bool:
         """Return whether a name or pattern selects a topic, or there is none."""
         if self.topics is not None:
             return topic in self.topics

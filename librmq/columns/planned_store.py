@@ -96,7 +96,7 @@ class QueueRange:
     entries: ConsumeQueue | ShortQueue
     """Reader of the queue's entries."""
 
-    def place(self, queue_offset: int) -> int:
+    def place_of(self, queue_offset: int) -> int:
         """Return the physical offset in an entry."""
         entry = self.entries.entry(queue_offset)
         return -1 if entry is None else entry.physical_offset
@@ -111,7 +111,7 @@ class QueueRange:
         else:
             ends, at = [], offsets.start
             for bound in bounds:
-                at = bisect_left(range(offsets.stop), bound, at, offsets.stop, key=self.place)
+                at = bisect_left(range(offsets.stop), bound, at, offsets.stop, key=self.place_of)
                 ends.append(at)
         return [range(begin, end) for begin, end in zip([offsets.start, *ends], [*ends, offsets.stop], strict=True)]
 
@@ -218,7 +218,7 @@ class PlannedStore:
             self.log_end = self._cut.offset
         states = {} if store is None else store.queues.states()
         for name in sorted(self._names()):
-            if self.options.selection.queue(*name):
+            if self.options.selection.has_queue(*name):
                 try:
                     self.queues[name] = self._before_cut(self._queue(name, states.get(name)))
                 except CorruptionError as error:
@@ -333,7 +333,7 @@ class PlannedStore:
         """Return the queue without the messages that a recovery would cut."""
         if self._cut is None:
             return queue
-        end = bisect_left(range(queue.end), self._cut.offset, queue.begin, queue.end, key=queue.place)
+        end = bisect_left(range(queue.end), self._cut.offset, queue.begin, queue.end, key=queue.place_of)
         inline = queue.inline[: max(end - queue.inline_from, 0) * ENTRY_SIZE]
         return replace(queue, end=end, inline_from=min(queue.inline_from, end), inline=inline)
 

@@ -127,9 +127,9 @@ def _stretch(store: PlannedStore, times: ReadSelection) -> tuple[int, int]:
     begin, end = store.log_begin, store.log_end
     for name, queue in store.queues.items():
         if times.begin_ms is not None and (first := store.first_at(name, times.begin_ms)) > queue.begin:
-            begin = max(begin, queue.place(first - 1))
+            begin = max(begin, queue.place_of(first - 1))
         if times.end_ms is not None and (last := store.first_at(name, times.end_ms)) < queue.end:
-            end = min(end, queue.place(last))
+            end = min(end, queue.place_of(last))
     return begin, max(begin, end)
 
 
@@ -138,8 +138,8 @@ def _offsets_in_log(store: PlannedStore, name: QueueName, begin: int, end: int) 
     queue = store.queues[name]
     if (begin, end) == (store.log_begin, store.log_end):
         return range(queue.begin, queue.end)
-    first = bisect_left(range(queue.end), begin, queue.begin, queue.end, key=queue.place)
-    return range(first, bisect_left(range(queue.end), end, first, queue.end, key=queue.place))
+    first = bisect_left(range(queue.end), begin, queue.begin, queue.end, key=queue.place_of)
+    return range(first, bisect_left(range(queue.end), end, first, queue.end, key=queue.place_of))
 
 
 def _shares(store: PlannedStore, ranges: Ranges, bounds: Sequence[int]) -> list[tuple[Slice, ...]]:
@@ -235,7 +235,7 @@ def _pruned(store: PlannedStore, ranges: Ranges) -> Ranges:
     first = True
     while groups:
         following: list[list[_Range]] = []
-        for pieces, (possible, certain) in zip(groups, facts.matches(groups, predicate.expression), strict=True):
+        for pieces, (possible, certain) in zip(groups, facts.verdicts(groups, predicate.expression), strict=True):
             open_ones = [piece for piece, may, must in zip(pieces, possible, certain, strict=True) if may and not must]
             matching += [piece for piece, may, must in zip(pieces, possible, certain, strict=True) if may and must]
             if len(open_ones) == len(pieces) and not first:  # cutting decided nothing
@@ -258,7 +258,7 @@ class _Facts:
         self._columns = columns
         self._schema = schema
 
-    def matches(self, groups: list[list[_Range]], expression: pc.Expression) -> list[tuple[list[bool], list[bool]]]:
+    def verdicts(self, groups: list[list[_Range]], expression: pc.Expression) -> list[tuple[list[bool], list[bool]]]:
         """Return for the ranges of each group whether some of their rows can match, and whether all do."""
         import pyarrow.dataset as ds  # loads pandas, which only filters need
         from pyarrow.fs import LocalFileSystem
@@ -293,7 +293,7 @@ class _Facts:
         if "queueOffset" in self._columns:
             facts &= _between("queueOffset", pa.scalar(offsets[0], pa.int64()), pa.scalar(offsets[-1], pa.int64()))
         if "physicalOffset" in self._columns:
-            first, last = (pa.scalar(queue.place(at), pa.int64()) for at in (offsets[0], offsets[-1]))
+            first, last = (pa.scalar(queue.place_of(at), pa.int64()) for at in (offsets[0], offsets[-1]))
             facts &= _between("physicalOffset", first, last)
         if "storeTimestamp" in self._columns:
             times = self._store.stored_at(name, offsets[0]), self._store.stored_at(name, offsets[-1])

@@ -92,7 +92,7 @@ class Slots:
         self._free = _FreeSlots(writing)
 
     @classmethod
-    def create(cls) -> Slots | None:
+    def allocate(cls) -> Slots | None:
         """Return shared memory; None if the system has no memory of this kind."""
         if not hasattr(os, "memfd_create"):
             return None
@@ -121,9 +121,9 @@ class Slots:
         self._free.held += 1
         if self._free.held > SLOTS // 2:
             array = array.copy()
-            self._free.release(slot)
+            self._free.release_slot(slot)
         else:
-            weakref.finalize(array, self._free.release, slot).atexit = False
+            weakref.finalize(array, self._free.release_slot, slot).atexit = False
         return pa.py_buffer(array)
 
 
@@ -135,7 +135,7 @@ class _FreeSlots:
         self.held = 0
         """Number of slots with a batch that the caller holds."""
 
-    def release(self, slot: int) -> None:
+    def release_slot(self, slot: int) -> None:
         self.held -= 1
         with contextlib.suppress(OSError):  # the child has ended
             os.write(self._descriptor, bytes([slot]))
@@ -305,7 +305,7 @@ class _Source:
 
     def __init__(self, reading: _Reading, schema: pa.Schema) -> None:
         self._reading = reading
-        self._messages = reading.messages()
+        self._messages = reading.ipc_messages()
         self._message: pa.Buffer = schema.serialize()
         self._at = 0
         self.closed = False
@@ -392,7 +392,7 @@ class _Reading:
             self.close()
             raise
 
-    def messages(self) -> Iterator[pa.Buffer]:
+    def ipc_messages(self) -> Iterator[pa.Buffer]:
         """Yield all batches in order, as messages of Arrow's IPC format."""
         try:
             for number in range(len(self._parts)):
@@ -424,7 +424,7 @@ class _Reading:
                 self._give(number, child)
 
     def _own_messages(self, number: int) -> Iterator[pa.Buffer]:
-        part = self._own_parts.pop(number, None) or self._begin(self._unread.popleft())
+        part = self._own_parts.pop(number, None) or self._begin_part(self._unread.popleft())
         while True:
             while part.read:
                 message = part.read.popleft()
@@ -447,7 +447,7 @@ class _Reading:
             yield message
             self._give_out()
 
-    def _begin(self, number: int) -> _OwnPart:
+    def _begin_part(self, number: int) -> _OwnPart:
         return _OwnPart(self._reading.read(self._parts[number]))
 
     def _read_ahead(self) -> bool:
@@ -459,7 +459,7 @@ class _Reading:
             if not self._unread:
                 return False
             last = self._unread.popleft()
-            self._own_parts[last] = self._begin(last)
+            self._own_parts[last] = self._begin_part(last)
         self._ahead += self._own_parts[last].more()
         return True
 
@@ -488,7 +488,7 @@ class _Child:
         """Its last part; batches come in this order."""
         self._frames: deque[tuple[bytes, Any]] = deque()
         self._is_closed = False
-        self._slots = Slots.create()
+        self._slots = Slots.allocate()
         inherited = () if self._slots is None else self._slots.descriptors
         try:
             self._program = subprocess.Popen(
@@ -507,15 +507,15 @@ class _Child:
         self._stdout: IO[bytes] = self._program.stdout
         pipe_size(self._stdin)
         pipe_size(self._stdout)
-        self._send(ReadRequest(os.getpid(), options, schema, inherited or None))
+        self._send_pickled(ReadRequest(os.getpid(), options, schema, inherited or None))
 
     def give(self, number: int, part: Part) -> None:
         """Assign a part, which comes after its other parts."""
         self.last = number
         self.parts += 1
-        self._send(part)
+        self._send_pickled(part)
 
-    def _send(self, what: object) -> None:
+    def _send_pickled(self, what: object) -> None:
         data = pickle.dumps(what)
         view = memoryview(LENGTH.pack(len(data)) + data)
         with contextlib.suppress(BrokenPipeError):  # it has ended, as its frames will show
@@ -549,9 +549,9 @@ class _Child:
         return bool(poll.poll(0))
 
     def _take_frame(self) -> None:
-        head = self._read(FRAME.size)
+        head = self._read_bytes(FRAME.size)
         kind, size = FRAME.unpack(head) if len(head) == FRAME.size else (ERROR, -1)
-        data = self._read(size) if size > 0 else bytearray()
+        data = self._read_bytes(size) if size > 0 else bytearray()
         if size > len(data) or size < 0:
             if self._is_closed:
                 raise StoreError("this read is closed")
@@ -565,7 +565,7 @@ class _Child:
         else:
             self._frames.append((kind, data))
 
-    def _read(self, size: int) -> bytearray:
+    def _read_bytes(self, size: int) -> bytearray:
         data = bytearray(size)
         view, at = memoryview(data), 0
         while at < size and (count := self._stdout.readinto(view[at:])):  # type: ignore[attr-defined]

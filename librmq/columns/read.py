@@ -129,7 +129,7 @@ class Malformed:
         """Handle what the plan found."""
         return self._batches(damage, [{}] * len(damage))
 
-    def entries(self, rows: Rows) -> Iterator[pa.RecordBatch]:
+    def bad_entries(self, rows: Rows) -> Iterator[pa.RecordBatch]:
         """Handle entries that lead to no record."""
         return self._batches([self._in_queue(rows, at) for at in range(len(rows))], self._known_columns(rows))
 
@@ -142,7 +142,7 @@ class Malformed:
         """Handle places of the log where no record begins, each with its reason."""
         return self._batches([self._in_log(place, why) for place, why in bad], [{}] * len(bad))
 
-    def end(self) -> None:
+    def log_left_out(self) -> None:
         """Log what was left out."""
         if self._left_out:
             _log.warning(
@@ -230,7 +230,7 @@ class Reading:
         try:
             yield from task.batches()
         finally:
-            task.malformed.end()
+            task.malformed.log_left_out()
 
 
 class _Task:
@@ -279,7 +279,7 @@ class _Task:
             raise DataLossError(f"{self._part.path}: {deleted[0]} was deleted after the read was planned; {REST}")
         bad_entries = (rows.sizes <= 0) | (rows.places < 0)
         if bad_entries.any():
-            yield from self.malformed.entries(rows.take(bad_entries))
+            yield from self.malformed.bad_entries(rows.take(bad_entries))
             rows = rows.take(~bad_entries)
         if self._options.view == "queues":
             yield from self._entry_batches(rows)
@@ -300,7 +300,7 @@ class _Task:
             self._release_pages()
         self._file = None
         if isinstance(self._files, RemoteFiles):
-            self._files.release(self._part.path)
+            self._files.release_space(self._part.path)
 
     def _has_times_as_codes(self, rows: Rows) -> Mask:
         """Return which rows wait for a delay: their entries hold the time of delivery where others have a hash."""
@@ -337,7 +337,7 @@ class _Task:
             return
         bodies = None
         if self._bodies:
-            bodies, wrong_bodies = block.body(checksums=self._options.checksums)
+            bodies, wrong_bodies = block.bodies(checksums=self._options.checksums)
             if wrong_bodies:
                 order = sorted(wrong_bodies)
                 yield from self.malformed.records(rows.take(order), [wrong_bodies[at].reason for at in order])
@@ -404,8 +404,8 @@ class _Task:
         offsets = block.field("queue_offset")
         keep &= (offsets >= conditions.begin_offset) & (offsets < conditions.end_offset)
         if conditions.topics is not None or conditions.topic_pattern is not None or not conditions.internal:
-            topics = block.topic().dictionary_encode()
-            good = np.array([conditions.topic(topic) for topic in topics.dictionary.to_pylist()], np.bool_)
+            topics = block.topics().dictionary_encode()
+            good = np.array([conditions.has_topic(topic) for topic in topics.dictionary.to_pylist()], np.bool_)
             keep &= good[topics.indices.to_numpy()] if len(good) else keep
         return keep
 
@@ -540,7 +540,7 @@ class _Task:
         conditions = self._options.selection
         names = [(share.topic, share.queue_id) for share in self._part.slices]
         return np.array(
-            [every_slice or name[0].startswith("%LMQ%") or conditions.queue(*name) for name in names], np.bool_
+            [every_slice or name[0].startswith("%LMQ%") or conditions.has_queue(*name) for name in names], np.bool_
         )
 
     def _chain(self, at: int, until: int, bad: list[tuple[int, str]]) -> list[Ints]:

@@ -301,7 +301,7 @@ def _with_offsets(options: ReadOptions, offsets: Any) -> ReadOptions:
     for name, bounds in offsets.items():
         if not (isinstance(name, tuple) and len(name) == 2 and type(name[0]) is str and type(name[1]) is int):
             raise ConfigError(f"offsets: expected a topic and a queue id like ('orders', 0), found {name!r:.80}")
-        if not options.selection.names(name[0]):
+        if not options.selection.names_topic(name[0]):
             raise ConfigError(f"offsets: {name!r:.80} is of a topic that topic does not select; leave topic out")
         if options.selection.queue_ids is not None and name[1] not in options.selection.queue_ids:
             raise ConfigError(f"offsets: {name!r:.80} is a queue that queue does not select; leave queue out")

@@ -37,7 +37,7 @@ def record_starts(raw: Bytes, begin: int, end: int) -> Iterator[tuple[Ints, list
         bad: list[tuple[int, str]] = []
         starts: list[Ints] = []
         until = min(end, at + WINDOW)
-        chains = _Chains.follow(raw, at, until) if until - at >= 2 * _STRETCH else None
+        chains = _Chains.from_guesses(raw, at, until) if until - at >= 2 * _STRETCH else None
         while at < until:
             linked = None if chains is None else chains.linked(at)
             if linked is not None:
@@ -111,7 +111,7 @@ class _Chains(NamedTuple):
     """The chains that do not end where the next one starts."""
 
     @classmethod
-    def follow(cls, raw: Bytes, begin: int, end: int) -> _Chains:
+    def from_guesses(cls, raw: Bytes, begin: int, end: int) -> _Chains:
         begins = _guesses(raw, begin, end)
         bounds = np.append(begins[1:], end)
         ends = begins.copy()

@@ -185,7 +185,7 @@ class RemoteStore:
             for have, blocks in fetched:
                 have |= blocks
 
-    def release(self) -> None:
+    def release_space(self) -> None:
         """Give back the space of the log, unless repeated reads can use it."""
         for name, have in self._blocks.items():
             if have and not self._is_kept:
@@ -197,7 +197,7 @@ class RemoteStore:
     # ------------------------------------------------------------------------------------------------------ the mirror
 
     def _mirror(self, path: str) -> None:
-        listed = dict(self._listed())
+        listed = dict(self._files())
         if not listed:
             raise NotAStoreError(f"{self.url}: there is nothing here; expected the folder of a store")
         _check_is_store(self.url, listed)
@@ -227,7 +227,7 @@ class RemoteStore:
         else:
             self._copy(path, self._whole([*queues, *index, *logs]))
 
-    def _listed(self) -> Iterator[tuple[str, int]]:
+    def _files(self) -> Iterator[tuple[str, int]]:
         """Yield the files of the store and their lengths."""
         try:
             listed = self._system.find(self._root, detail=True)
@@ -397,10 +397,10 @@ class RemoteFiles(DiskFiles):
         if path in self._mirrors:
             self._mirrors[path].fetch(f"{directory.COMMITLOG}/{name}", ranges)
 
-    def release(self, path: str) -> None:
+    def release_space(self, path: str) -> None:
         """Give back the space of what was read of the store in ``path``."""
         if path in self._mirrors:
-            self._mirrors[path].release()
+            self._mirrors[path].release_space()
 
 
 def fetch(files: Files, path: str, name: str, ranges: Iterable[tuple[int, int]]) -> None:

@@ -215,16 +215,16 @@ class _MapColumns:
             present[present] = self._values.is_valid().to_numpy(zero_copy_only=False)[places[present]]
         return places, present
 
-    def text(self, name: str) -> Any:
+    def property_text(self, name: str) -> Any:
         places, present = self._places(name)
         return self._values.take(pa.array(places, mask=None if present is None else ~present))
 
-    def present(self, name: str) -> Any:
+    def presence(self, name: str) -> Any:
         present = self._places(name)[1]
         return True if present is None else booleans(present)
 
     def short(self, name: str) -> Texts:
-        return self._value_texts.at(self._places(name)[0]) if len(self._values) else Texts(self.text(name))
+        return self._value_texts.at(self._places(name)[0]) if len(self._values) else Texts(self.property_text(name))
 
 
 class _BatchColumns:
@@ -235,7 +235,7 @@ class _BatchColumns:
         self._batch = batch
         self._texts: dict[str, Any] = {}
 
-    def text(self, name: str) -> Any:
+    def property_text(self, name: str) -> Any:
         if name not in self._texts:
             self._texts[name] = self._column(name)
         return self._texts[name]
@@ -247,12 +247,12 @@ class _BatchColumns:
             return pa.nulls(self.rows, pa.string())
         return _texts(self._batch.column(name), f"column {name!r}")
 
-    def present(self, name: str) -> Any:
-        text = self.text(name)
+    def presence(self, name: str) -> Any:
+        text = self.property_text(name)
         return text.is_valid() if text.null_count else True
 
     def short(self, name: str) -> Texts:
-        return Texts(self.text(name))
+        return Texts(self.property_text(name))
 
 
 def _columns(properties: Any) -> _MapColumns | _BatchColumns:
@@ -330,7 +330,7 @@ class _Arrow(ColumnBackend[Any]):
         condition = self.some(conditions)
         return not condition if isinstance(condition, bool) else pc.invert(self.array(condition))
 
-    def first(self, branches: Sequence[tuple[Any, bool]]) -> Any:
+    def first_match(self, branches: Sequence[tuple[Any, bool]]) -> Any:
         result: Any = False
         still_open: Any = True
         for condition, value in branches:
@@ -343,13 +343,13 @@ class _Arrow(ColumnBackend[Any]):
     def property_condition(self, question: Question, condition: Condition) -> Any:
         match question:
             case Missing():
-                present = self.present(question.name)
+                present = self.presence(question.name)
                 return self.none([present]) if condition == "is_true" else present
             case TextIn():
                 return self._text_in(question, condition)
             case TextTrue():
                 compare = pc.equal if condition == "is_true" else pc.not_equal
-                return compare(pc.ascii_lower(self.text(question.name)), "true")
+                return compare(pc.ascii_lower(self.property_text(question.name)), "true")
             case NumberIs():
                 return self._number_is(question, condition)
             case SameText():
@@ -360,26 +360,26 @@ class _Arrow(ColumnBackend[Any]):
                 return self._search(question, condition)
         raise AssertionError(question)
 
-    def text(self, name: str) -> Any:
+    def property_text(self, name: str) -> Any:
         if name not in self._texts:
-            self._texts[name] = self._columns.text(name)
+            self._texts[name] = self._columns.property_text(name)
         return self._texts[name]
 
-    def present(self, name: str) -> Any:
+    def presence(self, name: str) -> Any:
         if name not in self._present:
-            self._present[name] = self._columns.present(name)
+            self._present[name] = self._columns.presence(name)
         return self._present[name]
 
     def _text_in(self, question: TextIn, condition: Condition) -> Any:
         name, texts = question.name, question.texts
         if len(texts) > FEW:
-            text = self.text(name)
+            text = self.property_text(name)
             matches = pc.is_in(text, pa.array(texts, text.type))
         else:
             if name not in self._short:
                 self._short[name] = self._columns.short(name)
             matches = booleans(reduce(np.logical_or, map(self._short[name].equal, texts)))
-        return self.every([self.present(name), matches if condition == "is_true" else pc.invert(matches)])
+        return self.every([self.presence(name), matches if condition == "is_true" else pc.invert(matches)])
 
     def _number_is(self, question: NumberIs, condition: Condition) -> Any:
         kind = type(question.number)
@@ -395,11 +395,13 @@ class _Arrow(ColumnBackend[Any]):
     def _number(self, name: str, kind: type) -> tuple[Any, Any]:
         """Return a property as numbers, null where missing or invalid, and a mask of the invalid rows (False: none)."""
         if (name, kind) not in self._numbers:
-            self._numbers[name, kind] = _doubles(self.text(name)) if kind is float else _integers(self.text(name), kind)
+            self._numbers[name, kind] = (
+                _doubles(self.property_text(name)) if kind is float else _integers(self.property_text(name), kind)
+            )
         return self._numbers[name, kind]
 
     def _same_text(self, question: SameText, condition: Condition) -> Any:
-        left, right = self.text(question.left), self.text(question.right)
+        left, right = self.property_text(question.left), self.property_text(question.right)
         if left.type != right.type:
             left, right = left.cast(pa.large_string()), right.cast(pa.large_string())
         if condition == "is_true":
@@ -410,7 +412,7 @@ class _Arrow(ColumnBackend[Any]):
         left, left_failed = self._number(question.left, float)
         right, right_failed = self._number(question.right, float)
         if condition == "is_error":
-            both = [self.present(question.left), self.present(question.right)]
+            both = [self.presence(question.left), self.presence(question.right)]
             return self.every([*both, self.some([left_failed, right_failed])])
         operator = question.operator if condition == "is_true" else NEGATED[question.operator]
         matches = COMPARE[operator](_values(_sort_key(left)), _values(_sort_key(right)))
@@ -422,7 +424,7 @@ class _Arrow(ColumnBackend[Any]):
             "STARTSWITH": pc.starts_with,
             "ENDSWITH": pc.ends_with,
         }[question.kind]
-        matches = search(self.text(question.name), question.text)
+        matches = search(self.property_text(question.name), question.text)
         true = pc.invert(matches) if question.negated else matches
         return true if condition == "is_true" else self.none([true])
 

@@ -71,7 +71,7 @@ class ColumnBackend(ABC, Generic[C]):
         """Return where no condition holds; never null."""
 
     @abstractmethod
-    def first(self, branches: Sequence[tuple[C, bool]]) -> C:
+    def first_match(self, branches: Sequence[tuple[C, bool]]) -> C:
         """Return the value of the first condition that holds; false where none does."""
 
     @abstractmethod
@@ -147,7 +147,7 @@ class ColumnBackend(ABC, Generic[C]):
                     branches.append(((yield term, decisive), False))
         if all(value for _, value in branches):
             return self.some([test for test, _ in branches])
-        return self.first(branches)
+        return self.first_match(branches)
 
     def _mapped(self, question: Mapped, condition: Condition) -> _Steps[C]:
         if condition == "is_error":

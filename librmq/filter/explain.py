@@ -74,7 +74,7 @@ def explain(selector: Selector, properties: Mapping[str, str] | None) -> Explana
     return Explanation(
         matches=outcome is True,
         verdict=_verdict(outcome),
-        decided_by=_short(selector.text(decisive)),
+        decided_by=_short(selector.source_of(decisive)),
         why=_why(selector, decisive, seen),
         tree=tuple(_lines(selector, seen)),
     )
@@ -136,9 +136,9 @@ def _evaluated_values(selector: Selector, node: Node, seen: dict[int, _Outcome])
             text = "missing" if value is None else _short(repr(value))
             parts.append(f"{child.name} is {text}")
         elif isinstance(child, Negate):
-            parts.append(f"{_short(selector.text(child))} is {'null' if value is None else value}")
+            parts.append(f"{_short(selector.source_of(child))} is {'null' if value is None else value}")
         else:
-            parts.append(f"{_short(selector.text(child))} is {_verdict(value)}")
+            parts.append(f"{_short(selector.source_of(child))} is {_verdict(value)}")
     return ", ".join(dict.fromkeys(parts))
 
 
@@ -147,14 +147,14 @@ def _lines(selector: Selector, seen: dict[int, _Outcome]) -> list[str]:
     pending = [(selector.root, 0)]
     while pending:
         node, level = pending.pop()
-        label = "  " * level + _short(selector.text(node))
+        label = "  " * level + _short(selector.source_of(node))
         if id(node) not in seen:
             rows.append((label, "-", "not evaluated"))
             continue
         leaf = isinstance(node, Compare | In | IsNull | Search | Truth)
         outcome = seen[id(node)]
         saw = _evaluated_values(selector, node, seen) if leaf else ""
-        if leaf and isinstance(outcome, FilterEvaluationError) and outcome.term == selector.text(node):
+        if leaf and isinstance(outcome, FilterEvaluationError) and outcome.term == selector.source_of(node):
             saw = f"{saw}: {outcome.reason}" if saw else outcome.reason
         rows.append((label, _verdict(outcome), saw))
         pending.extend((child, level + 1) for child in reversed(children(node)) if _is_term(child))

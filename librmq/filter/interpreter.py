@@ -108,7 +108,7 @@ def _steps(selector: Selector, node: Node, properties: Mapping[str, str]) -> _St
             try:
                 return equal(left, right) if node.operator == "=" else ordered(node.operator, left, right)
             except JavaError as error:
-                raise FilterEvaluationError(selector.text(node), error.java_name, error.reason) from None
+                raise FilterEvaluationError(selector.source_of(node), error.java_name, error.reason) from None
         case _:
             raise AssertionError(node)
 

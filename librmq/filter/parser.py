@@ -232,12 +232,12 @@ class Selector:
     root: Node
     ignored_from: int | None
 
-    def text(self, node: Node) -> str:
+    def source_of(self, node: Node) -> str:
         """Return a node in the words of the expression; halves of a BETWEEN as comparisons, IS NOT NULL without NOT."""
         if isinstance(node, Compare) and node.operator not in self.expression[node.left.end : node.right.start]:
-            return f"{self.text(node.left)} {node.operator} {self.text(node.right)}"
+            return f"{self.source_of(node.left)} {node.operator} {self.source_of(node.right)}"
         if isinstance(node, IsNull) and "NOT" in self.expression[node.operand.end : node.end].upper():
-            return f"{self.text(node.operand)} IS NULL"
+            return f"{self.source_of(node.operand)} IS NULL"
         return self.expression[node.start : node.end]
 
 

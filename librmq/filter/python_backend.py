@@ -198,11 +198,11 @@ class _Writer:
             case Always():
                 return self.always(question, mode)
             case Missing():
-                return f"({self.get(question.name)} is {'not ' if mode == 'is_false' else ''}None)"
+                return f"({self.load(question.name)} is {'not ' if mode == 'is_false' else ''}None)"
             case TextIn():
                 return self.text_in(question, mode)
             case TextTrue():
-                return self.present(question.name, mode, "is_true({0})", "not is_true({0})")
+                return self.present_test(question.name, mode, "is_true({0})", "not is_true({0})")
             case NumberIs():
                 return self.number_is(question, mode)
             case SameText():
@@ -210,7 +210,7 @@ class _Writer:
             case OrderOf():
                 return self.order_of(question, mode)
             case TextSearch():
-                return self.search(question, mode)
+                return self.search_test(question, mode)
             case Negation():
                 return self.negation(question, mode, level)
             case All():
@@ -225,10 +225,10 @@ class _Writer:
 
     # --- questions about properties
 
-    def get(self, name: str) -> str:
+    def load(self, name: str) -> str:
         return self.loaded.get(name) or f"p.get({name!r})"
 
-    def present(self, name: str, mode: _Mode, when_true: str, when_false: str) -> str:
+    def present_test(self, name: str, mode: _Mode, when_true: str, when_false: str) -> str:
         """Return a test of a text ({0} in it) that is UNKNOWN for a missing text."""
         if name in self.loaded:
             text = first = self.loaded[name]
@@ -251,14 +251,14 @@ class _Writer:
 
     def text_in(self, question: TextIn, mode: _Mode) -> str:
         if mode == "is_false":  # with None among the texts, a missing property fails the test
-            return f"({self.get(question.name)} not in {self.constant(frozenset((*question.texts, None)))})"
+            return f"({self.load(question.name)} not in {self.constant(frozenset((*question.texts, None)))})"
         if len(question.texts) == 1:
             test = f"== {self.constant(question.texts[0])}"
         else:
             test = f"in {self.constant(frozenset(question.texts))}"
         if mode == "is_true":
-            return f"({self.get(question.name)} {test})"
-        return self.present(question.name, mode, f"{{0}} {test}", "")
+            return f"({self.load(question.name)} {test})"
+        return self.present_test(question.name, mode, f"{{0}} {test}", "")
 
     def number_is(self, question: NumberIs, mode: _Mode) -> str:
         kind = type(question.number)
@@ -270,10 +270,10 @@ class _Writer:
         operator: str = "==" if question.operator == "=" else question.operator
         tested = f"({numbers}.get({{0}}) or {read}({{0}}))"
         if mode == "value":
-            return self.present(question.name, mode, f"{tested} {operator} {number}", "")
+            return self.present_test(question.name, mode, f"{tested} {operator} {number}", "")
         operator = operator if mode == "is_true" else _NEGATED[question.operator]
         if operator == "!=":  # NaN, which stands for a missing property, passes this comparison alone
-            return self.present(question.name, mode, "", f"{tested} != {number}")
+            return self.present_test(question.name, mode, "", f"{tested} != {number}")
         if question.name in self.loaded:
             return f"({tested.format(self.loaded[question.name])} {operator} {number})"
         text = f"v{next(self.fresh)}"
@@ -281,7 +281,7 @@ class _Writer:
 
     def same_text(self, question: SameText, mode: _Mode) -> str:
         left, right = f"v{next(self.fresh)}", f"v{next(self.fresh)}"
-        a, b = self.get(question.left), self.get(question.right)
+        a, b = self.load(question.left), self.load(question.right)
         match mode:
             case "is_true":
                 return f"({a} == {b})"
@@ -295,7 +295,7 @@ class _Writer:
 
     def order_of(self, question: OrderOf, mode: _Mode) -> str:
         left, right = f"v{next(self.fresh)}", f"v{next(self.fresh)}"
-        a, b = self.get(question.left), self.get(question.right)
+        a, b = self.load(question.left), self.load(question.right)
         either = f"({left} := {a}) is None or ({right} := {b}) is None"
         test = f"in_order({question.operator!r}, {left}, {right})"
         match mode:
@@ -306,7 +306,7 @@ class _Writer:
             case _:
                 return f"(None if {either} else {test})"
 
-    def search(self, question: TextSearch, mode: _Mode) -> str:
+    def search_test(self, question: TextSearch, mode: _Mode) -> str:
         text = self.constant(question.text)
         tests = {
             "CONTAINS": f"{text} in {{0}}",
@@ -314,7 +314,7 @@ class _Writer:
             "ENDSWITH": f"{{0}}.endswith({text})",
         }
         test = f"not {tests[question.kind]}" if question.negated else tests[question.kind]
-        hit = self.present(question.name, "is_true", f"({test})", "")
+        hit = self.present_test(question.name, "is_true", f"({test})", "")
         return f"(not {hit})" if mode == "is_false" else hit
 
     # --- answers combined

@@ -97,8 +97,8 @@ class Encoder:
         reserved = {name: _texts(batch, column) for column, name in _OWN}
         properties = _column(batch, "properties")
         reserved = {name: _or_property(values, properties, name) for name, values in reserved.items()}
-        self._check(bodies, reserved, _column(batch, "keys"), properties, first_row)
-        stored = _Properties(properties, reserved, rows).stored()
+        self._check_rows(bodies, reserved, _column(batch, "keys"), properties, first_row)
+        stored = _Properties(properties, reserved, rows).encoded()
         host = record.encode_host(record.parse_host(self.host))
         topic_fields = _topic_fields(lanes).take(pa.array(lane))
         body_sizes = _sizes(bodies)
@@ -157,7 +157,7 @@ class Encoder:
         requested = column.cast(pa.int64()).fill_null(-1 << 40).to_numpy(zero_copy_only=False)
         return np.where(requested == -1 << 40, queue_ids, requested)
 
-    def _check(
+    def _check_rows(
         self,
         bodies: pa.Array,
         reserved: dict[str, pa.Array],
@@ -452,7 +452,7 @@ class _Properties:
         self._widest = widest
         self._shapes = shapes
 
-    def stored(self) -> pa.Array:
+    def encoded(self) -> pa.Array:
         if not self._rows:
             return pa.array([], pa.binary())
         if (self._shapes == self._shapes[0]).all():

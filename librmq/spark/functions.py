@@ -61,7 +61,7 @@ def register_builder(spark: SparkSession, name: str, function: Any, build: Calla
     jvm: Any = spark.sparkContext._jvm
     builder = _Builder(session, jvm.org.apache.spark.sql.classic.ExpressionUtils, name, function, build)
     try:
-        builder.check()
+        builder.check_spark()
         registry = session.sessionState().functionRegistry()
     except (Py4JError, TypeError):  # py4j takes an unknown class for a package, which can't be called
         return
@@ -87,7 +87,7 @@ class _Builder:
         self._function = function
         self._build = build
 
-    def check(self) -> None:
+    def check_spark(self) -> None:
         """Raise an error of py4j or `TypeError` if this Spark lacks what `apply` calls."""
         from pyspark.sql import functions as F  # noqa: N812 - the usual name
 

@@ -172,7 +172,7 @@ class StreamLimits:
     max_delay_seconds: float = 900
 
     @classmethod
-    def parse(cls, options: Mapping[str, str]) -> StreamLimits:
+    def from_options(cls, options: Mapping[str, str]) -> StreamLimits:
         """Check options, whose names are case-insensitive; `ConfigError`."""
         values = _recognized(options, READ_OPTIONS)
 
@@ -215,7 +215,7 @@ class WriteOptions:
     """The checkpoint of a stream."""
 
     @classmethod
-    def parse(cls, options: Mapping[str, str]) -> WriteOptions:
+    def from_options(cls, options: Mapping[str, str]) -> WriteOptions:
         """Check options, whose names are case-insensitive; `ConfigError`."""
         refuse_unknown(options, WRITE_OPTIONS, "writing")
         values = _recognized(options, WRITE_OPTIONS)

@@ -69,7 +69,7 @@ def overview(
     try:
         sums = _Sums(messages, window_s, scope)
         axis = sums.axis
-        sums_by_folder = {folder: sums.of(folder, names[folder]) for folder in folders}
+        sums_by_folder = {folder: sums.part_of(folder, names[folder]) for folder in folders}
     finally:
         messages.unpersist()
     filters = _filters(spark, names, dict(only or {}), "skip" if damaged else "fail")
@@ -168,7 +168,7 @@ class _Sums:
             .collect()
         )
 
-    def of(self, store: str, name: str) -> ReportPart:
+    def part_of(self, store: str, name: str) -> ReportPart:
         """Return the sums of one store."""
         totals = self._totals.get(store, {})
         largest = sorted(totals.items(), key=lambda item: (-item[1].messages, item[0]))

@@ -178,9 +178,9 @@ def run_incrementally(
             "failOnDataLoss": str(not skips),
         }
         if skips and (has_news or is_damaged):
-            skipped = LeftOut.of(read.left_out(spark, inputs.paths, **new))
+            skipped = LeftOut.from_frame(read.left_out(spark, inputs.paths, **new))
         if has_news:
-            fresh = read.of(spark, inputs.paths, **new)
+            fresh = read.messages(spark, inputs.paths, **new)
             if len(parts) >= _MOST_PARTS:
                 fresh, parts = _stored_messages(spark, out, read, parts).unionByName(fresh), ()
             parts = (*parts, _folder(run))

@@ -133,7 +133,7 @@ class RocketMQDataSource(DataSource):
             refuse_urls(options.paths, "a stream reads")
             if pushes_filters(self.options):
                 raise ConfigError("option pushFilters: Spark pushes no conditions into a stream; use the other options")
-            return StreamReader(options, StreamLimits.parse(values), *read_schema(schema, options, values))
+            return StreamReader(options, StreamLimits.from_options(values), *read_schema(schema, options, values))
         except RmqError as error:  # Spark would hide it behind its own error
             return RefusedStream(error)
 
@@ -144,7 +144,7 @@ class RocketMQDataSource(DataSource):
 
         if overwrite:
             raise ConfigError('a store is only appended to: write with mode("append")')
-        options = WriteOptions.parse(dict(self.options))
+        options = WriteOptions.from_options(dict(self.options))
         refuse_for_batches(self.options)
         return Writer(options, schema)
 
@@ -155,7 +155,7 @@ class RocketMQDataSource(DataSource):
 
         if overwrite:
             raise ConfigError('a store is only appended to: use outputMode("append")')
-        return StreamWriter(WriteOptions.parse(dict(self.options)), schema)
+        return StreamWriter(WriteOptions.from_options(dict(self.options)), schema)
 
 
 class Reader(DataSourceReader):
@@ -230,7 +230,7 @@ def _narrowed(options: ReadOptions, filter_: Filter, name: str) -> tuple[ReadSel
     if name == "topic" and values is not None and all(isinstance(item, str) for item in values):
         # Topics that the options exclude stay excluded.
         return replace(
-            conditions, topics=frozenset(item for item in values if conditions.topic(item)), topic_pattern=None
+            conditions, topics=frozenset(item for item in values if conditions.has_topic(item)), topic_pattern=None
         ), True
     if name == "queueId" and values is not None and all(type(item) is int for item in values):
         queue_ids = conditions.queue_ids
@@ -391,8 +391,8 @@ class ProgressReader(DataSourceReader):
             topic, _, group = name.rpartition("@")
             expression = filters.pop((group, topic), None)
             for queue_id, offset in sorted(offsets.items()):
-                if conditions.queue(topic, queue_id):
+                if conditions.has_queue(topic, queue_id):
                     yield group, topic, queue_id, offset, expression, path
         for (group, topic), expression in sorted(filters.items()):  # registered, and nothing consumed yet
-            if conditions.topic(topic) and conditions.queue_ids is None:
+            if conditions.has_topic(topic) and conditions.queue_ids is None:
                 yield group, topic, None, None, expression, path

@@ -88,7 +88,7 @@ class _Task:
     def __exit__(self, *_: object) -> None:
         self.raw.close()
 
-    def tables(self) -> Iterator[pa.Table]:
+    def row_tables(self) -> Iterator[pa.Table]:
         """Yield the rows, some tens of thousands at a time."""
         batches: list[pa.RecordBatch] = []
         for number in range(self._columns.num_record_batches):
@@ -126,7 +126,7 @@ class StagedRecords:
         for file in staged:
             with _Task(folder, file) as task:
                 records = size = 0
-                for table in task.tables():
+                for table in task.row_tables():
                     records += len(table)
                     size += pc.sum(table["size"].cast(pa.int64())).as_py() or 0
                 if records != file.records or size != os.fstat(task.raw.fileno()).st_size:
@@ -147,10 +147,10 @@ class StagedRecords:
         if self._sorted is not None:
             self._sorted.close()
 
-    def blocks(self) -> Iterator[StagedBlock]:
+    def record_blocks(self) -> Iterator[StagedBlock]:
         """Yield all records, block by block; may be called several times."""
         if self._sorted is not None:
-            yield from self._sorted.blocks()
+            yield from self._sorted.record_blocks()
             return
         number, begin = -1, 0
         for task, table, lane in self._tables():
@@ -167,7 +167,7 @@ class StagedRecords:
         """Yield the rows of each task with the numbers of their queues."""
         for number, (file, lane_numbers) in enumerate(zip(self._staged, self._own_lanes, strict=True)):
             with _Task(self._folder, file) as task:
-                for table in task.tables():
+                for table in task.row_tables():
                     yield _Numbered(number, task.raw), table, lane_numbers[_ints(table["lane"])]
 
 
@@ -214,7 +214,7 @@ class _Sorted:
         for raw in self._raw:
             raw.close()
 
-    def blocks(self) -> Iterator[StagedBlock]:
+    def record_blocks(self) -> Iterator[StagedBlock]:
         for at in range(0, len(self._order), _BLOCK_ROWS):
             which = self._order[at : at + _BLOCK_ROWS]
             counts = self._first_key[which + 1] - self._first_key[which]
@@ -222,9 +222,9 @@ class _Sorted:
             within = np.arange(len(record_of_key)) - np.repeat(np.cumsum(counts) - counts, counts)
             hashes = self._key_hashes[self._first_key[which][record_of_key] + within].astype(np.int64)
             sizes, lane, codes = (column[which].astype(np.int64) for column in (self._sizes, self._lane, self._codes))
-            yield StagedBlock(sizes, lane, codes, record_of_key, hashes, partial(self._read, which))
+            yield StagedBlock(sizes, lane, codes, record_of_key, hashes, partial(self._read_records, which))
 
-    def _read(self, which: Ints, begin: int, end: int) -> bytearray:
+    def _read_records(self, which: Ints, begin: int, end: int) -> bytearray:
         records = which[begin:end]
         tasks = np.searchsorted(self._firsts, records, "right") - 1
         rows = zip(tasks.tolist(), self._begins[records].tolist(), self._sizes[records].tolist(), strict=True)

@@ -164,7 +164,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             ends = {key: min(end, self._target[key]) for key, end in ends.items() if key in self._target}
         lags = {}
         for key, end in ends.items():
-            begin = self._begin(key, begins.get(key))
+            begin = self._first_offset(key, begins.get(key))
             lags[key] = max(0, end - begin)
         counts = lags
         if not isinstance(limit, ReadAllAvailable):
@@ -178,7 +178,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         offsets = dict(begins)
         for key, count in counts.items():
             if count or key in begins:
-                offsets[key] = self._begin(key, begins.get(key)) + count
+                offsets[key] = self._first_offset(key, begins.get(key)) + count
         return _nested(offsets)
 
     def _waits(self, lag: int) -> bool:
@@ -205,7 +205,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         order = sorted((key for key in lags if lags[key]), key=lambda key: (lags[key], key))
         for key in order:
             share_ = left * lags[key] // behind
-            begin = self._begin(key, begins.get(key))
+            begin = self._first_offset(key, begins.get(key))
             until = begin + min(lags[key], share_ // SMALLEST_RECORD)
             entries = self._stores[key[0]].queues[key[1:]].entries.entries(begin, until)
             sums = np.cumsum(entries["size"].astype(np.int64))
@@ -229,7 +229,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     continue
                 name = key[1:]
                 queue = store.queues.get(name)
-                begin = self._begin(key, begins.get(key))
+                begin = self._first_offset(key, begins.get(key))
                 if options.fail_on_data_loss:
                     if queue is None:
                         raise DataLossError(f"{path}: topic {name[0]!r}, queue {name[1]}: deleted (failOnDataLoss)")
@@ -252,7 +252,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             store.close()
         self._stores = {}
 
-    def _begin(self, key: Key, last_end: int | None) -> int:
+    def _first_offset(self, key: Key, last_end: int | None) -> int:
         """Return the next offset in a queue: Spark's, or the beginning of a queue that is new or was created again."""
         store = self._stores.get(key[0])
         queue = None if store is None else store.queues.get(key[1:])

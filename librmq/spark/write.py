@@ -152,7 +152,7 @@ class _Placed:
 def _placed(records: StagedRecords, lanes: Sequence[Lane], end: int, file_size: int) -> Iterator[_Placed]:
     """Yield all blocks with the places of their records after ``end`` and after the queues' ends."""
     following = np.array([lane.next_queue_offset for lane in lanes], np.int64)
-    for block in records.blocks():
+    for block in records.record_blocks():
         places = _places(block.sizes, end, file_size)
         end = int(places[-1] + block.sizes[-1])
         queue_offsets = following[block.lane] + _ranks(block.lane, len(lanes))
@@ -163,7 +163,7 @@ def _placed(records: StagedRecords, lanes: Sequence[Lane], end: int, file_size: 
 def _extent(records: StagedRecords, end: int, file_size: int) -> tuple[int, int, int]:
     """Return the start of the first record, and start and end of the last one."""
     begin = last = -1
-    for block in records.blocks():
+    for block in records.record_blocks():
         places = _places(block.sizes, end, file_size)
         begin = int(places[0]) if begin < 0 else begin
         last, end = int(places[-1]), int(places[-1] + block.sizes[-1])

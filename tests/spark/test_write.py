@@ -482,7 +482,7 @@ def test_the_driver_reads_staged_records_in_blocks(tmp_path: Path) -> None:
         tracemalloc.start()
         try:
             with closing(StagedRecords(str(tmp_path), [staged], ordered=False)) as found:
-                assert sum(len(block.sizes) for block in found.blocks()) == records
+                assert sum(len(block.sizes) for block in found.record_blocks()) == records
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

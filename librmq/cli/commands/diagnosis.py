@@ -200,7 +200,7 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
     def skipped() -> LeftOut:  # a second read: once the result is there
         if not skips:
             return LeftOut()
-        return as_store_error(lambda: LeftOut.of(left_out(session, arguments.name, arguments.stores, settings)))
+        return as_store_error(lambda: LeftOut.from_frame(left_out(session, arguments.name, arguments.stores, settings)))
 
     if arguments.out is None:
         results = as_store_error(lambda: frame.toLocalIterator(prefetchPartitions=True))

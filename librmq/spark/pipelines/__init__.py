@@ -91,7 +91,7 @@ class MessageRead:
     first_sends_only: bool = False
     """Whether to leave out the broker's topics, retries and dead letters."""
 
-    def of(self, spark: SparkSession, paths: tuple[str, ...], **more: str) -> DataFrame:
+    def messages(self, spark: SparkSession, paths: tuple[str, ...], **more: str) -> DataFrame:
         """Return the messages of the stores in ``paths``."""
         options = {**self.options, **more}
         if not self.first_sends_only:
@@ -122,14 +122,14 @@ class Inputs:
     reads: list[MessageRead] = field(default_factory=list)
     """The reads that were made of the stores."""
 
-    def messages(self, columns: str, **options: str) -> DataFrame:
+    def all_messages(self, columns: str, **options: str) -> DataFrame:
         """Return messages of all topics, or as ``options`` of the data source say."""
         return self.read(MessageRead(columns, {"mode": _mode(self.settings), **options}))
 
     def read(self, request: MessageRead) -> DataFrame:
         """Return the messages of the stores that are wanted."""
         self.reads.append(request)
-        return request.of(self.spark, self.paths)
+        return request.messages(self.spark, self.paths)
 
     def left_out(self) -> DataFrame:
         """Return store and reason of each place that the reads so far leave out with ``damaged=skip``."""
@@ -239,7 +239,7 @@ class LeftOut(NamedTuple):
     stores: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, frame: DataFrame) -> LeftOut:
+    def from_frame(cls, frame: DataFrame) -> LeftOut:
         """Return the sum of a frame of `left_out`."""
         rows = frame.groupBy("store").agg(F.countDistinct("reason"), F.min("reason")).collect()
         first = min((reason for _, _, reason in rows), default="")
@@ -353,7 +353,7 @@ def _backlog(inputs: Inputs) -> DataFrame:
     frame = stores.backlog(spark, paths, _mode(settings), topics, groups)
     if frame is not None:
         return frame
-    messages = inputs.messages(BACKLOG_COLUMNS)
+    messages = inputs.all_messages(BACKLOG_COLUMNS)
     queues = stores.queues(spark, paths, _mode(settings))
     offsets = stores.offsets(spark, paths).where(F.col("group") != stores.DELAY_GROUP)
     unsorted = named_rows(backlog(offsets, queues, messages), settings)
@@ -377,15 +377,15 @@ def _transactions(inputs: Inputs) -> DataFrame:
         "store string, queueOffset bigint, physicalOffset bigint, properties map<string,string>, uniqueKey string, "
         "bornTimestamp timestamp, storeTimestamp timestamp"
     )
-    halves = inputs.messages(columns, topic=HALF_TOPIC, queueId="0")
+    halves = inputs.all_messages(columns, topic=HALF_TOPIC, queueId="0")
     columns = "store string, queueOffset bigint, tags string, body binary"
-    ops = inputs.messages(columns, topic=OP_TOPIC, queueId="0")
+    ops = inputs.all_messages(columns, topic=OP_TOPIC, queueId="0")
     return named_rows(pending_transactions(halves, ops, stores.offsets(inputs.spark, inputs.paths)), inputs.settings)
 
 
 def _timers(inputs: Inputs) -> DataFrame:
     spark, paths = inputs.spark, inputs.paths
-    entries = inputs.messages(
+    entries = inputs.all_messages(
         "store string, queueId int, queueOffset bigint, physicalOffset bigint, tagsCode bigint",
         view="queues", topic=SCHEDULE_TOPIC,
     )  # fmt: skip
@@ -393,7 +393,7 @@ def _timers(inputs: Inputs) -> DataFrame:
         "store string, queueId int, queueOffset bigint, properties map<string,string>, uniqueKey string, "
         "storeTimestamp timestamp"
     )
-    delayed = inputs.messages(columns, topic=SCHEDULE_TOPIC)
+    delayed = inputs.all_messages(columns, topic=SCHEDULE_TOPIC)
     topics = names_of(inputs.settings, "topic")
     if topics is not None:  # a retry goes to the topic of its group, and belongs to the message's topic too
         target, first = (F.col("properties").getItem(name) for name in ("REAL_TOPIC", "RETRY_TOPIC"))
@@ -401,7 +401,7 @@ def _timers(inputs: Inputs) -> DataFrame:
         delayed = delayed.where(target.isin(topics) | (is_retry & first.isin(topics)))
     delays = pending_delays(entries, delayed, stores.offsets(spark, paths))
     columns = "store string, queueOffset bigint, physicalOffset bigint, properties map<string,string>, uniqueKey string"
-    timed = inputs.messages(columns, topic=TIMER_TOPIC, queueId="0")
+    timed = inputs.all_messages(columns, topic=TIMER_TOPIC, queueId="0")
     timers = pending_timers(stores.timer_units(spark, paths), timed, stores.timer_progress(spark, paths))
     return delays.unionByName(named_rows(timers, inputs.settings))
 
@@ -410,7 +410,7 @@ def _retention(inputs: Inputs) -> DataFrame:
     columns = (
         "store string, topic string, queueId int, queueOffset bigint, physicalOffset bigint, storeTimestamp timestamp"
     )
-    records = inputs.messages(columns, view="log")
+    records = inputs.all_messages(columns, view="log")
     hours = [_number({"hours": text}, "hours", 72) for text in inputs.settings.get("hours", "6,12,24,48,72").split(",")]
     return what_retention_frees(
         records, stores.log_files(inputs.spark, inputs.paths), stores.offsets(inputs.spark, inputs.paths), hours
