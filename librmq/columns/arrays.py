@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -31,6 +31,20 @@ def keep_freed_memory() -> None:
     it, each batch would take its pages from the system again, a third of the time of a read by several processes.
     """
     np.empty(_KEPT_BYTES, np.uint8)
+
+
+def runs(sizes: Ints, most_bytes: int, most_rows: int, files: Ints) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of runs of rows in one file each: a single row, or not too many rows and bytes."""
+    sums = np.cumsum(sizes)
+    begin = 0
+    while begin < len(sizes):
+        before = int(sums[begin - 1]) if begin else 0
+        end = max(begin + 1, int(np.searchsorted(sums, before + most_bytes, "right")))
+        end = min(end, begin + most_rows, len(sizes))
+        others = np.flatnonzero(files[begin:end] != files[begin])
+        end = begin + int(others[0]) if len(others) else end
+        yield begin, end
+        begin = end
 
 
 def gather(raw: Bytes, positions: Ints, dtype: str) -> npt.NDArray[Any]:

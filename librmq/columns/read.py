@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from librmq.columns.arrays import Ints, Mask, keep_freed_memory, numbers, strings
+from librmq.columns.arrays import Ints, Mask, keep_freed_memory, numbers, runs, strings
 from librmq.columns.decode import CORRUPT, FIXED_COLUMNS, TYPES, Block
 from librmq.columns.options import REST, DataLossError, Part, ReadOptions, Slice
 from librmq.columns.record_starts import record_starts
@@ -62,23 +62,6 @@ class Rows:
         return Rows(
             self.places[which], self.sizes[which], self.codes[which], self.queue[which], self.queue_offsets[which]
         )
-
-
-def chunks(rows: Rows, file_size: int, most_rows: int, most_bytes: int) -> Iterator[Rows]:
-    """Cut rows at the ends of files, and where a batch has enough rows or bytes."""
-    if not len(rows):
-        return
-    starts = rows.places // file_size
-    weights = np.cumsum(np.clip(rows.sizes, 0, most_bytes))
-    at, count = 0, len(rows)
-    while at < count:
-        until = min(count, at + most_rows)
-        before = weights[at - 1] if at else 0
-        until = min(until, max(at + 1, int(np.searchsorted(weights, before + most_bytes, "right"))))
-        changed = np.flatnonzero(starts[at:until] != starts[at])
-        until = at + int(changed[0]) if len(changed) else until
-        yield rows.take(slice(at, until))
-        at = until
 
 
 def slice_entries(part: Part, share: Slice, files: Files, deleted: list[str]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
@@ -295,8 +278,9 @@ class _Task:
         size = self._part.log_file_size
         # Spark is faster with few large batches; data of variable length decodes faster in pieces that fit the cache.
         max_rows = BATCH_ROWS if self._frames else ENTRY_BATCH_ROWS
-        for chunk in chunks(rows, size, max_rows, BATCH_BYTES):
-            yield from self._messages(chunk, int(chunk.places[0]) // size * size)
+        sizes, files = np.clip(rows.sizes, 0, BATCH_BYTES), rows.places // size
+        for begin, end in runs(sizes, BATCH_BYTES, max_rows, files):
+            yield from self._messages(rows.take(slice(begin, end)), int(files[begin]) * size)
             self._release_pages()
         self._file = None
         if isinstance(self._files, RemoteFiles):

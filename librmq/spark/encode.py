@@ -133,7 +133,7 @@ class Encoder:
         parts += [bodies, topic_fields, _fixed(lengths), stored]
         joined = pc.binary_join_element_wise(*parts, b"")
         record_of_key, hashes = _key_hashes(lanes, lane, reserved)
-        codes = _tags_codes(reserved[record.PROPERTY_TAGS])
+        codes = tags_codes(reserved[record.PROPERTY_TAGS]).to_numpy(zero_copy_only=False)
         buffer = joined.buffers()[2] if rows else pa.py_buffer(b"")
         return Encoded(buffer.slice(0, int(sizes.sum())), sizes, lanes, lane, codes, record_of_key, hashes)
 
@@ -345,12 +345,12 @@ def _topic_fields(lanes: Sequence[QueueName]) -> pa.Array:
     return pa.array([bytes((len(field),)) + field for field in fields], pa.binary())
 
 
-def _tags_codes(tags: pa.Array) -> Ints:
+def tags_codes(tags: pa.Array) -> pa.Int64Array:
+    """Return the tags code of each queue entry: the Java hash of its tags, 0 for none."""
     encoded = tags.dictionary_encode()
     names = encoded.dictionary.to_pylist()
-    codes = string_hashes(names).astype(np.int64) if names else np.zeros(0, np.int64)
-    tags_codes: Ints = pa.array(codes).take(encoded.indices).fill_null(0).to_numpy(zero_copy_only=False)
-    return tags_codes
+    codes = pa.array(string_hashes(names).astype(np.int64) if names else [], pa.int64())
+    return codes.take(encoded.indices).fill_null(0)
 
 
 def _key_hashes(

@@ -36,8 +36,8 @@ from librmq.filter.arrow_backend import match_arrow
 from librmq.filter.filters import compiled
 from librmq.filter.parser import Dialect
 from librmq.idempotence.stores import dedup_key as key_of_record
-from librmq.java.lang import string_hashes
 from librmq.message.message import MessageQueue
+from librmq.spark.encode import tags_codes
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, SparkSession
@@ -209,14 +209,7 @@ def _by_value(values: pa.Array, what: str, answer: Callable[[str, pa.Array], pa.
 
 def tags_code(tags: Column | str) -> Column:
     """Return the tags code of a queue entry for these tags: their Java hash as a bigint, 0 for none."""
-    return _arrow(_tags_code, "bigint")(tags)
-
-
-def _tags_code(tags: pa.Array) -> pa.Array:
-    encoded = tags.dictionary_encode()
-    names = encoded.dictionary.to_pylist()
-    codes = pa.array(string_hashes(names).astype("int64") if names else [], pa.int64())
-    return codes.take(encoded.indices).fill_null(0)
+    return _arrow(tags_codes, "bigint")(tags)
 
 
 def bloom_positions(text: Column | str, error_percent: float = 20, expected: int = 32) -> Column:
@@ -377,7 +370,7 @@ def register_functions(spark: SparkSession) -> None:
         ("match_sql", partial(_match_sql, "4.9"), "boolean"),
         ("match_sql_5", partial(_match_sql, "5.3"), "boolean"),
         ("match_tags", _match_tags, "boolean"),
-        ("tags_code", _tags_code, "bigint"),
+        ("tags_code", tags_codes, "bigint"),
         ("bloom_positions", _bloom_positions, "array<int>"),
         ("dedup_key", _dedup_key_in_sql, "string"),
         ("allocate", _shares_by_name, f"map<string,array<{QUEUE}>>"),

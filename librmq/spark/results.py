@@ -19,7 +19,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -36,6 +36,7 @@ from librmq.spark import stores
 from librmq.spark.options import parse_read_options
 from librmq.spark.pipelines import Inputs, LeftOut, MessageRead, OfMessages, find
 from librmq.spark.stores import Settings
+from librmq.spark.stream import Key, Offset, flat, nested
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -47,9 +48,6 @@ _LOCK: Final = "_librmq.lock"
 _UNFINISHED: Final = "_unfinished-"
 _MOST_PARTS: Final = 32
 """Folders of messages from which the next run makes one."""
-
-Ends = dict[str, dict[str, dict[str, int]]]
-"""The first queue offset that is not read, by store, topic and queue id."""
 
 
 def write_result(
@@ -112,7 +110,8 @@ class _State:
 
     pipeline: str
     settings: dict[str, str]
-    ends: Ends = field(default_factory=dict)
+    ends: Offset = field(default_factory=dict)
+    """The first queue offset that is not read, of each queue."""
     parts: tuple[str, ...] = ()
     run: int = 0
     skipped: tuple[str, ...] = ()
@@ -169,12 +168,14 @@ def run_incrementally(
         _delete_others(os.path.join(out, "runs"), "", [_folder(before.run)])
         read = pipeline.source.reads(chosen_settings)
         skips = chosen_settings.get("damaged") == "skip"
-        starting, ending, is_damaged = _range(read, inputs.paths, before.ends, strict=not skips)
-        run, parts, count, skipped = before.run + 1, before.parts, _count(starting, ending), LeftOut()
+        ends = flat(before.ends)
+        starting, ending, is_damaged = _range(read, inputs.paths, ends, strict=not skips)
+        count = sum(max(0, end - starting[queue]) for queue, end in ending.items())
+        run, parts, skipped = before.run + 1, before.parts, LeftOut()
         has_news = count > 0 or not parts
         new = {
-            "startingOffsets": json.dumps(starting),
-            "endingOffsets": json.dumps(ending),
+            "startingOffsets": json.dumps(nested(starting)),
+            "endingOffsets": json.dumps(nested(ending)),
             "failOnDataLoss": str(not skips),
         }
         if skips and (has_news or is_damaged):
@@ -185,14 +186,15 @@ def run_incrementally(
                 fresh, parts = _stored_messages(spark, out, read, parts).unionByName(fresh), ()
             parts = (*parts, _folder(run))
             _write(fresh, os.path.join(out, "messages", parts[-1]), ())
-        lost = _lost(before.ends, starting)
-        stores_skipped = tuple(sorted({*before.skipped, *skipped.stores, *(path for path in lost if lost[path])}))
+        # Retention deleted what is between the end of the last run and the first offset.
+        lost = {queue: begin - ends[queue] for queue, begin in starting.items() if begin > ends.get(queue, begin)}
+        stores_skipped = tuple(sorted({*before.skipped, *skipped.stores, *(path for path, _, _ in lost)}))
         result = pipeline.result(
             inputs, _stored_messages(spark, out, read, parts), stores_skipped if skips or stores_skipped else None
         )
         _check_columns(result, partition_by)
         target = os.path.join(out, "runs", _folder(run))
-        state = _State(name, _pinned(chosen_settings), _joined(before.ends, ending), parts, run, stores_skipped)
+        state = _State(name, _pinned(chosen_settings), nested(ends | ending), parts, run, stores_skipped)
         _write(result, target, partition_by, json.dumps(vars(state)).encode())
         _link(out, target)
         return Increment(os.path.join(out, "latest"), count, skipped, sum(lost.values()))
@@ -220,59 +222,28 @@ def _last_state(out: str, name: str, settings: Settings) -> _State:
     return state
 
 
-def _range(read: MessageRead, paths: Sequence[str], ends: Ends, *, strict: bool) -> tuple[Ends, Ends, bool]:
+def _range(
+    read: MessageRead, paths: Sequence[str], ends: Mapping[Key, int], *, strict: bool
+) -> tuple[dict[Key, int], dict[Key, int], bool]:
     """Return the first offset to read of each wanted queue, its present end, and whether a queue can't be opened."""
     is_damaged = False
-    starting: Ends = {}
-    ending: Ends = {}
+    starting: dict[Key, int] = {}
+    ending: dict[Key, int] = {}
     default_topics = {} if read.first_sends_only or "topic" in read.options else {"topicPattern": "(?s).*"}
     for path in paths:
         options = parse_read_options({**default_topics, **read.options, "path": path})
         with PlannedStore.open(path, options) as store:
             is_damaged |= bool(store.damage)
             for (topic, queue_id), queue in store.queues.items():
-                last_end = ends.get(path, {}).get(topic, {}).get(str(queue_id))
+                last_end = ends.get((path, topic, queue_id))
                 if strict and last_end is not None and not queue.begin <= last_end <= queue.end:
                     raise DataLossError(
                         f"{path}: topic {topic!r}, queue {queue_id}: the last run ended at offset {last_end}, but the "
                         f"queue holds {queue.begin} to {queue.end} (setting damaged=skip continues with these)"
                     )
                 begin = last_end if last_end is not None and queue.begin <= last_end <= queue.end else queue.begin
-                starting.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = begin
-                ending.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = queue.end
+                starting[path, topic, queue_id], ending[path, topic, queue_id] = begin, queue.end
     return starting, ending, is_damaged
-
-
-def _count(starting: Ends, ending: Ends) -> int:
-    return sum(
-        max(0, end - starting[path][topic][number])
-        for path, topics in ending.items()
-        for topic, queues in topics.items()
-        for number, end in queues.items()
-    )
-
-
-def _lost(before: Ends, starting: Ends) -> dict[str, int]:
-    """Return how many messages of each store retention deleted between what was read before and the first offsets."""
-    return {
-        path: sum(
-            max(0, begin - before.get(path, {}).get(topic, {}).get(number, begin))
-            for topic, queues in topics.items()
-            for number, begin in queues.items()
-        )
-        for path, topics in starting.items()
-    }
-
-
-def _joined(before: Ends, now: Ends) -> Ends:
-    """Return what has been read after a run; a deleted queue keeps its end."""
-    return {
-        path: {
-            topic: before.get(path, {}).get(topic, {}) | now.get(path, {}).get(topic, {})
-            for topic in before.get(path, {}).keys() | now.get(path, {}).keys()
-        }
-        for path in before.keys() | now.keys()
-    }
 
 
 def _stored_messages(spark: SparkSession, out: str, read: MessageRead, parts: Sequence[str]) -> DataFrame:

@@ -68,7 +68,7 @@ def stream_lags(progress: Any) -> list[StreamLag]:
 def _offset_of(value: Any) -> dict[Key, int]:
     """Return an offset of a progress; empty for another source's."""
     try:
-        return _flat(json.loads(value) if isinstance(value, str) else value)
+        return flat(json.loads(value) if isinstance(value, str) else value)
     except (ValueError, AttributeError, TypeError):
         return {}
 
@@ -139,7 +139,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 if options.selection.begin_ms is not None:
                     begin = max(begin, store.first_at(name, options.selection.begin_ms))
                 offsets[path, *name] = begin
-        return _nested(offsets)
+        return nested(offsets)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """Return the limit in the options."""
@@ -155,11 +155,11 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def reportLatestOffset(self) -> Offset:  # noqa: N802
         """Return the present ends."""
-        return _nested(self._ends())
+        return nested(self._ends())
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Return the end of the next batch."""
-        begins, ends = _flat(start), self._ends()
+        begins, ends = flat(start), self._ends()
         if self._target is not None:
             ends = {key: min(end, self._target[key]) for key, end in ends.items() if key in self._target}
         lags = {}
@@ -179,7 +179,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         for key, count in counts.items():
             if count or key in begins:
                 offsets[key] = self._first_offset(key, begins.get(key)) + count
-        return _nested(offsets)
+        return nested(offsets)
 
     def _waits(self, lag: int) -> bool:
         """Return whether a trigger has too few messages, and has not waited long enough for more."""
@@ -218,7 +218,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Return the tasks of a batch."""
-        begins, ends = _flat(start), _flat(end)
+        begins, ends = flat(start), flat(end)
         stores = self._refreshed_stores()
         options = self._options
         parts: list[InputPartition] = []
@@ -311,14 +311,16 @@ def share(lags: Mapping[Key, int], count: int) -> dict[Key, int]:
     return shares
 
 
-def _nested(offsets: Mapping[Key, int]) -> Offset:
+def nested(offsets: Mapping[Key, int]) -> Offset:
+    """Return queue offsets in Spark's form."""
     nested: Offset = {}
     for (path, topic, queue_id), queue_offset in sorted(offsets.items()):
         nested.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = queue_offset
     return nested
 
 
-def _flat(offset: Offset) -> dict[Key, int]:
+def flat(offset: Offset) -> dict[Key, int]:
+    """Return queue offsets by queue."""
     return {
         (path, topic, int(queue_id)): queue_offset
         for path, topics in offset.items()

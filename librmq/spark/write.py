@@ -28,7 +28,7 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from librmq.clock import SystemClock
-from librmq.columns.arrays import Ints
+from librmq.columns.arrays import Ints, runs
 from librmq.consumequeue import entry_dtype
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, StoreLockedError
 from librmq.files.disk import DiskFiles
@@ -218,7 +218,7 @@ def _write(
         written: Future[None] | None = None
         for placed in _placed(records, lanes, log.end, log.file_size):
             places = placed.places
-            for first, until in _chunks(places, placed.block.sizes, log.file_size):
+            for first, until in runs(placed.block.sizes, CHUNK_BYTES, len(places), places // log.file_size):
                 data = placed.block.read(first, until)
                 _fill_in(data, places[first:until], placed.queue_offsets[first:until], now_ms)
                 if written is None:
@@ -298,19 +298,6 @@ def _places(sizes: Ints, end: int, file_size: int) -> Ints:
         end = int(places[until - 1] + sizes[until - 1])
         at = until
     return places
-
-
-def _chunks(places: Ints, sizes: Ints, file_size: int) -> Iterator[tuple[int, int]]:
-    """Yield runs of records that go into one file, some MiB at a time."""
-    files = places // file_size
-    sums = np.cumsum(sizes)
-    at = 0
-    while at < len(places):
-        before = int(sums[at - 1]) if at else 0
-        until = max(at + 1, int(np.searchsorted(sums, before + CHUNK_BYTES, "right")))
-        until = min(until, int(np.searchsorted(files, files[at], "right")))
-        yield at, until
-        at = until
 
 
 def _fill_in(data: bytearray, places: Ints, queue_offsets: Ints, now_ms: int) -> None:
@@ -479,12 +466,6 @@ class _Table:
 def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """Cut a batch so that the records of a piece fit into one buffer."""
     column = batch.column("body")
-    sizes = pc.binary_length(column.cast(pa.binary())).fill_null(0).to_numpy(zero_copy_only=False)
-    sums = np.cumsum(sizes.astype(np.int64))
-    at = 0
-    while at < batch.num_rows:
-        before = int(sums[at - 1]) if at else 0
-        until = max(at + 1, int(np.searchsorted(sums, before + BATCH_BYTES, "right")))
-        until = min(until, at + BATCH_ROWS, batch.num_rows)
-        yield batch.slice(at, until - at)
-        at = until
+    sizes = pc.binary_length(column.cast(pa.binary())).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    for begin, end in runs(sizes, BATCH_BYTES, BATCH_ROWS, np.zeros(len(sizes), np.int64)):
+        yield batch.slice(begin, end - begin)
