@@ -31,13 +31,30 @@ from pyspark.sql.datasource import (
     LessThan,
     LessThanOrEqual,
 )
+from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType
 
-from librmq.columns.options import ReadOptions
+from librmq.columns.decode import CORRUPT, TYPES, columns_of, default_columns
+from librmq.columns.options import Predicate, ReadOptions
 from librmq.config import suggest
 from librmq.errors import ConfigError, RmqError
 from librmq.files.disk import DiskFiles
-from librmq.spark.options import parse_read_options, refuse_urls
+from librmq.spark.options import (
+    READ_OPTIONS,
+    WRITE_OPTIONS,
+    Renaming,
+    StreamLimits,
+    WriteOptions,
+    kafka_schema,
+    parse_names,
+    parse_read_options,
+    plain_name,
+    plain_schema,
+    pushes_filters,
+    refuse_for_batches,
+    refuse_unknown,
+    refuse_urls,
+)
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 
@@ -45,8 +62,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.datasource import DataSourceStreamReader, DataSourceStreamWriter, DataSourceWriter
 
-    from librmq.columns.options import Predicate, ReadOptions, ReadSelection
-    from librmq.spark.options import Renaming
+    from librmq.columns.options import ReadSelection
 
 
 _PUSHING: Final = "pyspark.sql.worker.data_source_pushdown_filters"
@@ -60,8 +76,6 @@ class RocketMQDataSource(DataSource):
     """Stores of RocketMQ brokers as a data source; docs/spark.md lists its options and columns."""
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
-        from librmq.spark.options import READ_OPTIONS, WRITE_OPTIONS, refuse_unknown
-
         self._creates_table = options.get("provider", "").lower() == "rocketmq"
         if self._creates_table:
             # CREATE TABLE passes the properties of the table as well; options occur again with a prefix.
@@ -92,9 +106,6 @@ class RocketMQDataSource(DataSource):
 
     def schema(self) -> StructType:
         """Return the columns of a read without a schema."""
-        from librmq.columns.decode import default_columns
-        from librmq.spark.options import kafka_schema, parse_names, parse_read_options
-
         options = dict(self.options)
         if is_progress(options):
             schema = progress_schema(options)
@@ -108,8 +119,6 @@ class RocketMQDataSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch."""
-        from librmq.spark.options import parse_read_options, pushes_filters, refuse_for_batches
-
         refuse_for_batches(self.options)  # a table of the catalog can have options for streams
         values = self._options_of(schema)
         if is_progress(values):
@@ -122,7 +131,6 @@ class RocketMQDataSource(DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
         """Return the reader of a stream."""
-        from librmq.spark.options import StreamLimits, parse_read_options, pushes_filters, refuse_urls
         from librmq.spark.stream import RefusedStream, StreamReader
 
         try:
@@ -139,7 +147,6 @@ class RocketMQDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """Return the writer of a job."""
-        from librmq.spark.options import WriteOptions, refuse_for_batches
         from librmq.spark.write import Writer
 
         if overwrite:
@@ -150,7 +157,6 @@ class RocketMQDataSource(DataSource):
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 (Spark's)
         """Return the writer of a stream."""
-        from librmq.spark.options import WriteOptions
         from librmq.spark.write import StreamWriter
 
         if overwrite:
@@ -191,9 +197,6 @@ class PushingReader(Reader):
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 (Spark's)
         """Return the filters that Spark has to apply."""
-        from librmq.columns.decode import CORRUPT
-        from librmq.spark.options import plain_name
-
         for filter_ in filters:
             name, is_covered = ".".join(getattr(filter_, "attribute", ())), False
             if name == CORRUPT and isinstance(filter_, IsNotNull):
@@ -208,9 +211,6 @@ class PushingReader(Reader):
     def _damaged(self) -> Predicate:
         """Return the condition that a row reports damage, to be evaluated after bodies that are read are checked."""
         import pyarrow.compute as pc
-
-        from librmq.columns.decode import CORRUPT
-        from librmq.columns.options import Predicate
 
         return Predicate(~pc.field(CORRUPT).is_null(), (CORRUPT, *(["body"] if "body" in self._schema.names else [])))
 
@@ -275,11 +275,6 @@ def _bounds(filter_: Filter, value: Any) -> tuple[int, int] | None:
 
 def schema_of(columns: list[str]) -> StructType:
     """Return columns by name as Spark types."""
-    from pyspark.sql.pandas.types import from_arrow_type
-    from pyspark.sql.types import StructField, StructType
-
-    from librmq.columns.decode import TYPES
-
     return StructType([StructField(name, from_arrow_type(TYPES[name])) for name in columns])
 
 
@@ -287,24 +282,13 @@ def read_schema(
     schema: StructType, options: ReadOptions, values: Mapping[str, str]
 ) -> tuple[pa.Schema, Renaming | None]:
     """Return the columns to read for ``schema``, and their renaming if the options ask for Kafka's names."""
-    from pyspark.sql.pandas.types import to_arrow_schema
-
-    from librmq.spark.options import parse_names
-
     if parse_names(values) != "kafka":
         return arrow_schema(schema, options), None
-    from librmq.spark.options import Renaming, plain_schema
-
     return arrow_schema(plain_schema(schema), options), Renaming(to_arrow_schema(schema, timezone="UTC"))
 
 
 def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
     """Return a Spark schema as Arrow's; `ConfigError` for a column or type that can't be read."""
-    from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
-
-    from librmq.columns.decode import TYPES, columns_of
-    from librmq.config import suggest
-
     columns = columns_of(options.view)
     for field in schema.fields:
         if schema.names.count(field.name) > 1:
@@ -353,8 +337,6 @@ class ProgressReader(DataSourceReader):
     """Reads each store's tables in a task of its own."""
 
     def __init__(self, values: Mapping[str, str], schema: StructType) -> None:
-        from pyspark.sql.pandas.types import to_arrow_schema
-
         self._options = _options(values)
         for column in schema.fields:
             if column.name not in _TYPES:
