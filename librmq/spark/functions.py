@@ -218,12 +218,8 @@ def bloom_positions(text: Column | str, error_percent: float = 20, expected: int
     Raises:
         ConfigError: The error rate or the number of texts is out of range.
     """
-    return _arrow(partial(_positions, BloomFilter(error_percent, expected)), "array<int>")(text)
-
-
-def _positions(bloom: BloomFilter, texts: pa.Array) -> pa.Array:
-    positions = [None if text is None else list(bloom.positions(text)) for text in texts.to_pylist()]
-    return pa.array(positions, pa.list_(pa.int32()))
+    BloomFilter(error_percent, expected)
+    return _arrow(_bloom_positions, "array<int>")(text, F.lit(float(error_percent)), F.lit(expected))
 
 
 def _bloom_positions(texts: pa.Array, rates: pa.Array, numbers: pa.Array) -> pa.Array:
@@ -242,18 +238,10 @@ def dedup_key(application: str, group: str, topic: Column | str, tags: Column | 
 
     Use it to compare a lake table with a guard's store: which messages were consumed, and which were not.
     """
-    return _arrow(partial(_dedup_key, application, group), "string")(topic, tags, key)
+    return _arrow(_dedup_key, "string")(F.lit(application), topic, F.lit(group), tags, key)
 
 
-def _dedup_key(application: str, group: str, topics: pa.Array, tags: pa.Array, keys: pa.Array) -> pa.Array:
-    rows = zip(topics.to_pylist(), tags.to_pylist(), keys.to_pylist(), strict=True)
-    dedup_keys = [key_of_record(application, topic, group, tag, key) if key else None for topic, tag, key in rows]
-    return pa.array(dedup_keys, pa.string())
-
-
-def _dedup_key_in_sql(
-    applications: pa.Array, topics: pa.Array, groups: pa.Array, tags: pa.Array, keys: pa.Array
-) -> pa.Array:
+def _dedup_key(applications: pa.Array, topics: pa.Array, groups: pa.Array, tags: pa.Array, keys: pa.Array) -> pa.Array:
     columns = (column.to_pylist() for column in (applications, topics, groups, tags, keys))
     return pa.array([key_of_record(*row) if row[4] else None for row in zip(*columns, strict=True)], pa.string())
 
@@ -372,7 +360,7 @@ def register_functions(spark: SparkSession) -> None:
         ("match_tags", _match_tags, "boolean"),
         ("tags_code", tags_codes, "bigint"),
         ("bloom_positions", _bloom_positions, "array<int>"),
-        ("dedup_key", _dedup_key_in_sql, "string"),
+        ("dedup_key", _dedup_key, "string"),
         ("allocate", _shares_by_name, f"map<string,array<{QUEUE}>>"),
     ):
         registered = spark.udf.register(name, _arrow(function, result))

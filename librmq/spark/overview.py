@@ -28,6 +28,7 @@ from librmq.diagnosis.survey.model import (
     ReportPart,
     RetriedMessages,
     StoredTopic,
+    StoreSummary,
 )
 from librmq.diagnosis.survey.report import WINDOW_S, broken_store, join_parts, short_names, survey_findings
 from librmq.diagnosis.view import StoreView
@@ -173,12 +174,13 @@ class _Sums:
         totals = self._totals.get(store, {})
         largest = sorted(totals.items(), key=lambda item: (-item[1].messages, item[0]))
         topics = tuple(self._topic(store, name, topic, total) for topic, total in largest)
-        summary = _no_summary(name, store)._replace(
+        summary = StoreSummary(
+            store=name, path=store, owner=None, now_ms=None, is_sound=None, error=None,
             messages=sum(topic.messages for topic in topics),
             bytes=sum(topic.bytes for topic in topics),
             first_ms=min((topic.first_ms for topic in topics), default=None),
             last_ms=max((topic.last_ms for topic in topics), default=None),
-        )
+        )  # fmt: skip
         keys = {(row["topic"], row["key"]): row for row in self._keys if row["store"] == store}
         listed = most_frequent((row["messages"], *key) for key, row in keys.items())
         return ReportPart(
@@ -210,12 +212,6 @@ class _Sums:
         ids, counts = zip(*sorted(self._queues[store, topic].items()), strict=True)
         stored = _list(self._stored[store, topic], self.axis.intervals)
         return StoredTopic(name, topic, total.messages, total.bytes, total.first_ms, total.last_ms, stored, ids, counts)
-
-
-def _no_summary(name: str, path: str) -> Any:
-    from librmq.diagnosis.survey.model import StoreSummary
-
-    return StoreSummary(name, path, None, None, None, None, 0, 0, None, None)
 
 
 def _counts(messages: DataFrame, column: Any) -> dict[tuple[str, str], dict[int, int]]:
