@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
@@ -79,25 +79,10 @@ class RefusedStream(DataSourceStreamReader):
     def __init__(self, error: RmqError) -> None:
         self._error = error
 
-    def initialOffset(self) -> Offset:  # noqa: N802 (Spark's)
-        """Return the start of a new query."""
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise self._error
 
-    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 (Spark's)
-        """Return the limit in the options."""
-        raise self._error
-
-    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 (Spark's)
-        """Return the end of the next batch."""
-        raise self._error
-
-    def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
-        """Return the tasks of a batch."""
-        raise self._error
-
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Read a task's rows, in a worker."""
-        raise self._error
+    initialOffset = getDefaultReadLimit = latestOffset = partitions = read = _refuse  # noqa: N815 (Spark's)
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
