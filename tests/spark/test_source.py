@@ -244,7 +244,7 @@ def test_paths_of_other_file_systems_are_refused(path: str, tmp_path: Path, monk
     with pytest.raises(ConfigError, match="expected a path or a URL such as s3://bucket/store"):
         parse_read_options({"path": path})
     with pytest.raises(ConfigError, match="expected a path in a mounted file system"):
-        WriteOptions.parse({"path": path})
+        WriteOptions.from_options({"path": path})
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run:7").mkdir()
     assert parse_read_options({"path": "run:7"}).paths == (str(tmp_path / "run:7"),)
@@ -267,7 +267,7 @@ def test_a_url_is_read_as_the_store_on_the_disk(folder: Path) -> None:
     with pytest.raises(ConfigError, match="pipelines and the report read only a store in a mounted file system"):
         paths_of(url)
     with pytest.raises(ConfigError, match="expected a path in a mounted file system, found the scheme local"):
-        WriteOptions.parse({"path": url})
+        WriteOptions.from_options({"path": url})
     source = RocketMQDataSource({"path": url})
     with pytest.raises(ConfigError, match="a stream reads only a store in a mounted file system"):
         source.streamReader(source.schema()).initialOffset()

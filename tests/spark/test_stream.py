@@ -128,7 +128,7 @@ def test_limits_do_not_count_deleted_messages(tmp_path: Path) -> None:
 
 def test_a_delay_without_a_minimum_is_refused() -> None:
     with pytest.raises(ConfigError, match="option maxTriggerDelay: it limits the wait for minOffsetsPerTrigger"):
-        StreamLimits.parse({"maxTriggerDelay": "5s"})
+        StreamLimits.from_options({"maxTriggerDelay": "5s"})
 
 
 def run(path: Path, sink: Sink, checkpoint: Path, **options: str) -> Any:

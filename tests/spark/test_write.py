@@ -401,7 +401,7 @@ def test_an_invalid_job_id_is_refused(tmp_path: Path, job: str) -> None:
     path = new_store(tmp_path / "store")
     schema = StructType([StructField("body", BinaryType())])
     with pytest.raises(ConfigError, match="option jobId: expected a letter or digit"):
-        WriteOptions.parse({"path": str(path), "jobId": job})
+        WriteOptions.from_options({"path": str(path), "jobId": job})
     if "/" in job or "\0" in job:
         with pytest.raises(ConfigError, match="not the name of a folder"):
             Writer(WriteOptions(str(path), topic="T", job_id=job), schema)
