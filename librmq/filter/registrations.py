@@ -250,7 +250,7 @@ class Registrations:
             if old is not None and client_version <= old.client_version:
                 if client_version < old.client_version or not old.dead:
                     return False
-                self._put(replace(old, dead_timestamp_ms=0))
+                self._set_registration(replace(old, dead_timestamp_ms=0))
                 return True
             if old is not None and (old.expression, old.expression_type, old.bloom) == (
                 expression,
@@ -258,7 +258,7 @@ class Registrations:
                 bloom,
             ):
                 dead_timestamp_ms = 0 if old.dead else old.dead_timestamp_ms
-                self._put(replace(old, client_version=client_version, dead_timestamp_ms=dead_timestamp_ms))
+                self._set_registration(replace(old, client_version=client_version, dead_timestamp_ms=dead_timestamp_ms))
                 return True
             try:
                 filter_ = self._compile(expression, expression_type)
@@ -272,7 +272,7 @@ class Registrations:
                 if old is not None:
                     self._retain(lambda registration: registration is not old)
                 return False
-            self._put(
+            self._set_registration(
                 Registration(
                     topic=topic,
                     group=group,
@@ -299,14 +299,14 @@ class Registrations:
         with self._lock:
             for registration in self.of_group(group):
                 if selected(registration) and not registration.dead:
-                    self._put(replace(registration, dead_timestamp_ms=now_ms))
+                    self._set_registration(replace(registration, dead_timestamp_ms=now_ms))
 
     def clean(self, now_ms: int, after_ms: int = CLEANED_AFTER_MS) -> None:
         """Remove registrations that have been dead for ``after_ms``."""
         with self._lock:
             self._retain(lambda entry: not entry.dead or now_ms - entry.dead_timestamp_ms < after_ms)
 
-    def _put(self, registration: Registration) -> None:
+    def _set_registration(self, registration: Registration) -> None:
         groups = {**self._by_topic.get(registration.topic, {}), registration.group: registration}
         self._by_topic = {**self._by_topic, registration.topic: groups}
 

@@ -112,7 +112,7 @@ class _Spark(ColumnBackend[_Expression]):
         for term in chain.terms if isinstance(chain, All) else (chain,):
             condition = self.condition(term, "is_true")
             if isinstance(term, TextIn) and isinstance(self._properties, Mapping):
-                terms += [_expression(lambda text: text.isNotNull(), self.property_text(term.name)), condition]
+                terms += [_expression(lambda text: text.isNotNull(), self.property_column(term.name)), condition]
             elif isinstance(term, Missing):
                 terms.append(condition)
             else:
@@ -145,13 +145,13 @@ class _Spark(ColumnBackend[_Expression]):
         match question:
             case Missing():
                 return _expression(
-                    lambda text: text.isNull() if is_true else text.isNotNull(), self.property_text(question.name)
+                    lambda text: text.isNull() if is_true else text.isNotNull(), self.property_column(question.name)
                 )
             case TextIn():
                 return self._text_in(question, is_true)
             case TextTrue():
                 compare = COMPARE["=" if is_true else "<>"]
-                return _expression(lambda text: compare(F.lower(text), "true"), self.property_text(question.name))
+                return _expression(lambda text: compare(F.lower(text), "true"), self.property_column(question.name))
             case NumberIs():
                 return self._number_is(question, condition)
             case SameText():
@@ -162,7 +162,7 @@ class _Spark(ColumnBackend[_Expression]):
                 return self._search(question, is_true)
         raise AssertionError(question)
 
-    def property_text(self, name: str) -> _Expression:
+    def property_column(self, name: str) -> _Expression:
         """Return a property, null where missing."""
         if name not in self._texts:
             if not isinstance(self._properties, Mapping):
@@ -176,25 +176,25 @@ class _Spark(ColumnBackend[_Expression]):
     def _text_in(self, question: TextIn, is_true: bool) -> _Expression:
         if len(question.texts) == 1:
             compare = COMPARE["=" if is_true else "<>"]
-            return _expression(lambda text: compare(text, question.texts[0]), self.property_text(question.name))
-        matches = _expression(lambda text: text.isin(*question.texts), self.property_text(question.name))
+            return _expression(lambda text: compare(text, question.texts[0]), self.property_column(question.name))
+        matches = _expression(lambda text: text.isin(*question.texts), self.property_column(question.name))
         return matches if is_true else _expression(lambda matches: ~matches, matches)
 
     def _same_text(self, question: SameText, is_true: bool) -> _Expression:
-        left, right = self.property_text(question.left), self.property_text(question.right)
+        left, right = self.property_column(question.left), self.property_column(question.right)
         if is_true:
             return _expression(lambda a, b: a.eqNullSafe(b), left, right)
         return _expression(lambda a, b: a.isNotNull() & ~a.eqNullSafe(b), left, right)
 
     def _search(self, question: TextSearch, is_true: bool) -> _Expression:
         name = {"CONTAINS": "contains", "STARTSWITH": "startswith", "ENDSWITH": "endswith"}[question.kind]
-        true = _expression(lambda text: getattr(text, name)(question.text), self.property_text(question.name))
+        true = _expression(lambda text: getattr(text, name)(question.text), self.property_column(question.name))
         if question.negated:
             true = _expression(lambda matches: ~matches, true)
         return true if is_true else self.none([true])
 
     def _number_is(self, question: NumberIs, condition: Condition) -> _Expression:
-        text, literal = self.property_text(question.name), question.number
+        text, literal = self.property_column(question.name), question.number
         number = _doubles(text) if isinstance(literal, float) else _integers(text, type(literal))
         if condition == "is_error":
             return _expression(lambda text, number: text.isNotNull() & number.isNull(), text, number)
@@ -204,7 +204,7 @@ class _Spark(ColumnBackend[_Expression]):
         return _compared_integer(text, compare, literal)
 
     def _order_of(self, question: OrderOf, condition: Condition) -> _Expression:
-        left, right = self.property_text(question.left), self.property_text(question.right)
+        left, right = self.property_column(question.left), self.property_column(question.right)
         a, b = _doubles(left), _doubles(right)
         if condition == "is_error":
             present = _expression(lambda left, right: left.isNotNull() & right.isNotNull(), left, right)
