@@ -14,15 +14,15 @@ with lazy_exports(globals()):
     from librmq.store.engine.read import GetStatus as GetStatus
     from librmq.store.engine.read import MessageFilter as MessageFilter
     from librmq.store.engine.read import ReadResult as ReadResult
+    from librmq.store.extraction import Rescued as Rescued
+    from librmq.store.extraction import rescue as rescue
     from librmq.store.format.checkpoint import Checkpoint as Checkpoint
     from librmq.store.format.indexfile import IndexFile as IndexFile
     from librmq.store.format.keyindex import KeyIndex as KeyIndex
     from librmq.store.recovery.salvage import Gap as Gap
     from librmq.store.recovery.verify import Verdict as Verdict
     from librmq.store.recovery.verify import verify as verify
-    from librmq.store.snapshots import Rescued as Rescued
     from librmq.store.snapshots import Snapshot as Snapshot
-    from librmq.store.snapshots import rescue as rescue
     from librmq.store.snapshots import restore as restore
     from librmq.store.snapshots import snapshot as snapshot
     from librmq.store.store import MessageStore as MessageStore

@@ -14,8 +14,8 @@ from librmq.broker import Broker
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.store import MessageStore
+from librmq.store.extraction import rescue
 from librmq.store.recovery.verify import verify
-from librmq.store.snapshots import rescue
 from tests.budget import examples
 from tests.conftest import SlowBudget
 from tests.store.test_lost_entries import broker_gives

@@ -16,9 +16,10 @@ from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.store import MessageStore
+from librmq.store.extraction import rescue
 from librmq.store.format.directory import broker_conf, infer_config
 from librmq.store.recovery.verify import verify
-from librmq.store.snapshots import rescue, snapshot
+from librmq.store.snapshots import snapshot
 from tests.budget import many
 
 LEVELS = "1s 1h"

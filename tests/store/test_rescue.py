@@ -12,10 +12,10 @@ from librmq.files.disk import DiskFiles
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
+from librmq.store.extraction import rescue
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.documents import JOB_NOTES_FOLDER, JobNote, note_path, noted_jobs
 from librmq.store.recovery.verify import verify
-from librmq.store.snapshots import rescue
 from tests.stores import START_MS
 
 CONFIG = StoreConfig.tiny()

@@ -30,10 +30,11 @@ from librmq.message.topics import validate_queue
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.engine.read import GetStatus
+from librmq.store.extraction import rescue
 from librmq.store.recovery import salvage
 from librmq.store.recovery.salvage import Gap
 from librmq.store.recovery.verify import verify
-from librmq.store.snapshots import Snapshot, rescue, restore, snapshot
+from librmq.store.snapshots import Snapshot, restore, snapshot
 from librmq.testing import FailingFiles
 from tests.budget import examples, many, some
 from tests.programs import start_program

@@ -84,8 +84,8 @@ def broker_conf(arguments: argparse.Namespace, output: Output) -> int:
 def salvage(arguments: argparse.Namespace, output: Output) -> int:
     """Print every sound record and every gap, or make a new store of the records."""
     from librmq.message.delay_levels import DelayLevels
+    from librmq.store.extraction import rescue
     from librmq.store.recovery import salvage
-    from librmq.store.snapshots import rescue
 
     store = arguments.store
     files, config = files_and_config(arguments, log_only=True)
