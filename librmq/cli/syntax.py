@@ -446,6 +446,25 @@ _FILES: Final = (
         output=LISTED,
     ),
     Command(
+        "extract",
+        "maintenance",
+        "make a small store of selected messages",
+        "store --topic OrderTopic --key key14 -o small",
+        (
+            option("-o", "--out", metavar="NEW", required=True, help="the new store, a folder that does not exist"),
+            option(
+                "--redact",
+                choices=("bodies", "properties"),
+                action="append",
+                help="hide bodies, or the values of an application's properties; tags and keys stay; repeatable",
+            ),
+            *SELECTION,
+        ),
+        description="Copies the selected messages with their ids and times, and numbers those of each queue from 0. "
+        "Topics, progress and filters go with them. The files are as small as the messages allow, to keep such a store "
+        "beside a test.",
+    ),
+    Command(
         "snapshot",
         "maintenance",
         "copy a store that may be in use",

@@ -14,7 +14,9 @@ with lazy_exports(globals()):
     from librmq.store.engine.read import GetStatus as GetStatus
     from librmq.store.engine.read import MessageFilter as MessageFilter
     from librmq.store.engine.read import ReadResult as ReadResult
+    from librmq.store.extraction import Extracted as Extracted
     from librmq.store.extraction import Rescued as Rescued
+    from librmq.store.extraction import extract as extract
     from librmq.store.extraction import rescue as rescue
     from librmq.store.format.checkpoint import Checkpoint as Checkpoint
     from librmq.store.format.indexfile import IndexFile as IndexFile

@@ -11,15 +11,18 @@ import os
 import re
 import struct
 from array import array
-from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from librmq.clock import SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, check_path
+from librmq.consumequeue import ENTRY_SIZE
 from librmq.errors import (
+    ConfigError,
     CorruptionError,
     MessageIllegalError,
 )
@@ -31,20 +34,39 @@ from librmq.files.interface import (
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.message.message import StoredMessage
-from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_queue
+from librmq.message.properties import RESERVED_PROPERTIES
+from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, validate_queue
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.engine.store_parts import PartFiles
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables, ConfigTable
-from librmq.store.format.documents import JOB_NOTES_FOLDER, OWN_FOLDER, JobNote, MovedJobs, note_path, noted_jobs
+from librmq.store.format.documents import (
+    JOB_NOTES_FOLDER,
+    OWN_FOLDER,
+    JobNote,
+    MovedJobs,
+    note_path,
+    noted_jobs,
+    write_kept_config,
+)
 from librmq.store.recovery import salvage
 from librmq.store.recovery.open import settle
 from librmq.store.recovery.salvage import Gap
-from librmq.store.snapshots import KEPT_CONFIG, copy_config, growing_store
+from librmq.store.snapshots import KEPT_CONFIG, check_outside, copy_config, growing_store
 
 _TIMER_CHECK: Final = re.compile("timercheck")
 _MAX_DIGITS: Final = 20  # digits of a queue offset
 _LONG: Final = struct.Struct(">q")
+_OTHER_PROPERTIES: Final = frozenset(
+    (
+        record.PROPERTY_CHECK_IMMUNITY_TIME,
+        record.PROPERTY_TRANSACTION_CHECK_TIMES,
+        record.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET,
+        "1ST_POP_TIME",
+        "INNER_MULTI_DISPATCH",
+    )
+)
+"""Properties of RocketMQ that a user may set, or that are younger than 4.9."""
 
 
 class Rescued(NamedTuple):
@@ -81,7 +103,7 @@ def rescue(
     count = gaps = 0
     with growing_store(target, files) as part:
         log = PartFiles(part, config, files).open_log(writable=True)
-        numbers, jobs = _Renumbering(), MovedJobs(_sound_notes(path, files, tell))
+        numbers, jobs = Renumbering(), MovedJobs(_sound_notes(path, files, tell))
         for item in _records(path, files, numbers.end_log):
             if isinstance(item, StoredMessage):
                 try:
@@ -108,6 +130,149 @@ def rescue(
     return Rescued(target, count, gaps)
 
 
+class Extracted(NamedTuple):
+    """A small store with selected records of another."""
+
+    path: str
+    """The folder of the new store."""
+    records: int
+    """Number of copied records."""
+    bytes: int
+    """Bytes of the copied records."""
+
+
+Redaction = Literal["bodies", "properties"]
+"""What `extract` hides: bodies, or the values of properties that RocketMQ does not know itself."""
+
+
+def extract(
+    path: str,
+    target: str,
+    keep: Callable[[StoredMessage], bool],
+    *,
+    redact: Collection[Redaction] = (),
+    files: Files | None = None,
+) -> Extracted:
+    """Create a store in ``target``, which is empty or does not exist, from the records for which ``keep`` returns True.
+
+    Of each record all but physical offset, queue offset and prepared-transaction offset stays, unless ``redact`` names
+    it: a redacted body or value is as long as before, a redacted body is not compressed, and gets its checksum. Tags
+    and keys stay. The files are as small as the records allow. Topics, the progress of groups and filters go with
+    their messages. ``path`` is only read; beside a writer, ``keep`` is asked twice about each record.
+
+    Raises:
+        ConfigError: ``target`` is in the store, or ``redact`` names something else.
+        CorruptionError: The log is damaged.
+        StoreIOError: ``target`` is not empty, or there is no space.
+    """
+    check_path("path", path, "the folder of a store")
+    check_path("target", target, "the folder of a new store")
+    unknown = set(redact) - set(get_args(Redaction))
+    if unknown:
+        raise ConfigError(f"redact: expected bodies or properties, found {sorted(unknown)!r:.80}")
+    files = files or DiskFiles()
+    directory.check_kind(path, files, log_only=True)
+    check_outside(path, target)
+    config = _small_config(directory.infer_config(path, files), _sound(path, files, keep))
+    count = size = 0
+    places: dict[int, int] = {}
+    with growing_store(target, files) as part:
+        log = PartFiles(part, config, files).open_log(writable=True)
+        numbers = Renumbering()
+        for message in _sound(path, files, keep):
+            raw = _redacted(message.raw, message.topic, redact) if redact else message.raw
+            place, _ = _append(log, StoredMessage(raw), numbers, places)
+            places[message.physical_offset] = place
+            count, size = count + 1, size + len(raw)
+        log.close()
+        numbers.end_log()
+        write_kept_config(part, config, files)
+        _extract_tables(path, part, numbers, files)
+        settle(part, config, files, SystemClock())
+    return Extracted(target, count, size)
+
+
+def _sound(path: str, files: Files, keep: Callable[[StoredMessage], bool]) -> Iterator[StoredMessage]:
+    for item in salvage.log_records(path, files):
+        if isinstance(item, Gap):
+            raise CorruptionError(item.file, item.physical_offset, "record", f"{item.what}: run librmq salvage first")
+        if keep(item):
+            yield item
+
+
+def _small_config(config: StoreConfig, messages: Iterable[StoredMessage]) -> StoreConfig:
+    """Return the settings with the smallest files that hold the messages, and a few more."""
+    size = largest = keys = 0
+    entries: Counter[tuple[str, int]] = Counter()
+    for message in messages:
+        size, largest = size + message.size, max(largest, message.size)
+        entries[message.topic, message.queue_id] += 1
+        keys += 1 + len(message.keys)
+    slots = _power_of_two(max(16, keys // 2))
+    return dataclasses.replace(
+        config,
+        commitlog_file_size=min(_power_of_two(max(16 << 10, size + 2 * largest)), 1 << 30),
+        consumequeue_file_size=ENTRY_SIZE * _power_of_two(max(64, *entries.values(), 0)),
+        max_hash_slot_num=slots,
+        max_index_num=4 * slots,  # so that both follow from the file's length
+        max_total_size=None,
+    )
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def _redacted(raw: bytes, topic: str, redact: Collection[Redaction]) -> bytes:
+    """Return a record without what ``redact`` names, as long as before."""
+    copy = record.decode_record(raw)
+    if "bodies" in redact and topic != OP_TOPIC:  # its bodies are numbers of halves
+        body = b"x" * len(copy.body)
+        plain = copy.sys_flag & ~(record.COMPRESSED | record.COMPRESSION_MASK)
+        copy = dataclasses.replace(copy, body=body, body_crc=record.body_checksum(body), sys_flag=plain)
+    if "properties" in redact:
+        parts = [part.partition(b"\1") for part in copy.properties_raw.split(b"\2")]
+        hidden = [
+            name + separator + (value if _is_rocketmqs(name) else b"x" * len(value)) for name, separator, value in parts
+        ]
+        copy = dataclasses.replace(copy, properties_raw=b"\2".join(hidden))
+    return record.encode_record(copy)
+
+
+def _is_rocketmqs(name: bytes) -> bool:
+    """Return whether RocketMQ gives the property a meaning; the cause of a dead letter is an application's text."""
+    text = name.decode("utf-8", "replace")
+    return text != record.PROPERTY_DEAD_LETTER_CAUSE and (
+        text in RESERVED_PROPERTIES or text in _OTHER_PROPERTIES or text.startswith(("TIMER_", "__"))
+    )
+
+
+def _extract_tables(path: str, part: str, numbers: Renumbering, files: Files) -> None:
+    """Write the rows of the topics that were copied."""
+    tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
+    folder = os.path.join(part, directory.CONFIG)
+    make_folders(files, folder)
+    kept = BrokerTables.open(folder, files=files)
+    topics = numbers.topics()
+    groups = {topic.removeprefix(prefix) for prefix in (RETRY_PREFIX, DEAD_LETTER_PREFIX) for topic in topics}
+    for name, offsets in tables.offsets.rows.items():
+        topic, _, group = name.rpartition("@")
+        if topic in topics:
+            groups.add(group)
+            kept.offsets.set(name, {at: numbers.new_offset(topic, at, offset) for at, offset in offsets.items()})
+    for table, copied, names in (
+        (tables.topics, kept.topics, topics),
+        (tables.filter_table, kept.filter_table, topics),
+        (tables.groups, kept.groups, groups),
+    ):
+        for name in names & table.rows.keys():
+            copied.set(name, table.rows[name])
+    if SCHEDULE_TOPIC in topics:
+        for level, offset in tables.delays.rows.items():
+            kept.delays.set(level, numbers.new_offset(SCHEDULE_TOPIC, queue_id_of_level(level), offset))
+    kept.persist(SystemClock().now_ms())
+
+
 def _records(path: str, files: Files, end_log: Callable[[], None]) -> Iterator[StoredMessage | Gap]:
     directory.check_kind(path, files, log_only=True)
     yield from salvage.log_records(path, files)
@@ -115,7 +280,7 @@ def _records(path: str, files: Files, end_log: Callable[[], None]) -> Iterator[S
     yield from salvage.cut_records(path, files)
 
 
-class _Renumbering:
+class Renumbering:
     """Queue offsets of a rescued store: each queue counts from 0 without a gap.
 
     A consumer cannot pass an entry that leads to no record, so a lost record has no entry.
@@ -154,6 +319,10 @@ class _Renumbering:
         left = np.frombuffer(self._old[name], np.int64)[begin:end] >= queue_offset
         return begin + int(left.argmax()) if left.any() else end
 
+    def topics(self) -> set[str]:
+        """Return the topics with records."""
+        return {topic for topic, _ in self._old}
+
     def half(self, queue_id: int, queue_offset: int) -> int:
         """Return the new queue offset of a half message; -1 if it was lost."""
         return self._halves.get((queue_id, queue_offset), -1)
@@ -170,13 +339,21 @@ def _sound_notes(path: str, files: Files, tell: Callable[[Gap], object]) -> dict
     return notes
 
 
-def _append(log: CommitLog, message: StoredMessage, numbers: _Renumbering) -> tuple[int, bytes]:
-    """Append a record to a new log, with a new physical offset and queue offset; return its place and bytes."""
+def _append(
+    log: CommitLog, message: StoredMessage, numbers: Renumbering, places: Mapping[int, int] | None = None
+) -> tuple[int, bytes]:
+    """Append a record to a new log, with a new physical offset and queue offset; return its place and bytes.
+
+    ``places`` are the new places of halves by their old ones.
+    """
     raw = bytearray(message.raw)
     if has_queue_entry(message.sys_flag):
         if message.topic == OP_TOPIC:
             raw = _op_of_half(message, numbers)
         raw[record.QUEUE_OFFSET_AT : record.QUEUE_OFFSET_AT + 8] = _LONG.pack(numbers.next(message))
+    if places is not None and message.prepared_transaction_offset:
+        at = record.host_ends(message.sys_flag)[1] + 4
+        raw[at : at + 8] = _LONG.pack(places.get(message.prepared_transaction_offset, 0))
     place = log.claim(len(raw))
     raw[record.PHYSICAL_OFFSET_AT : record.PHYSICAL_OFFSET_AT + 8] = _LONG.pack(place)
     data = bytes(raw)
@@ -184,7 +361,7 @@ def _append(log: CommitLog, message: StoredMessage, numbers: _Renumbering) -> tu
     return place, data
 
 
-def _op_of_half(message: StoredMessage, numbers: _Renumbering) -> bytearray:
+def _op_of_half(message: StoredMessage, numbers: Renumbering) -> bytearray:
     """Return the record of an op message that names the half's new queue offset."""
     op = record.decode_record(message.raw)
     text = op.body.decode("ascii", "replace")

@@ -13,7 +13,7 @@ from librmq.cli.output import DAMAGED, INTERRUPTED, Output, ProgressBar, complai
 from librmq.cli.rows import gap_row, message_row, snapshot_row
 from librmq.cli.stores import files_and_config
 from librmq.clock import SystemClock
-from librmq.errors import ConfigError, CorruptionError
+from librmq.errors import ConfigError, CorruptionError, InputError
 from librmq.files.interface import Files
 from librmq.store.format.directory import CONFIG
 from librmq.store.format.directory import broker_conf as broker_conf_of
@@ -100,6 +100,28 @@ def salvage(arguments: argparse.Namespace, output: Output) -> int:
     with log_bar("salvage", store, 1, quiet=output.is_on_terminal):
         for item in salvage.records(store, files):
             output.row(gap_row(store, item) if isinstance(item, salvage.Gap) else message_row(item, levels))
+    return 0
+
+
+def extract(arguments: argparse.Namespace, output: Output) -> int:
+    """Make a small store of the selected messages and print its row."""
+    from librmq.cli.selection import select
+    from librmq.cli.stores import open_store
+    from librmq.store.extraction import extract
+
+    selection = select(arguments)
+    with open_store(arguments) as store:
+        places = {message.physical_offset for message in selection.messages(store)}
+    if not places:
+        raise InputError("expected at least one message to extract, found none: `librmq show` selects in the same way")
+    with log_bar("extract", arguments.store, 2):
+        small = extract(
+            arguments.store,
+            arguments.out,
+            lambda message: message.physical_offset in places,
+            redact=arguments.redact or (),
+        )
+    output.row({"type": "extract", "into": small.path, "records": small.records, "bytes": small.bytes})
     return 0
 
 

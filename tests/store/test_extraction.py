@@ -1,0 +1,129 @@
+"""A store that `extract` makes has the selected records, unchanged but for their numbers, in small files."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from librmq import Broker, BrokerConfig, ManualClock, ManualRunner, Message, MessageStore, Producer, TransactionProducer
+from librmq.errors import ConfigError, CorruptionError, StoreIOError
+from librmq.message import record
+from librmq.message.message import StoredMessage
+from librmq.message.topics import HALF_TOPIC, OP_TOPIC
+from librmq.protocol import TransactionState
+from librmq.store import extract, verify
+from librmq.store.format.broker_tables import BrokerTables
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store of two topics, with transactions, compressed bodies, and the progress of a group."""
+    folder = tmp_path_factory.mktemp("extraction") / "store"
+    with Broker.open(folder, BrokerConfig(), runner=ManualRunner(ManualClock(1_700_000_000_000))) as broker:
+        broker.create_topic("orders", 2)
+        broker.create_topic("payments", 1)
+        with (
+            Producer(broker, "shop") as producer,
+            TransactionProducer(broker, "sales", lambda _: TransactionState.COMMIT) as transactions,
+        ):
+            for number in range(40):
+                producer.send("orders", f"order {number}", keys=f"k{number}", tags="ab"[number % 2], queue=number % 2)
+                producer.send("payments", b"paid", properties={"card": f"4000-{number}"})
+            producer.send("orders", b"again and again " * 1000, keys="large", queue=0)
+            half = Message("payments", b"half", keys="half")
+            transactions.send_in_transaction(half, execute=lambda *_: TransactionState.COMMIT)
+        broker.tables.set_consumer_offset("orders", "billing", 0, 10)
+        broker.tables.set_consumer_offset("payments", "audit", 0, 1)
+    return folder
+
+
+def messages(path: Path) -> list[StoredMessage]:
+    with MessageStore.open(path, read_only=True) as store:
+        return list(store)
+
+
+def compared(message: StoredMessage) -> record.Record:
+    """Return a record without what a copy numbers anew."""
+    decoded = record.decode_record(message.raw)
+    return replace(decoded, physical_offset=0, queue_offset=0, prepared_transaction_offset=0)
+
+
+def test_selected_records_stay_as_they_are(source: Path, tmp_path: Path) -> None:
+    selected = [one for one in messages(source) if one.topic == "orders" and one.tags in ("a", None)]
+    before = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
+    small = extract(str(source), str(tmp_path / "small"), lambda one: one.topic == "orders" and one.tags in ("a", None))
+    copied = messages(tmp_path / "small")
+    assert {path: path.stat().st_mtime_ns for path in source.rglob("*")} == before
+    assert list(map(compared, copied)) == list(map(compared, selected))
+    assert [(one.queue_id, one.queue_offset) for one in copied] == [(0, at) for at in range(21)]
+    assert (small.records, small.bytes) == (21, sum(one.size for one in selected))
+    assert not verify(tmp_path / "small").damage
+    with MessageStore.open(tmp_path / "small", read_only=True) as store:
+        assert [one.body for one in store.find_by_key("orders", "k4")] == [b"order 4"]
+        assert store.config.commitlog_file_size == 16 << 10
+    assert sum(path.stat().st_size for path in (tmp_path / "small").rglob("*")) < 64 << 10
+
+
+def test_progress_and_topics_go_with_their_messages(source: Path, tmp_path: Path) -> None:
+    extract(str(source), str(tmp_path / "small"), lambda one: one.topic == "orders" and one.queue_offset >= 5)
+    tables = BrokerTables.open(str(tmp_path / "small" / "config"))
+    assert tables.progress() == {("billing", "orders"): {0: 5}}
+    assert list(tables.topics.rows) == ["orders"]
+
+
+def test_a_committed_message_leads_to_its_half(source: Path, tmp_path: Path) -> None:
+    extract(str(source), str(tmp_path / "both"), lambda one: one.keys == ("half",))
+    half, committed = messages(tmp_path / "both")
+    assert (half.topic, committed.topic) == (HALF_TOPIC, "payments")
+    assert committed.prepared_transaction_offset == half.physical_offset
+    extract(str(source), str(tmp_path / "one"), lambda one: one.keys == ("half",) and one.topic == "payments")
+    (committed,) = messages(tmp_path / "one")
+    assert committed.prepared_transaction_offset == 0
+
+
+def test_redacted_bodies_and_values_are_hidden(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "small"
+    extract(
+        str(source),
+        str(target),
+        lambda one: one.topic != OP_TOPIC,
+        redact=["bodies", "properties"],
+    )
+    originals = [one for one in messages(source) if one.topic != OP_TOPIC]
+    for original, hidden in zip(originals, messages(target), strict=True):
+        assert set(hidden.body) <= set(b"x")
+        assert (hidden.crc_ok, hidden.size) == (True, original.size)
+        assert (hidden.unique_key, hidden.keys, hidden.tags) == (original.unique_key, original.keys, original.tags)
+        assert hidden.properties.get("card", "x" * 6)[:1] == "x"
+        assert hidden.store_timestamp_ms == original.store_timestamp_ms
+    assert not verify(target).damage
+
+
+def test_a_small_store_takes_more_messages(source: Path, tmp_path: Path) -> None:
+    extract(str(source), str(tmp_path / "small"), lambda one: one.topic == "orders")
+    with Broker.open(tmp_path / "small") as broker, Producer(broker, "shop") as producer:
+        for number in range(200):
+            producer.send("orders", f"more {number}".encode())
+        assert len(list(broker.messages("orders"))) == 241
+
+
+def test_what_can_not_be_extracted_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^redact: expected bodies or properties"):
+        extract(str(source), str(tmp_path / "small"), lambda _: True, redact=["keys"])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=r"^target: .* is in the store"):
+        extract(str(source), str(source / "small"), lambda _: True)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(StoreIOError, match="it is not empty"):
+        extract(str(source), str(tmp_path / "full"), lambda _: True)
+    shutil.copytree(source, tmp_path / "damaged")
+    log = next((tmp_path / "damaged" / "commitlog").iterdir())
+    raw = bytearray(log.read_bytes())
+    raw[95] ^= 1
+    log.write_bytes(raw)
+    with pytest.raises(CorruptionError, match="run librmq salvage first"):
+        extract(str(tmp_path / "damaged"), str(tmp_path / "small"), lambda _: True)
+    assert not (tmp_path / "small").exists()
