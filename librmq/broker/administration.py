@@ -117,6 +117,10 @@ class Administration:
 # ---- progress
 
 
+ResetHook = Callable[[str, str], object]
+"""Called with group and topic after the progress was moved."""
+
+
 class Progress:
     """Begins and ends of queues, progress of groups in them, and resets of groups. Changes need the runner's lock.
 
@@ -131,6 +135,7 @@ class Progress:
         self._offsets = context.offsets
         self._clients = context.clients
         self._broker_name = context.name
+        self.reset_hooks: list[ResetHook] = []
 
     def query_offset(self, request: QueryOffset) -> int | None:
         """Return a group's stored progress; without any, 0 if the whole queue exists and counts as in memory."""
@@ -186,6 +191,8 @@ class Progress:
         self._clients.notify_group(group, ResetOffsets(group, topic, by_queue))
         for queue_id, queue_offset in offsets.items():
             self._offsets.set_consumer_offset(topic, group, queue_id, queue_offset)
+        for hook in self.reset_hooks:
+            hook(group, topic)
 
     def move(
         self, group: str, topic: str, to: Literal["begin", "end"] | datetime | int, queue_id: int | None

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from typing import Any, Final, Literal, Protocol, Self, TypeVar, Unpack, cast
 
+from librmq.broker.administration import ResetHook
 from librmq.broker.clients import ConnectedClient, GroupConnections
 from librmq.broker.config import BrokerConfig, OpenKeywords
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
@@ -518,6 +519,11 @@ class Broker:
     def discard_hooks(self) -> list[DiscardHook]:
         """Functions called with each half message that a check discards, and its number of checks."""
         return self._parts.transactions.discard_hooks
+
+    @property
+    def reset_hooks(self) -> list[ResetHook]:
+        """Functions called with group and topic after each `reset_group`, under the runner's lock."""
+        return self._parts.handlers.progress.reset_hooks
 
     def dead_letters(self, group: str) -> list[StoredMessage]:
         """Return a consumer group's dead letters."""

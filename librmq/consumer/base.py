@@ -14,6 +14,7 @@ from typing import Any, Final, Generic, Self, TypeVar, cast
 from librmq.broker.groups import comparable
 from librmq.client.allocation import refuse_differences
 from librmq.client.client import Client, LifeCycle, Startable, State, client_of
+from librmq.client.recorder import ConsumerRecorder
 from librmq.config import to_seconds
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.config import ConsumerConfig
@@ -78,6 +79,8 @@ class Consumer(Startable, Generic[C]):
         """Whether the instance is shutting down, so that nothing new begins."""
         self.offsets: Offsets
         self.metrics: Metrics | None = None
+        self.recorder: ConsumerRecorder | None = None
+        """Records queues and deliveries for a history, where the route asks for one."""
         self.log = _log.with_fields(consumer=self.label, group=group)
         self.states = StateLog(self.log, self.label)
         self.rebalancing = Rebalancing(self, self._start_queue, self._release_queue, self._lock)
@@ -86,7 +89,7 @@ class Consumer(Startable, Generic[C]):
         self._saving = Step(f"{self.label} save progress", self._save_due, self.client)
         self._started_ms = 0
         self._times_removed = self.client.times_removed
-        if (noted := getattr(route, "noted_consumer", None)) is not None:  # a test's route looks for unstarted ones
+        if (noted := getattr(route, "noted_consumer", None)) is not None:  # a route that records, or a test's
             noted(self)
 
     # ---- queues
@@ -235,6 +238,8 @@ class Consumer(Startable, Generic[C]):
     def _leave(self) -> None:
         for assigned in self.assigned.values():
             assigned.released = True
+            if self.recorder is not None:
+                self.recorder.releases(assigned.queue)
         self.assigned.clear()
         self.client.leave(self)
 
@@ -343,6 +348,8 @@ class Consumer(Startable, Generic[C]):
             self._routes_changed()
             self.rebalancing.wake()
         elif isinstance(request, ResetOffsets):
+            if self.recorder is not None:
+                self.recorder.resets(request.topic)
             self._reset_offsets(request.topic, request.offsets)
         elif isinstance(request, ConsumerOffsets):
             result = self.progress(request.topic)

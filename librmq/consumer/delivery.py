@@ -152,6 +152,8 @@ class Delivery:
         if assigned.released:
             return None  # the result would be ignored
         consumer = self.consumer
+        if consumer.recorder is not None:
+            consumer.recorder.begins(assigned.queue, messages)
         metrics = consumer.metrics
         if not consumer.hooks and consumer.before_last_attempt is None and metrics is None:
             return listener.function(messages if listener.as_list else messages[0])
@@ -379,8 +381,10 @@ class ConcurrentDelivery(Delivery):
         error: Exception | None,
     ) -> None:
         """Apply the result or the exception of a listener, and begin what waits for a free thread."""
+        consumed, error = outcome(listener, len(messages), result, error)
+        if self.consumer.recorder is not None:
+            self.consumer.recorder.ends(messages, consumed)
         if not assigned.released:
-            consumed, error = outcome(listener, len(messages), result, error)
             if isinstance(error, DownstreamDown):
                 self._rest(assigned, messages[consumed:], error)
                 messages = messages[:consumed]
@@ -467,6 +471,8 @@ class ConcurrentDelivery(Delivery):
                 sent = self.retries.send_one_back(assigned, first, EXPIRED_LEVEL, cause)
                 if sent is False:
                     break
+                if self.consumer.recorder is not None:
+                    self.consumer.recorder.ends((first,), 0)
                 if sent is not None and sent.is_dead:
                     self.retries.log_dead_letter(assigned, first, TimeoutError(cause))
                 assigned.messages.remove((first,))  # the next message that ends, or an empty queue, moves the progress

@@ -242,6 +242,8 @@ class Retries:
 
     def log_dead_letter(self, assigned: AssignedQueue, message: DeliveredMessage, error: Exception | None) -> None:
         """Log a dead letter."""
+        if self._consumer.recorder is not None:
+            self._consumer.recorder.dead_letter(message)
         attempt = message.reconsume_times + 1
         self._consumer.log.error(
             "%(consumer)s: dead letter of group %(group)s: %(queue)s at %(queue_offset)d (%(message_id)s), key "

@@ -12,6 +12,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple, Protocol
 
 from librmq.client.client import Client
+from librmq.client.recorder import ConsumerRecorder
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.listeners import DeliveredMessage, Listeners
@@ -51,6 +52,7 @@ class Instance(Hashable, Protocol):
     runner: Runner
     client: Client
     metrics: Metrics | None
+    recorder: ConsumerRecorder | None
     log: EventLog
     states: StateLog
     offsets: Offsets

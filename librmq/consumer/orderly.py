@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
+from librmq.client.recorder import ConsumerRecorder
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.delivery import Delivery
 from librmq.consumer.failures import suspension_ms
@@ -326,6 +327,8 @@ class OrderlyDelivery(Delivery):
         """Apply the result or the exception of a listener, and begin what waits for a free thread."""
         assigned.running = False
         now_ms = self.runner.now_ms()
+        if self.consumer.recorder is not None:
+            self._record(self.consumer.recorder, assigned, messages, result, _has_failed(listener, result, error))
         if assigned.released:
             self._done_after_release(assigned, messages, now_ms)
         else:
@@ -368,10 +371,7 @@ class OrderlyDelivery(Delivery):
             return self.rests.begin(error, assigned.queue)
         if self.rests.is_probing or self.consumer.states.causes:
             self.rests.succeeded()
-        failed = error is not None
-        if not failed and not isinstance(result, OrderlyResult):
-            failed = listener.must_return and result is not True
-        if not failed:
+        if not _has_failed(listener, result, error):
             if result is OrderlyResult.HOLD:
                 return None
             if result is OrderlyResult.ROLLBACK:
@@ -401,6 +401,23 @@ class OrderlyDelivery(Delivery):
         if progress is not None:
             self.consumer.progressed(assigned, progress)
 
+    @staticmethod
+    def _record(
+        recorder: ConsumerRecorder,
+        assigned: AssignedQueue,
+        messages: list[DeliveredMessage],
+        result: object,
+        has_failed: bool,
+    ) -> None:
+        """Record the end of a call, and with a commit or rollback that of the calls held before it."""
+        if has_failed:
+            recorder.ends(messages, 0)
+        elif result is OrderlyResult.HOLD:
+            recorder.holds(messages)
+        else:
+            all_messages = assigned.messages.begun_messages() or messages  # a released queue has dropped them
+            recorder.ends(all_messages, 0 if result is OrderlyResult.ROLLBACK else len(all_messages))
+
     def _log_blocked(self, assigned: AssignedQueue, message: DeliveredMessage) -> None:
         times = message.reconsume_times
         if times & (times - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
@@ -421,3 +438,9 @@ class OrderlyDelivery(Delivery):
             if isinstance(first, DeliveredMessage) and first.reconsume_times and assigned.queue in self._resting:
                 queues.append(BlockedQueue(assigned.queue, first.queue_offset, first.message_id, first.reconsume_times))
         return queues
+
+
+def _has_failed(listener: Listener, result: object, error: Exception | None) -> bool:
+    if error is not None:
+        return True
+    return listener.must_return and result is not True and not isinstance(result, OrderlyResult)

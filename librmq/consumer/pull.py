@@ -147,12 +147,16 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         for queue in [queue for queue in self.assigned if queue not in queues]:
             assigned = self.assigned.pop(queue)
             assigned.released = True
+            if self.recorder is not None:
+                self.recorder.releases(queue)
             self._release_queue(assigned, self.runner.now_ms())
         for queue in queues:
             if queue not in self.assigned:
                 stored = self.offsets.read(queue)
                 next_offset = self.rebalancing.start_offset(queue) if stored is None else stored
                 assigned = self.assigned[queue] = self.make_assigned(queue, next_offset, stored)
+                if self.recorder is not None:
+                    self.recorder.takes(queue, next_offset, stored)
                 self._start_queue(assigned)
 
     @property
@@ -189,6 +193,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         def begin() -> None:
             if commits:
                 self._commit_polled()
+            elif self.recorder is not None:
+                self.recorder.takes_back()
             self._arrived.set()
 
         return self._stop(timeout, begin)
@@ -318,11 +324,16 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 self.progressed(assigned, assigned.next_offset)
             assigned.next_offset = next_offset
             self._last = assigned, message.queue_offset, next_offset
+            if self.recorder is not None:
+                self.recorder.passes()
+                self.recorder.hands_out(message.queue, [message])
             return True
 
     def _begin_poll(self) -> None:
         """Count the messages of the previous poll as consumed, if so configured."""
         self._last = None
+        if self.recorder is not None:
+            self.recorder.passes()
         if self.config.auto_commit:
             with self.runner.lock:
                 self._commit_polled()
@@ -330,6 +341,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     def _rewind(self) -> None:
         """Pull the last messages again."""
         with self.runner.lock:
+            if self.recorder is not None:
+                self.recorder.takes_back()
             if self._last is not None:
                 assigned, before, next_offset = self._last
                 if assigned.next_offset == next_offset:
@@ -358,6 +371,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                     self._pulled_end = queues[at].next_offset
                     queues[at].next_offset = messages[0].queue_offset
                     self._last = queues[at], before, messages[0].queue_offset
+                elif self.recorder is not None:
+                    self.recorder.hands_out(queues[at].queue, messages)
                 self._turn = at + 1
                 return messages, True
             has_moved |= queues[at].next_offset != before
@@ -377,6 +392,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._last = assigned, assigned.next_offset, response.next_offset
         assigned.next_offset = response.next_offset
         if response.status is PullStatus.OFFSET_ILLEGAL:
+            if self.recorder is not None:
+                self.recorder.resets(queue.topic)
             self.log.warning(
                 "%(consumer)s: %(queue)s continues at %(queue_offset)d",
                 queue=assigned.queue,
@@ -447,6 +464,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         return assigned
 
     def _set_position(self, assigned: AssignedQueue, queue_offset: int) -> None:
+        if self.recorder is not None:
+            self.recorder.resets(assigned.queue.topic)
         assigned.next_offset = queue_offset
         self._arrived.set()
 
@@ -494,6 +513,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     # ---- progress
 
     def _commit_polled(self) -> None:
+        if self.recorder is not None:
+            self.recorder.passes()
         for assigned in self.assigned.values():
             if not assigned.released and assigned.progress != assigned.next_offset:
                 self.progressed(assigned, assigned.next_offset)
@@ -518,6 +539,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 for assigned, queue_offset in positions.items():
                     if type(queue_offset) is not int or queue_offset < 0:
                         raise TypeError(f"{assigned.queue}: expected a queue offset, found {queue_offset!r:.80}")
+            if self.recorder is not None:
+                self.recorder.passes()
             for assigned, queue_offset in positions.items():
                 assigned.progress = queue_offset
             if not self.offsets.save(positions):

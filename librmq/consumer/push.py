@@ -229,6 +229,8 @@ class Fetcher:
             next_offset=next_offset,
         )
         assigned.released = True
+        if consumer.recorder is not None:
+            consumer.recorder.resets(assigned.queue.topic)
 
         def correct(now_ms: int) -> int | None:
             if not consumer.stopping and consumer.assigned.get(assigned.queue) is assigned:
@@ -493,6 +495,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
         assigned.stored_progress = None
         if self._release_queue(assigned, self.runner.now_ms()):
             self.assigned.pop(assigned.queue, None)
+            if self.recorder is not None:
+                self.recorder.releases(assigned.queue)
 
     def _reset_offsets(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
         """Drop held messages, wait for running listeners, and continue from other offsets."""

@@ -211,6 +211,8 @@ class Rebalancing:
             self._is_incomplete = True
             return False
         self._member.assigned.pop(assigned.queue, None)
+        if self._member.recorder is not None:
+            self._member.recorder.releases(assigned.queue)
         self._member.log.debug("%(consumer)s: releases %(queue)s", queue=assigned.queue)
         return True
 
@@ -230,6 +232,8 @@ class Rebalancing:
         member.states.works(("start", queue.broker_name), f"finding where to start in {queue}")
         assigned = member.make_assigned(queue, next_offset, stored)
         member.assigned[queue] = assigned
+        if member.recorder is not None:
+            member.recorder.takes(queue, next_offset, stored)
         member.log.debug(
             "%(consumer)s: takes %(queue)s at %(queue_offset)d", queue=assigned.queue, queue_offset=next_offset
         )

@@ -27,6 +27,7 @@ from librmq.testing.kit_runner import KitRunner, current_work
 from librmq.testing.network import Network
 from librmq.testing.process import Process, Repeated
 from librmq.testing.process_table import ProcessStateError, ProcessTable
+from librmq.testing.verdict import Facts
 
 # ---- undelivered messages and unmatched subscriptions
 
@@ -135,6 +136,7 @@ class _Scene(Protocol):
     """The parts of the kit that evidence needs."""
 
     network: Network
+    runner: KitRunner
 
     def brokers(self) -> Sequence[Broker]: ...
 
@@ -148,6 +150,9 @@ class Evidence:
     def __init__(self, scene: _Scene, history: History) -> None:
         self._scene = scene
         self._history = history
+        history.about = self.about
+        self.facts = Facts(scene, history)
+        """What only the stores tell."""
         self._subscribed: dict[tuple[str, str], Subscribed] = {}
         self._sent_to: set[str] = set()
         self._read_topics: set[str] = set()
@@ -163,6 +168,7 @@ class Evidence:
 
     def note_heartbeat(self, request: Heartbeat, is_declared: bool) -> None:
         """Note the subscriptions of a process; ``is_declared`` if the test made its consumer itself."""
+        self.facts.note_heartbeat(request)
         for data in request.consumers:
             for topic, subscription in data.subscriptions.items():
                 key = data.group, topic
@@ -448,8 +454,8 @@ class KitObserver:
 
     def listener_begins(self, work: Work) -> None:
         """Note that user code begins."""
-        self._history.begin(self._kit.clock.now_ms(), work, self._evidence.about)
+        self._history.listener_begins(work)
 
     def listener_ends(self, work: Work, outcome: str, error: Exception | None) -> None:
         """Note that user code ends."""
-        self._history.end(self._kit.clock.now_ms(), work, outcome, error)
+        self._history.listener_ends(self._kit.clock.now_ms(), work, outcome, error)

@@ -400,7 +400,7 @@ class Explorer(KitRunner):
         def trace_calls(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
             nonlocal file
             name = frame.f_code.co_filename
-            if file is None and not name.startswith(LIBRARY):
+            if file is None and not name.startswith((LIBRARY, "<")):  # a dataclass compiles "<string>"
                 file = name
             return trace_lines if name == file else None
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from librmq.client.recorder import Event
 from librmq.message.message import Message, StoredMessage
 from librmq.message.printable import printable
 from librmq.runtime.runner import Work
 
 _SHOWN_BYTES = 40
 _FIRST_LINES, _LAST_LINES = 50, 150
+_OUTCOMES: Final[dict[str | None, str]] = {None: "running", "ok": "returned", "retry": "failed", "died": "died"}
+"""Ends of deliveries without a listener, as `DeliveryAttempt` names them."""
 
 
 class HistoryLine(NamedTuple):
@@ -30,19 +33,37 @@ class HistoryLine(NamedTuple):
 
 @dataclass(slots=True)
 class Call:
-    """One call of a listener."""
+    """The deliveries of messages that were handed out together, as to one call of a listener."""
 
-    group: str
-    process: str
-    where: str
-    """Topic, queue and offset, as in ``orders/0:3``."""
+    events: list[Event]
     about: Sequence[tuple[str, int]]
-    began_ms: int
+    """Broker and physical offset of each message."""
+    shows_broker: bool = False
     ended_ms: int | None = None
-    outcome: str = "running"
+    """When the listener returned; its message can have been given back before."""
+    outcome: str = ""
+    """What the listener did; empty while it runs, and without a listener."""
     error: Exception | None = None
     messages: Sequence[StoredMessage] | None = None
     """What it got, if a broker with other messages has taken the place of the one that had them."""
+
+    @property
+    def actor(self) -> str:
+        """Group and process."""
+        first = self.events[0]
+        return f"{first['group']}@{first['process']}"
+
+    @property
+    def where(self) -> str:
+        """Topic, queue and offset of the first message, as in ``orders/0:3``."""
+        return place_of(self.events[0], shows_broker=self.shows_broker)
+
+
+def place_of(event: Event, *, shows_broker: bool = False) -> str:
+    """Return the place that an event names, as in ``orders/0:3`` or ``orders/broker-b/0:3``."""
+    topic = event.get("stored_in", event["topic"])
+    broker_name = f"{event['broker']}/" if shows_broker else ""
+    return f"{topic}/{broker_name}{event['queue_id']}:{event['queue_offset']}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,68 +113,78 @@ class History:
     """Whether queues are shown with their broker, as in ``orders/broker-b/0``."""
     calls: list[Call] = field(default_factory=list)
     """Calls of listeners, in order of their begin."""
+    events: list[Event] = field(default_factory=list)
+    """What clients and brokers did, as `check_history` judges it; a delivery gets its end later."""
+    about: Callable[[Call], str] = lambda call: call.where
+    """Returns place and messages of a call, as a line shows them."""
     _notes: list[tuple[int, str, str | Callable[[], str]]] = field(default_factory=list)
     _open: dict[int, Call] = field(default_factory=dict)
+    _beginning: Work | None = None
 
     def note(self, now_ms: int, actor: str, what: str | Callable[[], str]) -> None:
         """Add an event; a function is called when the history is read."""
         self._notes.append((now_ms - self.begin_ms, actor, what))
 
-    def begin(self, now_ms: int, work: Work, about: Callable[[Call], str]) -> Call | None:
-        """Note the call of a listener; return None for other work."""
-        if not work.about:
-            return None
-        actor, _, place_and_offset = work.label.partition(" ")
-        place, _, queue_offset = place_and_offset.rpartition(" ")
-        topic, broker_name, queue_id = place.rsplit("/", 2) if place.count("/") > 1 else (place, "", "")
-        group, _, process = actor.partition("@")
-        where = f"{self.place(topic, broker_name, queue_id)}:{queue_offset}"
-        call = Call(group, process, where, work.about, now_ms - self.begin_ms)
-        self.calls.append(call)
-        self._open[id(work)] = call
-        self.note(now_ms, actor, lambda: f"gets {about(call)}")
-        return call
+    # ---- events
 
-    def begin_remote(
-        self, now_ms: int, group: str, process: str, where: str, message: tuple[str, StoredMessage]
-    ) -> Call:
-        """Note a delivery to a client over the wire, which the caller ends."""
-        broker_name, stored = message
-        call = Call(group, process, where, ((broker_name, stored.physical_offset),), now_ms - self.begin_ms)
-        self.calls.append(call)
-        return call
+    def begins(self, event: Event) -> None:
+        """Take an event."""
+        self.events.append(event)
 
-    def end(self, now_ms: int, work: Work, outcome: str, error: Exception | None = None) -> None:
-        """Note the end of a listener."""
+    def ends(self, event: Event) -> None:
+        """Take the end of an event, which is in it."""
+
+    def delivers(self, events: list[Event], messages: Sequence[StoredMessage], *, calls_listener: bool) -> None:
+        """Take the deliveries of messages that are handed out together."""
+        self.events += events
+        broker_name = events[0]["broker"]
+        about = [(broker_name, message.physical_offset) for message in messages]
+        call = Call(events, about, self.shows_brokers)
+        self.calls.append(call)
+        if calls_listener:
+            if self._beginning is not None:
+                self._open[id(self._beginning)] = call
+            self._notes.append((events[0]["begin_ms"] - self.begin_ms, call.actor, lambda: f"gets {self.about(call)}"))
+
+    def listener_begins(self, work: Work) -> None:
+        """Note that user code begins, whose deliveries come next."""
+        self._beginning = work
+
+    def listener_ends(self, now_ms: int, work: Work, outcome: str, error: Exception | None = None) -> None:
+        """Note the end of a listener; ``outcome`` is one of those of `DeliveryAttempt`."""
         call = self._open.pop(id(work), None)
         if call is not None:
             call.ended_ms, call.outcome, call.error = now_ms - self.begin_ms, outcome, error
             text = f"{outcome}: {error!r}" if error is not None else outcome
-            self.note(now_ms, work.label.partition(" ")[0], f"{text} ({call.where})")
+            self.note(now_ms, call.actor, f"{text} ({call.where})")
 
     def place(self, topic: str, broker_name: str, queue_id: int | str) -> str:
         """Return a queue as the history shows it."""
         return f"{topic}/{broker_name}/{queue_id}" if self.shows_brokers else f"{topic}/{queue_id}"
 
     def delivered(self, group: str, message_at: Callable[[str, int], StoredMessage]) -> Iterator[DeliveryAttempt]:
-        """Yield each message of each call of a group's listeners, in order."""
+        """Yield each message that was handed out to the group, in order."""
         for call in self.calls:
-            if call.group == group:
-                for number, (broker_name, physical_offset) in enumerate(call.about):
-                    yield DeliveryAttempt(
-                        call.messages[number] if call.messages else message_at(broker_name, physical_offset),
-                        group,
-                        call.process,
-                        call.began_ms,
-                        call.ended_ms,
-                        call.outcome,
-                        call.error,
-                        broker_name,
-                    )
+            for number, event in enumerate(call.events):
+                if event["group"] != group:
+                    break
+                end_ms = call.ended_ms
+                if not call.outcome and "end_ms" in event:
+                    end_ms = event["end_ms"] - self.begin_ms
+                yield DeliveryAttempt(
+                    call.messages[number] if call.messages else message_at(*call.about[number]),
+                    group,
+                    event["process"],
+                    event["begin_ms"] - self.begin_ms,
+                    end_ms,
+                    call.outcome or _OUTCOMES[event.get("outcome")],
+                    call.error,
+                    event["broker"],
+                )
 
     def has_delivered(self, group: str, topic: str) -> bool:
-        """Return whether a listener of the group got a message of the topic."""
-        return any(call.group == group and call.where.startswith(f"{topic}/") for call in self.calls)
+        """Return whether the group got a message of the topic."""
+        return any(event["group"] == group and event["topic"] == topic for call in self.calls for event in call.events)
 
     def keep_messages(self, message_at: Callable[[str, int], StoredMessage]) -> None:
         """Read the messages of all calls, before another broker replaces the one that has them."""

@@ -13,6 +13,7 @@ from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer
+from librmq.client.recorder import Event, Recorder
 from librmq.clock import ManualClock
 from librmq.cluster import Cluster, ReplicaConfig
 from librmq.cluster.sites import site_of
@@ -26,7 +27,7 @@ from librmq.message.message import MessageQueue, StoredMessage
 from librmq.testing.evidence import Evidence, KitObserver, UndeliveredWarning
 from librmq.testing.faults import Faults
 from librmq.testing.history import DeliveryAttempt, History
-from librmq.testing.kit_runner import Driver, Elapsed, KitRunner
+from librmq.testing.kit_runner import Driver, Elapsed, KitRunner, current_work
 from librmq.testing.network import Network, broker_names
 from librmq.testing.process import A_PROCESS, ConsumerArguments, Process, ProducerArguments
 from librmq.testing.process_table import ProcessStateError, ProcessTable
@@ -88,6 +89,8 @@ class Kit:
         """Faults on request."""
         self._check = check
         self._history = History(self.clock.now_ms())
+        self.recorder = Recorder(self.clock.now_ms, self._history, describes_groups=False)
+        """Turns what clients and brokers do into the events of the history."""
         self._process_table = ProcessTable(self, self.runner.choose)
         self._unstarted: list[PushConsumer] = []
         self._producers: dict[tuple[str, str | None], Producer] = {}
@@ -100,6 +103,7 @@ class Kit:
         self.network = Network(
             self.path, self.files, self.runner, broker_config, store_config or SMALL_FILES, self._note_broker, over_tcp
         )
+        self._watch_resets()
         self._test = self._process_table.make("test", lambda process: None)
         self._test.is_test = True
         self._tests: dict[str | None, Process] = {None: self._test}
@@ -138,6 +142,7 @@ class Kit:
             raise ProcessStateError("rmq.cluster replaces the broker: call it once, before clients and topics are made")
         cluster = self.network.make_cluster(names)
         self._history.shows_brokers = len(names) > 1
+        self._watch_resets()
         return cluster
 
     def replica(
@@ -306,6 +311,7 @@ class Kit:
 
     def died(self, process: Process) -> None:
         """Let the broker notice the death of a process, and restart the process unless it must stay dead."""
+        self.recorder.crashed(process.names())
         self.runner.unwind(process)
         self._unregister_clients(process)
         if process.starts_again:
@@ -354,6 +360,7 @@ class Kit:
         broker = self.broker if name is None else self.network.named(name)
         label = broker.name if self.network.is_cluster else "the broker"
         self.note("fault", f"{label} dies")
+        self.recorder.add("crash", broker=broker.name, at_ms=self.clock.now_ms())
         broker.abandon()
 
         def open_again() -> None:
@@ -366,12 +373,18 @@ class Kit:
         """Let clients register with a broker that was added or reopened. Called under the runner's lock."""
         if self._closed:
             return
+        self._watch_resets()
         label = name if self.network.is_cluster else "the broker"
         self.note("fault", f"{label} {'joins' if is_new else 'is back'}")
         self.observer.clear_pulls()
         for process in self.processes:
             for client in [] if process.dead else process.clients.values():
                 client.removed_by(name)
+
+    def _watch_resets(self) -> None:
+        for broker in self.brokers():
+            if self.recorder.reset not in broker.reset_hooks:
+                broker.reset_hooks.append(self.recorder.reset)
 
     def lose_site(self, site: str, *, down: float | timedelta) -> None:
         """Let all brokers and processes of a site die, and start them again after ``down`` seconds.
@@ -458,6 +471,18 @@ class Kit:
     def history(self) -> History:
         """Return the history; ``print`` shows it."""
         return self._history
+
+    def events(self) -> list[Event]:
+        """Return what clients and brokers have done so far, as events for `check_history`."""
+        self.recorder.end_invisible_times()
+        return [*self._history.events, *self._evidence.facts.events(self.clock.now_ms())]
+
+    def effect(self, name: str, key: str) -> None:
+        """Record something that must happen once for ``name`` and ``key``, such as a payment of an order."""
+        work = current_work()
+        process = None if work is None else self._process_table.process_of(work)
+        label = (process or self._test).label
+        self.recorder.add("effect", name=name, key=key, process=label, at_ms=self.clock.now_ms())
 
     def undelivered(self) -> list[str]:
         """Return a sentence for each subscription that matched nothing, topic without a group, and unused fault.

@@ -152,6 +152,11 @@ class Network:
         return self._cluster is not None
 
     @property
+    def has_cuts(self) -> bool:
+        """Whether any link is cut."""
+        return bool(self._cuts)
+
+    @property
     def is_whole_cluster(self) -> bool:
         """Whether there are several brokers and replicas, all running and reachable."""
         dead = [*(broker.dead for broker in self.by_name.values()), *(copy.dead for copy in self.copies)]

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, Protocol, TypeVar, Unpack, cast
 
 from librmq.client.client import Client
 from librmq.client.producer import Producer
+from librmq.client.recorder import Recorder
 from librmq.client.sender import ProducerConfig, ProducerKeywords, SendHook, SendResult
 from librmq.clock import ManualClock
 from librmq.cluster import Replica, ReplicaRoute
@@ -141,6 +142,11 @@ class ProcessHost(Protocol):
         """What the processes report to."""
         ...
 
+    @property
+    def recorder(self) -> Recorder:
+        """What turns their requests into events."""
+        ...
+
     def later(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None:
         """Call a function after ``seconds``."""
         ...
@@ -249,6 +255,7 @@ class Process:
     def noted_consumer(self, consumer: Consumer[Any]) -> None:
         """Note a consumer that was made in the process."""
         self.made.append(consumer)
+        consumer.recorder = self._kit.recorder.consumer(self.label, consumer)
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the queues of a topic."""
@@ -286,6 +293,10 @@ class Process:
         return self._kit.network.watch(unless_dead)
 
     # ---- its end
+
+    def names(self) -> set[str]:
+        """Return the names that it has in the history: its own, and those of its consumers."""
+        return {self.label, *(name for consumer in self.made if (name := consumer.label.partition("@")[2]))}
 
     def die(self) -> None:
         """End all its turns, and make its calls raise `ProcessDied`."""
@@ -340,13 +351,18 @@ class _Connection:
         self._pulls: dict[tuple[str, str, str, int], bool] = {}  # pulls on their way, and whether they have arrived
 
     def call(self, request: Request[R], /) -> R:
-        """Pass a request to the broker, and apply history and faults."""
+        """Record a request, and pass it to the broker."""
         process, kit = self._process, self._kit
         if process.dead:
             raise ProcessDied(process.label)
-        broker = kit.network.reached(process, self._name)
         if process.skew_ms:
             request = _skewed(request, process.skew_ms)
+        return kit.recorder.call(process.label, self._name, request, self._pass_on)
+
+    def _pass_on(self, request: Request[R]) -> R:
+        """Pass a request to the broker, with notes and faults."""
+        process, kit = self._process, self._kit
+        broker = kit.network.reached(process, self._name)
         if isinstance(request, SendMessage | SendBatch):
             return cast(R, self._send(request, broker))
         if isinstance(request, Heartbeat):
@@ -407,8 +423,9 @@ class _Connection:
         finally:
             if has_frames:
                 kit.network.repeat_frame(None)
-        if repeated == "request" and not has_frames:
-            broker.call(request)
+        if repeated == "request":  # for the history a send of its own
+            again: Callable[[Any], Any] = (lambda request: response) if has_frames else broker.call
+            kit.recorder.call(process.label, self._name, request, again)
         count = 1 if isinstance(request, SendMessage) else len(request.messages)
         place = f"{kit.observer.place(first.topic, self._name, response.queue_id)}:{response.queue_offset}"
         what = f"sends {place}" if count == 1 else f"sends {count} messages, the first is {place},"

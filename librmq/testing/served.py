@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 from librmq.clock import SystemClock
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError
+from librmq.message.message import MessageQueue, StoredMessage
 from librmq.protocol import (
     Acknowledge,
     ChangeInvisible,
@@ -32,6 +33,7 @@ from librmq.protocol import (
     PullMessage,
     PullResponse,
     PullStatus,
+    QueryOffset,
     Receive,
     Received,
     Request,
@@ -81,8 +83,6 @@ class WireClient:
 
     def call(self, request: Request[R], /) -> R:
         """Pass a request to the broker, with the kit's history and faults."""
-        if isinstance(request, SendMessage):
-            return cast(R, self._send(request))
         if isinstance(request, Heartbeat):
             self._heartbeat(request)
         elif isinstance(request, ChannelClosed):
@@ -93,15 +93,22 @@ class WireClient:
             self._ended(request.receipt, "failed", f"lets a message come again in {request.invisible_ms:,} ms")
         elif isinstance(request, ForwardToDeadLetters):
             self._ended(request.receipt, "failed", "makes a message a dead letter")
-        answer = self._kit.broker.call(request)
+        kit, label = self._kit, self.process.label
         if isinstance(request, Receive):
-            self._received(request, cast(Any, answer).messages)
-        elif isinstance(request, Acknowledge):
+            with kit.runner.lock:  # so that its deliveries are the last ones
+                received: Any = kit.recorder.call(label, kit.broker.name, request, self._pass_on)
+                self._received(request, received.messages)
+            return cast(R, received)
+        answer = kit.recorder.call(label, kit.broker.name, request, self._pass_on)
+        if isinstance(request, Acknowledge):
             for receipt, is_good in zip(request.receipts, cast(Any, answer), strict=True):
                 self._ended(receipt, "returned", "acknowledges" if is_good else "acknowledges too late")
         elif isinstance(request, ChangeInvisible):
             self._calls.pop(request.receipt, None)
         return answer
+
+    def _pass_on(self, request: Request[Any]) -> object:
+        return self._send(request) if isinstance(request, SendMessage) else self._kit.broker.call(request)
 
     def note(self, what: str, group: str = "") -> None:
         """Add a line to the history."""
@@ -152,16 +159,12 @@ class WireClient:
 
     def _received(self, request: Receive, messages: tuple[Received, ...]) -> None:
         kit = self._kit
-        for received in messages:
-            stored = received.message
-            where = f"{stored.topic}/{stored.queue_id}:{stored.queue_offset}"
-            with kit.runner.lock:
-                kit.observer.noted_remote_receive(request.group, request.topic)
-                self._calls[received.receipt] = kit.history().begin_remote(
-                    kit.clock.now_ms(), request.group, self.process.label, where, (kit.broker.name, stored)
-                )
+        calls = kit.history().calls
+        for received, call in zip(messages, calls[len(calls) - len(messages) :], strict=True):
+            kit.observer.noted_remote_receive(request.group, request.topic)
+            self._calls[received.receipt] = call
             attempt = f", attempt {received.attempt}" if received.attempt > 1 else ""
-            self.note(f"gets {where} {show(stored)}{attempt}", request.group)
+            self.note(f"gets {call.where} {show(received.message)}{attempt}", request.group)
 
     def _ended(self, receipt: str, outcome: str, what: str) -> None:
         kit = self._kit
@@ -170,7 +173,7 @@ class WireClient:
             if call is None:  # acknowledged again, or renewed: for the history the delivery is over
                 return
             call.ended_ms, call.outcome = kit.clock.now_ms() - kit.history().begin_ms, outcome
-        self.note(f"{what} ({call.where})", call.group)
+        self.note(f"{what} ({call.where})", call.events[0]["group"])
 
 
 class NotSettledError(AssertionError):
@@ -432,7 +435,7 @@ class _PullingClient:
         self._kit = kit
         self._client = client
         self._pulls = pulls
-        self._calls: dict[Queue, dict[int, tuple[int, Call]]] = {}
+        self._calls: dict[Queue, dict[int, tuple[StoredMessage, Call]]] = {}
         self._checked_clients: dict[Endpoint, _CheckedClient] = {}
 
     def call(self, request: Request[R], /) -> R:
@@ -448,7 +451,10 @@ class _PullingClient:
             self._failed(request)
         answer: Any = self._client.call(request)
         with self._kit.runner.lock:
-            if isinstance(request, PullMessage):
+            if isinstance(request, QueryOffset):  # it takes the queue
+                place = MessageQueue(request.topic, self._kit.broker.name, request.queue_id)
+                self._kit.recorder.assigned("assign", self._client.process.label, request.group, place)
+            elif isinstance(request, PullMessage):
                 self._pulled(request, answer)
             elif isinstance(request, UpdateOffset):
                 self._passed((request.group, request.topic, request.queue_id), request.queue_offset)
@@ -475,32 +481,31 @@ class _PullingClient:
         self._pulls.delivered[queue] = response.next_offset, self
         kit, label = self._kit, self._client.process.label
         kit.observer.noted_remote_receive(request.group, request.topic)
+        place = MessageQueue(request.topic, kit.broker.name, request.queue_id)
         for stored in response.messages:
-            where = f"{stored.topic}/{stored.queue_id}:{stored.queue_offset}"
-            call = kit.history().begin_remote(
-                kit.clock.now_ms(), request.group, label, where, (kit.broker.name, stored)
-            )
-            self._calls.setdefault(queue, {})[stored.queue_offset] = stored.physical_offset, call
+            kit.recorder.delivered(label, request.group, place, [stored])
+            call = kit.history().calls[-1]
+            self._calls.setdefault(queue, {})[stored.queue_offset] = stored, call
             attempt = f", attempt {stored.reconsume_times + 1}" if stored.reconsume_times else ""
-            self._client.note(f"gets {where} {show(stored)}{attempt}", request.group)
+            self._client.note(f"gets {call.where} {show(stored)}{attempt}", request.group)
 
     def _passed(self, queue: Queue, queue_offset: int) -> None:
         """Note that a group's progress has passed the messages before an offset."""
         calls = self._calls.get(queue, {})
         for offset in [offset for offset in calls if offset < queue_offset]:
-            self._ended(calls.pop(offset)[1], "returned", "is done")
+            self._ended(*calls.pop(offset), "ok", "is done")
 
     def _failed(self, request: SendBack) -> None:
         with self._kit.runner.lock:
             for (group, _, _), calls in self._calls.items():
-                for offset, (physical_offset, call) in list(calls.items()):
-                    if group == request.group and physical_offset == request.physical_offset:
+                for offset, (stored, call) in list(calls.items()):
+                    if group == request.group and stored.physical_offset == request.physical_offset:
                         del calls[offset]
-                        self._ended(call, "failed", "sends back")
+                        self._ended(stored, call, "retry", "sends back")
 
-    def _ended(self, call: Call, outcome: str, what: str) -> None:
-        call.ended_ms, call.outcome = self._kit.clock.now_ms() - self._kit.history().begin_ms, outcome
-        self._client.note(f"{what} ({call.where})", call.group)
+    def _ended(self, stored: StoredMessage, call: Call, outcome: str, what: str) -> None:
+        self._kit.recorder.ended(stored, outcome)
+        self._client.note(f"{what} ({call.where})", call.events[0]["group"])
 
 
 class _CheckedClient:

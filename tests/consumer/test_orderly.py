@@ -210,6 +210,7 @@ def test_the_lock_keeps_a_queue_lost_during_a_message(one_queue: Kit, locked: bo
     first = ordered(one_queue, **settings)
     one_queue.faults.slow_listener("g", 5)
     send(one_queue, "1", "2")
+    one_queue.run_until_idle()
     second = subscribed(one_queue, orderly=True, **settings)
     one_queue.advance(seconds=4)
     assert assigned(second) == ([] if locked else [0])

@@ -1,0 +1,476 @@
+"""Recording what clients do as events of a history, which `librmq.testing.check_history` judges.
+
+A recorder stands around `Endpoint.call` for sends, transactions, receives and progress. For queues and deliveries each
+consumer tells its `ConsumerRecorder`. The bodies of messages are in no event. ``docs/histories.md`` has the events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, Protocol, TypeVar, cast
+
+from librmq.errors import BrokerError, MessageIllegalError, NoRouteError
+from librmq.java.lang import java_int
+from librmq.message import record
+from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.topics import RETRY_PREFIX
+from librmq.protocol import (
+    Acknowledge,
+    ChangeInvisible,
+    EndTransaction,
+    ForwardToDeadLetters,
+    Heartbeat,
+    PullMessage,
+    Receive,
+    Received,
+    ReceiveResponse,
+    Request,
+    ResponseCode,
+    SendBatch,
+    SendMessage,
+    SendResponse,
+    SendStatus,
+    TransactionState,
+    UpdateOffset,
+)
+from librmq.runtime.event_log import EventLog
+from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, deliver_time_ms
+
+R = TypeVar("R")
+Event = dict[str, Any]
+"""One event of a history, by the names of its fields."""
+
+_TIMES: Final = frozenset((DELAY_MS, DELAY_SEC, DELIVER_MS))
+_UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
+_SHARDING_KEY: Final = "__SHARDINGKEY"
+_REFUSALS: Final = frozenset(
+    (
+        ResponseCode.SYSTEM_BUSY,
+        ResponseCode.REQUEST_CODE_NOT_SUPPORTED,
+        ResponseCode.MESSAGE_ILLEGAL,
+        ResponseCode.SERVICE_NOT_AVAILABLE,
+        ResponseCode.NO_PERMISSION,
+        ResponseCode.TOPIC_NOT_EXIST,
+    )
+)
+"""Codes after which nothing can be stored."""
+_log = EventLog("librmq.client")
+
+
+def id_of(message: StoredMessage) -> str:
+    """Return the name of a message in a history: its unique id, else the broker's id of its first record."""
+    return message.unique_key or message.properties.get(record.PROPERTY_ORIGIN_MESSAGE_ID) or message.offset_id
+
+
+class EventSink(Protocol):
+    """What takes the events of a recorder."""
+
+    def begins(self, event: Event) -> None:
+        """Take an event that has begun; a delivery gets its end later."""
+        ...
+
+    def ends(self, event: Event) -> None:
+        """Take the same event at its end."""
+        ...
+
+    def delivers(self, events: list[Event], messages: Sequence[StoredMessage], *, calls_listener: bool) -> None:
+        """Take the deliveries of messages that are handed out together."""
+        ...
+
+
+class Recorder:
+    """Turns requests of clients, and what consumers tell, into events. Thread-safe if its sink is."""
+
+    def __init__(self, now_ms: Callable[[], int], sink: EventSink, *, describes_groups: bool = True) -> None:
+        """``describes_groups`` False leaves the events of groups to the caller."""
+        self.levels: DelayLevels = DEFAULT_LEVELS
+        """The delay levels of the brokers."""
+        self.now_ms = now_ms
+        self._sink = sink
+        self._describes_groups = describes_groups
+        self._groups: set[str] = set()
+        self._committed: dict[tuple[str, str, str, int], int] = {}
+        self._running: dict[int, tuple[Event, StoredMessage]] = {}  # by identity of the message
+        self._flights: dict[str, tuple[Event, int]] = {}  # of receives: by receipt, with the end of its time
+
+    def add(self, kind: str, /, **fields: object) -> Event:
+        """Record an event that is over."""
+        event = {"event": kind, **fields}
+        self._sink.begins(event)
+        self._sink.ends(event)
+        return event
+
+    # ---- requests
+
+    def call(self, process: str, broker_name: str, request: Request[R], call: Callable[[Any], Any]) -> R:
+        """Pass a request on by ``call``, and record it."""
+        if isinstance(request, SendMessage | SendBatch):
+            return cast(R, self._send(process, broker_name, request, call))
+        if isinstance(request, EndTransaction):
+            return cast(R, self._end_transaction(process, request, call))
+        if isinstance(request, Heartbeat):
+            for member in getattr(request.client, "members", list)():  # of a client that runs here
+                if getattr(member, "recorder", self) is None:
+                    member.recorder = self.consumer(process, member)
+        answer: R = call(request)
+        if isinstance(request, PullMessage):
+            if request.commit_offset is not None:
+                self.committed(request.group, request.topic, broker_name, request.queue_id, request.commit_offset)
+        elif isinstance(request, UpdateOffset):
+            self.committed(request.group, request.topic, broker_name, request.queue_id, request.queue_offset)
+        elif isinstance(request, Receive | Acknowledge | ChangeInvisible | ForwardToDeadLetters):
+            self._receive(process, broker_name, request, answer)
+        return answer
+
+    def _send(
+        self,
+        process: str,
+        broker_name: str,
+        request: SendMessage | SendBatch,
+        call: Callable[[SendMessage | SendBatch], SendResponse],
+    ) -> SendResponse:
+        messages = (request.message,) if isinstance(request, SendMessage) else request.messages
+        topic, begin_ms = messages[0].topic, self.now_ms()
+        if topic.startswith(RETRY_PREFIX):  # sent back by a consumer
+            return call(request)
+        outcome, response = "unknown", None
+        try:
+            response = call(request)
+            if response.status is SendStatus.SEND_OK:
+                outcome = "ok"
+        except (MessageIllegalError, NoRouteError):
+            outcome = "failed"
+            raise
+        except BrokerError as error:
+            outcome = "failed" if error.code in _REFUSALS else "unknown"
+            raise
+        finally:
+            end_ms = self.now_ms()
+            for number, message in enumerate(messages):
+                properties = message.properties
+                if DELETE_KEY in properties:
+                    continue
+                name = properties.get(_UNIQUE_KEY) or (response.offset_ids[number] if response is not None else None)
+                if name is None:
+                    continue  # without any name it can't be told from others
+                event: Event = {"event": "send", "process": process, "id": name, "topic": topic}
+                event["begin_ms"], event["end_ms"], event["outcome"] = begin_ms, end_ms, outcome
+                is_hidden = self._add_promises(event, properties, begin_ms)
+                if outcome == "ok" and not is_hidden and response is not None and response.queue_offset >= 0:
+                    event["broker"], event["queue_id"] = broker_name, response.queue_id
+                    event["queue_offset"] = response.queue_offset + number
+                self._sink.begins(event)
+                self._sink.ends(event)
+        return response
+
+    def _add_promises(self, event: Event, properties: Mapping[str, str], begin_ms: int) -> bool:
+        """Add what the sender asked for; return whether the message is not yet in a queue of its topic."""
+        not_before_ms = None
+        if record.PROPERTY_DELAY in properties:
+            level = java_int(properties[record.PROPERTY_DELAY]) or 0
+            if level > 0:
+                not_before_ms = begin_ms + self.levels.delay_ms(self.levels.cap(level))
+        elif not _TIMES.isdisjoint(properties):
+            not_before_ms = deliver_time_ms(properties, begin_ms)
+        if not_before_ms is not None:
+            event["not_before_ms"] = not_before_ms
+        if (key := properties.get(_SHARDING_KEY)) is not None:
+            event["sharding_key"] = key
+        if properties.get(record.PROPERTY_TRANSACTION_PREPARED, "").lower() == "true":
+            event["half"] = True
+            return True
+        return not_before_ms is not None
+
+    def _end_transaction(
+        self, process: str, request: EndTransaction, call: Callable[[EndTransaction], object]
+    ) -> object:
+        begin_ms, outcome = self.now_ms(), "unknown"
+        try:
+            answer = call(request)
+            outcome = "ok"
+        except BrokerError:
+            outcome = "failed"
+            raise
+        finally:
+            if request.state is not TransactionState.UNKNOWN and request.message_id:
+                decision = "commit" if request.state is TransactionState.COMMIT else "rollback"
+                self.add(
+                    "end_transaction",
+                    process=process,
+                    id=request.message_id,
+                    begin_ms=begin_ms,
+                    end_ms=self.now_ms(),
+                    decision=decision,
+                    outcome=outcome,
+                )
+        return answer
+
+    def committed(self, group: str, topic: str, broker_name: str, queue_id: int, queue_offset: int) -> None:
+        """Record progress that a broker has saved, where it differs from the last."""
+        key = group, topic, broker_name, queue_id
+        if self._committed.get(key) != queue_offset:
+            self._committed[key] = queue_offset
+            self.add(
+                "commit",
+                group=group,
+                topic=topic,
+                broker=broker_name,
+                queue_id=queue_id,
+                queue_offset=queue_offset,
+                at_ms=self.now_ms(),
+            )
+
+    # ---- receives
+
+    def _receive(
+        self,
+        process: str,
+        broker_name: str,
+        request: Receive | Acknowledge | ChangeInvisible | ForwardToDeadLetters,
+        answer: Any,  # noqa: ANN401 (that of the request)
+    ) -> None:
+        if isinstance(request, Receive):
+            response: ReceiveResponse = answer
+            for received in response.messages:
+                self._received(process, broker_name, request.group, received)
+        elif isinstance(request, Acknowledge):
+            for receipt, is_acknowledged in zip(request.receipts, answer, strict=True):
+                if is_acknowledged:
+                    self._end_flight(receipt, "ok")
+        elif isinstance(request, ChangeInvisible):
+            flight = self._flights.pop(request.receipt, None)
+            if flight is not None:
+                self._flights[answer] = flight[0], self.now_ms() + request.invisible_ms
+        else:
+            flight = self._flights.get(request.receipt)
+            self._end_flight(request.receipt, "retry")
+            if flight is not None:
+                self.dead_letter(request.group, flight[0]["id"])
+
+    def _received(self, process: str, broker_name: str, group: str, received: Received) -> None:
+        message = received.message
+        queue = MessageQueue(message.topic, broker_name, message.queue_id)
+        event = self._delivery(
+            process, group, message, received.topic, queue, message.queue_offset, received.attempt - 1
+        )
+        self.end_invisible_times(event)
+        self._sink.delivers([event], [message], calls_listener=False)
+        self._flights[received.receipt] = event, received.visible_timestamp_ms
+
+    def end_invisible_times(self, again: Event | None = None) -> None:
+        """End the received messages that are visible again: all of them by time, and the one that comes ``again``."""
+        now_ms = self.now_ms()
+        for receipt, (event, visible_ms) in list(self._flights.items()):
+            is_again = again is not None and (event["id"], event["group"]) == (again["id"], again["group"])
+            if visible_ms <= now_ms or is_again:
+                self._end_flight(receipt, "died", min(visible_ms, now_ms))
+
+    def _end_flight(self, receipt: str, outcome: str, at_ms: int | None = None) -> None:
+        flight = self._flights.pop(receipt, None)
+        if flight is not None:
+            self._end(flight[0], outcome, at_ms)
+
+    # ---- deliveries
+
+    def delivered(
+        self,
+        process: str,
+        group: str,
+        queue: MessageQueue,
+        messages: Sequence[StoredMessage],
+        *,
+        calls_listener: bool = False,
+    ) -> list[Event]:
+        """Record that messages of one queue were handed out; their ends come by `ended`."""
+        events = []
+        for message in messages:
+            topic = queue.topic
+            if topic.startswith(RETRY_PREFIX):
+                topic = message.properties.get(record.PROPERTY_RETRY_TOPIC) or topic
+            event = self._delivery(process, group, message, topic, queue, message.queue_offset, message.reconsume_times)
+            self._running[id(message)] = event, message
+            events.append(event)
+        self._sink.delivers(events, messages, calls_listener=calls_listener)
+        return events
+
+    def _delivery(
+        self,
+        process: str,
+        group: str,
+        message: StoredMessage,
+        topic: str,
+        queue: MessageQueue,
+        queue_offset: int,
+        attempt: int,
+    ) -> Event:
+        read_topic, broker_name, queue_id = queue
+        event: Event = {
+            "event": "deliver",
+            "process": process,
+            "group": group,
+            "id": message.unique_key or id_of(message),
+            "topic": topic,
+            "broker": broker_name,
+            "queue_id": queue_id,
+            "queue_offset": queue_offset,
+            "attempt": attempt,
+            "begin_ms": self.now_ms(),
+        }
+        if topic != read_topic:
+            event["stored_in"] = read_topic
+        return event
+
+    def ended(self, message: StoredMessage, outcome: str) -> None:
+        """Record the end of a delivery, unless it has ended."""
+        running = self._running.pop(id(message), None)
+        if running is not None:
+            self._end(running[0], outcome)
+
+    def _end(self, event: Event, outcome: str, at_ms: int | None = None) -> None:
+        if "outcome" not in event:
+            event.setdefault("end_ms", self.now_ms() if at_ms is None else at_ms)
+            event["outcome"] = outcome
+            self._sink.ends(event)
+
+    def returned(self, message: StoredMessage) -> None:
+        """Note that a listener has returned whose outcome is still open."""
+        running = self._running.get(id(message))
+        if running is not None:
+            running[0].setdefault("end_ms", self.now_ms())
+
+    def crashed(self, processes: Collection[str]) -> None:
+        """Record that processes have crashed, with which their deliveries end."""
+        for process in sorted(processes):
+            self.add("crash", process=process, at_ms=self.now_ms())
+        for key, (event, _) in list(self._running.items()):
+            if event["process"] in processes:
+                del self._running[key]
+                self._end(event, "died")
+
+    # ---- groups
+
+    def assigned(self, name: Literal["assign", "revoke"], process: str, group: str, queue: MessageQueue) -> None:
+        """Record that a process reads a queue from now on, or no longer."""
+        topic, broker_name, queue_id = queue
+        self.add(
+            name,
+            process=process,
+            group=group,
+            topic=topic,
+            broker=broker_name,
+            queue_id=queue_id,
+            at_ms=self.now_ms(),
+        )
+
+    def consumer(self, process: str, consumer: _Consumer) -> ConsumerRecorder:
+        """Return what records a consumer in a process; the process of its events is its stable name, if it has one."""
+        return ConsumerRecorder(self, consumer.label.partition("@")[2] or process, consumer)
+
+    def joined(self, consumer: _Consumer) -> None:
+        """Record a group, once."""
+        group = consumer.group
+        if group in self._groups or not self._describes_groups:
+            return
+        self._groups.add(group)
+        topics = [topic for topic in consumer.subscriptions if not topic.startswith(RETRY_PREFIX)]
+        fields: dict[str, object] = {"ordered": bool(getattr(consumer.config, "orderly", False))}
+        if consumer.config.model.name == "BROADCASTING":
+            fields["broadcast"] = True
+        if any(consumer.subscriptions[topic].expression != "*" for topic in topics):
+            fields["selects"] = []  # a filter is evaluated at the broker, so nothing is promised for any message
+        self.add("group", group=group, topics=topics, **fields)
+
+    def dead_letter(self, group: str, name: str) -> None:
+        """Record a dead letter."""
+        self.add("dead_letter", group=group, id=name, at_ms=self.now_ms())
+
+    def reset(self, group: str, topic: str) -> None:
+        """Record that the progress of a group was moved."""
+        self.add("reset", group=group, topic=topic, at_ms=self.now_ms())
+
+
+class _Config(Protocol):
+    @property
+    def model(self) -> Any: ...  # noqa: ANN401 (a MessageModel)
+
+
+class _Consumer(Protocol):
+    """The parts of a consumer that are recorded."""
+
+    group: str
+    label: str
+
+    @property
+    def config(self) -> _Config: ...
+
+    @property
+    def subscriptions(self) -> Mapping[str, Any]: ...
+
+
+class ConsumerRecorder:
+    """Records the queues and deliveries of one consumer."""
+
+    def __init__(self, recorder: Recorder, process: str, consumer: _Consumer) -> None:
+        self._recorder = recorder
+        self._process = process
+        self._group = consumer.group
+        self._consumer = consumer
+        self._handed_out: list[StoredMessage] = []
+
+    # ---- queues
+
+    def takes(self, queue: MessageQueue, start: int, stored: int | None) -> None:
+        """Record a queue that the consumer reads from ``start`` on; ``stored`` is the group's progress."""
+        self._recorder.joined(self._consumer)
+        if stored is None and start > 0:
+            self._recorder.reset(self._group, queue.topic)
+        self._recorder.assigned("assign", self._process, self._group, queue)
+
+    def releases(self, queue: MessageQueue) -> None:
+        """Record a queue that the consumer no longer reads."""
+        self._recorder.assigned("revoke", self._process, self._group, queue)
+
+    def resets(self, topic: str) -> None:
+        """Record that the progress was moved, as by a seek."""
+        self._recorder.reset(self._group, topic)
+
+    # ---- listeners
+
+    def begins(self, queue: MessageQueue, messages: Sequence[StoredMessage]) -> None:
+        """Record a call of a listener."""
+        self._recorder.delivered(self._process, self._group, queue, messages, calls_listener=True)
+
+    def ends(self, messages: Sequence[StoredMessage], consumed: int) -> None:
+        """Record the end of a call that has consumed the first ``consumed`` messages."""
+        for number, message in enumerate(messages):
+            self._recorder.ended(message, "ok" if number < consumed else "retry")
+
+    def holds(self, messages: Iterable[StoredMessage]) -> None:
+        """Record the end of a call that leaves open whether its messages are consumed."""
+        for message in messages:
+            self._recorder.returned(message)
+
+    def dead_letter(self, message: StoredMessage) -> None:
+        """Record a dead letter."""
+        self._recorder.dead_letter(self._group, id_of(message))
+
+    # ---- polls
+
+    def hands_out(self, queue: MessageQueue, messages: Sequence[StoredMessage]) -> None:
+        """Record messages that a poll has returned."""
+        self._handed_out += messages
+        self._recorder.delivered(self._process, self._group, queue, messages)
+
+    def passes(self) -> None:
+        """Record that what was handed out counts as consumed."""
+        self._end_polled("ok")
+
+    def takes_back(self) -> None:
+        """Record that what was handed out comes again."""
+        self._end_polled("retry")
+
+    def _end_polled(self, outcome: str) -> None:
+        handed_out, self._handed_out = self._handed_out, []
+        for message in handed_out:
+            self._recorder.ended(message, outcome)

@@ -1,0 +1,146 @@
+"""The events that the kit records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from librmq import (
+    BrokerBusyError,
+    DeadLetter,
+    DeliveredMessage,
+    Message,
+    PullConsumer,
+    ReconsumeLater,
+    SimpleConsumer,
+    TransactionState,
+)
+from librmq.client import TransactionProducer
+from librmq.client.recorder import Event
+from librmq.testing import Kit
+
+
+def events(rmq: Kit, kind: str, **fields: Any) -> list[Event]:
+    """Return the events of a kind that have these fields."""
+    return [
+        event
+        for event in rmq.events()
+        if event["event"] == kind and all(event.get(name) == value for name, value in fields.items())
+    ]
+
+
+def test_each_try_of_a_send_is_an_event(rmq: Kit) -> None:
+    rmq.faults.lose_answer()
+    sent = rmq.producer().send("orders", b"secret")
+    rmq.faults.refuse_send(busy=True)
+    with pytest.raises(BrokerBusyError):
+        rmq.producer().send("orders", b"secret")
+    assert [event["outcome"] for event in events(rmq, "send")] == ["unknown", "ok", "failed"]
+    lost, stored = events(rmq, "send", id=sent.message_id)
+    assert "queue_offset" not in lost
+    assert (stored["broker"], stored["queue_id"]) == (sent.queue.broker_name, sent.queue.queue_id)
+    assert "secret" not in str(rmq.events())
+    rmq.messages("orders")
+
+
+def test_retries_and_dead_letters(rmq: Kit) -> None:
+    @rmq.consumer("billing", fail_fast=False).subscribe("orders")
+    def listener(message: DeliveredMessage) -> None:
+        if not message.reconsume_times:
+            raise ReconsumeLater
+        raise DeadLetter
+
+    sent = rmq.producer().send("orders", b"x")
+    rmq.advance(minutes=1)
+    first, second = events(rmq, "deliver")
+    assert (first["attempt"], first["outcome"], "stored_in" in first) == (0, "retry", False)
+    assert (second["attempt"], second["outcome"], second["stored_in"]) == (1, "retry", "%RETRY%billing")
+    assert first["id"] == second["id"] == sent.message_id
+    assert {event["id"] for event in events(rmq, "dead_letter", group="billing")} == {sent.message_id}
+    assert [event["group"] for event in events(rmq, "drained")] == ["billing"]
+    rmq.dead_letters("billing")
+
+
+def test_a_group_that_waits_has_not_drained(rmq: Kit) -> None:
+    @rmq.consumer("billing").subscribe("orders")
+    def listener(message: DeliveredMessage) -> None:
+        pass
+
+    rmq.producer().send("orders", b"x", delay_level=3)
+    rmq.run_until_idle()
+    assert events(rmq, "drained") == []
+    (sent,) = events(rmq, "send")
+    assert sent["not_before_ms"] == sent["begin_ms"] + 10_000
+    rmq.advance(seconds=12)
+    assert len(events(rmq, "drained")) == 1
+
+
+def test_a_crash_ends_deliveries(rmq: Kit) -> None:
+    @rmq.consumer("billing").subscribe("orders")
+    def listener(message: DeliveredMessage) -> None:
+        if len(events(rmq, "deliver")) == 1:
+            rmq.crash(rmq.processes[-1])
+
+    rmq.producer().send("orders", b"x")
+    rmq.run_until_idle()
+    assert [event["process"] for event in events(rmq, "crash")] == ["billing"]
+    assert [(event["process"], event["outcome"]) for event in events(rmq, "deliver")] == [
+        ("billing", "died"),
+        ("billing~2", "ok"),
+    ]
+    assert {event["process"] for event in events(rmq, "assign", topic="orders")} == {"billing", "billing~2"}
+
+
+def test_transactions(rmq: Kit) -> None:
+    producer = TransactionProducer(rmq.route, "sales", lambda message: TransactionState.COMMIT)
+    producer.send_in_transaction(Message("orders", b"x"), execute=lambda message, arg: TransactionState.ROLLBACK)
+    producer.send_in_transaction(Message("orders", b"y"), execute=lambda message, arg: None)
+    rmq.advance(minutes=2)
+    assert [event["half"] for event in events(rmq, "send")] == [True, True]
+    assert [event["decision"] for event in events(rmq, "end_transaction", outcome="ok")] == ["rollback", "commit"]
+    rmq.messages("orders")
+
+
+def test_polls_and_receives(rmq: Kit) -> None:
+    rmq.broker.create_topic("orders", 1)
+    for body in (b"a", b"b", b"c"):
+        rmq.producer().send("orders", body)
+    with PullConsumer(rmq.route, "puller") as puller:
+        puller.subscribe("orders")
+        for message in puller:
+            if message.body == b"b":
+                break
+        assert [event.get("outcome") for event in events(rmq, "deliver", group="puller")] == ["ok", None]
+    assert [event.get("outcome") for event in events(rmq, "deliver", group="puller")] == ["ok", "ok"]
+    with SimpleConsumer(rmq.route, "receiver") as receiver:
+        receiver.subscribe("orders")
+        (late,) = receiver.receive(1, invisible=10)
+        rmq.advance(seconds=20)
+        receiver.ack(*receiver.receive(8))
+    outcomes = [(event["attempt"], event["outcome"]) for event in events(rmq, "deliver", id=late.message_id)]
+    assert outcomes[-2:] == [(0, "died"), (1, "ok")]
+    assert len(rmq.delivered("receiver")) >= 2
+
+
+def test_a_reset_is_an_event(rmq: Kit) -> None:
+    @rmq.consumer("billing").subscribe("orders")
+    def listener(message: DeliveredMessage) -> None:
+        pass
+
+    rmq.producer().send("orders", b"x")
+    rmq.run_until_idle()
+    rmq.broker.reset_group("billing", "orders", "begin")
+    rmq.advance(minutes=1)
+    assert events(rmq, "reset", group="billing", topic="orders")
+    assert len(rmq.delivered("billing")) == 2
+
+
+def test_an_effect_names_its_process(rmq: Kit) -> None:
+    @rmq.consumer("billing").subscribe("orders")
+    def listener(message: DeliveredMessage) -> None:
+        rmq.effect("charge", message.message_id)
+
+    sent = rmq.producer().send("orders", b"x")
+    rmq.run_until_idle()
+    assert [(event["key"], event["process"]) for event in events(rmq, "effect")] == [(sent.message_id, "billing")]
