@@ -523,7 +523,7 @@ class Broker:
     @property
     def reset_hooks(self) -> list[ResetHook]:
         """Functions called with group and topic after each `reset_group`, under the runner's lock."""
-        return self._parts.handlers.progress.reset_hooks
+        return self._parts.progress.reset_hooks
 
     def dead_letters(self, group: str) -> list[StoredMessage]:
         """Return a consumer group's dead letters."""

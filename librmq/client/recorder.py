@@ -13,7 +13,7 @@ from librmq.errors import BrokerError, MessageIllegalError, NoRouteError
 from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
-from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import (
     Acknowledge,
@@ -35,7 +35,7 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.runtime.event_log import EventLog
-from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, deliver_time_ms
+from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, deliver_time_ms, time_properties
 
 R = TypeVar("R")
 Event = dict[str, Any]
@@ -92,6 +92,7 @@ class Recorder:
         self._groups: set[str] = set()
         self._committed: dict[tuple[str, str, str, int], int] = {}
         self._running: dict[int, tuple[Event, StoredMessage]] = {}  # by identity of the message
+        self._returned: dict[int, int] = {}  # the end of such deliveries whose outcome is open
         self._flights: dict[str, tuple[Event, int]] = {}  # of receives: by receipt, with the end of its time
 
     def add(self, kind: str, /, **fields: object) -> Event:
@@ -156,17 +157,22 @@ class Recorder:
                     continue  # without any name it can't be told from others
                 event: Event = {"event": "send", "process": process, "id": name, "topic": topic}
                 event["begin_ms"], event["end_ms"], event["outcome"] = begin_ms, end_ms, outcome
-                is_hidden = self._add_promises(event, properties, begin_ms)
-                if outcome == "ok" and not is_hidden and response is not None and response.queue_offset >= 0:
-                    event["broker"], event["queue_id"] = broker_name, response.queue_id
-                    event["queue_offset"] = response.queue_offset + number
+                is_hidden = self._add_promises(event, message, begin_ms)
+                if outcome == "ok" and not is_hidden and response is not None:
+                    if response.queue_offset >= 0:
+                        event["broker"], event["queue_id"] = broker_name, response.queue_id
+                        event["queue_offset"] = response.queue_offset + number
+                    else:  # sent one way
+                        event["outcome"] = "unknown"
                 self._sink.begins(event)
                 self._sink.ends(event)
         return response
 
-    def _add_promises(self, event: Event, properties: Mapping[str, str], begin_ms: int) -> bool:
+    def _add_promises(self, event: Event, message: Message, begin_ms: int) -> bool:
         """Add what the sender asked for; return whether the message is not yet in a queue of its topic."""
-        not_before_ms = None
+        properties, not_before_ms = message.properties, None
+        if message._delays is not None:
+            properties = time_properties(message)
         if record.PROPERTY_DELAY in properties:
             level = java_int(properties[record.PROPERTY_DELAY]) or 0
             if level > 0:
@@ -175,9 +181,9 @@ class Recorder:
             not_before_ms = deliver_time_ms(properties, begin_ms)
         if not_before_ms is not None:
             event["not_before_ms"] = not_before_ms
-        if (key := properties.get(_SHARDING_KEY)) is not None:
+        if (key := message.properties.get(_SHARDING_KEY)) is not None:
             event["sharding_key"] = key
-        if properties.get(record.PROPERTY_TRANSACTION_PREPARED, "").lower() == "true":
+        if message.properties.get(record.PROPERTY_TRANSACTION_PREPARED, "").lower() == "true":
             event["half"] = True
             return True
         return not_before_ms is not None
@@ -324,20 +330,19 @@ class Recorder:
     def ended(self, message: StoredMessage, outcome: str) -> None:
         """Record the end of a delivery, unless it has ended."""
         running = self._running.pop(id(message), None)
+        returned_ms = self._returned.pop(id(message), None)
         if running is not None:
-            self._end(running[0], outcome)
+            self._end(running[0], outcome, returned_ms)
 
     def _end(self, event: Event, outcome: str, at_ms: int | None = None) -> None:
         if "outcome" not in event:
-            event.setdefault("end_ms", self.now_ms() if at_ms is None else at_ms)
-            event["outcome"] = outcome
+            event |= {"end_ms": self.now_ms() if at_ms is None else at_ms, "outcome": outcome}
             self._sink.ends(event)
 
     def returned(self, message: StoredMessage) -> None:
         """Note that a listener has returned whose outcome is still open."""
-        running = self._running.get(id(message))
-        if running is not None:
-            running[0].setdefault("end_ms", self.now_ms())
+        if id(message) in self._running:
+            self._returned[id(message)] = self.now_ms()
 
     def crashed(self, processes: Collection[str]) -> None:
         """Record that processes have crashed, with which their deliveries end."""

@@ -32,3 +32,4 @@ with lazy_exports(globals()):
     from librmq.testing.process import Process as Process
     from librmq.testing.process import ProcessDied as ProcessDied
     from librmq.testing.process_table import ProcessStateError as ProcessStateError
+    from librmq.testing.verdict import HistoryAnomalyError as HistoryAnomalyError

@@ -124,7 +124,14 @@ def _take(table: Table, rows: Integers | Mask) -> dict[str, Integers]:
 def _distinct(values: Integers) -> Integers:
     """Return values in order, each once."""
     values = np.sort(values)
-    return values[np.diff(values, prepend=values[:1] - 1) > 0]
+    return values[_is_first(values)]
+
+
+def _is_first(values: Integers) -> Mask:
+    """Return which of values in order are the first of their kind."""
+    is_first = np.ones(len(values), bool)
+    is_first[1:] = values[1:] != values[:-1]
+    return is_first
 
 
 def _is_in(values: Integers, chosen: Sequence[int] | Integers) -> Mask:

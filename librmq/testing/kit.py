@@ -32,6 +32,7 @@ from librmq.testing.network import Network, broker_names
 from librmq.testing.process import A_PROCESS, ConsumerArguments, Process, ProducerArguments
 from librmq.testing.process_table import ProcessStateError, ProcessTable
 from librmq.testing.replica import KitReplica, open_replica
+from librmq.testing.verdict import HistoryAnomalyError, check_kinds, problem_of
 
 _T = TypeVar("_T")
 
@@ -88,6 +89,7 @@ class Kit:
         self.faults: Faults = Faults(self)
         """Faults on request."""
         self._check = check
+        self._expected: set[str] = set()
         self._history = History(self.clock.now_ms())
         self.recorder = Recorder(self.clock.now_ms, self._history, describes_groups=False)
         """Turns what clients and brokers do into the events of the history."""
@@ -477,6 +479,17 @@ class Kit:
         self.recorder.end_invisible_times()
         return [*self._history.events, *self._evidence.facts.events(self.clock.now_ms())]
 
+    def expect(self, *anomalies: str) -> None:
+        """Declare the anomalies of the history that the test is about, such as ``"repeat"``; others fail the test.
+
+        Without one of them the test fails.
+
+        Raises:
+            ConfigError: An anomaly of this name does not exist.
+        """
+        check_kinds(anomalies)
+        self._expected.update(anomalies)
+
     def effect(self, name: str, key: str) -> None:
         """Record something that must happen once for ``name`` and ``key``, such as a payment of an order."""
         work = current_work()
@@ -528,16 +541,18 @@ class Kit:
     # ---- its end
 
     def close(self) -> None:
-        """End all processes, close the broker and check its store. A second call does nothing.
+        """End all processes, close the broker, check its store and the history. A second call does nothing.
 
         Issues an `UndeliveredWarning` with the sentences of `undelivered`.
 
         Raises:
             UnsoundStoreError: The store is damaged.
+            HistoryAnomalyError: The history has an anomaly that the test does not expect, or lacks one that it does.
             NotAwaitedError: A call was not awaited.
         """
         if self._closed:
             return
+        self._check_history()
         if not self._check:
             self._driver.check_awaited()
             self.abandon()
@@ -559,6 +574,15 @@ class Kit:
             raise UnsoundStoreError("the broker's store is not sound:\n" + "\n".join(damage[:10]))
         if left:
             warnings.warn("\n".join(left), UndeliveredWarning, stacklevel=2)
+
+    def _check_history(self) -> None:
+        problem = problem_of(self.events(), self._expected, self._history.begin_ms, self._evidence.fixture)
+        if problem:
+            error = HistoryAnomalyError(problem)
+            if self.runner.settles_history:  # otherwise the explorer reads the history, and then ends the run
+                error.add_note(f"what happened:\n{self.account()}")
+                self.abandon()
+            raise error
 
     def abandon(self) -> None:
         """End everything without verifying the store, as after a failure."""

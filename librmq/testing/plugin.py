@@ -21,6 +21,7 @@ from librmq.testing.exploration import Exploration, explored_kit, read_seed, sch
 from librmq.testing.explorer import Explorer
 from librmq.testing.explorer import end_threads as end_threads
 from librmq.testing.kit import SMALL_FILES, Kit, KitKeywords
+from librmq.testing.verdict import HistoryAnomalyError
 
 if TYPE_CHECKING:
     from librmq.testing.served import ServedKit
@@ -42,7 +43,12 @@ def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
         try:
             yield kit
             if node.stash.get(_ERROR, None) is None:
-                kit.close()
+                try:
+                    kit.close()
+                except HistoryAnomalyError:
+                    if explorer is not None:
+                        explorer.trace.history = kit.account()
+                    raise
         finally:
             del node.stash[_KIT]
 

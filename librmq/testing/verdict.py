@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 from librmq.broker import Broker
 from librmq.client.recorder import Event, id_of
+from librmq.config import nearest
 from librmq.consumer import PushConsumer
 from librmq.consumer.base import Consumer
 from librmq.diagnosis.pending import given_up_halves, pending_messages
-from librmq.errors import FilterSyntaxError
+from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.filter import SQL92, SqlFilter, TagFilter
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import MessageQueue, StoredMessage, retry_topic
@@ -19,13 +20,15 @@ from librmq.message.topics import CHECK_MAX_TIME_TOPIC, DEAD_LETTER_PREFIX, HALF
 from librmq.protocol import PERM_READ, Heartbeat, MessageModel
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer_config import TIMER_TOPIC
-from librmq.testing.history import History
+from librmq.testing.anomalies import KINDS, check_history
+from librmq.testing.history import History, HistoryLine
 from librmq.testing.kit_runner import KitRunner
 from librmq.testing.network import Network
 from librmq.testing.process import Process
 
 _TICK_MS = 1_000
 """What is due is delivered within this time."""
+_SHOWN = 5
 _WAITING_TOPICS = frozenset((SCHEDULE_TOPIC, HALF_TOPIC, TIMER_TOPIC))
 
 
@@ -72,28 +75,26 @@ class Facts:
         """Yield the events, as of now."""
         network = self._scene.network
         events = self._history.events
+        letters = list(self._dead_letters())
+        yield from (event for event, _ in letters)
         sent = {event["id"] for event in events if event["event"] == "send"}
-        outside = {event["id"]: event for event in events if event["event"] == "deliver" and event["id"] not in sent}
-        for event in outside.values():  # in the store before, or sent to the broker without a client of the kit
+        topics_by_id = {event["id"]: event["topic"] for event in events if event["event"] == "deliver"}
+        topics_by_id.update((event["id"], topic) for event, topic in letters)
+        for name in [
+            name for name in topics_by_id if name not in sent
+        ]:  # in the store before, or sent to the broker without the kit's route
             yield {
                 "event": "send",
                 "process": "outside",
-                "id": event["id"],
-                "topic": event["topic"],
+                "id": name,
+                "topic": topics_by_id[name],
                 "begin_ms": self._history.begin_ms,
                 "end_ms": self._history.begin_ms,
                 "outcome": "unknown",
             }
         for name in network.by_name:
             store = network.store(name)
-            topics = {topic for topic, _ in store.queues}
-            for topic in sorted(topics):
-                if topic.startswith(DEAD_LETTER_PREFIX):
-                    group = topic.removeprefix(DEAD_LETTER_PREFIX)
-                    for letter in network.messages(name, topic):
-                        at_ms = letter.store_timestamp_ms
-                        yield {"event": "dead_letter", "group": group, "id": id_of(letter), "at_ms": at_ms}
-            if CHECK_MAX_TIME_TOPIC in topics:
+            if (CHECK_MAX_TIME_TOPIC, 0) in store.queues:
                 for half in given_up_halves(store):
                     yield {"event": "discard", "id": id_of(half), "at_ms": half.store_timestamp_ms}
         for name, described in self._groups.items():
@@ -101,6 +102,18 @@ class Facts:
             yield rules
             if self._is_drained(name, described):
                 yield {"event": "drained", "group": name, "at_ms": now_ms}
+
+    def _dead_letters(self) -> Iterator[tuple[Event, str]]:
+        """Yield an event for each dead letter, and the topic of its first send."""
+        network = self._scene.network
+        for name in network.by_name:
+            for topic in sorted({topic for topic, _ in network.store(name).queues}):
+                if topic.startswith(DEAD_LETTER_PREFIX):
+                    group = topic.removeprefix(DEAD_LETTER_PREFIX)
+                    for letter in network.messages(name, topic):
+                        origin = letter.properties.get("RETRY_TOPIC") or topic
+                        at_ms = letter.store_timestamp_ms
+                        yield {"event": "dead_letter", "group": group, "id": id_of(letter), "at_ms": at_ms}, origin
 
     # ---- groups
 
@@ -190,3 +203,84 @@ def _test_of(kind: str, expression: str) -> Callable[[StoredMessage], bool]:
         return lambda message: sql.matches(message.properties)
     tags = TagFilter(expression)
     return lambda message: tags.matches(message.tags)
+
+
+# ---- the verdict
+
+
+class HistoryAnomalyError(AssertionError):
+    """The history of a test breaks a promise of RocketMQ, or keeps one that the test expects to be broken."""
+
+
+def check_kinds(kinds: Collection[str]) -> None:
+    """Refuse names that are not kinds of anomalies.
+
+    Raises:
+        ConfigError: There is no such kind.
+    """
+    if unknown := sorted(set(kinds) - set(KINDS)):
+        near = nearest(unknown[0], KINDS)
+        hint = f"; did you mean {near!r}?" if near else f": expected one of {', '.join(KINDS)}"
+        raise ConfigError(f"no anomaly is called {unknown[0]!r}{hint}")
+
+
+def problem_of(events: Sequence[Event], expected: Collection[str], begin_ms: int, fixture: str) -> str:
+    """Return what is wrong with a history, with the events that show it; empty if all is as expected."""
+    found = check_history(events)
+    missing = sorted(set(expected) - {anomaly.anomaly for anomaly in found})
+    if missing:
+        return (
+            f"the test expects the anomaly {missing[0]!r}, and its history has none: remove it from {fixture}.expect, "
+            "or let the test cause it"
+        )
+    surprises = [anomaly for anomaly in found if anomaly.anomaly not in expected]
+    if not surprises:
+        return ""
+    count = "1 anomaly" if len(surprises) == 1 else f"{len(surprises):,} anomalies"
+    lines = [f"the history of the test has {count} that no fault explains:"]
+    for anomaly in surprises[:_SHOWN]:
+        lines.append(f"{anomaly.anomaly}: {anomaly.what}")
+        lines += [f"  {sentence(events[number - 1], begin_ms)}" for number in anomaly.events]
+    if len(surprises) > _SHOWN:
+        lines.append(f"… {len(surprises) - _SHOWN:,} more")
+    lines.append(f"a test about such an anomaly declares it: {fixture}.expect({surprises[0].anomaly!r})")
+    return "\n".join(lines)
+
+
+def sentence(event: Event, begin_ms: int) -> str:
+    """Return one event as a line with its time since ``begin_ms``."""
+    kind: str = event["event"]
+    at_ms: int = event["begin_ms"] if "begin_ms" in event else event.get("at_ms", begin_ms)
+    who: str = event["process"] if "process" in event else event.get("broker", "")
+    if "group" in event and "process" in event:
+        who = f"{event['group']}@{who}"
+    elif kind in ("commit", "dead_letter", "reset", "group", "drained"):
+        who = event["group"]
+    texts: dict[str, Callable[[], str]] = {
+        "send": lambda: f"sends {event['id']} to {_where(event)}: {event['outcome']}",
+        "end_transaction": lambda: f"ends the transaction of {event['id']}: {event['decision']}, {event['outcome']}",
+        "discard": lambda: f"the broker gives the half message {event['id']} up",
+        "deliver": lambda: (
+            f"gets {event['id']} from {_where(event)}, attempt {event['attempt']}: {event.get('outcome', 'running')}"
+        ),
+        "assign": lambda: f"takes {_where(event)}",
+        "revoke": lambda: f"releases {_where(event)}",
+        "commit": lambda: f"saves progress {_where(event)}",
+        "dead_letter": lambda: f"{event['id']} is a dead letter",
+        "reset": lambda: f"its progress in {event['topic']} is moved",
+        "crash": lambda: "dies",
+        "effect": lambda: f"does {event['name']} for {event['key']}",
+        "group": lambda: f"consumes {', '.join(event['topics'])}",
+        "drained": lambda: "nothing waits for it any more",
+    }
+    end_ms: int = event.get("end_ms", at_ms)
+    until = f", until {(end_ms - begin_ms) / 1000:,.3f} s" if end_ms != at_ms else ""
+    return str(HistoryLine(at_ms - begin_ms, who, texts[kind]() + until))
+
+
+def _where(event: Event) -> str:
+    topic = event.get("stored_in", event["topic"])
+    if "queue_id" not in event:
+        return str(topic)
+    place = f"{topic}/{event['broker']}/{event['queue_id']}"
+    return f"{place}:{event['queue_offset']}" if "queue_offset" in event else place

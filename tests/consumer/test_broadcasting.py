@@ -64,6 +64,8 @@ def test_on_disk(one_queue: Kit, tmp_path: Path) -> None:
 
 
 def test_failures_are_dropped(one_queue: Kit) -> None:
+    one_queue.expect("lost")
+
     def fail(message: DeliveredMessage) -> None:
         raise ReconsumeLater
 

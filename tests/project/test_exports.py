@@ -142,6 +142,7 @@ EXPORTS = {
         "FailingFiles",
         "Faults",
         "History",
+        "HistoryAnomalyError",
         "HistoryLine",
         "Image",
         "Kit",

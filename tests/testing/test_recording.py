@@ -8,6 +8,7 @@ import pytest
 
 from librmq import (
     BrokerBusyError,
+    ConfigError,
     DeadLetter,
     DeliveredMessage,
     Message,
@@ -18,7 +19,7 @@ from librmq import (
 )
 from librmq.client import TransactionProducer
 from librmq.client.recorder import Event
-from librmq.testing import Kit
+from librmq.testing import HistoryAnomalyError, Kit, explore
 
 
 def events(rmq: Kit, kind: str, **fields: Any) -> list[Event]:
@@ -144,3 +145,63 @@ def test_an_effect_names_its_process(rmq: Kit) -> None:
     sent = rmq.producer().send("orders", b"x")
     rmq.run_until_idle()
     assert [(event["key"], event["process"]) for event in events(rmq, "effect")] == [(sent.message_id, "billing")]
+
+
+# ---- the verdict
+
+
+def lose_a_message(rmq: Kit) -> None:
+    @rmq.consumer("billing").subscribe("orders")
+    def listener(message: DeliveredMessage) -> None:
+        pass
+
+    rmq.broker.create_topic("orders", 1)
+    rmq.producer().send("orders", b"x")
+    rmq.run_until_idle()
+    rmq.recorder.add("effect", name="charge", key="1", process="test", at_ms=rmq.clock.now_ms())
+    rmq.recorder.add("effect", name="charge", key="1", process="test", at_ms=rmq.clock.now_ms())
+
+
+def test_an_anomaly_fails_the_test_with_its_events() -> None:
+    rmq = Kit()
+    lose_a_message(rmq)
+    with pytest.raises(HistoryAnomalyError) as caught:
+        rmq.close()
+    assert "effect-twice: " in str(caught.value)
+    assert str(caught.value).count("does charge for 1") == 2
+    assert "rmq.expect('effect-twice')" in str(caught.value)
+    assert "sends orders/0:0 b'x'" in caught.value.__notes__[0]
+
+
+def test_an_expected_anomaly_has_to_come() -> None:
+    with Kit() as rmq:
+        rmq.expect("effect-twice")
+        lose_a_message(rmq)
+    rmq = Kit()
+    rmq.expect("repeat")
+    with pytest.raises(HistoryAnomalyError, match="expects the anomaly 'repeat', and its history has none"):
+        rmq.close()
+    with Kit() as rmq, pytest.raises(ConfigError, match="did you mean 'repeat'"):
+        rmq.expect("repeats")
+
+
+def test_an_explored_schedule_shrinks_on_its_anomaly() -> None:
+    charged: set[str] = set()
+
+    def test(rmq: Kit) -> None:
+        charged.clear()
+
+        @rmq.consumer("billing").subscribe("orders")
+        def listener(message: DeliveredMessage) -> None:
+            if message.message_id in charged:
+                rmq.effect("charge", message.message_id)
+            charged.add(message.message_id)
+            rmq.effect("charge", message.message_id)
+
+        rmq.broker.create_topic("orders", 1)
+        rmq.producer().send("orders", b"x")
+        rmq.run_until_idle()
+
+    with pytest.raises(HistoryAnomalyError, match="effect-twice") as caught:
+        explore(test)
+    assert "the shortest schedule that fails so has 1 decision" in caught.value.__notes__[-1]

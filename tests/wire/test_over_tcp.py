@@ -135,6 +135,7 @@ def test_the_setting_of_a_group_says_which_attempt_is_last(
 
 def test_an_attempt_is_logged_when_nothing_is_known_of_the_next(rmq: Kit, caplog: pytest.LogCaptureFixture) -> None:
     """A group without retry queues gets no answer that says it."""
+    rmq.expect("lost")
     rmq.broker.call(SetGroup("g", {"retryQueueNums": 0}))
     rmq.consumer("g", fail_fast=False).subscribe("t", fail)
     with caplog.at_level(logging.INFO, "librmq.consumer"):
