@@ -15,6 +15,7 @@ with lazy_exports(globals()):
     from librmq.broker import BrokerConfig as BrokerConfig
     from librmq.client.producer import Producer as Producer
     from librmq.client.queue_selectors import select_by_hash as select_by_hash
+    from librmq.client.recorded_route import record_history as record_history
     from librmq.client.sender import ProducerConfig as ProducerConfig
     from librmq.client.sender import SendResult as SendResult
     from librmq.client.transactions import CheckedMessage as CheckedMessage

@@ -154,7 +154,7 @@ class Recorder:
                     continue
                 name = properties.get(_UNIQUE_KEY) or (response.offset_ids[number] if response is not None else None)
                 if name is None:
-                    continue  # without any name it can't be told from others
+                    continue  # an event needs a name
                 event: Event = {"event": "send", "process": process, "id": name, "topic": topic}
                 event["begin_ms"], event["end_ms"], event["outcome"] = begin_ms, end_ms, outcome
                 is_hidden = self._add_promises(event, message, begin_ms)
