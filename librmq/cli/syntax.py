@@ -570,6 +570,21 @@ _TOOLS: Final = (
         store=False,
     ),
     Command(
+        "check-history",
+        "histories",
+        "find what is wrong in the recorded history of a run",
+        "- < history.jsonl",
+        (
+            option("files", metavar="FILE", nargs="+", help="JSON lines of events, one file a process, or - for stdin"),
+            option("-o", "--out", metavar="PAGE", help="also write a page with a timeline of each anomaly"),
+        ),
+        description="Prints a line for each anomaly of a history, by time; all files together are one history. Exit "
+        "status: 0 none, 1 some, 2 bad input. In `events` are the numbers of the lines that show it, counted through "
+        "the files.",
+        store=False,
+        output=OUTPUT[:1],
+    ),
+    Command(
         "spark",
         "diagnosis",
         "run a pipeline over stores with Spark",

@@ -68,12 +68,19 @@ class Anomaly(NamedTuple):
     topic: str | None
     """The topic of the place; for a retry, the retry topic."""
     broker: str | None
+    """The broker of the place."""
     queue_id: int | None
+    """The queue of the place."""
     queue_offset: int | None
+    """The offset in the queue; of a commit, the progress."""
     events: tuple[int, ...]
     """Numbers of the lines, from 1, of the smallest set of events that shows it."""
     what: str
     """One sentence about it."""
+
+    def row(self) -> dict[str, Any]:
+        """Return the fields that apply, as ``librmq check-history`` prints them."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 def check_history(events: Iterable[Mapping[str, Any]]) -> list[Anomaly]:
@@ -155,8 +162,7 @@ def _highest_earlier(keys: Integers, values: Integers, counts: Mask | None = Non
     if counts is not None:
         ranks[~counts] = 0
     order = np.argsort(keys, kind="stable")
-    is_first = np.ones(size, bool)
-    is_first[1:] = keys[order[1:]] != keys[order[:-1]]
+    is_first = _is_first(keys[order])
     base = (np.cumsum(is_first) - 1) * (size + 1)
     highest = np.maximum.accumulate(ranks[order] + base) - base
     earlier = np.zeros(size, np.int64)
@@ -281,7 +287,7 @@ class _Check:
         rows = [row for row in self._sends_by_id(message) if sends["outcome"][row] != FAILED]
         if not rows:
             return [int(sends["line"][row]) for row in self._sends_by_id(message)[:1]]
-        first = min(rows, key=lambda row: (max(0, int(sends["not_before_ms"][row])), row))
+        first = min(rows, key=lambda row: (sends["half"][row], max(0, int(sends["not_before_ms"][row])), row))
         lines = [int(sends["line"][first])]
         if sends["half"][first] == 1:
             ends = self.tables["end_transaction"]
@@ -687,11 +693,13 @@ class _Check:
                 highest = max(highest, attempt)
             return row in self._unexplained(rows, deliveries, first_ms, marks, [-ENDLESS])
 
-        if len(evidence) <= _LARGEST_SHRUNK:
+        is_smaller = len(evidence) <= _LARGEST_SHRUNK
+        while is_smaller:
+            is_smaller = False
             for delivery in evidence[:-1]:
                 fewer = [other for other in evidence if other != delivery]
                 if shows(fewer):
-                    evidence = fewer
+                    evidence, is_smaller = fewer, True
         message = int(rows["id"][row])
         lines = [int(rows["line"][delivery]) for delivery in evidence]
         what = (
@@ -704,9 +712,7 @@ class _Check:
         """Note when a delivery of each message in a group first ended with ``ok`` or ``retry``, and which ended ok."""
         is_over = (rows["outcome"] == ENDED_OK) | (rows["outcome"] == ENDED_RETRY)
         ended, end_ms = scopes[is_over], rows["end_ms"][is_over]
-        is_first = np.ones(len(ended), bool)
-        is_first[1:] = ended[1:] != ended[:-1]
-        starts = np.flatnonzero(is_first)
+        starts = np.flatnonzero(_is_first(ended))
         self._over = (ended[starts], np.minimum.reduceat(end_ms, starts) if len(starts) else end_ms)
         self._consumed = scopes[rows["outcome"] == ENDED_OK]
 

@@ -7,10 +7,10 @@ read goes into arrays of integers at once: a name is its number in `Names`, `ABS
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,7 +153,7 @@ class HistoryEvents:
             self._extend(batch, numbers)
         self._flush()
 
-    def read(self, stream: BinaryIO, name: str) -> bool:
+    def read(self, file: Iterator[bytes], name: str) -> bool:
         """Add the lines of a file. Return whether it ends in an incomplete line, which is left out.
 
         Raises:
@@ -162,7 +162,7 @@ class HistoryEvents:
         start = self.lines
         self._place = lambda line: f"{name}: line {line - start}"
         is_cut = False
-        while lines := list(islice(stream, _BATCH)):
+        while lines := list(islice(file, _BATCH)):
             numbers: Sequence[int] = range(self.lines + 1, self.lines + len(lines) + 1)
             self.lines += len(lines)
             try:
