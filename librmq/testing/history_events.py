@@ -28,8 +28,6 @@ ENDLESS: Final = (1 << 63) - 1
 """The end of what does not end."""
 _BATCH: Final = 512
 """Lines that are parsed together: few enough for the processor's cache."""
-_ROWS: Final = 1 << 14
-"""Events of a kind that become columns together."""
 
 OK, FAILED, UNKNOWN = range(3)
 """Outcomes of sends and of ends of transactions."""
@@ -87,6 +85,8 @@ _INTEGERS_TOO: Final = frozenset(("id", "key"))
 """Names that may be integers."""
 _LARGEST: Final = 1 << 62
 _NONE: Final = np.zeros(0, np.int64)
+_REQUIRED: Final = 0
+"""In place of the number of an absent field: it must be there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,36 @@ class Names(dict[Any, int]):
         return number
 
 
+class _Field(NamedTuple):
+    """How the values of a field become a column."""
+
+    name: str
+    column: list[Integers]
+    encode: Callable[[Any], int] | None
+    """Returns the number of a name or a word; None for numbers and flags, which are of ``types``."""
+    types: frozenset[type]
+    absent: int
+
+    def extend(self, values: list[Any]) -> None:
+        """Add values to the column.
+
+        Raises:
+            KeyError, TypeError, OverflowError: A value has the wrong type.
+        """
+        absent = values.count(None) if self.absent != _REQUIRED else 0
+        if absent == len(values):
+            self.column.append(np.full(absent, self.absent))
+            return
+        if self.encode is None and not self.types.issuperset(map(type, values)):
+            raise TypeError
+        if absent:
+            encode = self.encode or int
+            values = [self.absent if value is None else encode(value) for value in values]
+        elif self.encode is not None:
+            values = [*map(self.encode, values)]
+        self.column.append(np.array(values, np.int64))
+
+
 class HistoryEvents:
     """The events of one history: add all of them, then take ``tables()``."""
 
@@ -127,17 +157,27 @@ class HistoryEvents:
         self.lines = 0
         """Number of lines so far."""
         self._place: Callable[[int], str] = "line {}".format
-        fields = {
-            event: ("line", *schema.required, *schema.optional)
-            for event, schema in _SCHEMAS.items()
-            if event != "group"
+        self._lines: dict[str, list[Integers]] = {event: [] for event in _SCHEMAS if event != "group"}
+        self._fields = {
+            event: [
+                self._field(name, _SCHEMAS[event]) for name in (*_SCHEMAS[event].required, *_SCHEMAS[event].optional)
+            ]
+            for event in self._lines
         }
-        self._values: dict[str, dict[str, list[Any]]] = {
-            event: {name: [] for name in names} for event, names in fields.items()
-        }
-        self._columns: dict[str, dict[str, list[Integers]]] = {
-            event: {name: [] for name in names} for event, names in fields.items()
-        }
+        self._checked = dict.fromkeys(self._lines, 0)
+
+    def _field(self, name: str, schema: _Schema) -> _Field:
+        encode: Callable[[Any], int] | None = None
+        types: frozenset[type] = frozenset((bool if name in _FLAGS else int,))
+        if name in _NAMES:
+            encode = self.names[_OF_TOPICS.get(name, name)].__getitem__
+        elif name in schema.words:
+            encode = schema.words[name].__getitem__
+        absent = _REQUIRED
+        if name in schema.optional:
+            absent = ABSENT if name in _COUNTS or name in _TIMES else -1
+            types |= {type(None)}
+        return _Field(name, [], encode, types, absent)
 
     def add(self, events: Iterable[object]) -> None:
         """Add events, one a line.
@@ -185,14 +225,18 @@ class HistoryEvents:
                 ranks[field][names[name]] = rank
                 names[name] = rank
         tables: dict[str, Table] = {}
-        for event, columns in self._columns.items():
-            table = {name: np.concatenate(parts) if parts else _NONE for name, parts in columns.items()}
+        for event in self._lines:
+            table = self._table(event, 0)
             for name, column in table.items():
                 if (field := _OF_TOPICS.get(name, name)) in ranks:
                     table[name] = ranks[field][column]
             tables[event] = table
-        self._columns.clear()
         return tables
+
+    def _table(self, kind: str, begin: int) -> dict[str, Integers]:
+        """Return the rows of a kind of event from the part ``begin`` on."""
+        columns = {"line": self._lines[kind], **{field.name: field.column for field in self._fields[kind]}}
+        return {name: np.concatenate([_NONE, *parts[begin:]]) for name, parts in columns.items()}
 
     def _extend(self, events: Sequence[Any], numbers: Sequence[int]) -> None:
         kinds: dict[str, tuple[list[Any], list[int]]] = {event: ([], []) for event in _SCHEMAS}
@@ -201,22 +245,22 @@ class HistoryEvents:
                 rows, lines = kinds[event["event"]]
                 rows.append(event)
                 lines.append(number)
-            for kind, columns in self._values.items():
+            for kind, fields in self._fields.items():
                 rows, lines = kinds[kind]
-                if rows:
-                    columns["line"] += lines
-                    for name in _SCHEMAS[kind].required:
-                        columns[name] += [event[name] for event in rows]
-                    for name in _SCHEMAS[kind].optional:
-                        columns[name] += [event.get(name) for event in rows]
-        except (KeyError, TypeError, AttributeError):
+                if not rows:
+                    continue
+                self._lines[kind].append(np.array(lines))
+                for field in fields:
+                    name = field.name
+                    if field.absent == _REQUIRED:
+                        field.extend([event[name] for event in rows])
+                    else:
+                        field.extend([event.get(name) for event in rows])
+        except (KeyError, TypeError, AttributeError, OverflowError):
             self._refuse(zip(numbers, events, strict=True))
             raise
         for group, number in zip(*kinds["group"], strict=True):
             self._add_group(group, number)
-        for kind, columns in self._values.items():
-            if len(columns["line"]) >= _ROWS:
-                self._append(kind, columns)
 
     def _refuse(self, events: Iterable[tuple[int, object]]) -> None:
         """Raise the error of the first event that is wrong."""
@@ -241,73 +285,55 @@ class HistoryEvents:
         self.names["group"][name]
 
     def _flush(self) -> None:
-        for kind, values in self._values.items():
-            if values["line"]:
-                self._append(kind, values)
+        """Check the numbers of what was added, and fields against each other.
 
-    def _append(self, kind: str, values: dict[str, list[Any]]) -> None:
-        """Make columns of the values of a kind of event."""
-        schema = _SCHEMAS[kind]
-        columns: dict[str, Integers] = {}
-        try:
-            columns = {name: self._column(name, values[name], schema) for name in ("line", *schema.required)}
-            columns |= {name: self._optional_column(name, values[name], schema) for name in schema.optional}
-            is_refused = _is_wrong(kind, columns)
-        except (KeyError, TypeError, OverflowError):
-            is_refused = True
-        if is_refused:
-            names = [name for name in values if name != "line"]
-            rows = (
-                {"event": kind, **dict(zip(names, row, strict=True))}
-                for row in zip(*(values[name] for name in names), strict=True)
-            )
-            self._refuse(zip(values["line"], rows, strict=True))
-        for name, column in columns.items():
-            self._columns[kind][name].append(column)
-            values[name].clear()
-
-    def _column(self, name: str, values: Sequence[Any], schema: _Schema) -> Integers:
-        if name in _NAMES:
-            numbers = self.names[_OF_TOPICS.get(name, name)]
-            return np.fromiter(map(numbers.__getitem__, values), np.int64, len(values))
-        if name in schema.words:
-            return np.fromiter(map(schema.words[name].__getitem__, values), np.int64, len(values))
-        if {*map(type, values)} != {bool if name in _FLAGS else int}:
-            raise TypeError
-        return np.array(values, np.int64)
-
-    def _optional_column(self, name: str, values: Sequence[Any], schema: _Schema) -> Integers:
-        absent = values.count(None)
-        if absent == 0:
-            return self._column(name, values, schema)
-        column = np.full(len(values), ABSENT if name in _COUNTS or name in _TIMES else -1)
-        if absent < len(values):
-            column[[value is not None for value in values]] = self._column(
-                name, [value for value in values if value is not None], schema
-            )
-        return column
+        Raises:
+            InputError: An event is wrong; the error names the first one.
+        """
+        problems = []
+        for kind, begin in self._checked.items():
+            table = self._table(kind, begin)
+            self._checked[kind] = len(self._lines[kind])
+            problems += [(int(table["line"][row]), f"{kind}: {problem}") for row, problem in _problems(kind, table)]
+        if problems:
+            line, problem = min(problems)
+            raise InputError(f"{self._place(line)}: {problem}")
 
 
-def _is_wrong(kind: str, columns: Table) -> bool:
-    """Return whether fields of one of the events contradict each other, or a number is negative."""
-    for name, column in columns.items():
+def _problems(kind: str, table: Table) -> Iterator[tuple[int, str]]:
+    """Yield for each check the first row that it refuses, and why."""
+    for name, column in table.items():
         if name in _COUNTS or name in _TIMES:
             smallest = 0 if name in _COUNTS else -_LARGEST
-            if np.any(column > _LARGEST) or np.any((column < smallest) & (column != ABSENT)):
-                return True
-    if kind == "deliver":
-        is_running = columns["end_ms"] == ABSENT
-        if np.any(is_running != (columns["outcome"] == -1)):
-            return True
-        return bool(np.any(~is_running & (columns["end_ms"] < columns["begin_ms"])))
+            wrong = np.flatnonzero((column > _LARGEST) | ((column < smallest) & (column != ABSENT)))
+            if len(wrong):
+                yield (
+                    int(wrong[0]),
+                    f"{name}: expected a number from {smallest} to {_LARGEST}, found {column[wrong[0]]}",
+                )
+    checks: list[tuple[NDArray[np.bool_], str]] = []
+    if "end_ms" in table:
+        is_over = table["end_ms"] != ABSENT
+        checks.append(
+            (is_over & (table["end_ms"] < table["begin_ms"]), "time runs backwards: end_ms is before begin_ms")
+        )
+        if kind == "deliver":
+            problem = "end_ms and outcome belong together: a delivery that still runs has neither"
+            checks.append((is_over != (table["outcome"] >= 0), problem))
     if kind == "send":
-        needs_place = (columns["outcome"] == OK) & (columns["half"] != 1) & (columns["not_before_ms"] == ABSENT)
-        lacks_place = (columns["broker"] == -1) | (columns["queue_id"] == ABSENT) | (columns["queue_offset"] == ABSENT)
-        if np.any(needs_place & lacks_place):
-            return True
-    if "end_ms" in columns:
-        return bool(np.any(columns["end_ms"] < columns["begin_ms"]))
-    return kind == "crash" and bool(np.any((columns["process"] == -1) & (columns["broker"] == -1)))
+        needs_place = (table["outcome"] == OK) & (table["half"] != 1) & (table["not_before_ms"] == ABSENT)
+        checks += [
+            (
+                needs_place & ((table[name] == ABSENT) | (table[name] == -1)),
+                f"the outcome is 'ok', but the field {name!r} is missing",
+            )
+            for name in _PLACE
+        ]
+    if kind == "crash":
+        checks.append(((table["process"] < 0) & (table["broker"] < 0), "expected a process or a broker"))
+    for is_wrong, problem in checks:
+        if is_wrong.any():
+            yield int(np.argmax(is_wrong)), problem
 
 
 # ---- lines
@@ -361,21 +387,6 @@ def problem_of(event: object) -> str | None:
             return f"{kind}: the field {name!r} is missing"
         if (expected := _expected(name, value, schema)) is not None:
             return f"{kind}: {name}: expected {expected}, found {value!r:.80}"
-    return _contradiction(kind, event)
-
-
-def _contradiction(kind: str, event: Mapping[str, Any]) -> str | None:
-    begin_ms, end_ms = event.get("begin_ms"), event.get("end_ms")
-    if begin_ms is not None and end_ms is not None and end_ms < begin_ms:
-        return f"{kind}: time runs backwards: end_ms is {end_ms}, before begin_ms, which is {begin_ms}"
-    if kind == "deliver" and (end_ms is None) != (event.get("outcome") is None):
-        return "deliver: end_ms and outcome belong together: a delivery that still runs has neither"
-    if kind == "send" and event["outcome"] == "ok" and not event.get("half") and event.get("not_before_ms") is None:
-        for name in _PLACE:
-            if event.get(name) is None:
-                return f"send: the outcome is 'ok', but the field {name!r} is missing"
-    if kind == "crash" and event.get("process") is None and event.get("broker") is None:
-        return "crash: expected a process or a broker"
     return None
 
 
@@ -392,6 +403,7 @@ def _expected(name: str, value: object, schema: _Schema) -> str | None:
     if name in _NAMES:
         is_name = type(value) is str or (name in _INTEGERS_TOO and type(value) is int)
         return None if is_name else "a text"
-    if type(value) is not int or not -_LARGEST <= value <= _LARGEST:
+    if type(value) is not int:
         return "a whole number"
-    return "a number that is not negative" if name in _COUNTS and value < 0 else None
+    smallest = 0 if name in _COUNTS else -_LARGEST
+    return None if smallest <= value <= _LARGEST else f"a number from {smallest} to {_LARGEST}"

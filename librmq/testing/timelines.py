@@ -66,7 +66,7 @@ def render_timelines(
     names = ", ".join(sources[:8]) + ", …" * (len(sources) > 8)
     page = _PAGE.format(
         title=escape(f"{len(anomalies):,} anomal{'y' if len(anomalies) == 1 else 'ies'}"),
-        style=(files("librmq.diagnosis.page") / "page.css").read_text("utf-8"),
+        style=(files("librmq.diagnosis.survey") / "page.css").read_text("utf-8"),
         about=escape(f"{names}: {counted(lines, 'line')}. Times are spaced evenly, not to scale."),
         mood="bad" if anomalies else "",
         verdict=escape(verdict),

@@ -132,7 +132,9 @@ class Model:
     def phantom(self) -> Iterator[tuple[Any, ...]]:
         for message, rows in self.by_message([*self.deliveries, *self.letters]).items():
             if not self.sends_of(message):
-                first = min(rows, key=lambda row: int(row["begin_ms"] if "begin_ms" in row else row["at_ms"]))
+                first = min(
+                    rows, key=lambda r: (r["begin_ms"], "") if r["event"] == "deliver" else (r["at_ms"], r["group"])
+                )
                 self.left_out.add(message)
                 yield first.get("begin_ms", first.get("at_ms")), message, first["group"], first.get("queue_offset")
 

@@ -345,7 +345,7 @@ def verdicts(anomalies: Sequence[Anomaly]) -> Counter[Verdict]:
     return Counter(Verdict(a.anomaly, a.at_ms, a.id, a.group, a.queue_offset) for a in anomalies)  # type: ignore[arg-type]
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_random_histories_are_judged_as_by_the_model(random: Random) -> None:
     events = random_history(random)
@@ -362,7 +362,7 @@ def test_the_model_agrees_on_every_kind() -> None:
     assert set(kinds) == set(KINDS)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_the_order_of_lines_means_nothing(random: Random) -> None:
     events = random_history(random)
@@ -389,15 +389,15 @@ def test_the_evidence_alone_shows_it(kind: str, events: list[Row], message: str 
         ({"event": "sent"}, "line 2: unknown event 'sent'; did you mean 'send'?"),
         ({"id": "m"}, "line 2: the field 'event' is missing"),
         ([], "line 2: expected a JSON object"),
-        (deliver(end_ms=4), "line 2: deliver: time runs backwards: end_ms is 4, before begin_ms, which is 5"),
+        (deliver(end_ms=4), "line 2: deliver: time runs backwards: end_ms is before begin_ms"),
         (send(begin_ms=2), "line 2: send: time runs backwards"),
         (send() | {"begin_ms": "0"}, "line 2: send: begin_ms: expected a whole number, found '0'"),
         (send(begin_ms=True), "line 2: send: begin_ms: expected a whole number, found True"),
-        (send(end_ms=1 << 63), "line 2: send: end_ms: expected a whole number"),
+        (send(end_ms=1 << 63), "line 2: send: end_ms: expected a number from -4611686018427387904 to"),
         (send(outcome="good"), "line 2: send: outcome: expected ok or failed or unknown, found 'good'"),
         (send(half=1), "line 2: send: half: expected true or false, found 1"),
         (send(topic=None), "line 2: send: topic: expected a text, found None"),
-        (deliver(queue_id=-1), "line 2: deliver: queue_id: expected a number that is not negative, found -1"),
+        (deliver(queue_id=-1), "line 2: deliver: queue_id: expected a number from 0 to 4611686018427387904, found -1"),
         ({"event": "discard", "id": "m"}, "line 2: discard: the field 'at_ms' is missing"),
         (send() | {"broker": None}, "line 2: send: the outcome is 'ok', but the field 'broker' is missing"),
         (running() | {"end_ms": 9}, "line 2: deliver: end_ms and outcome belong together"),

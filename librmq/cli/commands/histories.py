@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-from librmq.cli.input import parse_object
+from librmq.cli.fields import parse_object
 from librmq.cli.output import Output, complain
 from librmq.errors import InputError
 
