@@ -32,10 +32,20 @@ from typing import Any, Final
 
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
-from librmq.files.interface import Files, FolderEntry, numbered_files
+from librmq.files.interface import File, Files, FolderEntry, numbered_files
 from librmq.message.topics import validate_topic
+from librmq.runtime import lazy_numpy as np
 from librmq.store.format.documents import OWN_FOLDER, read_kept_config
-from librmq.store.format.index_layout import file_length, find_geometry, geometry
+from librmq.store.format.index_layout import ENTRY_SIZE as INDEX_ENTRY_SIZE
+from librmq.store.format.index_layout import (
+    HEADER,
+    HEADER_SIZE,
+    SLOT_SIZE,
+    IndexHeader,
+    file_length,
+    geometry,
+    unpack_entry,
+)
 
 COMMITLOG: Final = "commitlog"
 CONSUMEQUEUE: Final = "consumequeue"
@@ -416,6 +426,44 @@ def _majority_length(sequences: list[Sequence] | Iterator[Sequence], unit: int, 
     return max(plausible)[1] if plausible else None
 
 
+def _find_geometry(file: File) -> tuple[int, int] | None:
+    """Return slots and entries of a file by its header and length, None if they are ambiguous.
+
+    The newest entry belongs to the header's last record, and its slot points to it. Four entries to a slot, 4.9's
+    default, are tried first, and are the answer for a file without entries.
+    """
+    default, room = geometry(file.size), file.size - HEADER_SIZE
+    if room < SLOT_SIZE + 2 * INDEX_ENTRY_SIZE or room % SLOT_SIZE:
+        return None
+    header = IndexHeader(*HEADER.unpack(file.buffer[:HEADER_SIZE]))
+    number, slots_an_entry = header.index_count - 1, INDEX_ENTRY_SIZE // SLOT_SIZE
+    if number < 1:
+        return default
+
+    def fits(slots: int) -> bool:
+        """Return whether the newest entry is where it would be with this many slots."""
+        at = HEADER_SIZE + SLOT_SIZE * slots + INDEX_ENTRY_SIZE * number
+        value, physical_offset, _, _ = unpack_entry(file.buffer, at)
+        if value < 0 or physical_offset != header.end_physical_offset:
+            return False
+        at = HEADER_SIZE + SLOT_SIZE * (value % slots)
+        return bool(int.from_bytes(file.buffer[at : at + SLOT_SIZE], "big") == number)
+
+    min_slots = room // SLOT_SIZE % slots_an_entry or slots_an_entry
+    max_slots = (room - INDEX_ENTRY_SIZE * header.index_count) // SLOT_SIZE
+    if default is not None and default[0] <= max_slots and fits(default[0]):
+        return default
+    if max_slots < min_slots:
+        return None
+    first = HEADER_SIZE + SLOT_SIZE * min_slots + INDEX_ENTRY_SIZE * number + 4
+    shape = ((max_slots - min_slots) // slots_an_entry + 1,)
+    places = np.ndarray(shape, ">i8", file.buffer, first, (INDEX_ENTRY_SIZE,))
+    for slots in (min_slots + slots_an_entry * np.flatnonzero(places == header.end_physical_offset)).tolist():
+        if fits(slots):
+            return slots, (room - SLOT_SIZE * slots) // INDEX_ENTRY_SIZE
+    return None
+
+
 def _majority_geometry(path: str, files: Files) -> tuple[int, int] | None:
     """Return slots and entries of most index files.
 
@@ -433,7 +481,7 @@ def _majority_geometry(path: str, files: Files) -> tuple[int, int] | None:
         return slots, entries
     name = next(entry.name for entry in index_files if entry.size == length)
     try:
-        shape = find_geometry(files.open(os.path.join(folder, name)))
+        shape = _find_geometry(files.open(os.path.join(folder, name)))
     except CorruptionError:
         return None  # opening the index names the damage
     except StoreIOError as error:

@@ -32,7 +32,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from librmq.errors import ConfigError
-from librmq.files.interface import Buffer, File
+from librmq.files.interface import Buffer
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
 
@@ -76,44 +76,6 @@ def geometry(length: int) -> tuple[int, int] | None:
     """Return slots and entries of a file of ``length`` bytes with four entries to a slot, None if impossible."""
     slots, remainder = divmod(length - HEADER_SIZE, SLOT_SIZE + 4 * ENTRY_SIZE)
     return (slots, 4 * slots) if slots > 0 and not remainder else None
-
-
-def find_geometry(file: File) -> tuple[int, int] | None:
-    """Return slots and entries of a file by its header and length, None if they are ambiguous.
-
-    The newest entry belongs to the header's last record, and its slot points to it. Four entries to a slot, 4.9's
-    default, are tried first, and are the answer for a file without entries.
-    """
-    default, room = geometry(file.size), file.size - HEADER_SIZE
-    if room < SLOT_SIZE + 2 * ENTRY_SIZE or room % SLOT_SIZE:
-        return None
-    header = IndexHeader(*HEADER.unpack(file.buffer[:HEADER_SIZE]))
-    number, slots_an_entry = header.index_count - 1, ENTRY_SIZE // SLOT_SIZE
-    if number < 1:
-        return default
-
-    def fits(slots: int) -> bool:
-        """Return whether the newest entry is where it would be with this many slots."""
-        at = HEADER_SIZE + SLOT_SIZE * slots + ENTRY_SIZE * number
-        value, physical_offset, _, _ = unpack_entry(file.buffer, at)
-        if value < 0 or physical_offset != header.end_physical_offset:
-            return False
-        at = HEADER_SIZE + SLOT_SIZE * (value % slots)
-        return bool(int.from_bytes(file.buffer[at : at + SLOT_SIZE], "big") == number)
-
-    min_slots = room // SLOT_SIZE % slots_an_entry or slots_an_entry
-    max_slots = (room - ENTRY_SIZE * header.index_count) // SLOT_SIZE
-    if default is not None and default[0] <= max_slots and fits(default[0]):
-        return default
-    if max_slots < min_slots:
-        return None
-    first = HEADER_SIZE + SLOT_SIZE * min_slots + ENTRY_SIZE * number + 4
-    shape = ((max_slots - min_slots) // slots_an_entry + 1,)
-    places = np.ndarray(shape, ">i8", file.buffer, first, (ENTRY_SIZE,))
-    for slots in (min_slots + slots_an_entry * np.flatnonzero(places == header.end_physical_offset)).tolist():
-        if fits(slots):
-            return slots, (room - SLOT_SIZE * slots) // ENTRY_SIZE
-    return None
 
 
 def check_geometry(slots: int, entries: int) -> None:

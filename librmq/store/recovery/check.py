@@ -26,11 +26,12 @@ from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.message.record import split_keys
 from librmq.message.topics import validate_queue
+from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.dispatch import BitmapOf, Derivation, RawPending, key_block, key_hashes
 from librmq.store.engine.store_parts import OpenQueue, QueueName, QueueState
 from librmq.store.format import directory
-from librmq.store.format.index_layout import IndexHeader, entry_seconds
-from librmq.store.format.indexfile import IndexFile, find_flaw
+from librmq.store.format.index_layout import HEADER_SIZE, SLOT_SIZE, IndexHeader, entry_seconds
+from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.entry_check import ExpectedEntry, Strays, is_illegible, misaddressed
 from librmq.store.recovery.queue_check import COMPARED, QueueCheck, first_at
@@ -288,6 +289,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
 # added; for any other difference the index is rebuilt.
 
 _BLOCK: Final = 65_536
+_CHUNK: Final = 1 << 20
 _MOST_BETWEEN: Final = 10_000  # records without keys between two files
 SETTLED: Final = 4096  # records whose keys are added together, as many as caches hold
 
@@ -465,6 +467,59 @@ class IndexCheck:
         if self._lacking:
             place = files[-1].path if files else self._index.folder
             self.damages.append(Damage(place, 0, "missing", f"lacks keys of the log's last {self._lacking} records"))
+
+
+def find_flaw(file: IndexFile) -> tuple[int, str] | None:
+    """Compare header, entries and slots, and return position and description of the first contradiction.
+
+    This does not compare the entries with the log.
+    """
+    header, entries = file.header, file.entries()
+    count = len(entries)
+    numbers = np.arange(1, count + 1, dtype=np.int32)
+    if count:
+        ends = int(entries["physical"][0]), int(entries["physical"][-1])
+        if ends != (header.begin_physical_offset, header.end_physical_offset):
+            return 16, f"header: physical offsets {header[2:4]}, the entries have {ends}"
+    wrong = np.flatnonzero((entries["hash"] < 0) | (np.diff(entries["physical"], prepend=0) < 0))
+    if len(wrong):
+        number = int(wrong[0]) + 1
+        return file.entry_position(number), f"entry {number}: hash or physical offset out of order"
+    slots = entries["hash"] % file.max_slots
+    order = np.argsort(slots, kind="stable")
+    same = np.diff(slots[order], prepend=-1) == 0
+    previous = np.zeros(count, np.int32)
+    previous[order[same]] = numbers[order[np.flatnonzero(same) - 1]]
+    wrong = np.flatnonzero(previous != entries["previous"])
+    if len(wrong):
+        number = int(wrong[0]) + 1
+        actual, expected = int(entries["previous"][number - 1]), int(previous[number - 1])
+        return file.entry_position(number) + 16, f"entry {number}: previous is {actual}, expected {expected}"
+    last = np.flatnonzero(np.diff(slots[order], append=-1) != 0)
+    table = file.slots()
+    expected_slots = np.stack([slots[order[last]], numbers[order[last]]], axis=1)
+    found_slots = np.stack([table["slot"], table["number"]], axis=1)
+    if not np.array_equal(expected_slots, found_slots):
+        differing = {tuple(row) for row in expected_slots.tolist()} ^ {tuple(row) for row in found_slots.tolist()}
+        slot = min(differing)[0]
+        return HEADER_SIZE + SLOT_SIZE * slot, f"slot {slot} does not lead to the newest entry of its hash"
+    if header.slot_count != len(table):
+        return 32, f"header: {header.slot_count} slots are in use, found {len(table)}"
+    for begin, end in ((0, 1), (count + 1, file.max_entries)):
+        position = _first_byte(file, file.entry_position(begin), file.entry_position(end))
+        if position is not None:
+            return position, "expected zeros where no entry is"
+    return None
+
+
+def _first_byte(file: IndexFile, begin: int, end: int) -> int | None:
+    """Return the position of the first byte that is not zero."""
+    for at in range(begin, end, _CHUNK):
+        block = file.file.buffer[at : min(end, at + _CHUNK)]
+        used = block.lstrip(b"\0")
+        if used:
+            return at + len(block) - len(used)
+    return None
 
 
 def rebuild_index(log: CommitLog, index: KeyIndex, levels: DelayLevels) -> None:
