@@ -35,7 +35,7 @@ class Core:
     spread: Callable[..., Any] | None = None
     """The physical offsets and times of records, for each of their keys (`librmq.store.format.keyindex`)."""
     put_entries: Callable[..., int] | None = None
-    """Writes entries of an index file (`librmq.store.format.index_layout`)."""
+    """Writes entries of an index file (`librmq.store.format.indexfile`)."""
     checksums: Callable[..., Any] | None = None
     """The checksums of many bodies (`librmq.columns.decode`)."""
 

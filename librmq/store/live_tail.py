@@ -34,8 +34,7 @@ from librmq.store.engine.dispatch import Dispatcher, derived_tags_code, has_queu
 from librmq.store.engine.store_parts import Parts, QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, has_abort
-from librmq.store.format.index_layout import IndexHeader, file_length
-from librmq.store.format.indexfile import IndexFile
+from librmq.store.format.indexfile import IndexFile, IndexHeader, file_length
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.open import covered_start
 

@@ -14,8 +14,7 @@ from librmq.files.interface import Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.store.engine.durability import flush_all
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, set_abort
-from librmq.store.format.index_layout import FRESH
-from librmq.store.format.indexfile import IndexFile
+from librmq.store.format.indexfile import FRESH, IndexFile
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.check import find_flaw
 from librmq.testing import CrashImages, FailingFiles, RecordingFiles

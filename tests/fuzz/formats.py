@@ -119,8 +119,7 @@ def queue(data: bytes) -> None:
 def index(data: bytes) -> None:
     """Open bytes as a file of the key index."""
     from librmq.errors import StoreError
-    from librmq.store.format.index_layout import file_length
-    from librmq.store.format.indexfile import IndexFile
+    from librmq.store.format.indexfile import IndexFile, file_length
     from librmq.store.format.keyindex import KeyIndex
     from librmq.store.recovery.check import find_flaw
 

@@ -28,7 +28,7 @@ from librmq.message.stored_message import DECOMPRESSED_LIMIT, StoredMessage
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import key_block
-from librmq.store.format.index_layout import HEADER, IndexHeader, IndexWriter
+from librmq.store.format.indexfile import HEADER, IndexHeader, IndexWriter
 from librmq.store.format.keyindex import KeyIndex
 from tests.stores import contents
 

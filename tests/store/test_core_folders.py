@@ -57,7 +57,7 @@ def code(compiled: bool) -> Iterator[None]:
         if not compiled:
             patch.setattr(Appender, "append_usual", Appender.append)
             patch.setattr(Appender, "append_batch_usual", Appender.append_batch)
-            for module in ("engine.dispatch", "engine.read", "format.keyindex", "format.index_layout"):
+            for module in ("engine.dispatch", "engine.read", "format.keyindex", "format.indexfile"):
                 patch.setattr(f"librmq.store.{module}.CORE", compiled_core.PURE)
             patch.setattr("librmq.message.frames.CORE", compiled_core.PURE)
         yield

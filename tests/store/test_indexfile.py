@@ -18,8 +18,7 @@ from librmq.files.interface import File, Files
 from librmq.files.memory import MemoryFiles
 from librmq.java.lang import index_key_hash
 from librmq.store.format import keyindex
-from librmq.store.format.index_layout import IndexHeader, file_length, geometry
-from librmq.store.format.indexfile import IndexFile
+from librmq.store.format.indexfile import IndexFile, IndexHeader, file_length, geometry
 from librmq.store.format.keyindex import KeyIndex
 from tests.budget import many, some
 from tests.stores import in_memory

@@ -21,7 +21,7 @@ from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
 from librmq.java.lang import index_key_hash
 from librmq.store.format import keyindex
-from librmq.store.format.index_layout import file_length
+from librmq.store.format.indexfile import file_length
 from librmq.store.format.keyindex import KeyIndex
 from tests.budget import examples
 

@@ -36,8 +36,8 @@ from librmq.files.interface import File, Files, FolderEntry, numbered_files
 from librmq.message.topics import validate_topic
 from librmq.runtime import lazy_numpy as np
 from librmq.store.format.documents import OWN_FOLDER, read_kept_config
-from librmq.store.format.index_layout import ENTRY_SIZE as INDEX_ENTRY_SIZE
-from librmq.store.format.index_layout import (
+from librmq.store.format.indexfile import ENTRY_SIZE as INDEX_ENTRY_SIZE
+from librmq.store.format.indexfile import (
     HEADER,
     HEADER_SIZE,
     SLOT_SIZE,

@@ -1,41 +1,323 @@
-"""One index file: written in batches, queried by hash.
+"""One index file: a hash table from message keys to places in the log, written in batches, queried by hash.
 
-If a writer dies within a batch, the next opening for writing takes back its rest. `librmq.store.format.index_layout`
-draws the bytes. Mirrors 4.9.4's ``IndexFile``.
+::
+
+    file, 40 + 4 * slots + 20 * entries bytes, big-endian; named by its creation in UTC, yyyyMMddHHmmssSSS
+    +--------------------+ 0
+    | header             |   0  begin timestamp       8   store time (ms) of the first entry
+    |                    |   8  end timestamp         8   store time (ms) of the last
+    |                    |  16  begin physical offset 8   place in the log of the first entry
+    |                    |  24  end physical offset   8   place in the log of the last
+    |                    |  32  slot count            4   entries that found their slot empty
+    |                    |  36  index count           4   number of the next entry; 0 (fresh) is read as 1
+    +--------------------+ 40
+    | slots              |   4 each: number of the newest entry whose hash falls here, 0 for none
+    +--------------------+ 40 + 4 * slots
+    | entry 0 (unused)   |   0  hash                  4   |hashCode(topic#key)|, the slot is hash % slots
+    | entry 1            |   4  physical offset       8
+    | ...                |  12  time                  4   seconds since the begin timestamp, not below 0
+    | entry entries - 1  |  16  previous              4   number of the slot's next older entry, 0 for none
+    +--------------------+
+
+A file's begin and end start as the end of the file before it, until its first entry sets them. If a writer dies within
+a batch, the next opening for writing takes back its rest. Mirrors 4.9.4's ``IndexFile`` and ``IndexHeader``.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final, Self
+from functools import cache
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
-from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError
+from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files.disk import DiskFiles
-from librmq.files.interface import File, Files
+from librmq.files.interface import Buffer, File, Files
 from librmq.runtime import lazy_numpy as np
-from librmq.store.format.index_layout import (
-    ENTRY_SIZE,
-    HEADER,
-    HEADER_SIZE,
-    SLOT_SIZE,
-    IndexHeader,
-    IndexWriter,
-    check_geometry,
-    entry_dtype,
-    file_length,
-    geometry,
-    slot_dtype,
-    stored_entry_dtype,
-    unpack_entry,
-)
+from librmq.runtime.compiled_core import CORE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+HEADER_SIZE: Final = 40
+SLOT_SIZE: Final = 4
+ENTRY_SIZE: Final = 20
+
+HEADER: Final = struct.Struct(">qqqqii")
+unpack_entry = struct.Struct(">iqii").unpack_from
+MAX_SECONDS: Final = (1 << 31) - 1
+
+
+@cache
+def entry_dtype() -> np.dtype[np.void]:
+    """Return the type of `IndexFile.entries`."""
+    return np.dtype([("hash", "i4"), ("physical", "i8"), ("time_diff", "i4"), ("previous", "i4")])
+
+
+@cache
+def slot_dtype() -> np.dtype[np.void]:
+    """Return the type of `IndexFile.slots`."""
+    return np.dtype([("slot", "i4"), ("number", "i4")])
+
+
+@cache
+def stored_entry_dtype() -> np.dtype[np.void]:
+    """Return the type of entries in a file."""
+    return entry_dtype().newbyteorder(">")
+
+
+def file_length(slots: int, entries: int) -> int:
+    """Return the length in bytes of a file with this geometry: the position of the entry after these."""
+    return HEADER_SIZE + SLOT_SIZE * slots + ENTRY_SIZE * entries
+
+
+def geometry(length: int) -> tuple[int, int] | None:
+    """Return slots and entries of a file of ``length`` bytes with four entries to a slot, None if impossible."""
+    slots, remainder = divmod(length - HEADER_SIZE, SLOT_SIZE + 4 * ENTRY_SIZE)
+    return (slots, 4 * slots) if slots > 0 and not remainder else None
+
+
+def check_geometry(slots: int, entries: int) -> None:
+    """Check that a file can have this geometry; `ConfigError` if not."""
+    if slots < 1 or entries < 2:
+        raise ConfigError(f"expected at least 1 slot and 2 entries, found {slots} and {entries}")
+
+
+class IndexHeader(NamedTuple):
+    """The header of an index file; times are milliseconds."""
+
+    begin_timestamp_ms: int
+    end_timestamp_ms: int
+    begin_physical_offset: int
+    end_physical_offset: int
+    slot_count: int
+    index_count: int
+    """The number of the next entry: one more than the number of entries."""
+
+    def overlaps(self, begin_ms: int, end_ms: int) -> bool:
+        """Return whether the file can hold entries of a time from ``begin_ms`` to ``end_ms``."""
+        first, last = self.begin_timestamp_ms, self.end_timestamp_ms
+        return (begin_ms < first and end_ms > last) or first <= begin_ms <= last or first <= end_ms <= last
+
+    @property
+    def follower(self) -> IndexHeader:
+        """Return the header of an empty file that follows a file with this header."""
+        timestamp, physical = max(self.end_timestamp_ms, 0), max(self.end_physical_offset, 0)
+        return IndexHeader(timestamp, timestamp, physical, physical, 0, 1)
+
+
+FRESH: Final = IndexHeader(0, 0, 0, 0, 0, 1)
+"""The header of the first file, without an entry."""
+
+
+def entry_seconds(timestamp_ms: int, begin_timestamp_ms: int) -> int:
+    """Return the stored time of an entry, in Java's 64-bit arithmetic."""
+    if begin_timestamp_ms <= 0:
+        return 0
+    difference = timestamp_ms - begin_timestamp_ms
+    if difference < -1 << 63:
+        difference += 1 << 64
+    return min(max(difference, 0) // 1000, MAX_SECONDS)
+
+
+# ---- the end of a file
+
+# Entries are written before the slots that lead to them, and the header last. A batch counts when its header is there.
+
+_pack_header = HEADER.pack
+_pack_entry = struct.Struct(">iqi4s").pack
+_pack_entries = struct.Struct(">iqi4siqi4s").pack
 _INT: Final = struct.Struct(">i")
+_pack_int = _INT.pack
+_NO_ENTRY: Final = bytes(SLOT_SIZE)
+
+
+class IndexWriter:
+    """The end of one index file. After an error of a method, make another from the file's header. Not thread-safe."""
+
+    __slots__ = ("begin_physical", "begin_timestamp", "count", "end_physical", "max_slots", "slot_count")
+
+    def __init__(self, header: IndexHeader, max_slots: int) -> None:
+        self.max_slots = max_slots
+        self.begin_timestamp, self.begin_physical = header.begin_timestamp_ms, header.begin_physical_offset
+        self.end_physical = header.end_physical_offset
+        self.slot_count, self.count = header.slot_count, header.index_count
+
+    def put_many(self, buffer: Buffer, records: Iterable[tuple[int, int, Sequence[int]]]) -> None:  # noqa: C901 (the hot path of appending keys)
+        """Add all keys of records, for which there is room; skip records before that of the last entry."""
+        # Hot path of every append: literal sizes, locals, and no avoidable call.
+        number = start = self.count
+        begin_timestamp, begin_physical = self.begin_timestamp, self.begin_physical
+        end_physical = self.end_physical
+        slot_count, max_slots = self.slot_count, self.max_slots
+        position = 40 + 4 * max_slots + 20 * number
+        end_timestamp, seconds = None, 0
+        for physical, timestamp, hashes in records:
+            if physical < end_physical or not hashes:
+                continue
+            if timestamp != end_timestamp:
+                end_timestamp = timestamp
+                seconds = (timestamp - begin_timestamp) // 1000 if begin_timestamp > 0 else 0
+                if not 0 <= seconds <= MAX_SECONDS:
+                    seconds = entry_seconds(timestamp, begin_timestamp)
+            if len(hashes) == 2 and number > 1:
+                # Fast path for a unique id and one key: both entries in one write.
+                first, second = hashes
+                first_slot, second_slot = first % max_slots * 4 + 40, second % max_slots * 4 + 40
+                first_number, second_number = _pack_int(number), _pack_int(number + 1)
+                first_previous = buffer[first_slot : first_slot + 4]
+                second_previous = buffer[second_slot : second_slot + 4]
+                # Packed numbers compare like numbers, with negative ones after all others.
+                if not _NO_ENTRY < first_previous <= first_number:
+                    first_previous = _NO_ENTRY
+                    slot_count += 1
+                if first_slot == second_slot:
+                    second_previous = first_number
+                elif not _NO_ENTRY < second_previous <= second_number:
+                    second_previous = _NO_ENTRY
+                    slot_count += 1
+                buffer[position : position + 40] = _pack_entries(
+                    first, physical, seconds, first_previous, second, physical, seconds, second_previous
+                )
+                buffer[first_slot : first_slot + 4] = first_number
+                buffer[second_slot : second_slot + 4] = second_number
+                number += 2
+                position += 40
+            else:
+                for key_hash in hashes:
+                    slot = key_hash % max_slots * 4 + 40
+                    packed = _pack_int(number)
+                    previous = buffer[slot : slot + 4]
+                    if not _NO_ENTRY < previous <= packed:
+                        previous = _NO_ENTRY
+                        slot_count += 1
+                    buffer[position : position + 20] = _pack_entry(key_hash, physical, seconds, previous)
+                    buffer[slot : slot + 4] = packed
+                    if number <= 1:
+                        begin_timestamp, begin_physical, seconds = timestamp, physical, 0
+                    number += 1
+                    position += 20
+            end_physical = physical
+        if end_timestamp is not None:
+            buffer[0:40] = _pack_header(
+                begin_timestamp, end_timestamp, begin_physical, end_physical, slot_count, number
+            )
+            if start <= 1:
+                self.begin_timestamp, self.begin_physical = begin_timestamp, begin_physical
+            self.end_physical = end_physical
+            self.slot_count, self.count = slot_count, number
+
+    def put_block(
+        self, buffer: Buffer, physical: NDArray[np.int64], timestamps: NDArray[np.int64], hashes: NDArray[np.int64]
+    ) -> None:
+        """Add an entry for each place of the arrays, none before the last entry's; there is room for all."""
+        keys, number = len(hashes), self.count
+        begin_timestamp, begin_physical = self.begin_timestamp, self.begin_physical
+        first_seconds = entry_seconds(int(timestamps[0]), begin_timestamp)
+        if number <= 1:
+            begin_timestamp, begin_physical = int(timestamps[0]), int(physical[0])
+        end_timestamp, end_physical = int(timestamps[-1]), int(physical[-1])
+        put = CORE.put_entries if CORE.put_entries and type(buffer) is mmap.mmap else self._put_entries
+        fresh = put(buffer, self.max_slots, number, physical, timestamps, hashes, begin_timestamp, first_seconds)
+        slot_count = self.slot_count + fresh
+        buffer[:HEADER_SIZE] = _pack_header(
+            begin_timestamp, end_timestamp, begin_physical, end_physical, slot_count, number + keys
+        )
+        self.begin_timestamp, self.begin_physical = begin_timestamp, begin_physical
+        self.end_physical = end_physical
+        self.slot_count, self.count = slot_count, number + keys
+
+    def _put_entries(
+        self,
+        buffer: Buffer,
+        max_slots: int,
+        number: int,
+        physical: NDArray[np.int64],
+        timestamps: NDArray[np.int64],
+        hashes: NDArray[np.int64],
+        begin_timestamp: int,
+        first_seconds: int,
+    ) -> int:
+        """Write entries from ``number`` on, and the slots that lead to them; return how many led to none before."""
+        keys = len(hashes)
+        slots = hashes % max_slots
+        numbers = np.arange(number, number + keys)
+        before = np.frombuffer(buffer, ">i4", max_slots, HEADER_SIZE)[slots].astype(np.int64)
+        previous = np.where((before > 0) & (before <= numbers), before, 0)
+        # Sort keys by slot, stably. Sorting pairs as single numbers is fastest.
+        shift = keys.bit_length()
+        pairs = np.sort(slots << shift | np.arange(keys))
+        ordered = pairs >> shift
+        again = ordered[1:] == ordered[:-1]
+        touched, newest = slots, numbers
+        if again.any():
+            order = pairs & (1 << shift) - 1
+            previous[order[1:][again]] = numbers[order[:-1][again]]
+            last = order[np.append(~again, True)]
+            touched, newest = slots[last], numbers[last]
+        entries = np.empty(keys, stored_entry_dtype())
+        entries["hash"] = hashes
+        entries["physical"] = physical
+        if begin_timestamp > 0:
+            entries["time_diff"] = np.minimum(np.maximum((timestamps - begin_timestamp) // 1000, 0), MAX_SECONDS)
+        else:
+            entries["time_diff"] = 0
+        entries["time_diff"][0] = first_seconds
+        entries["previous"] = previous
+        position = file_length(self.max_slots, number)
+        buffer[position : position + ENTRY_SIZE * keys] = entries.tobytes()
+        self._write_slots(buffer, int(ordered[0]), int(ordered[-1]), touched, newest)
+        return keys - int(np.count_nonzero(previous))
+
+    def _write_slots(
+        self, buffer: Buffer, first: int, last: int, slots: NDArray[np.int64], numbers: NDArray[np.int64]
+    ) -> None:
+        """Set slots from ``first`` to ``last``, in one piece if they are close together."""
+        if last - first < 16 * len(slots):
+            begin, end = HEADER_SIZE + SLOT_SIZE * first, HEADER_SIZE + SLOT_SIZE * (last + 1)
+            table = np.frombuffer(buffer[begin:end], ">i4").copy()
+            table[slots - first] = numbers
+            buffer[begin:end] = table.tobytes()
+            return
+        if type(buffer) is mmap.mmap:
+            np.frombuffer(buffer, ">i4", self.max_slots, HEADER_SIZE)[slots] = numbers
+            return
+        # A file that records its writes, or copies at the first, must see each write.
+        packed: list[bytes] = numbers.astype(">i4").view("V4").tolist()
+        for position, number in zip((HEADER_SIZE + SLOT_SIZE * slots).tolist(), packed, strict=True):
+            buffer[position : position + 4] = number
+
+    def take_back(self, buffer: Buffer, max_entries: int) -> bool:
+        """Undo entries that no header counts, and return whether there were any.
+
+        A slot that leads to one gets the entry's previous number.
+        """
+        start = self.count
+        position, restore = file_length(self.max_slots, start), []
+        for number in range(start, max_entries):
+            entry_hash, physical, seconds, previous = unpack_entry(buffer, position)
+            if entry_hash < 0 or physical < self.end_physical or seconds < 0 or not 0 <= previous <= number:
+                break  # no remains of a write
+            slot = HEADER_SIZE + SLOT_SIZE * (entry_hash % self.max_slots)
+            if not (entry_hash or physical or seconds or previous):
+                # Nothing, or the entry of hash 0 at the start of the log; its slot decides.
+                (newest,) = _INT.unpack(buffer[slot : slot + SLOT_SIZE])
+                if newest < number:
+                    break
+            restore.append((number, slot, previous))
+            position += ENTRY_SIZE
+        for number, slot, previous in reversed(restore):
+            if buffer[slot : slot + SLOT_SIZE] == _pack_int(number):
+                buffer[slot : slot + SLOT_SIZE] = _pack_int(previous)
+        if restore:
+            begin = file_length(self.max_slots, start)
+            buffer[begin:position] = bytes(position - begin)
+        return bool(restore)
+
+
 _CHUNK: Final = 1 << 20
 _FIRST_STEP: Final = 4096 // ENTRY_SIZE
 _MAX_STEP: Final = (1 << 20) // ENTRY_SIZE

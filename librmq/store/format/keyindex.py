@@ -17,8 +17,7 @@ from librmq.java.lang import index_key_hash
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
 from librmq.runtime.locks import Lock
-from librmq.store.format.index_layout import FRESH, check_geometry, file_length
-from librmq.store.format.indexfile import IndexFile
+from librmq.store.format.indexfile import FRESH, IndexFile, check_geometry, file_length
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -30,8 +30,7 @@ from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.dispatch import BitmapOf, Derivation, RawPending, key_block, key_hashes
 from librmq.store.engine.store_parts import OpenQueue, QueueName, QueueState
 from librmq.store.format import directory
-from librmq.store.format.index_layout import HEADER_SIZE, SLOT_SIZE, IndexHeader, entry_seconds
-from librmq.store.format.indexfile import IndexFile
+from librmq.store.format.indexfile import HEADER_SIZE, SLOT_SIZE, IndexFile, IndexHeader, entry_seconds
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.entry_check import ExpectedEntry, Strays, is_illegible, misaddressed
 from librmq.store.recovery.queue_check import COMPARED, QueueCheck, first_at
