@@ -44,9 +44,9 @@ from librmq.scheduling.half_messages import OP_TAG, QUEUE, EndedHalves, half_of,
 from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, TIMER_TOPIC, delete_key
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import derived_tags_code
+from librmq.store.engine.read import offset_at_place
 from librmq.store.format.broker_tables import BrokerTables, topic_row
 from librmq.store.format.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
-from librmq.store.recovery.queue_check import first_at
 from librmq.store.retention import first_behind, last_timestamp_ms
 from librmq.txn import TransactionConfig
 
@@ -536,7 +536,7 @@ def expiring(source: Source, *, reserved_s: float, within_s: float) -> list[Expi
                 continue  # its queue can be gone
             queue = view.store.queues[row.topic, row.queue_id]
             begin = row.next_offset
-            entries = queue.entries(begin, max(begin, first_at(queue, end)))
+            entries = queue.entries(begin, max(begin, offset_at_place(queue, end)))
             entries = entries[entries["size"] != HOLE_SIZE]
             if len(entries):
                 start = int(entries["physical_offset"][0]) // log.file_size * log.file_size

@@ -49,11 +49,11 @@ from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX, is_sy
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, critical
 from librmq.store.engine.append import Appender
+from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.keyindex import KeyIndex
-from librmq.store.recovery.queue_check import first_at
 
 # ---- unconsumed messages of a log file
 
@@ -100,7 +100,7 @@ def unread_between(readers: Readers, find: FindQueue, begin: int, end: int) -> I
         if queue is None:
             continue
         low = max(reader.queue_offset, queue.min_offset)
-        queue_offsets = range(max(low, first_at(queue, begin)), first_at(queue, end))
+        queue_offsets = range(max(low, offset_at_place(queue, begin)), offset_at_place(queue, end))
         if reader.has_passed is None:
             if queue_offsets:
                 yield UnreadInFile(reader, queue_offsets.start, len(queue_offsets))

@@ -1,4 +1,4 @@
-"""Reads of a queue: its entries, their messages, and the limits of a read; searches by key and by id.
+"""Reads of a queue: its entries, their messages, and the limits of a read; searches by place, by key and by id.
 
 Mirrors 4.9.4's ``DefaultMessageStore.getMessage``, whose order of checks decides where a read ends. Searches take
 places from the index, check them against the log, and mirror ``DefaultMessageStore.queryMessage`` and
@@ -10,15 +10,16 @@ from __future__ import annotations
 import enum
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import add
 from typing import TYPE_CHECKING, Final, Protocol
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
-from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, Entries, entry_dtype
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, Entries, entry_dtype
 from librmq.consumequeue_entries import places_and_sizes
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ExtUnit
 from librmq.errors import CorruptionError
@@ -28,7 +29,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
-from librmq.store.engine.store_parts import Parts
+from librmq.store.engine.store_parts import Parts, QueueName
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -317,6 +318,75 @@ def _candidates(queue: ConsumeQueue, entries: Entries, matching: MessageFilter) 
     matches = matching.match_entries(codes, units)
     matches[unknown] = True  # only the message itself decides
     return np.flatnonzero(matches).tolist()
+
+
+# ---- searches in a queue by place
+
+_FILLER_BLOCK: Final = 4096
+_FILLER_SIZE: Final = HOLE_SIZE.to_bytes(4)
+
+
+def recreated_queues(log: CommitLog, queues: Mapping[QueueName, ConsumeQueue]) -> dict[QueueName, int]:
+    """Return the beginning of the records of each queue that counts from 0 again, by its first entry.
+
+    A topic deleted on a broker leaves its records in the log. A new topic of that name counts from 0 again.
+    """
+    begins = {}
+    for name, queue in queues.items():
+        raw = queue.read(0, 1) if queue.stored_begin == 0 else b""
+        place, size, _ = ENTRY.unpack(raw) if raw else (-1, 0, 0)
+        if place > log.begin and size != HOLE_SIZE:
+            with suppress(CorruptionError):
+                data = log.read(place, size)
+                message = None if data is None else StoredMessage(data)
+                if message is not None and (message.topic, message.queue_id, message.queue_offset) == (*name, 0):
+                    begins[name] = place
+    return begins
+
+
+def first_not_older(queue: ConsumeQueue, end: int, begin: int, log_file_size: int) -> int | None:
+    """Return the first entry below queue offset ``end`` that is neither filler nor of a message before ``begin``."""
+    at, raw = queue.stored_begin, queue.read(end, 1)
+    latest_hole = ENTRY.unpack(raw)[0] - log_file_size if raw else 0
+    try:
+        for first, block in queue.blocks(at, end):
+            place = block["physical_offset"]
+            filler = (block["size"] == HOLE_SIZE) & ((place == 0) | (place <= latest_hole))
+            wrong = np.flatnonzero((place >= begin) & ~filler)
+            if len(wrong):
+                return first + int(wrong[0])
+            at = first + len(block)
+    except CorruptionError:
+        return at
+    return None
+
+
+def offset_at_place(queue: ConsumeQueue, physical_offset: int) -> int:
+    """Return the first queue offset whose message is at or after ``physical_offset``, by bisection.
+
+    The search first goes back from the end in growing steps, because the place is mostly there, so few files are
+    mapped.
+    """
+    low, high = queue.min_offset, queue.max_offset
+    step = 1
+    while low < high:
+        middle = max(low, high - step) if step else (low + high) // 2
+        at = _behind_filler(queue, middle, high)
+        raw = queue.read(at, 1) if at < high else b""
+        if not raw or ENTRY.unpack(raw)[0] >= physical_offset:
+            high, step = middle, 2 * step
+        else:
+            low, step = at + 1, 0
+    return _behind_filler(queue, low, queue.max_offset)
+
+
+def _behind_filler(queue: ConsumeQueue, queue_offset: int, end: int) -> int:
+    """Return the first entry from ``queue_offset`` to ``end`` that is not filler."""
+    while queue_offset < end and queue.read(queue_offset, 1)[8:12] == _FILLER_SIZE:
+        raw = queue.read(queue_offset, min(_FILLER_BLOCK, end - queue_offset))
+        others = np.flatnonzero(np.frombuffer(raw, entry_dtype())["size"] != HOLE_SIZE)
+        queue_offset += int(others[0]) if len(others) else len(raw) // ENTRY_SIZE
+    return queue_offset
 
 
 # ---- searches by key and by id

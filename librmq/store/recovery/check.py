@@ -28,12 +28,13 @@ from librmq.message.record import split_keys
 from librmq.message.topics import validate_queue
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.dispatch import BitmapOf, Derivation, RawPending, key_block, key_hashes
+from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import OpenQueue, QueueName, QueueState
 from librmq.store.format import directory
 from librmq.store.format.indexfile import HEADER_SIZE, SLOT_SIZE, IndexFile, IndexHeader, entry_seconds
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.entry_check import ExpectedEntry, Strays, is_illegible, misaddressed
-from librmq.store.recovery.queue_check import COMPARED, QueueCheck, first_at
+from librmq.store.recovery.queue_check import COMPARED, QueueCheck
 
 # ---- queues after an unclean exit
 
@@ -112,7 +113,7 @@ class UncleanQueues:
         """Write entries of an opened queue again, as `keep_unopened` does; ``first`` is the first checked one."""
         begin = self.uncovered_from
         if begin is not None and queue.max_physic_offset > begin:
-            queue.write_again(first if queue.max_offset - first < COMPARED else first_at(queue, begin))
+            queue.write_again(first if queue.max_offset - first < COMPARED else offset_at_place(queue, begin))
             self._written |= {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
         queue.unmap_all()
 

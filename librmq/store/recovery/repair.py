@@ -25,11 +25,12 @@ from librmq.files.interface import Damage, Files
 from librmq.java.lang import java_decode
 from librmq.message import record
 from librmq.message.topics import validate_queue
+from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
 from librmq.store.recovery.check import Scope, UncleanQueues, reconcile
-from librmq.store.recovery.queue_check import GapError, recreated_queues
+from librmq.store.recovery.queue_check import GapError
 
 # ---- plan
 

@@ -23,6 +23,7 @@ from librmq.files.interface import Damage, Files
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappingPool
 from librmq.message.delay_levels import DelayLevels
+from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.store_parts import PartFiles, QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
@@ -30,7 +31,6 @@ from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.check import Scope, reconcile
 from librmq.store.recovery.open import read_closed_state
-from librmq.store.recovery.queue_check import recreated_queues
 
 _T = TypeVar("_T")
 
