@@ -238,7 +238,7 @@ def _beside_missing(folder: str, files: Files, log_begin: int) -> list[str]:
     return leftovers
 
 
-def load(  # noqa: C901 (a step for each part of a store)
+def load(
     path: str,
     config: StoreConfig,
     levels: DelayLevels,
@@ -259,136 +259,199 @@ def load(  # noqa: C901 (a step for each part of a store)
         CorruptionError: No crash explains the damage, for example sound records follow it, and the mode is not
             thorough. The store is not changed.
     """
-    clean = not has_abort(files, path)
-    writable, thorough = mode is not None, mode is not None and mode.is_thorough
-    # After a kill the check opens all queues one by one, if their folders hold only allowed names.
-    at_check = writable and not clean and not thorough and not config.enable_consumequeue_ext
-    cuts: list[Damage] = []
-    if mode not in (None, RecoveryMode.LIVING, RecoveryMode.COPY) and (thorough or not clean):
-        cuts = clear_leftovers(path, files, queues=not at_check)
-    repairs = cuts if writable and thorough else None
-    place = os.path.join(path, directory.CHECKPOINT)
-    checkpoint = _open_or_remove(
-        lambda: Checkpoint.open(place, files=files, writable=writable), files, repairs, [place]
+    opening = _Opening(path, config, files, clock, mode, is_brief)
+    log = opening.open_log()
+    index = opening.open_index()
+    names = directory.list_queues(path, files)
+    opening.compare_with_close(log, index, names)
+    queues = opening.open_queues(log, names)
+    dispatcher = Dispatcher(index, bitmap_of)
+    parts = Parts(
+        levels,
+        log,
+        queues,
+        index,
+        opening.checkpoint,
+        dispatcher,
+        opening.open_queue,
+        opening.cuts,
+        opening.walked_from,
     )
+    if mode is None:
+        for queue in queues.opened():
+            queue.advance(log.begin)
+    else:
+        opening.recover(parts, mode)
+        parts.checkpoint.lower(clock.now_ms())
+    return parts
 
-    closed = read_closed_state(path, files) if clean and not thorough else None
-    trusted: ClosedState | None = None
-    walked_from: int | None = None
 
-    def scan_from(log: CommitLog) -> int:
-        nonlocal trusted, walked_from
-        if thorough:
+class _Opening:
+    """One opening of the parts of a store, by `load`, which calls its methods in their order."""
+
+    checkpoint: Checkpoint
+    cuts: list[Damage]
+    """Everything that was cut or rewritten."""
+    walked_from: int | None
+    """As in `Parts`."""
+
+    def __init__(
+        self, path: str, config: StoreConfig, files: Files, clock: Clock, mode: RecoveryMode | None, is_brief: bool
+    ) -> None:
+        """Clear what a crash left, and open the checkpoint."""
+        self._path = path
+        self._config = config
+        self._files = files
+        self._clock = clock
+        self._is_brief = is_brief
+        self._clean = clean = not has_abort(files, path)
+        self._writable, self._thorough = writable, thorough = mode is not None, mode is not None and mode.is_thorough
+        # After a kill the check opens all queues one by one, if their folders hold only allowed names.
+        self._at_check = writable and not clean and not thorough and not config.enable_consumequeue_ext
+        self.cuts = []
+        if mode not in (None, RecoveryMode.LIVING, RecoveryMode.COPY) and (thorough or not clean):
+            self.cuts = clear_leftovers(path, files, queues=not self._at_check)
+        self._repairs = self.cuts if writable and thorough else None
+        place = os.path.join(path, directory.CHECKPOINT)
+        self.checkpoint = _open_or_remove(
+            lambda: Checkpoint.open(place, files=files, writable=writable), files, self._repairs, [place]
+        )
+        self._closed = read_closed_state(path, files) if clean and not thorough else None
+        self._trusted: ClosedState | None = None  # the state at the close, while nothing contradicts it
+        self.walked_from = None
+        self._changed_queues: frozenset[QueueName] | None = None
+        self._bodies_from: int | None = None
+        self._findings = WalkFindings(self.checkpoint.min_timestamp_ms)
+        self._part_files = PartFiles(path, config, files)
+        self._pool = MappingPool(config.mapped_files)
+        self._unclean = UncleanQueues(path, files, config.consumequeue_file_size, self._pool)
+        self._recovery: Recovery | None = None
+
+    def open_log(self) -> CommitLog:
+        """Open the log, and find its end."""
+        on_record = self._findings if self._writable and not self._clean else None
+        return self._part_files.open_log(writable=self._writable, scan_from=self._scan_from, on_record=on_record)
+
+    def _scan_from(self, log: CommitLog) -> int:
+        """Return where the walk over the log begins."""
+        closed = self._closed
+        if self._thorough:
             return log.begin
         if closed is not None and closed.agrees_with(log):
-            trusted = closed
+            self._trusted = closed
             return closed.log_end
-        if clean:
+        if self._clean:
             return log.third_last_file()
-        begin = covered_start(log, checkpoint)
-        if not is_brief or log.sequence.end - begin < _WORTH_PASSING:  # asking queues would cost more than it saves
+        begin = covered_start(log, self.checkpoint)
+        if not self._is_brief or log.sequence.end - begin < _WORTH_PASSING:  # asking queues would cost more
             return begin
-        covered = _covered_record(path, config, files, log, checkpoint)
+        covered = _covered_record(self._path, self._config, self._files, log, self.checkpoint)
         if covered - begin < _WORTH_PASSING:
             return begin
-        walked_from = covered
+        self.walked_from = covered
         return covered
 
-    findings = WalkFindings(checkpoint.min_timestamp_ms)
-    part_files = PartFiles(path, config, files)
-    on_record = findings if writable and not clean else None
-    log = part_files.open_log(writable=writable, scan_from=scan_from, on_record=on_record)
-    pool = MappingPool(config.mapped_files)
-
-    def open_queue(topic: str, queue_id: int) -> ConsumeQueue:
-        folders = [directory.queue_folder(path, topic, queue_id, ext=ext) for ext in (False, True)]
+    def open_index(self) -> KeyIndex:
+        """Open the key index."""
         return _open_or_remove(
-            lambda: part_files.open_queue(topic, queue_id, pool, writable=writable),
-            files,
-            repairs,
+            lambda: self._part_files.open_index(writable=self._writable, now_ms=self._clock.now_ms),
+            self._files,
+            self._repairs if self._clean or not self._writable else self.cuts,
+            [os.path.join(self._path, directory.INDEX)],
+            _INDEX_DIGITS,
+            only=None if self._thorough else "header",  # a crash can leave one incomplete
+            before_removal=self.checkpoint.clear_index_time,
+        )
+
+    def compare_with_close(self, log: CommitLog, index: KeyIndex, names: Sequence[QueueName]) -> None:
+        """Trust the state at the close no more if queues or index have changed since."""
+        trusted = self._trusted
+        if trusted is None:
+            return
+        if trusted.queues.keys() == set(names) and trusted.has_index(index):
+            log.last_write = trusted.last_record
+            return
+        self._changed_queues = frozenset(trusted.queues.keys() ^ set(names))  # a file was deleted since then
+        if not self._writable:
+            log.found_end = log.walk(log.third_last_file())
+        else:  # the comparison with all queues reads the log too
+            log.found_end = LogEnd(trusted.log_end, None, trusted.last_record)
+            self._bodies_from = log.third_last_file()
+        self._trusted = None
+        log.last_write = log.found_end.last_record
+
+    def open_queue(self, topic: str, queue_id: int) -> ConsumeQueue:
+        """Open a queue, which need not exist yet."""
+        folders = [directory.queue_folder(self._path, topic, queue_id, ext=ext) for ext in (False, True)]
+        return _open_or_remove(
+            lambda: self._part_files.open_queue(topic, queue_id, self._pool, writable=self._writable),
+            self._files,
+            self._repairs,
             folders,
             _QUEUE_DIGITS,
         )
 
-    folder = os.path.join(path, directory.INDEX)
-    index = _open_or_remove(
-        lambda: part_files.open_index(writable=writable, now_ms=clock.now_ms),
-        files,
-        repairs if clean or not writable else cuts,
-        [folder],
-        _INDEX_DIGITS,
-        only=None if thorough else "header",  # a crash can leave one incomplete
-        before_removal=checkpoint.clear_index_time,
-    )
-    names = directory.list_queues(path, files)
-    changed_queues: frozenset[QueueName] | None = None
-    bodies_from: int | None = None
-    if trusted is not None and (trusted.queues.keys() != set(names) or not trusted.has_index(index)):
-        changed_queues = frozenset(trusted.queues.keys() ^ set(names))  # a file was deleted since the store was closed
-        if mode is None:
-            log.found_end = log.walk(log.third_last_file())
-        else:  # the comparison with all queues reads the log too
-            log.found_end = LogEnd(trusted.log_end, None, trusted.last_record)
-            bodies_from = log.third_last_file()
-        trusted = None
-        log.last_write = log.found_end.last_record
+    def open_queues(self, log: CommitLog, names: Sequence[QueueName]) -> QueueTable:
+        """Open the queues, or prepare that each is opened at its first use."""
+        if self._at_check:
+            for name in names:
+                self._list_queue(name, log.begin)
+            return QueueTable(self._open_listed, dict.fromkeys(names))
+        if self._trusted is not None:
+            return QueueTable(self.open_queue, self._trusted.queues)
+        queues = QueueTable(self.open_queue, {})
+        for name in names:
+            queues[name] = self.open_queue(*name)
+        return queues
 
-    unclean = UncleanQueues(path, files, config.consumequeue_file_size, pool)
+    def _list_queue(self, name: QueueName, log_begin: int) -> None:
+        """List the files of a queue after a kill, and delete those beside a missing one."""
+        try:
+            self._unclean.list(name)
+        except CorruptionError:
+            leftovers = _beside_missing(directory.queue_folder(self._path, *name), self._files, log_begin)
+            if not leftovers:
+                raise
+            self.cuts += _clear(leftovers, self._files)
+            self._unclean.list(name)
 
-    def open_listed(topic: str, queue_id: int) -> ConsumeQueue:
-        sequence = unclean.pop_files((topic, queue_id))
+    def _open_listed(self, topic: str, queue_id: int) -> ConsumeQueue:
+        """Open a queue after a kill, by its listed files."""
+        sequence = self._unclean.pop_files((topic, queue_id))
         if sequence is None:
-            queue = open_queue(topic, queue_id)
+            queue = self.open_queue(topic, queue_id)
         else:
             sequence.keeps_descriptors = True
             queue = ConsumeQueue(sequence, None)
-        recovery.cut_queue(queue)
+        assert self._recovery is not None
+        self._recovery.cut_queue(queue)
         return queue
 
-    closed_states: Mapping[QueueName, QueueState | None] = {} if trusted is None else trusted.queues
-    if at_check:
-        for name in names:
-            try:
-                unclean.list(name)
-            except CorruptionError:
-                folder = directory.queue_folder(path, *name)
-                leftovers = _beside_missing(folder, files, log.begin)
-                if not leftovers:
-                    raise
-                cuts += _clear(leftovers, files)
-                unclean.list(name)
-        closed_states = dict.fromkeys(names)
-    queues = QueueTable(open_listed if at_check else open_queue, closed_states)
-    if trusted is not None:
-        log.last_write = trusted.last_record
-    elif not at_check:
-        for name in names:
-            queues[name] = open_queue(*name)
-    dispatcher = Dispatcher(index, bitmap_of)
-    parts = Parts(levels, log, queues, index, checkpoint, dispatcher, open_queue, cuts, walked_from)
-    if writable and trusted is not None:
-        set_abort(files, path)
-    elif mode is not None:
-        begin = walked_from if walked_from is not None else scan_from(log) if bodies_from is None else bodies_from
-        has_ext = config.enable_consumequeue_ext
-        recovery = Recovery(path, files, clock, parts, unclean, mode, is_clean=clean, has_ext=has_ext)
-        recovery.plan(findings, begin, changed_queues, bodies_from)
+    def recover(self, parts: Parts, mode: RecoveryMode) -> None:
+        """Recover the parts, unless the state at the close holds, and mark the store as open."""
+        path, files, log = self._path, self._files, parts.log
+        if self._trusted is not None:
+            set_abort(files, path)
+            return
+        begin = self._bodies_from
+        if self.walked_from is not None:
+            begin = self.walked_from
+        elif begin is None:
+            begin = self._scan_from(log)
+        has_ext = self._config.enable_consumequeue_ext
+        recovery = Recovery(path, files, self._clock, parts, self._unclean, mode, is_clean=self._clean, has_ext=has_ext)
+        self._recovery = recovery
+        recovery.plan(self._findings, begin, self._changed_queues, self._bodies_from)
         set_abort(files, path)  # only now, because a refused store must not change
         make_folders(files, log.sequence.folder)  # a store is recognised by it
         try:
             recovery.run()
         except CorruptionError:
-            if clean:  # refused after all: nothing was cut, and repaired parts are right
+            if self._clean:  # refused after all: nothing was cut, and repaired parts are right
                 clear_abort(files, path)
             raise
-        for name, state in unclean.states.items():
-            queues.expect(name, state)
-    if writable:
-        checkpoint.lower(clock.now_ms())
-    else:
-        for queue in queues.opened():
-            queue.advance(log.begin)
-    return parts
+        for name, state in self._unclean.states.items():
+            parts.queues.expect(name, state)
 
 
 def describe_recovery(path: str, log_end: int, damages: Sequence[Damage], took_ms: int) -> str:
