@@ -22,7 +22,7 @@ class Background:
         self._clock = clock
         self._event = threading.Event()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._repeat_step, name=name, daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
@@ -39,7 +39,7 @@ class Background:
             if self._thread is not threading.current_thread():
                 self._thread.join()
 
-    def _run(self) -> None:
+    def _repeat_step(self) -> None:
         while True:
             self._event.clear()
             if self._stopping:  # checked after `clear`, which can erase the signal of `stop`

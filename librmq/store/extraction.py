@@ -118,7 +118,7 @@ def rescue(
             tell(item)
         log.close()
         copy_config(path, part, files, OWN_FOLDER, only=KEPT_CONFIG)
-        moved = jobs.finish()
+        moved = jobs.committed_jobs()
         if moved:
             make_folders(files, os.path.join(part, JOB_NOTES_FOLDER))
         for job, note in moved.items():

@@ -159,7 +159,7 @@ class StoreHandle:
         """The reason why no calls are accepted; None while they are."""
         self.temporary: TemporaryFolder | None = None
         """The folder to delete when the store is released."""
-        self.thread = HousekeepingThread(path, self._run_due, clock)
+        self.thread = HousekeepingThread(path, self._do_due_work, clock)
         self.appender = Appender(clock, self._refusal, self.thread.wake)
         self.copies = CopyWriter(self.appender)
         self._bitmap_of = bitmap_of
@@ -197,7 +197,7 @@ class StoreHandle:
             else:
                 import_numpy()
                 self._configure(config or directory.infer_config(path, files))
-                self._load(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
+                self._load_parts(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
                 if config is not None or kind is directory.StoreKind.NEW:
                     write_kept_config(path, self.config, files)
             if was_killed:
@@ -207,7 +207,7 @@ class StoreHandle:
                 )
         except BaseException:
             with critical:
-                self._release()
+                self._release_store()
             raise
         self._accept_calls()
         _open_handles.add(self)
@@ -219,7 +219,7 @@ class StoreHandle:
         self.appender.configure(config, self.levels)
         self.copies.configure(config)
 
-    def _load(self, mode: RecoveryMode) -> None:
+    def _load_parts(self, mode: RecoveryMode) -> None:
         """Open the parts for writing and repair them."""
         bitmap_of = self._bitmap_of if self.config.enable_calc_filter_bitmap else None
         parts = load(self.path, self.config, self.levels, self.files, self.clock, mode=mode, bitmap_of=bitmap_of)
@@ -314,9 +314,9 @@ class StoreHandle:
         """Do due work; see `MessageStore.run_due`."""
         self.check_writable()
         with critical:
-            return self._run_due(now_ms)
+            return self._do_due_work(now_ms)
 
-    def _run_due(self, now_ms: int) -> int | None:
+    def _do_due_work(self, now_ms: int) -> int | None:
         self._check_disk(now_ms)
         return self.housekeeping.run_due(now_ms)  # a recovery replaces it
 
@@ -409,7 +409,7 @@ class StoreHandle:
         if not copied.is_regular:  # for example, a topic was deleted and made again
             self.recover()
             copied = copied._replace(queues=list(self.queues))
-        appender.finish(copied.end)
+        appender.finish_append(copied.end)
         return copied
 
     def _copy(self, physical_offset: int, data: bytes, is_checked: bool) -> CopiedRecords:
@@ -477,12 +477,12 @@ class StoreHandle:
             try:
                 if between is not None:
                     between()
-                self._load(RecoveryMode.LIVING)
+                self._load_parts(RecoveryMode.LIVING)
                 self._accept_calls()
             except BaseException:
                 with critical:
                     self.closed, appender.accepts = "could not be recovered", False
-                    self._release()
+                    self._release_store()
                 raise
             del lock_holder  # `check_reentry` looks for it
             return self.recovered[before:]
@@ -493,7 +493,7 @@ class StoreHandle:
         """Flush the store, mark it as cleanly closed and release it; see `MessageStore.close`."""
         with critical:
             if not self._stop_calls("is closed"):
-                self._release()  # after an open or a recovery that a signal interrupted
+                self._release_store()  # after an open or a recovery that a signal interrupted
                 return
             try:
                 if not self.read_only:
@@ -503,20 +503,20 @@ class StoreHandle:
                     write_closed_state(self.path, self.files, self.log, self.queues, self.index)
                     clear_abort(self.files, self.path)
             finally:
-                self._release()
+                self._release_store()
 
     def abandon(self, why: str) -> None:
         """Release the store as a dying process does; see `MessageStore.abandon`."""
         with critical:
             if not self._stop_calls(why):
-                self._release()
+                self._release_store()
                 return
             try:
                 if not self.read_only:
                     with suppress(StoreIOError), self.appender.lock.mutex:  # a reader may be writing entries too
                         self.appender.catch_up()
             finally:
-                self._release()
+                self._release_store()
 
     def after_fork(self) -> None:
         """Leave the store to the parent, in a forked child."""
@@ -541,10 +541,10 @@ class StoreHandle:
         with appender.lock.flushing:
             parts, appender.parts = appender.parts, None
             if parts is not None:
-                self.durability.commit.stop(f"{self.path}: the log was closed before this reached the device")
+                self.durability.commit.stop_flushes(f"{self.path}: the log was closed before this reached the device")
                 parts.close()
 
-    def _release(self) -> None:
+    def _release_store(self) -> None:
         try:
             self._close_parts()
         finally:

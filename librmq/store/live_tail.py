@@ -279,8 +279,8 @@ class LiveIndexFile(IndexFile):
 
     __slots__ = ()
 
-    def _load(self) -> None:
-        super()._load()
+    def _load_header(self) -> None:
+        super()._load_header()
         self._announced = self.max_entries
 
     @property
@@ -300,8 +300,8 @@ class LiveIndex(KeyIndex):
         self.unwritten: deque[_Keys] = deque(maxlen=KEPT)
         super().__init__(folder, slots, entries, files, lambda: 0, False)
 
-    def _listed(self) -> list[FolderEntry]:
-        return _without_unfinished(super()._listed(), file_length(self.max_slots, self.max_entries))
+    def _list_entries(self) -> list[FolderEntry]:
+        return _without_unfinished(super()._list_entries(), file_length(self.max_slots, self.max_entries))
 
     def _open_file(self, path: str) -> IndexFile:
         for file in self._list:
@@ -407,7 +407,7 @@ class LiveParts:
         place, raw = self._last
         return log.data_at(place, len(raw)) != raw
 
-    def follow(self) -> bool:
+    def follow_log(self) -> bool:
         """Take in changes up to the last listing, and return whether there are any."""
         log = self._log
         self._index.refresh()

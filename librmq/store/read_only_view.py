@@ -203,7 +203,7 @@ class ReadOnlyView:
                     self._open()
             elif live.has_lost_end() or self._can_infer_more():
                 self._open()
-            elif live.follow():
+            elif live.follow_log():
                 self.version += 1
             return self.version != before
 

@@ -302,7 +302,7 @@ class MessageStore:
         An append calls it in its thread, so it must be short.
         """
         self._handle.check_open()
-        self.appender.watch(physical_offset, appended)
+        self.appender.watch_log(physical_offset, appended)
 
     def copy_log(self, physical_offset: int, data: bytes, *, is_checked: bool = False) -> CopiedRecords:
         """Append bytes of the master's log, whole records and blanks of one of its files, to this replica.

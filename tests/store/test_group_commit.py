@@ -261,7 +261,7 @@ def test_earlier_flushes_outlast_a_failed_one(device: Device) -> None:
         device.commit.reach(device.append())
     device.commit.reach(100)
     with pytest.raises(FlushFailedError):
-        device.commit.check()
+        device.commit.check_flushes()
 
 
 def test_the_failure_names_the_call_and_keeps_its_cause(device: Device) -> None:
@@ -357,7 +357,7 @@ def test_an_acknowledgement_is_not_given_after_a_failure(device: Device) -> None
 def test_nothing_is_acknowledged_once_the_log_is_released(device: Device) -> None:
     device.commit.reach(device.append())
     late = Acknowledgement("late", device.commit, device.append())
-    device.commit.stop("the log was let go")
+    device.commit.stop_flushes("the log was let go")
     device.commit.reach(100)
     with pytest.raises(StoreClosedError, match="the log was let go"):
         late.wait()
@@ -366,7 +366,7 @@ def test_nothing_is_acknowledged_once_the_log_is_released(device: Device) -> Non
 
 def test_letting_go_waits_for_the_flush_that_runs(device: Device) -> None:
     with held(device) as (waiters, row):
-        stopped = threading.Thread(target=device.commit.stop, args=("let go",))
+        stopped = threading.Thread(target=device.commit.stop_flushes, args=("let go",))
         stopped.start()
         row.waiting.acquire()
         assert stopped.is_alive()
@@ -375,7 +375,7 @@ def test_letting_go_waits_for_the_flush_that_runs(device: Device) -> None:
     assert waiters.join() == [100], "flushed messages stay flushed"
 
 
-@pytest.mark.parametrize("let_go", [GroupCommit.stop, GroupCommit.stop_after_fork])
+@pytest.mark.parametrize("let_go", [GroupCommit.stop_flushes, GroupCommit.stop_after_fork])
 def test_waiters_get_an_error_when_the_log_is_released(
     device: Device, let_go: Callable[[GroupCommit, str], Any]
 ) -> None:

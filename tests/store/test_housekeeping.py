@@ -277,7 +277,7 @@ def test_after_a_failed_flush_nothing_is_due(subject: Subject, caplog: pytest.Lo
     assert subject.run() is None
     assert subject.derived == []
     with pytest.raises(FlushFailedError):
-        subject.commit.check()
+        subject.commit.check_flushes()
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
 
 

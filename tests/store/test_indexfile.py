@@ -181,7 +181,7 @@ def test_read_only_and_closed_handles_refuse() -> None:
     with pytest.raises(ReadOnlyError):
         file.put(1, 1, 1)
     with file:
-        file.release()
+        file.release_mapping()
         assert file.header.index_count == 1
     with pytest.raises(StoreClosedError):
         _ = file.header

@@ -147,7 +147,7 @@ class Appender(AppendState):
         self.log, self.dispatcher, self.lanes = parts.log, parts.dispatcher, parts.lanes
         self._commit, self._housekeeping = commit, housekeeping
         if self._watchers:
-            housekeeping.watch(0)
+            housekeeping.watch_from(0)
 
     def __reduce__(self) -> str:
         raise TypeError("a store and its methods can't be pickled, because one process owns a store; open it there")
@@ -391,7 +391,7 @@ class Appender(AppendState):
                 del lock_holder  # `check_reentry` looks for it
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
-        self.finish(end, wait)
+        self.finish_append(end, wait)
         results = zip(places, sizes, queue_offsets, repeat(now), repeat(stored_at), strict=False)
         return list(map(_new_result, repeat(AppendResult), results))
 
@@ -443,16 +443,16 @@ class Appender(AppendState):
         if wait:
             self._commit.reach(end)
 
-    def finish(self, end: int, wait: bool = True) -> None:
+    def finish_append(self, end: int, wait: bool = True) -> None:
         """Do for records up to ``end`` what `append` does inline: wait for the device, wake threads."""
         if self._sync or end >= self._housekeeping.alarm:
             self._acknowledge(end, wait)
 
-    def watch(self, physical_offset: int, appended: Callable[[], None]) -> None:
+    def watch_log(self, physical_offset: int, appended: Callable[[], None]) -> None:
         """Call ``appended()`` once when the log ends after ``physical_offset``, in the thread of an append."""
         with self._watching:
             self._watchers.append(appended)
-            self._housekeeping.watch(physical_offset)
+            self._housekeeping.watch_from(physical_offset)
         if self.log.end > physical_offset:
             self._notify_watchers()
 

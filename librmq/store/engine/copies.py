@@ -275,7 +275,7 @@ class CopyWriter:
                     break
             del lock_holder  # `check_reentry` looks for it
         if results:
-            self._appender.finish(results[-1].physical_offset + results[-1].size, wait=False)
+            self._appender.finish_append(results[-1].physical_offset + results[-1].size, wait=False)
         return results
 
     def _append_to_file(self, copies: Sequence[Prepared], now: int, results: list[AppendResult]) -> None:

@@ -103,19 +103,19 @@ class GroupCommit:
 
         Raises:
             FlushFailedError: A flush has failed.
-            StoreClosedError: `stop` was called.
+            StoreClosedError: `stop_flushes` was called.
         """
         if self.flushed >= physical_offset:
             return
-        self.check()
+        self.check_flushes()
         self._in_turn(lambda: self._flush_up_to(physical_offset))
         if self.flushed < physical_offset:
-            self.check()
+            self.check_flushes()
 
     def _flush_up_to(self, physical_offset: int) -> None:
         """Flush, unless an earlier caller has."""
         if self.flushed < physical_offset:
-            self.check()
+            self.check_flushes()
             try:
                 self.flushed = max(self.flushed, self._flush())
             except StoreIOError as error:
@@ -157,14 +157,14 @@ class GroupCommit:
             if self._waiters and self._waiters[0].locked():  # it waits, or has its turn and waits no more
                 self._waiters[0].release()
 
-    def check(self) -> None:
-        """Raise `FlushFailedError` if a flush has failed, `StoreClosedError` after `stop`."""
+    def check_flushes(self) -> None:
+        """Raise `FlushFailedError` if a flush has failed, `StoreClosedError` after `stop_flushes`."""
         if self.failure is not None:
             raise FlushFailedError(self.failure) from self.failure
         if self._stopped is not None:
             raise StoreClosedError(self._stopped)
 
-    def stop(self, why: str) -> None:
+    def stop_flushes(self, why: str) -> None:
         """Flush no more, because the log is released; later nothing is acknowledged that is not on the device now.
 
         Waits until a running flush has ended.
@@ -332,7 +332,7 @@ class Housekeeping(AlarmState):
         """Check retention in the next `run_due`, because kept files may have become deletable."""
         self._expire_at_ms = self._derived_at_ms
 
-    def watch(self, physical_offset: int) -> None:
+    def watch_from(self, physical_offset: int) -> None:
         """Let the first append that ends after ``physical_offset`` wake the watchers."""
         self.watched = physical_offset
         self.alarm = min(self.alarm, physical_offset)
@@ -365,7 +365,7 @@ class Housekeeping(AlarmState):
         if self._config.durability == "sync" and queues_due is not None:
             log_alarm = sys.maxsize  # waiting callers flush, other callers wake this step
         alarm = self.alarm = min(log_alarm, log.end + ahead // 2)
-        self.watch(self.watched)
+        self.watch_from(self.watched)
         if log.end >= alarm or (queues_due is None and self._entries()):
             return now_ms  # an append came while the alarm was off
         return min((due for due in (log_due, queues_due, self._expire_at_ms) if due is not None), default=None)

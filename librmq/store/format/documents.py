@@ -261,7 +261,7 @@ class MovedJobs:
                 first = new_raw[:JOB_FIRST_BYTES]
                 self.moved[name] = replace(note, begin=new_physical_offset, end=end, first=first)
 
-    def finish(self) -> dict[str, JobNote]:
+    def committed_jobs(self) -> dict[str, JobNote]:
         """Return the notes of jobs that stay committed, by name."""
         for name, note in self._notes:
             if note.done and self._lowest is not None and note.begin < self._lowest and name not in self.moved:

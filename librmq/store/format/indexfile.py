@@ -376,7 +376,7 @@ class IndexFile:
         self._reserved = 0  # entries below this number have blocks; 0 means unknown
         self._announced = 0  # slots can lead to entries below this number before the header counts them
         self._use_file(file)
-        self._load()
+        self._load_header()
 
     @classmethod
     def create(
@@ -455,7 +455,7 @@ class IndexFile:
         if self._on_map:
             self._on_map(self)
 
-    def release(self) -> None:
+    def release_mapping(self) -> None:
         """Release the mapping; the next use maps the file again."""
         self._file = None
 
@@ -556,7 +556,7 @@ class IndexFile:
     def begin_after(self, header: IndexHeader) -> None:
         """Begin an empty file at the end of one with this header; it needs no flush, because it can be repeated."""
         self.file.buffer[:HEADER_SIZE] = HEADER.pack(*header.follower._replace(index_count=0))
-        self._load()
+        self._load_header()
 
     def put(self, key_hash: int, physical_offset: int, store_timestamp_ms: int) -> bool:
         """Add one entry, and return False if the file is full.
@@ -579,7 +579,7 @@ class IndexFile:
         try:
             self._writer.put_many((self._file or self._map()).buffer, records)
         except BaseException:
-            self._load()
+            self._load_header()
             raise
         self._dirty, self._announced = True, 0
 
@@ -589,7 +589,7 @@ class IndexFile:
         try:
             self._writer.put_block((self._file or self._map()).buffer, physical, timestamps, hashes)
         except BaseException:
-            self._load()
+            self._load_header()
             raise
         self._dirty, self._announced = True, 0
 
@@ -612,7 +612,7 @@ class IndexFile:
         self._files.reserve(file, self.entry_position(self._reserved), self.entry_position(target))
         self._reserved = target
 
-    def _load(self) -> None:
+    def _load_header(self) -> None:
         """Read the header, and take back the remains of a write that did not reach its header."""
         self._writer = writer = IndexWriter(self.header, self.max_slots)
         if self.writable and writer.take_back(self.file.buffer, self.max_entries):
@@ -646,7 +646,7 @@ class IndexFile:
         if not self._closed:
             self.flush()
             self._closed = True
-            self.release()
+            self.release_mapping()
 
     def __enter__(self) -> Self:
         return self

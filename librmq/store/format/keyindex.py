@@ -99,7 +99,7 @@ class KeyIndex:
 
     def _open_all(self) -> list[IndexFile]:
         length, opened = file_length(self.max_slots, self.max_entries), []
-        for entry in self._listed():
+        for entry in self._list_entries():
             if not (entry.name.isascii() and entry.name.isdigit()):
                 continue
             path = os.path.join(self.folder, entry.name)
@@ -114,7 +114,7 @@ class KeyIndex:
             opened[-1].begin_after(opened[-2].header)  # the process that made the file died before it set its begin
         return opened
 
-    def _listed(self) -> list[FolderEntry]:
+    def _list_entries(self) -> list[FolderEntry]:
         return self._files.list(self.folder)
 
     def _open_file(self, path: str) -> IndexFile:
@@ -131,7 +131,7 @@ class KeyIndex:
         with self._guard:
             self._mapped.append(file)
             while len(self._mapped) > _MAPPED:
-                self._mapped.popleft().release()
+                self._mapped.popleft().release_mapping()
 
     @property
     def files(self) -> list[IndexFile]:
@@ -343,7 +343,7 @@ class KeyIndex:
         self._list = [other for other in self._list if other is not file]
         self._tail = self._list[-1] if self._list else None
         self._files.delete(file.path)
-        file.release()  # its blocks become free when the last reader has finished
+        file.release_mapping()  # its blocks become free when the last reader has finished
         with self._guard:
             self._folder_dirty = True
         return file.path

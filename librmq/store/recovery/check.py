@@ -64,7 +64,7 @@ class UncleanQueues:
         self.uncovered_from: int | None = None
         """Place of the log from which on entries are written again; None: none are."""
 
-    def list(self, name: QueueName) -> None:
+    def list_files(self, name: QueueName) -> None:
         """List the files of a queue.
 
         Raises:
@@ -117,7 +117,7 @@ class UncleanQueues:
             self._written |= {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
         queue.unmap_all()
 
-    def flush(self) -> None:
+    def flush_overwritten(self) -> None:
         """Flush the files of unopened queues that were written again."""
         for path in self._overwritten:
             self._files.flush(self._files.open(path, writable=True))
@@ -201,7 +201,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
             except MessageIllegalError as error:
                 path = self._log.sequence.path_at(physical_offset)
                 raise CorruptionError(path, physical_offset, "record", f"its queue is impossible: {error}") from None
-            check = self._check((topic, queue_id))
+            check = self._new_check((topic, queue_id))
         self[topic_raw, queue_id] = check
         return check
 
@@ -215,7 +215,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
                 self._new_queues.add(name)
         return queue
 
-    def _check(self, name: QueueName) -> QueueCheck:
+    def _new_check(self, name: QueueName) -> QueueCheck:
         scope, absent = self._scope, name not in self._queues
         begin = since = self._log.begin if name in scope.all_of else scope.begin
         if name not in scope.all_of:
@@ -231,26 +231,26 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         )
         self._by_name[name] = check
         if not self.puts_off:
-            check.open()
+            check.open_queue()
         return check
 
     def open_all(self) -> None:
         """Check every queue now, because a record outside of one count can belong to any other."""
         self.puts_off = False
         for check in sorted(self._by_name.values(), key=lambda check: len(check.entries)):
-            check.open()  # a single record first, because it can belong to another queue
+            check.open_queue()  # a single record first, because it can belong to another queue
 
-    def finish(self) -> Iterator[QueueCheck]:
+    def finish_queues(self) -> Iterator[QueueCheck]:
         """Finish the checks of all queues after the last record, also of queues without records."""
         for name in list(self._queues):
             if name not in self._by_name:
-                self._check(name)
+                self._new_check(name)
         remaining = []
         for check in self._by_name.values():
             if self._agrees_unopened(check):
                 yield check
             elif check.is_plain():
-                self._finish(check)
+                self._finish_check(check)
                 yield check
             else:
                 remaining.append(check)
@@ -258,12 +258,12 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
             self.open_all()
         # Checks that wait for another record come last, because their record can belong to another queue.
         for check in sorted(remaining, key=lambda check: check.waits):
-            self._finish(check)
+            self._finish_check(check)
             yield check
 
     def _agrees_unopened(self, check: QueueCheck) -> bool:
         """Return whether a queue need not be opened, because its bytes are what the records say."""
-        if self._unclean is None or check.is_open:
+        if self._unclean is None or check.is_queue_open:
             return False
         stored = self._unclean.read_stored(check.name)
         state = None if stored is None else check.state_of(*stored)
@@ -271,8 +271,8 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
             self._unclean.keep_unopened(check.name, state, check.first, check.entries)
         return state is not None
 
-    def _finish(self, check: QueueCheck) -> None:
-        check.finish()
+    def _finish_check(self, check: QueueCheck) -> None:
+        check.finish_queue()
         if self._unclean is not None:
             self._unclean.rewrite_entries(check.queue, check.first)
 
@@ -291,7 +291,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
 _BLOCK: Final = 65_536
 _CHUNK: Final = 1 << 20
 _MOST_BETWEEN: Final = 10_000  # records without keys between two files
-SETTLED: Final = 4096  # records whose keys are added together, as many as caches hold
+WRITTEN_TOGETHER: Final = 4096  # records whose keys are added together, as many as caches hold
 
 
 class _Run(NamedTuple):
@@ -363,7 +363,7 @@ class IndexCheck:
         self._runs = _runs(index, begin)
         self._run = next(self._runs, None)
         self.lacking: list[RawPending] = []
-        """Records whose keys are missing in the index; call `settle` when there are `SETTLED`."""
+        """Records whose keys are missing in the index; call `write_lacking` when there are `WRITTEN_TOGETHER`."""
         self._lacking = 0
         self.at_end = False
         """Whether the index ends before the next record."""
@@ -383,7 +383,7 @@ class IndexCheck:
                 self.sound = False  # it was torn when the first entry was added
                 self.damages.append(Damage(file.path, 0, "index", "header: expected that of an empty file"))
 
-    def offer(self, record: RawPending) -> None:
+    def offer_keys(self, record: RawPending) -> None:
         """Add the keys of the next record, unless `at_end`."""
         physical_offset, store_timestamp_ms, prefix_hash, raw_unique_key, raw_keys = record
         run = self._run
@@ -437,7 +437,7 @@ class IndexCheck:
             span = f"{header.begin_timestamp_ms} to {header.end_timestamp_ms}"
             self._damaged(run, f"header: times {span}, the record at {place} was stored at {store_timestamp_ms}")
 
-    def settle(self) -> None:
+    def write_lacking(self) -> None:
         """Count missing keys, and write them if that completes the index."""
         self._lacking += sum(1 for record in self.lacking if record[3] or record[4])
         if self._repair and self.sound and self.lacking:
@@ -451,7 +451,7 @@ class IndexCheck:
             kind = "ahead" if run.physical_offset >= self._log.end else "entry"
             self.damages.append(Damage(run.file.path, position, kind, what, 20 * len(run.hashes)))
 
-    def finish(self) -> None:
+    def finish_index(self) -> None:
         """Finish after the last record."""
         while self._run is not None:
             self._damaged(self._run, f"points to {self._run.physical_offset}, where there is no record")
@@ -463,7 +463,7 @@ class IndexCheck:
                 position, what = flaw
                 self.damages.append(Damage(file.path, position, "index", what))
         files = self._index.files
-        self.settle()
+        self.write_lacking()
         if self._lacking:
             place = files[-1].path if files else self._index.folder
             self.damages.append(Damage(place, 0, "missing", f"lacks keys of the log's last {self._lacking} records"))
@@ -609,25 +609,25 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
                 entries = check.entries
                 entries.append(entry)
                 if len(entries) >= COMPARED:
-                    check.settle()
+                    check.take_over()
             else:
-                check.offer(queue_offset, ExpectedEntry(entry, stored, properties))
+                check.offer_entry(queue_offset, ExpectedEntry(entry, stored, properties))
         if keys is not None:
             record = (physical_offset, stored, check.prefix_hash, unique, key)
             if keys.at_end:
                 lacking = keys.lacking
                 lacking.append(record)
-                if len(lacking) >= SETTLED:
-                    keys.settle()
+                if len(lacking) >= WRITTEN_TOGETHER:
+                    keys.write_lacking()
             else:
-                keys.offer(record)
-    for check in checks.finish():
+                keys.offer_keys(record)
+    for check in checks.finish_queues():
         if left_out is not None and check.left_out:
             left_out[check.name] = check.left_out
         yield from check.damages
     checks.remove_empty()
     if index is not None and keys is not None:
-        keys.finish()
+        keys.finish_index()
         yield from keys.damages
         if repair and not keys.sound:
             if before_rebuild is not None:

@@ -63,7 +63,7 @@ class EntryCheck:
         if same < len(entries):
             self._report_difference(at + same, entries[same], len(entries) - same)
             if self._repair:
-                self._write(at + same, entries[same:])
+                self._rewrite(at + same, entries[same:])
 
     def _report_difference(self, queue_offset: int, expected: bytes, count: int) -> None:
         queue = self._queue
@@ -77,7 +77,7 @@ class EntryCheck:
             what = f"queue offset {queue_offset}: expected {ENTRY.unpack(expected)}, found {actual}"
         self.damages.append(Damage(path, position, "missing" if lacking else "entry", what, ENTRY_SIZE * count))
 
-    def _write(self, queue_offset: int, entries: Sequence[bytes]) -> None:
+    def _rewrite(self, queue_offset: int, entries: Sequence[bytes]) -> None:
         queue = self._queue
         if queue_offset < queue.min_offset or queue_offset > queue.max_offset:
             queue.clear()
@@ -216,7 +216,7 @@ class _Check(Protocol):
 
     name: QueueName
 
-    def release(self, entry: ExpectedEntry) -> None: ...
+    def release_entry(self, entry: ExpectedEntry) -> None: ...
 
 
 class Stray(NamedTuple):
@@ -232,11 +232,11 @@ class Strays:
     def __init__(self) -> None:
         self._strays: dict[int, dict[int, Stray]] = {}  # by queue offset and physical offset
 
-    def add(self, queue_offset: int, stray: Stray) -> None:
+    def add_stray(self, queue_offset: int, stray: Stray) -> None:
         """Note a record that can belong to another queue, at the same queue offset."""
         self._strays.setdefault(queue_offset, {})[stray.entry.physical_offset] = stray
 
-    def remove(self, queue_offset: int, physical_offset: int) -> None:
+    def remove_stray(self, queue_offset: int, physical_offset: int) -> None:
         """Forget a record that is in its place after all."""
         strays = self._strays.get(queue_offset)
         if strays is not None:
@@ -244,21 +244,21 @@ class Strays:
             if not strays:
                 del self._strays[queue_offset]
 
-    def pop_at(self, queue_offset: int, physical_offset: int) -> Stray | None:
+    def pop_stray_at(self, queue_offset: int, physical_offset: int) -> Stray | None:
         """Return the stray record at this place, and forget it."""
         stray = self._strays.get(queue_offset, {}).get(physical_offset)
         if stray is not None:
-            self.remove(queue_offset, physical_offset)
+            self.remove_stray(queue_offset, physical_offset)
         return stray
 
-    def pop_between(self, queue_offset: int, after: int, before: int, check: _Check) -> Stray | None:
+    def pop_stray_between(self, queue_offset: int, after: int, before: int, check: _Check) -> Stray | None:
         """Return a record between two physical offsets that a changed byte took from the queue of ``check``.
 
         It has the same queue offset in a queue that does not need it.
         """
         for physical_offset, stray in self._strays.get(queue_offset, {}).items():
             if after < physical_offset < before and _is_one_byte_off(check.name, stray.check.name):
-                self.remove(queue_offset, physical_offset)
+                self.remove_stray(queue_offset, physical_offset)
                 return stray
         return None
 

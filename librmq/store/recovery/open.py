@@ -281,7 +281,7 @@ def load(
         for queue in queues.opened():
             queue.advance(log.begin)
     else:
-        opening.recover(parts, mode)
+        opening.recover_parts(parts, mode)
         parts.checkpoint.lower(clock.now_ms())
     return parts
 
@@ -407,13 +407,13 @@ class _Opening:
     def _list_queue(self, name: QueueName, log_begin: int) -> None:
         """List the files of a queue after a kill, and delete those beside a missing one."""
         try:
-            self._unclean.list(name)
+            self._unclean.list_files(name)
         except CorruptionError:
             leftovers = _beside_missing(directory.queue_folder(self._path, *name), self._files, log_begin)
             if not leftovers:
                 raise
             self.cuts += _clear(leftovers, self._files)
-            self._unclean.list(name)
+            self._unclean.list_files(name)
 
     def _open_listed(self, topic: str, queue_id: int) -> ConsumeQueue:
         """Open a queue after a kill, by its listed files."""
@@ -427,7 +427,7 @@ class _Opening:
         self._recovery.cut_queue(queue)
         return queue
 
-    def recover(self, parts: Parts, mode: RecoveryMode) -> None:
+    def recover_parts(self, parts: Parts, mode: RecoveryMode) -> None:
         """Recover the parts, unless the state at the close holds, and mark the store as open."""
         path, files, log = self._path, self._files, parts.log
         if self._trusted is not None:
@@ -445,7 +445,7 @@ class _Opening:
         set_abort(files, path)  # only now, because a refused store must not change
         make_folders(files, log.sequence.folder)  # a store is recognised by it
         try:
-            recovery.run()
+            recovery.carry_out()
         except CorruptionError:
             if self._clean:  # refused after all: nothing was cut, and repaired parts are right
                 clear_abort(files, path)

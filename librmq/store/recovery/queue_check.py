@@ -104,7 +104,7 @@ class QueueCheck:
         return self._opened
 
     @property
-    def is_open(self) -> bool:
+    def is_queue_open(self) -> bool:
         """Whether the queue was opened."""
         return self.first >= 0 or self._opened is not None
 
@@ -149,7 +149,7 @@ class QueueCheck:
             self._next = self.expected
         return self.queue.max_offset <= (self.first if self._next is None else self._next)
 
-    def open(self) -> None:
+    def open_queue(self) -> None:
         """Open the queue; earlier records that do not continue its count are taken again."""
         if self.first < 0:
             self._find_first()
@@ -157,7 +157,7 @@ class QueueCheck:
             claimed, self._claimed = self._claimed, -1
             entries, self.entries, self.expected = self.entries, [], _NONE
             for queue_offset, packed in enumerate(entries, claimed):
-                self.offer(queue_offset, ExpectedEntry(packed, 0, b""))
+                self.offer_entry(queue_offset, ExpectedEntry(packed, 0, b""))
 
     def _find_first(self) -> None:
         """Find the beginning of the records in the queue, and take the collected entries if they follow there."""
@@ -198,7 +198,7 @@ class QueueCheck:
         """Whether a record waits for the next one to decide its place."""
         return self._held is not None
 
-    def settle(self) -> None:
+    def take_over(self) -> None:
         """Take over the records of the short cut."""
         if self.first < 0:
             self._find_first()
@@ -209,7 +209,7 @@ class QueueCheck:
         if len(self.entries) >= COMPARED:
             self._compare()
 
-    def offer(self, queue_offset: int, entry: ExpectedEntry) -> None:
+    def offer_entry(self, queue_offset: int, entry: ExpectedEntry) -> None:
         """Take the next record of the queue, which names ``queue_offset``."""
         if entry.physical_offset < self._begin:
             self.left_out += 1
@@ -220,26 +220,26 @@ class QueueCheck:
                 self.entries.append(entry.packed)
                 return
             self._checks.open_all()
-        self.settle()
+        self.take_over()
         if self._held is not None:
             claimed, held = self._held
             self._held = None
-            self._settle(claimed, held, queue_offset)
+            self._place_held(claimed, held, queue_offset)
         if queue_offset == self._next:
             self._accept(queue_offset, entry, queue_offset)
         else:
             self._held = queue_offset, entry
-            self._checks.strays.add(queue_offset, Stray(self, entry))
+            self._checks.strays.add_stray(queue_offset, Stray(self, entry))
         self._expect()
 
-    def release(self, entry: ExpectedEntry) -> None:
+    def release_entry(self, entry: ExpectedEntry) -> None:
         """Leave a record to the queue to which it belongs."""
         if self._held is not None and self._held[1] is entry:
             self._held = None
             self.released_all = self._next is None and self.queue.max_offset == 0
             self._expect()
 
-    def _settle(self, claimed: int, entry: ExpectedEntry, following: int | None) -> None:
+    def _place_held(self, claimed: int, entry: ExpectedEntry, following: int | None) -> None:
         """Decide the queue offset of a record outside of the count, by the next record and the queue."""
         due = self._next
         possible = 0 <= claimed < _LARGEST_OFFSET
@@ -253,15 +253,15 @@ class QueueCheck:
         elif following == due > self.first:  # one of two records with the same place belongs to another queue
             if claimed == due - 1 and self._points_at(claimed, entry) and self.entries:
                 replaced, self.entries[-1] = self.entries[-1], entry.packed
-                self._checks.strays.remove(claimed, entry.physical_offset)
-                self._checks.strays.add(claimed, Stray(self, ExpectedEntry(replaced, 0, b"")))
+                self._checks.strays.remove_stray(claimed, entry.physical_offset)
+                self._checks.strays.add_stray(claimed, Stray(self, ExpectedEntry(replaced, 0, b"")))
                 if self.queue.ext is not None:
                     self._units[claimed] = entry
             return
         elif possible:
             jumps = following == claimed + 1 if following is not None else self._points_at(claimed, entry)
             due = claimed if jumps else due
-        self._checks.strays.remove(claimed, entry.physical_offset)
+        self._checks.strays.remove_stray(claimed, entry.physical_offset)
         self._accept(claimed, entry, due)
 
     def _points_at(self, queue_offset: int, entry: ExpectedEntry) -> bool:
@@ -310,7 +310,7 @@ class QueueCheck:
         if gap < 0:
             replaced = min(-gap, len(self.entries))
             for number, packed in enumerate(self.entries[len(self.entries) - replaced :], self._next - replaced):
-                self._checks.strays.add(number, Stray(self, ExpectedEntry(packed, 0, b"")))
+                self._checks.strays.add_stray(number, Stray(self, ExpectedEntry(packed, 0, b"")))
             del self.entries[len(self.entries) - replaced :]
             self._next -= replaced
             self._compare()
@@ -333,18 +333,18 @@ class QueueCheck:
         place, size, tags_code = ENTRY.unpack(raw) if raw else (-1, 0, 0)
         message = record_at(self._log, place, size) if after < place < before else None
         if message is None or message.queue_offset != queue_offset:
-            stray = None if self._delayed else self._checks.strays.pop_between(queue_offset, after, before, self)
+            stray = None if self._delayed else self._checks.strays.pop_stray_between(queue_offset, after, before, self)
             if stray is None:
                 return None
-            stray.check.release(stray.entry)
+            stray.check.release_entry(stray.entry)
             place, size, _ = ENTRY.unpack(stray.entry.packed)
             message = record_at(self._log, place, size)
             if message is None:
                 return None
         else:
-            stray = self._checks.strays.pop_at(queue_offset, place)
+            stray = self._checks.strays.pop_stray_at(queue_offset, place)
             if stray is not None:
-                stray.check.release(stray.entry)
+                stray.check.release_entry(stray.entry)
         self._reclaim(message)
         if not self._delayed:
             tags_code = message.tags_code
@@ -369,13 +369,13 @@ class QueueCheck:
             self._entry_check.compare(self.queue, self._next - len(self.entries), self.entries, self._units)
             self.entries, self._units = [], {}
 
-    def finish(self) -> None:
+    def finish_queue(self) -> None:
         """Finish after the last record."""
-        self.settle()
+        self.take_over()
         if self._held is not None:
             claimed, held = self._held
             self._held = None
-            self._settle(claimed, held, None)
+            self._place_held(claimed, held, None)
         self._compare()
         queue = self.queue
         if self._next is None:  # without any record, every entry must belong to an older one

@@ -321,7 +321,7 @@ class Recovery:
 
     # ---- repair
 
-    def run(self) -> None:
+    def carry_out(self) -> None:
         """Carry out the plan."""
         parts = self._parts
         if not self._clean and not self._is_preview:
@@ -368,7 +368,7 @@ class Recovery:
         else:
             for folder in sorted(folders if self._clean else folders | self._unclean.folders(queues)):
                 self._files.flush_folder(folder)
-            self._unclean.flush()
+            self._unclean.flush_overwritten()
             for queue in queues:
                 queue.flush()
         self._parts.index.flush()
