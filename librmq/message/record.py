@@ -103,9 +103,9 @@ _LZ4_STEP: Final = 1 << 20
 _ZSTD_PIECE: Final = 128
 
 
-def compress_body(body: bytes, level: int = 5) -> bytes:
+def compress_body(body: bytes) -> bytes:
     """Compress ``body`` as RocketMQ's clients do, for the sys flag ``COMPRESSED | COMPRESSION_ZLIB``."""
-    return zlib.compress(body, level)
+    return zlib.compress(body, 5)
 
 
 def compression_type(sys_flag: int) -> str:

@@ -200,7 +200,6 @@ def test_a_new_store_has_embedded_sizes() -> None:
 def test_an_empty_store_has_the_sizes_of_a_broker() -> None:
     files = files_with("commitlog/", "consumequeue/T/0/", "consumequeue_ext/", "index/")
     assert directory.infer_config(ROOT, files) == StoreConfig.broker(**UNLIMITED)
-    assert directory.infer_config(ROOT, files, TINY) == TINY
     directory.check_config(ROOT, TINY, files)
 
 

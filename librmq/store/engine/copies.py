@@ -387,12 +387,7 @@ class LogCopier:
             if lane.queue.ext is not None:
                 with critical:
                     code = dispatcher.add_unit(lane, code, stored, properties)
-            pending = lane.pending
-            if not pending:
-                lane.pending_from = queue_offset
-                dispatcher.lanes.append(lane)
-            pending.append(_pack_entry(physical_offset, size, code))
-            lane.next_queue_offset = queue_offset + 1
+            dispatcher.add_entry(lane, _pack_entry(physical_offset, size, code))
         dispatcher.records.append(
             (
                 physical_offset,

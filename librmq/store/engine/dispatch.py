@@ -140,8 +140,8 @@ class Dispatcher(DispatchState):
             bitmap = self.bitmap_of(lane.topic, record_format.decode_properties(properties) if properties else None)
         return lane.queue.ext.put(tags_code, store_timestamp_ms, bitmap)
 
-    def add(self, lane: Lane, entry: bytes) -> None:
-        """Collect the packed queue entry of the next record of a queue. Appends do this inline."""
+    def add_entry(self, lane: Lane, entry: bytes) -> None:
+        """Collect the packed queue entry of the next record of a queue. `Appender.append` does this inline."""
         if not lane.pending:
             lane.pending_from = lane.next_queue_offset
             self.lanes.append(lane)

@@ -237,7 +237,7 @@ class Parts:
                 code = dispatcher.add_unit(lane, code, message.store_timestamp_ms, message.properties_raw)
             if not lane.next_queue_offset:
                 lane.next_queue_offset = message.queue_offset  # the log of a copy begins with a later message
-            dispatcher.add(lane, ENTRY.pack(place, message.size, code))
+            dispatcher.add_entry(lane, ENTRY.pack(place, message.size, code))
         keys = (properties.get("UNIQ_KEY"), properties.get("KEYS")) if is_indexed(message.sys_flag) else (None, None)
         dispatcher.records.append((place, message.store_timestamp_ms, lane.prefix_hash, *keys))
 

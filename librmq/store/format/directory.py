@@ -277,26 +277,25 @@ def _queue_id(folder: str, entry: FolderEntry) -> int:
 # --------------------------------------------------------------------------------------------------- settings
 
 
-def infer_config(path: str, files: Files, base: StoreConfig | None = None) -> StoreConfig:
-    """Return ``base`` with the settings that the store's files show.
+def infer_config(path: str, files: Files) -> StoreConfig:
+    """Return the settings that the store's files show, over defaults.
 
-    ``base`` is by default `StoreConfig`'s defaults for a new store and for a log with files of their size, otherwise a
-    4.9 broker's. An existing store without kept retention gets none by age or size, because its files do not show
-    what its owner wants deleted, and keeps unconsumed messages no more than a broker does. If files of one kind
-    disagree, the majority decides, and opening the others raises `CorruptionError`. Empty files, and lengths that no
-    setting produces, are ignored.
+    These are `StoreConfig`'s for a new store and for a log with files of their size, otherwise a 4.9 broker's. An
+    existing store without kept retention gets none by age or size, because its files do not show what its owner wants
+    deleted, and keeps unconsumed messages no more than a broker does. If files of one kind disagree, the majority
+    decides, and opening the others raises `CorruptionError`. Empty files, and lengths that no setting produces, are
+    ignored.
     """
     settings = {**read_kept_config(path, files), **_file_settings(path, files)}
-    if base is None:
-        base = StoreConfig()
-        if files.is_folder(os.path.join(path, COMMITLOG)):
-            if settings.get("commitlog_file_size") != base.commitlog_file_size:
-                base = StoreConfig.broker()
-            base = dataclasses.replace(base, **_NO_KEPT_RETENTION)
-    total, file_size = settings.get("max_total_size"), settings.get("commitlog_file_size", base.commitlog_file_size)
+    defaults = StoreConfig()
+    if files.is_folder(os.path.join(path, COMMITLOG)):
+        if settings.get("commitlog_file_size") != defaults.commitlog_file_size:
+            defaults = StoreConfig.broker()
+        defaults = dataclasses.replace(defaults, **_NO_KEPT_RETENTION)
+    total, file_size = settings.get("max_total_size"), settings.get("commitlog_file_size", defaults.commitlog_file_size)
     if total is not None and total < file_size:
         del settings["max_total_size"]  # it was kept for files of another size
-    return dataclasses.replace(base, **settings)
+    return dataclasses.replace(defaults, **settings)
 
 
 def complete_config(path: str, config: StoreConfig, files: Files) -> StoreConfig:
