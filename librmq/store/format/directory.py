@@ -356,17 +356,17 @@ def _json(value: object) -> str:
 
 def _file_settings(path: str, files: Files) -> dict[str, Any]:
     settings: dict[str, Any] = {}
-    kept = read_kept_config(path, files)
-    length = _majority_length([_sequence(os.path.join(path, COMMITLOG), files)], 1, kept.get("commitlog_file_size"))
+    saved = read_kept_config(path, files)
+    length = _majority_length([_sequence(os.path.join(path, COMMITLOG), files)], 1, saved.get("commitlog_file_size"))
     if length is not None and length >= 256:
         settings["commitlog_file_size"] = length
-    length = _majority_length(_queues(path, CONSUMEQUEUE, files), ENTRY_SIZE, kept.get("consumequeue_file_size"))
+    length = _majority_length(_queues(path, CONSUMEQUEUE, files), ENTRY_SIZE, saved.get("consumequeue_file_size"))
     if length is not None:
         settings["consumequeue_file_size"] = length
     ext = list(_queues(path, CONSUMEQUEUE_EXT, files))
     if ext:
         settings["enable_consumequeue_ext"] = True
-        length = _majority_length(ext, 1, kept.get("consumequeue_ext_file_size"))
+        length = _majority_length(ext, 1, saved.get("consumequeue_ext_file_size"))
         if length is not None and length >= 64:
             settings["consumequeue_ext_file_size"] = length
     slots_and_entries = _majority_geometry(path, files)
@@ -409,18 +409,18 @@ def _queues(path: str, name: str, files: Files) -> Iterator[Sequence]:
                             return
 
 
-def _majority_length(sequences: list[Sequence] | Iterator[Sequence], unit: int, kept: int | None) -> int | None:
+def _majority_length(sequences: list[Sequence] | Iterator[Sequence], unit: int, saved_length: int | None) -> int | None:
     """Return the length of most files, which is also the distance between their names.
 
-    Between two empty files others can be missing after a power failure: their distance is a multiple of ``kept``, the
-    length that the store keeps in its settings.
+    Between two empty files others can be missing after a power failure: their distance is a multiple of
+    ``saved_length``, which the store keeps in its settings.
     """
     votes: Counter[int] = Counter()
     for sequence in sequences:
         votes.update(length for start, length in sequence if length and start % length == 0)
         for (before, length), (after, next_length) in itertools.pairwise(sequence):
-            shows_kept = kept and not length and not next_length and (after - before) % kept == 0
-            votes[kept if shows_kept and kept else after - before] += 1
+            shows_saved = saved_length and not length and not next_length and (after - before) % saved_length == 0
+            votes[saved_length if shows_saved and saved_length else after - before] += 1
     plausible = [(count, length) for length, count in votes.items() if length % unit == 0 and length <= _MAX_FILE_SIZE]
     return max(plausible)[1] if plausible else None
 
