@@ -60,6 +60,6 @@ def test_no_schedule_of_many_breaks_the_order(slow_budget: SlowBudget) -> None:
 
 @pytest.mark.slow
 def test_without_the_lock_two_have_a_queue_at_once() -> None:
-    with pytest.raises(AssertionError, match=r"at the same time|overtakes") as caught:
+    with pytest.raises(AssertionError, match=r"at the same time|overtakes|progress-back") as caught:
         explore(lambda rmq: orders_in_order(rmq, lock_queues=False), runs=400)
     assert "the shortest schedule" in caught.value.__notes__[-1]
