@@ -46,7 +46,7 @@ def messages(path: Path) -> list[StoredMessage]:
 
 
 def compared(message: StoredMessage) -> record.Record:
-    """Return a record without what a copy numbers anew."""
+    """Return a record without the numbers that a copy gives again."""
     decoded = record.decode_record(message.raw)
     return replace(decoded, physical_offset=0, queue_offset=0, prepared_transaction_offset=0)
 
