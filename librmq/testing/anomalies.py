@@ -124,7 +124,9 @@ class _Rows:
         return rows
 
 
-def _take(table: Table, rows: Integers | Mask) -> dict[str, Integers]:
+def _take(table: Table, rows: Integers | Mask) -> Table:
+    if rows.dtype == np.bool_ and rows.all():
+        return table
     return {name: column[rows] for name, column in table.items()}
 
 
@@ -245,14 +247,14 @@ class _Check:
         ranks = np.searchsorted(self._queue_ids, table["queue_id"])
         return (topic * len(self.texts["broker"]) + table["broker"]) * len(self._queue_ids) + ranks
 
-    def _ordered_sends(self) -> dict[str, Integers]:
+    def _ordered_sends(self) -> Table:
         sends = dict(self.tables["send"])
         is_placed = (sends["outcome"] == OK) & (sends["half"] != 1) & (sends["not_before_ms"] == ABSENT)
         sends["queue"] = np.where(is_placed, self.queue(sends, sends["topic"]), -1)
         keys = [sends[name] for name in ("queue_offset", "queue", "end_ms", "begin_ms")]
         return _take(sends, np.lexsort(keys))
 
-    def _ordered_deliveries(self) -> dict[str, Integers]:
+    def _ordered_deliveries(self) -> Table:
         rows = dict(self.tables["deliver"])
         rows["read_topic"] = np.where(rows["stored_in"] >= 0, rows["stored_in"], rows["topic"])
         rows["queue"] = self.queue(rows, rows["read_topic"])
@@ -750,7 +752,7 @@ class _Check:
         commits = dict(self.tables["commit"])
         commits["queue"] = self.queue(commits, commits["topic"])
         order = np.lexsort([commits[name] for name in ("queue_offset", "at_ms", "queue", "group")])
-        commits = _take(commits, order)
+        commits = dict(_take(commits, order))
         yield from self._progress_ahead(commits)
         keys = commits["group"] * self._queues + commits["queue"]
         commits["begin_ms"] = commits["end_ms"] = commits["at_ms"]
@@ -758,7 +760,7 @@ class _Check:
         suspects = _is_in(keys, keys[(highest >= 0) & (commits["queue_offset"][highest] > commits["queue_offset"])])
         if not suspects.any():
             return
-        commits = _take(commits, suspects)
+        commits = dict(_take(commits, suspects))
         ended, begun = (self._progress_eras(commits, after=after) for after in (False, True))
         for row, first in self._falls(keys[suspects], commits, "queue_offset", ended, begun):
             what = (

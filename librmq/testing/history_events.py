@@ -234,9 +234,13 @@ class HistoryEvents:
         return tables
 
     def _table(self, kind: str, begin: int) -> dict[str, Integers]:
-        """Return the rows of a kind of event from the part ``begin`` on."""
-        columns = {"line": self._lines[kind], **{field.name: field.column for field in self._fields[kind]}}
-        return {name: np.concatenate([_NONE, *parts[begin:]]) for name, parts in columns.items()}
+        """Return the rows of a kind of event from the part ``begin`` on, which become one part."""
+        table = {}
+        for name, parts in (("line", self._lines[kind]), *((field.name, field.column) for field in self._fields[kind])):
+            if len(parts) - begin != 1:
+                parts[begin:] = [np.concatenate(parts[begin:] or [_NONE])]
+            table[name] = parts[begin]
+        return table
 
     def _extend(self, events: Sequence[Any], numbers: Sequence[int]) -> None:
         kinds: dict[str, tuple[list[Any], list[int]]] = {event: ([], []) for event in _SCHEMAS}
