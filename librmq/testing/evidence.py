@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any, Protocol
 
 from librmq.broker import Broker
+from librmq.client.recorder import Recorder
 from librmq.clock import ManualClock
 from librmq.consumer.base import Consumer
 from librmq.diagnosis.pending import open_halves
@@ -350,6 +351,7 @@ class _Observed(Protocol):
     clock: ManualClock
     runner: KitRunner
     faults: Faults
+    recorder: Recorder
 
     def note(self, actor: str, what: str | Callable[[], str]) -> None: ...
 
@@ -383,6 +385,9 @@ class KitObserver:
             before = self._pulled_by.get(place)
             self._pulled_by[place] = process.label
             if before is not None:
+                if not self._evidence.facts.is_broadcasting(request.group):  # two read it after a fault
+                    queue = MessageQueue(request.topic, broker_name, request.queue_id)
+                    self._kit.recorder.assigned("assign", process.label, request.group, queue)
                 where = self.place(request.topic, broker_name, request.queue_id)
                 self._kit.note(f"{request.group}@{process.label}", f"takes over {where} at {request.queue_offset}")
 

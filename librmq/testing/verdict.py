@@ -71,6 +71,11 @@ class Facts:
                     filters = group.filters.setdefault(topic, {})
                     filters[subscription.expression_type, subscription.expression] = None
 
+    def is_broadcasting(self, group: str) -> bool:
+        """Return whether each instance of a group gets all messages."""
+        described = self._groups.get(group)
+        return described is not None and described.model is MessageModel.BROADCASTING
+
     def events(self, now_ms: int) -> Iterator[Event]:
         """Yield the events, as of now."""
         network = self._scene.network
