@@ -267,11 +267,10 @@ class _Check:
             if begin < len(crash_ms):
                 rows["end_ms"][row] = crash_ms[begin]
                 rows["outcome"][row] = ENDED_DIED
-        # What is equal in all that counts: deliveries that do not end well first.
-        tie = (rows["outcome"] == ENDED_OK) * 1
-        names = ("queue", "process", "group")
-        keys = [rows[name] for name in names] + [tie]
-        keys += [rows[name] for name in ("attempt", "queue_offset", "end_ms", "begin_ms")]
+        # What is equal in all that counts: deliveries that do not end well first, then by names.
+        tie = (rows["outcome"] == ENDED_OK) * len(self.texts["group"]) + rows["group"]
+        tie = (tie * len(self.texts["process"]) + rows["process"]) * self._queues + rows["queue"]
+        keys = [tie, *(rows[name] for name in ("attempt", "queue_offset", "end_ms", "begin_ms"))]
         return _take(rows, np.lexsort(keys))
 
     def crashes(self, field: str) -> dict[int, list[int]]:
