@@ -10,7 +10,8 @@ import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
+from typing import AnyStr
 
 import pytest
 
@@ -26,9 +27,20 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, roots))), **variables}
 
 
-def start_program(program: str, *words: object, **variables: str) -> subprocess.Popen[str]:
+class Process(subprocess.Popen[AnyStr]):
+    """A process that is killed where its ``with`` block fails, which would wait for its end otherwise."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.kill()
+        super().__exit__(kind, value, traceback)
+
+
+def start_program(program: str, *words: object, **variables: str) -> Process[str]:
     """Start a program with pipes to its standard input and from its standard output."""
-    return subprocess.Popen(
+    return Process(
         [sys.executable, "-c", textwrap.dedent(program), *map(str, words)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -18,6 +18,7 @@ from librmq.cli.commands.maintenance import StatusLine
 from librmq.store import verify
 from tests.broker.parties import send
 from tests.cli.stand import Shell, files_of
+from tests.programs import Process
 
 
 def log_of(folder: Path) -> dict[str, bytes]:
@@ -68,7 +69,7 @@ def test_a_process_follows_until_a_signal_ends_it(tmp_path: Path, number: int) -
         for count in range(300):
             send(broker, "T", b"%d" % count)
         command = [sys.executable, "-P", "-m", "librmq", "follow", str(tmp_path / "store"), str(tmp_path / "copy")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             rows: list[dict[str, Any]] = [json.loads(process.stdout.readline()) for _ in range(2)]
             for count in range(300):

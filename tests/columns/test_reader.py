@@ -27,7 +27,7 @@ from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAS
 from librmq.files.disk import DiskFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from tests.budget import many, step
-from tests.programs import environment, run_program, start_program
+from tests.programs import Process, environment, run_program, start_program
 from tests.stores import ROOT, CountingFiles, from_disk, in_memory
 
 pytest.importorskip("pyarrow")
@@ -453,7 +453,7 @@ except KeyboardInterrupt:
 @pytest.mark.platform
 def test_an_interrupt_ends_the_children_quietly(path: Path) -> None:
     """A terminal sends Ctrl-C to all processes, here while the children start."""
-    with subprocess.Popen(
+    with Process(
         [sys.executable, "-P", "-c", INTERRUPTED, path],
         env=environment(),
         stdin=subprocess.PIPE,

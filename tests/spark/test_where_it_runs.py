@@ -28,6 +28,7 @@ pytest.importorskip("grpc")
 
 import pyspark_librmq  # noqa: E402
 from librmq.spark.session import java_home  # noqa: E402
+from tests.programs import Process  # noqa: E402
 from tests.reference import CHECKOUT  # noqa: E402
 from tests.spark_session import shared_session  # noqa: E402
 
@@ -234,7 +235,7 @@ def test_a_terminal_shows_a_bar_and_the_cause(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     terminal, its_end = pty.openpty()
-    with subprocess.Popen(
+    with Process(
         [sys.executable, "-c", CAUSE, str(tmp_path), str(gate)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(CHECKOUT)])},
         stderr=its_end,
@@ -280,7 +281,7 @@ def test_a_worker_whose_jvm_ends_prints_nothing(module: str) -> None:
     shared_session()
     with tempfile.TemporaryDirectory() as folder:
         settings = {"PYTHON_UNIX_DOMAIN_ENABLED": "true", "PYTHON_WORKER_FACTORY_SOCK_DIR": folder}
-        with subprocess.Popen(
+        with Process(
             [os.environ["PYSPARK_PYTHON"], "-m", "pyspark.daemon", module],
             env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(CHECKOUT)]), **settings},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

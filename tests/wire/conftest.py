@@ -12,6 +12,7 @@ import pytest
 
 from librmq import Broker, BrokerConfig, TimerConfig
 from librmq.wire.grpc import GrpcServer
+from tests.programs import Process
 from tests.wire.clients import PYTHON_VERSIONS, OfficialClient, node_client, python_client
 from tests.wire.stub import Stub
 
@@ -61,7 +62,7 @@ def node(client_cache: Path) -> OfficialClient:
 def serving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Start ``librmq serve`` on a free port."""
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as made:
+    with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as made:
         yield made
         if made.poll() is None:
             made.kill()

@@ -27,6 +27,7 @@ from librmq.wire.certificates import self_signed
 from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc.protocol import message_class
 from tests.budget import many
+from tests.programs import Process
 from tests.reference import CHECKOUT
 from tests.wire.clients import OfficialClient
 from tests.wire.conftest import ready
@@ -81,7 +82,7 @@ def test_self_signed_pair_is_made_at_the_start(tmp_path: Path) -> None:
     """Clients that check certificates trust the file that the ready line names; no file has the key."""
     pytest.importorskip("cryptography")
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--tls"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+    with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
         assert serving.stdout is not None
         row = json.loads(serving.stdout.readline())
         certificate = Path(row["certificate"]).read_bytes()
@@ -96,7 +97,7 @@ def test_self_signed_pair_is_made_at_the_start(tmp_path: Path) -> None:
 def test_tls_has_a_port_beside_plain_text(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--grpc-tls", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+    with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
         assert serving.stdout is not None
         row = json.loads(serving.stdout.readline())
         certificate = Path(row["certificate"]).read_bytes()
@@ -111,7 +112,7 @@ def test_ready_line_comes_at_once_on_a_terminal(tmp_path: Path) -> None:
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0"]
-    with subprocess.Popen(command, stdout=theirs) as serving, os.fdopen(ours, "rb") as terminal:
+    with Process(command, stdout=theirs) as serving, os.fdopen(ours, "rb") as terminal:
         os.close(theirs)
         assert json.loads(terminal.readline())["ready"] is True
         serving.terminate()
@@ -165,7 +166,7 @@ def test_a_call_that_does_not_end_is_abandoned(broker: Broker) -> None:
 def by_hand(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """Start ``librmq serve --clock manual``."""
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--clock", "manual"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+    with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
         assert serving.stdout is not None
         yield serving, json.loads(serving.stdout.readline())
         if serving.poll() is None:
@@ -300,7 +301,7 @@ def test_both_protocols_serve_one_store(tmp_path: Path) -> None:
     """Each message has the address of the classic port, and the next start reports that the port has changed."""
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--remoting", "0"]
     for is_first in (True, False):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+        with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
             assert serving.stdout is not None
             row = json.loads(serving.stdout.readline())
             port = int(row["remoting"].rpartition(":")[2])
@@ -316,7 +317,7 @@ def test_both_protocols_serve_one_store(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_classic_port_alone_needs_no_extra(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--remoting", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+    with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
         assert serving.stdout is not None
         row = json.loads(serving.stdout.readline())
         assert row["grpc"] is None
