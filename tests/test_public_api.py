@@ -76,6 +76,7 @@ PUBLIC_NAMES = (
     "TransactionState",
     "connect",
     "deduplicated",
+    "record_history",
     "select_by_hash",
     "split_batch",
 )
