@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import queue
 import re
 import signal
 import sys
@@ -13,12 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, islice
 from types import TracebackType
-from typing import Any, Final, Literal, Protocol, Self, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TextIO, TypeVar
 
 from librmq.clock import Clock, SystemClock
 from librmq.errors import InputError, MissingExtraError
 from librmq.message.printable import UNSAFE, cell, escape, printable
 from librmq.runtime.call_progress import watched
+
+if TYPE_CHECKING:
+    import socket
 
 T = TypeVar("T")
 
@@ -227,19 +229,44 @@ def complain(message: str) -> None:
 # ---- signals
 
 
+class EndSignals:
+    """SIGINT and SIGTERM as they come, for the main thread."""
+
+    def __init__(self, wakeups: socket.socket) -> None:
+        self._wakeups = wakeups
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the next signal, at most so long; return whether it came."""
+        self._wakeups.settimeout(timeout_s)
+        try:
+            while self._wakeups.recv(1)[0] not in _END_SIGNALS:
+                pass
+        except (TimeoutError, BlockingIOError):
+            return False
+        return True
+
+
+_END_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
 @contextmanager
-def end_signals() -> Iterator[queue.SimpleQueue[int]]:
-    """Put the numbers of SIGINT and SIGTERM in a queue."""
-    # An event has a lock that the main thread may hold when a handler runs.
-    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    before = {
-        number: signal.signal(number, lambda number, _: ended.put(number)) for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield ended
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def end_signals() -> Iterator[EndSignals]:
+    """Let SIGINT and SIGTERM interrupt nothing but a wait for them."""
+    # Handlers in Python run between two steps of the main thread, so none runs while it blocks if the system gives the
+    # signal to another thread, or just before. The wakeup descriptor is written to when the signal comes.
+    import socket  # few commands wait
+
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    with ours, theirs:
+        descriptor = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        before = {number: signal.signal(number, lambda *_: None) for number in _END_SIGNALS}
+        try:
+            yield EndSignals(ours)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(descriptor)
 
 
 # ---- files of rows

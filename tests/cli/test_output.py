@@ -17,6 +17,7 @@ from librmq.cli.output import JsonLines, LimitReached, Output, complain, json_li
 from librmq.errors import MissingExtraError
 from librmq.message.printable import printable
 from tests.cli.stand import Terminal
+from tests.programs import run_program
 
 # Erase the screen, set the title, an 8-bit control code, a right-to-left override, and a lone surrogate.
 NASTY = "a\x1b[2Jb\x1b]0;title\x07c\x9b2Jd\u202ee\x7f\r\n\ud800f"
@@ -234,3 +235,27 @@ def test_no_column_is_lost_on_a_narrow_terminal(columns: int, monkeypatch: pytes
     for name in ("OrderTopic", "user", "1234567", "2026-11-20"):
         assert text.count(name) == 2
     assert ("\n\n" in text.strip()) == (columns < 90)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_signal_that_another_thread_gets_ends_the_wait() -> None:
+    """The main thread runs no handler while it waits, so only the descriptor can tell it."""
+    ended = run_program("""
+        import os, signal, threading
+        from pathlib import Path
+        from librmq.cli.output import end_signals
+
+        state = Path(f"/proc/self/task/{os.getpid()}/stat")
+
+        def end_when_main_waits():
+            asleep = 0
+            while asleep < 100:
+                asleep = asleep + 1 if ") S " in state.read_text() else 0
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+        with end_signals() as ended:
+            threading.Thread(target=end_when_main_waits).start()
+            assert ended.wait(30)
+            assert not ended.wait(0)
+    """)
+    assert (ended.returncode, ended.stderr) == (0, "")

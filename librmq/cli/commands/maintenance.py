@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import queue
 import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from librmq.cli.output import DAMAGED, INTERRUPTED, Output, ProgressBar, complain, end_signals, log_bar
+from librmq.cli.output import DAMAGED, INTERRUPTED, EndSignals, Output, ProgressBar, complain, end_signals, log_bar
 from librmq.cli.rows import gap_row, message_row, snapshot_row
 from librmq.cli.stores import files_and_config
 from librmq.clock import SystemClock
@@ -215,21 +214,12 @@ class _States:
         self.print_state("current" if self._replica.reaches_master else "unreachable")
 
 
-def _has_ended(ended: queue.SimpleQueue[int]) -> bool:
-    """Wait briefly for a signal."""
-    try:
-        ended.get(timeout=_POLL_S)
-    except queue.Empty:
-        return False
-    return True
-
-
-def _catch_up(replica: Replica, lines: _States, ended: queue.SimpleQueue[int]) -> bool:
+def _catch_up(replica: Replica, lines: _States, ended: EndSignals) -> bool:
     """Wait until the copy has everything, with a bar; return False if a signal came before."""
     begin = replica.end
     with ProgressBar("follow", replica.lag_bytes) as bar:
         while replica.lag_bytes or not replica.reaches_master:
-            if _has_ended(ended):
+            if ended.wait(_POLL_S):
                 return False
             if replica.failure is not None:
                 raise replica.failure
@@ -238,11 +228,11 @@ def _catch_up(replica: Replica, lines: _States, ended: queue.SimpleQueue[int]) -
     return True
 
 
-def _keep_up(replica: Replica, lines: _States, ended: queue.SimpleQueue[int]) -> None:
+def _keep_up(replica: Replica, lines: _States, ended: EndSignals) -> None:
     """Show the state until a signal comes."""
     status = StatusLine(sys.stderr)
     try:
-        while not _has_ended(ended):
+        while not ended.wait(_POLL_S):
             lines.update()
             what = f"{replica.lag_bytes:,} behind" if replica.reaches_master else "the master cannot be read"
             status.show(f"{replica.path}: {replica.end:,} bytes, {what}; Ctrl-C ends")

@@ -90,7 +90,7 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
             if pair is not None and not arguments.tls:
                 ready["certificate"] = _keep_certificate(arguments.store, pair[0])
             lines.print_first(ready)
-            ended.get()
+            ended.wait()
             stop.start_deadline()
         lines.print_rest()
     if not stop.is_complete:  # the interpreter would wait for threads of abandoned calls
