@@ -281,7 +281,7 @@ def test_a_worker_whose_jvm_ends_prints_nothing(module: str) -> None:
     shared_session()
     with tempfile.TemporaryDirectory() as folder:
         settings = {"PYTHON_UNIX_DOMAIN_ENABLED": "true", "PYTHON_WORKER_FACTORY_SOCK_DIR": folder}
-        with Process(
+        with Process[bytes](
             [os.environ["PYSPARK_PYTHON"], "-m", "pyspark.daemon", module],
             env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(CHECKOUT)]), **settings},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
