@@ -1,7 +1,7 @@
-"""Sends: storing of messages from producers and of the broker's own.
+"""Sends: storing of messages from producers and of the broker's own, and replies, which are also pushed to clients.
 
-Mirrors ``SendMessageProcessor``. A stored message has the properties that 4.9 stores, in the same order. Appending
-does not take the runner's lock; only waking held pulls does.
+Mirrors ``SendMessageProcessor`` and ``ReplyMessageProcessor``. A stored message has the properties that 4.9 stores, in
+the same order. Appending does not take the runner's lock; waking held pulls and finding the client of a reply do.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class ClusterView:
 
     @cached_property
     def groups(self) -> list[str]:
-        """The groups that brokers know, and those of retry and dead-letter topics, sorted."""
+        """The groups that brokers know, with the groups that retry and dead-letter topics name, sorted."""
         return sorted(self.admin.groups().keys() | groups_of_topics(self.topics))
 
     def consumed(self, group: str, topic: str | None = None) -> Iterator[tuple[str, dict[MessageQueue, QueueProgress]]]:

@@ -1,4 +1,4 @@
-"""Output of commands: JSON lines for programs, tables for people, files of CSV or Parquet, and a progress bar."""
+"""Output of commands: JSON lines, tables, files of CSV or Parquet, a progress bar. Also signals that end a command."""
 
 from __future__ import annotations
 

@@ -460,9 +460,9 @@ _FILES: Final = (
             ),
             *SELECTION,
         ),
-        description="Copies the selected messages with their ids and times, and numbers those of each queue from 0. "
-        "Topics, progress and filters go with them. The files are as small as the messages allow, to keep such a store "
-        "beside a test.",
+        description="Copies the selected messages with their ids and times, and numbers the messages of each queue "
+        "from 0. Topics, progress and filters go with them. The files are as small as the messages allow, to keep such "
+        "a store beside a test.",
     ),
     Command(
         "snapshot",

@@ -1,7 +1,7 @@
 """Recording what clients do as events of a history, which `librmq.testing.check_history` judges.
 
 A recorder stands around `Endpoint.call` for sends, transactions, receives and progress. For queues and deliveries each
-consumer tells its `ConsumerRecorder`. The bodies of messages are in no event. ``docs/histories.md`` has the events.
+consumer calls its `ConsumerRecorder`. The bodies of messages are in no event. ``docs/histories.md`` has the events.
 """
 
 from __future__ import annotations

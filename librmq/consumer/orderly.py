@@ -409,7 +409,7 @@ class OrderlyDelivery(Delivery):
         result: object,
         has_failed: bool,
     ) -> None:
-        """Record the end of a call, and with a commit or rollback that of the calls held before it."""
+        """Record the end of a call, and with a commit or rollback the end of the calls held before it."""
         if has_failed:
             recorder.ends(messages, 0)
         elif result is OrderlyResult.HOLD:

@@ -1,9 +1,10 @@
 """Messages that wait: for a time, a transaction or a retry, or for a group that has not consumed them.
 
-The former are open and discarded half messages, delayed messages, retries and timers.
+`pending_messages` finds open and discarded half messages, delayed messages, retries and timers. `expiring` finds the
+unconsumed messages that retention deletes soon, and `waiting_origins` counts where unconsumed messages come from.
 
-They are read from the broker's files, without a broker or beside a running one. The search collects no messages: its
-memory grows only by a bit for each half message and some bytes for each timer.
+All are read from the broker's files, without a broker or beside a running one. `pending_messages` collects no messages:
+its memory grows only by a bit for each half message and some bytes for each timer.
 
 A half that 15 checks could not end goes to ``TRANS_CHECK_MAX_TIME_TOPIC``, and no producer is asked again. A later
 decision delivers or drops the message, and writes an op message for its end.

@@ -101,7 +101,7 @@ class View(Protocol[Queue]):
 
     @property
     def groups(self) -> Collection[str]:
-        """The consumer groups, and those of topics of retries and dead letters, sorted."""
+        """The consumer groups, with the groups that retry and dead-letter topics name, sorted."""
         ...
 
     @property

@@ -121,7 +121,7 @@ def what_retention_frees(
     """Return, for each number of hours, the content of files whose last record was stored so long before the last one.
 
     ``records`` is the view ``log`` with store, topic, queueId, queueOffset, physicalOffset, storeTimestamp; ``files``
-    and ``offsets`` comes from `librmq.spark.stores`. The file that is written stays, as in a broker. Columns: store,
+    and ``offsets`` come from `librmq.spark.stores`. The file that is written stays, as in a broker. Columns: store,
     hours, files, bytes (freed), messages (deleted), unread (deleted messages that a group has not consumed), oldest
     (when the oldest remaining message was stored).
     """
