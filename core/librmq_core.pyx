@@ -2,7 +2,7 @@
 """The compiled core of librmq: what an append and a scan do for a usual record.
 
 A function does the usual case whole. For anything else it has no effect, and its result says so; then librmq runs its
-Python code. `librmq.core` decides whether this module is used.
+Python code. `librmq.runtime.compiled_core` decides whether this module is used.
 """
 
 import mmap

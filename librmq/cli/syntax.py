@@ -458,6 +458,7 @@ _FILES: Final = (
                 action="append",
                 help="hide bodies, or the values of an application's properties; tags and keys stay; repeatable",
             ),
+            option("--limit", metavar="N", type=POSITIVE, help="extract at most the first N messages"),
             *SELECTION,
         ),
         description="Copies the selected messages with their ids and times, and numbers the messages of each queue "

@@ -128,6 +128,9 @@ def _log_end(log: CommitLog) -> int:
     return end + left if left >= BLANK_SIZE and log.data_at(end, BLANK_SIZE) == blank else end
 
 
+# ---- the replica
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig(Config):
     """Times and sizes that control how a replica follows."""

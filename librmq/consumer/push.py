@@ -115,14 +115,14 @@ class Fetcher:
         """Pull a queue and deliver its messages; return the time of the next pull, None if another turn wakes it."""
         consumer, queue = self._consumer, assigned.queue
         assigned.lost = False
-        if assigned.released or consumer.stopping or consumer.is_paused:
-            return None
-        assigned.pulled_timestamp_ms = now_ms
-        assigned.throttled = self.is_full(assigned)
-        if assigned.throttled:
-            self._count_pull("flow_controls", assigned)
-            return None
         try:
+            if assigned.released or consumer.stopping or consumer.is_paused:
+                return None
+            assigned.pulled_timestamp_ms = now_ms
+            assigned.throttled = self.is_full(assigned)
+            if assigned.throttled:
+                self._count_pull("flow_controls", assigned)
+                return None
             try:
                 if not consumer.delivery.may_pull(assigned, now_ms):
                     return None
@@ -251,6 +251,9 @@ PREDICATE_BUDGET_S: Final = 1.0
 
 RESET_MS: Final = 10_000
 """Time that running listeners have to end when a group is reset."""
+
+
+# ---- the consumer
 
 
 class PushConsumer(Consumer[ConsumerConfig]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from librmq.diagnosis.findings import Finding, Thresholds, counted, cut_evidence
@@ -12,7 +13,7 @@ from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.message import StoredMessage, retry_topic
 from librmq.message.topics import DEAD_LETTER_PREFIX
-from librmq.store.format.documents import letter_identity
+from librmq.store.format.documents import LetterIdentity, letter_identity
 
 IN_ORDER: Final = "ordered, retries used up"
 AT_ONCE: Final = "never retried"
@@ -78,7 +79,7 @@ def dead_letters(source: Source, *, group: str | None = None) -> list[GivenUpMes
         MalformedError: The file that notes what was sent again holds something else.
     """
     with viewed(source) as view:
-        return [letter for _, letter in letters_by_queue(view, group)]
+        return [letter for _, letter in letters_by_queue(view, group, view.resent_times)]
 
 
 def dead_letter_causes(source: Source, *, group: str | None = None) -> list[DeadLetterCause]:
@@ -110,9 +111,10 @@ def sum_up_causes(letters: Iterable[GivenUpMessage]) -> list[DeadLetterCause]:
     return sorted(sums.values(), key=lambda sums_of_cause: (-sums_of_cause.messages, sums_of_cause[:3]))
 
 
-def letters_by_queue(view: View[Any], group: str | None = None) -> Iterator[tuple[Any, GivenUpMessage]]:
-    """Yield the dead letters of all groups, or of one, each with its queue."""
-    times = view.resent_times
+def letters_by_queue(
+    view: View[Any], group: str | None = None, times: Mapping[LetterIdentity, int] = MappingProxyType({})
+) -> Iterator[tuple[Any, GivenUpMessage]]:
+    """Yield the dead letters of all groups, or of one, each with its queue; ``times`` say when letters were resent."""
     for topic in view.topics:
         group_name = topic.removeprefix(DEAD_LETTER_PREFIX)
         if topic.startswith(DEAD_LETTER_PREFIX) and group in (None, group_name):

@@ -135,10 +135,10 @@ class Extracted(NamedTuple):
 
     path: str
     """The folder of the new store."""
-    records: int
-    """Number of copied records."""
+    messages: int
+    """Number of copied messages."""
     bytes: int
-    """Bytes of the copied records."""
+    """Bytes of their records."""
 
 
 Redaction = Literal["bodies", "properties"]

@@ -402,6 +402,8 @@ class _Pulls:
 
     def __init__(self, kit: Kit, missing: set[str]) -> None:
         self._kit = kit
+        self.calls: dict[Queue, dict[int, tuple[StoredMessage, Call]]] = {}
+        """What was pulled and is not consumed; a client can pull on one connection and send back on another."""
         self.missing = missing
         """The ids of clients that were registered before a fault, and are not since."""
         self.delivered: dict[Queue, tuple[int, _PullingClient]] = {}
@@ -435,7 +437,6 @@ class _PullingClient:
         self._kit = kit
         self._client = client
         self._pulls = pulls
-        self._calls: dict[Queue, dict[int, tuple[StoredMessage, Call]]] = {}
         self._checked_clients: dict[Endpoint, _CheckedClient] = {}
 
     def call(self, request: Request[R], /) -> R:
@@ -485,19 +486,19 @@ class _PullingClient:
         for stored in response.messages:
             kit.recorder.delivered(label, request.group, place, [stored])
             call = kit.history().calls[-1]
-            self._calls.setdefault(queue, {})[stored.queue_offset] = stored, call
+            self._pulls.calls.setdefault(queue, {})[stored.queue_offset] = stored, call
             attempt = f", attempt {stored.reconsume_times + 1}" if stored.reconsume_times else ""
             self._client.note(f"gets {call.where} {show(stored)}{attempt}", request.group)
 
     def _passed(self, queue: Queue, queue_offset: int) -> None:
         """Note that a group's progress has passed the messages before an offset."""
-        calls = self._calls.get(queue, {})
+        calls = self._pulls.calls.get(queue, {})
         for offset in [offset for offset in calls if offset < queue_offset]:
             self._ended(*calls.pop(offset), "ok", "is done")
 
     def _failed(self, request: SendBack) -> None:
         with self._kit.runner.lock:
-            for (group, _, _), calls in self._calls.items():
+            for (group, _, _), calls in self._pulls.calls.items():
                 for offset, (stored, call) in list(calls.items()):
                     if group == request.group and stored.physical_offset == request.physical_offset:
                         del calls[offset]

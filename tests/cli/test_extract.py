@@ -13,7 +13,7 @@ def test_the_selected_messages_are_extracted(selection: tuple[str, ...], shell: 
     answer = shell("extract", "store", *selection, "-o", "small")
     assert (answer.status, answer.rows) == (
         0,
-        [{"type": "extract", "into": "small", "records": len(chosen), "bytes": sum(row["size"] for row in chosen)}],
+        [{"type": "extract", "into": "small", "messages": len(chosen), "bytes": sum(row["size"] for row in chosen)}],
     )
     numbers = {
         "phys": 0,
@@ -26,6 +26,12 @@ def test_the_selected_messages_are_extracted(selection: tuple[str, ...], shell: 
     copied = shell("show", "small").rows
     assert [row | numbers for row in copied] == [row | numbers for row in chosen]
     assert shell("verify", "small").rows[0]["sound"] is True
+
+
+def test_a_limit_takes_the_first(shell: Shell) -> None:
+    first = shell("show", "store", "--topic", "OrderTopic", "--limit", 3).rows
+    assert shell("extract", "store", "--topic", "OrderTopic", "--limit", 3, "-o", "small").rows[0]["messages"] == 3
+    assert {row["store_timestamp"] for row in shell("show", "small").rows} == {row["store_timestamp"] for row in first}
 
 
 def test_hidden_bodies_are_printed_as_such(shell: Shell) -> None:

@@ -59,7 +59,7 @@ def test_selected_records_stay_as_they_are(source: Path, tmp_path: Path) -> None
     assert {path: path.stat().st_mtime_ns for path in source.rglob("*")} == before
     assert list(map(compared, copied)) == list(map(compared, selected))
     assert [(one.queue_id, one.queue_offset) for one in copied] == [(0, at) for at in range(21)]
-    assert (small.records, small.bytes) == (21, sum(one.size for one in selected))
+    assert (small.messages, small.bytes) == (21, sum(one.size for one in selected))
     assert not verify(tmp_path / "small").damage
     with MessageStore.open(tmp_path / "small", read_only=True) as store:
         assert [one.body for one in store.find_by_key("orders", "k4")] == [b"order 4"]

@@ -328,7 +328,11 @@ def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError("--dry-run belongs to --resend: a list changes nothing")
     is_selected = _selection(arguments)
     with open_source(arguments) as view:
-        selected = [pair for pair in deadletters.letters_by_queue(view, arguments.group) if is_selected(pair[1])]
+        selected = [
+            pair
+            for pair in deadletters.letters_by_queue(view, arguments.group, view.resent_times)
+            if is_selected(pair[1])
+        ]
         if arguments.causes:
             causes = deadletters.sum_up_causes(letter for _, letter in selected)
             output.rows_of(cause._asdict() for cause in causes)

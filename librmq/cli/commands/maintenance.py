@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from contextlib import ExitStack
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from librmq.cli.output import DAMAGED, INTERRUPTED, EndSignals, Output, ProgressBar, complain, end_signals, log_bar
@@ -110,7 +111,7 @@ def extract(arguments: argparse.Namespace, output: Output) -> int:
 
     selection = select(arguments)
     with open_store(arguments) as store:
-        places = {message.physical_offset for message in selection.messages(store)}
+        places = {message.physical_offset for message in islice(selection.messages(store), arguments.limit)}
     if not places:
         raise InputError("expected at least one message to extract, found none: `librmq show` selects in the same way")
     with log_bar("extract", arguments.store, 2):
@@ -120,7 +121,7 @@ def extract(arguments: argparse.Namespace, output: Output) -> int:
             lambda message: message.physical_offset in places,
             redact=arguments.redact or (),
         )
-    output.row({"type": "extract", "into": small.path, "records": small.records, "bytes": small.bytes})
+    output.row({"type": "extract", "into": small.path, "messages": small.messages, "bytes": small.bytes})
     return 0
 
 

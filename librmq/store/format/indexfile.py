@@ -318,6 +318,8 @@ class IndexWriter:
         return bool(restore)
 
 
+# ---- the file
+
 _CHUNK: Final = 1 << 20
 _FIRST_STEP: Final = 4096 // ENTRY_SIZE
 _MAX_STEP: Final = (1 << 20) // ENTRY_SIZE

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self
 
 from librmq.clock import moves_by_itself
 from librmq.config import to_seconds
@@ -34,15 +34,16 @@ from librmq.wire.remote.connection import (
     is_held_here,
     split_address,
 )
-from librmq.wire.remote.remote_broker import BrokerGroup, RemoteBroker
+from librmq.wire.remote.remote_broker import MASTER, BrokerGroup, RemoteBroker
 from librmq.wire.remoting.bodies import broker_addresses, read_body, route_of
 from librmq.wire.remoting.codec import frame_of, refusal
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import RequestCode, RouteOfTopicHeader
 
+_log = EventLog("librmq.wire")
+
 # ---- name servers
 
-_MASTER = 0
 _MOST_BYTES = 1 << 20
 """In a route or a list of brokers; thousands of brokers fit."""
 
@@ -159,7 +160,7 @@ def _usable_route(body: Mapping[str, Any]) -> LearntRoute:
     brokers, queues = route_of(body)
     usable = [
         queue_data
-        if _MASTER in brokers[queue_data.broker_name]
+        if MASTER in brokers[queue_data.broker_name]
         else replace(queue_data, permission=queue_data.permission & ~PERM_WRITE)
         for queue_data in queues
         if queue_data.broker_name in brokers
@@ -167,8 +168,8 @@ def _usable_route(body: Mapping[str, Any]) -> LearntRoute:
     return LearntRoute(brokers, tuple(sorted(usable, key=lambda queue_data: queue_data.broker_name)))
 
 
-R = TypeVar("R")
-_log = EventLog("librmq.wire")
+# ---- the route
+
 POLL_MS: Final = 30_000
 BEAT_MS: Final = 30_000
 REVIVE_MS: Final = 1_000

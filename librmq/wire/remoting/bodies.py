@@ -110,7 +110,7 @@ def text_in(row: object, name: str) -> str:
     """
     text = row.get(name) if isinstance(row, dict) else None
     if not isinstance(text, str):
-        raise MalformedError(f"{name}: expected text, found {text!r:.80}")
+        raise MalformedError(f"{name}: expected text, found {text!r:.80} in {row!r:.160}")
     return text
 
 
@@ -122,7 +122,7 @@ def number_in(row: object, name: str) -> int:
     """
     number = row.get(name) if isinstance(row, dict) else None
     if type(number) is not int:
-        raise MalformedError(f"{name}: expected a whole number, found {number!r:.80}")
+        raise MalformedError(f"{name}: expected a whole number, found {number!r:.80} in {row!r:.160}")
     return number
 
 
