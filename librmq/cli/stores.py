@@ -246,7 +246,10 @@ def open_store(arguments: argparse.Namespace, *, all_in_memory: bool = False) ->
     moment = read_moment(arguments)
     store = MessageStore.open(arguments.store, config, read_only=True, files=files, at=moment)
     if moment is not None:
-        complain(f"note: the store as of {_described(store)}; the progress of groups back then is not kept")
+        complain(
+            f"note: the store as of {_described(store)}; progress, topics and groups back then are not kept, and due "
+            "messages count as delivered"
+        )
     check_opened(arguments, store)
     return store
 
@@ -266,7 +269,9 @@ def read_moment(arguments: argparse.Namespace) -> datetime | int | None:
 
 
 def _described(store: MessageStore) -> str:
-    when = "no time" if store.past_ms is None else datetime.fromtimestamp(store.past_ms / 1000, UTC).isoformat()
+    when = (
+        datetime.fromtimestamp(store.past_ms / 1000, UTC).isoformat() if store.past_ms else "before its first message"
+    )
     return f"{when}, when its log ended at {store.log.end}"
 
 

@@ -16,6 +16,7 @@ from librmq.message.message import StoredMessage
 from librmq.protocol import Endpoint, QueueData, Request, Route
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
+from librmq.store import MessageStore
 
 R = TypeVar("R")
 _log = EventLog("librmq.client")
@@ -31,6 +32,8 @@ class RecordedRoute:
         self.path: str = os.fspath(path)
         """The file."""
         self.recorder = Recorder(self.runner.now_ms, self)
+        if isinstance(store := getattr(route, "store", None), MessageStore):
+            self.recorder.levels = store.levels
         self._route = route
         self._process = process
         self._max_bytes = max_bytes

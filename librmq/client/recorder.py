@@ -158,12 +158,12 @@ class Recorder:
                 event: Event = {"event": "send", "process": process, "id": name, "topic": topic}
                 event["begin_ms"], event["end_ms"], event["outcome"] = begin_ms, end_ms, outcome
                 is_hidden = self._add_promises(event, message, begin_ms)
-                if outcome == "ok" and not is_hidden and response is not None:
-                    if response.queue_offset >= 0:
+                if outcome == "ok" and response is not None:
+                    if response.queue_offset < 0:  # sent one way
+                        event["outcome"] = "unknown"
+                    elif not is_hidden:
                         event["broker"], event["queue_id"] = broker_name, response.queue_id
                         event["queue_offset"] = response.queue_offset + number
-                    else:  # sent one way
-                        event["outcome"] = "unknown"
                 self._sink.begins(event)
                 self._sink.ends(event)
         return response
@@ -195,9 +195,6 @@ class Recorder:
         try:
             answer = call(request)
             outcome = "ok"
-        except BrokerError:
-            outcome = "failed"
-            raise
         finally:
             if request.state is not TransactionState.UNKNOWN and request.message_id:
                 decision = "commit" if request.state is TransactionState.COMMIT else "rollback"
@@ -379,7 +376,9 @@ class Recorder:
             return
         self._groups.add(group)
         topics = [topic for topic in consumer.subscriptions if not topic.startswith(RETRY_PREFIX)]
-        fields: dict[str, object] = {"ordered": bool(getattr(consumer.config, "orderly", False))}
+        fields: dict[str, object] = {
+            "ordered": getattr(consumer.config, "orderly", False) and consumer.config.batch_size == 1
+        }
         if consumer.config.model.name == "BROADCASTING":
             fields["broadcast"] = True
         if any(consumer.subscriptions[topic].expression != "*" for topic in topics):
@@ -398,6 +397,9 @@ class Recorder:
 class _Config(Protocol):
     @property
     def model(self) -> Any: ...  # noqa: ANN401 (a MessageModel)
+
+    @property
+    def batch_size(self) -> int: ...
 
 
 class _Consumer(Protocol):

@@ -489,6 +489,8 @@ def lag_findings(
     """
     limits = thresholds or Thresholds()
     with viewed(source) as view:
+        if view.store.past_ms is not None:
+            return []  # the progress back then is unknown
         group_lag = lag(view) if group_lag is None else group_lag
         findings: list[Finding] = []
         # If the log is cut short, its damage is the finding, and a reset would lose the progress.

@@ -90,11 +90,16 @@ def _place(parts: Parts, moment: Moment) -> tuple[int, int | None]:
 
 def _before_place(log: CommitLog, moment: int) -> _IsBefore:
     if not log.begin <= moment <= log.end:
-        raise ConfigError(f"at: expected a physical offset from {log.begin} to {log.end}, found {moment!r:.80}")
+        raise ConfigError(
+            f"at: expected a physical offset from {log.begin} to {log.end}, or a time with its date, "
+            f"found {moment!r:.80}"
+        )
     return lambda place, size: place + size <= moment
 
 
 def _before_time(log: CommitLog, moment: datetime) -> _IsBefore:
+    if moment.tzinfo is None:
+        raise ConfigError(f"at: expected a time with a time zone, or a physical offset, found {moment!r:.80}")
     at_ms = to_timestamp_ms("at", moment)
     first_ms = log.first_store_timestamp_ms(log.begin) if log.end > log.begin else None
     if first_ms is None or first_ms > at_ms:

@@ -188,12 +188,17 @@ class MessageStore:
 
     @property
     def past_ms(self) -> int | None:
-        """The time of the moment at which the store is shown, for ``at=`` in `open`; None for the present."""
+        """The time of the moment at which the store is shown, for ``at=`` in `open`; None for the present.
+
+        It is 0 before the first message.
+        """
         moment = self._handle.moment
         if isinstance(moment, datetime):
             return to_timestamp_ms("at", moment)
         last = self.log.last_write
-        return None if moment is None or last is None else self.log.store_timestamp_ms(last)
+        if moment is None:
+            return None
+        return 0 if last is None else self.log.store_timestamp_ms(last)
 
     @property
     def recovered(self) -> list[Damage]:

@@ -209,7 +209,8 @@ class HistoryEvents:
                 events = _parse(b"[" + b",".join(lines) + b"]")
             except (ValueError, RecursionError):
                 events = None
-            if events is None or len(events) != len(lines):
+            is_line_each = all(line.lstrip().startswith(b"{") and line.rstrip().endswith(b"}") for line in lines)
+            if events is None or len(events) != len(lines) or not is_line_each:
                 events, numbers, is_cut = _parse_lines(lines, numbers, self._place)
             self._extend(events, numbers)
         self._flush()

@@ -93,8 +93,9 @@ def _section(number: int, anomaly: Anomaly, events: Mapping[int, Mapping[str, An
 
 def _span(event: Mapping[str, Any]) -> tuple[int, int | None]:
     """Return begin and end of an event; the end of a delivery that still runs is None."""
-    begin_ms = event["begin_ms"] if "begin_ms" in event else event["at_ms"]
-    return begin_ms, event.get("end_ms") if "begin_ms" in event else begin_ms
+    if event["event"] in ("send", "deliver", "end_transaction"):
+        return event["begin_ms"], event.get("end_ms")
+    return event["at_ms"], event["at_ms"]
 
 
 def _row(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 
 import pytest
 
@@ -108,3 +110,35 @@ def test_the_page_shows_the_events_of_each_anomaly(shell: Shell) -> None:
     assert "&lt;b&gt;, which was never sent." in page
     shell("check-history", "-", "--out", "page.html", given=text(GROUP, SEND, DELIVER))
     assert "Nothing is wrong in this history." in (shell.folder / "page.html").read_text()
+
+
+def test_the_page_can_not_replace_the_history(shell: Shell) -> None:
+    (shell.folder / "h.jsonl").write_text(text(GROUP, SEND, DRAINED))
+    answer = shell("check-history", "h.jsonl", "--out", shell.folder / "h.jsonl")
+    assert (answer.status, answer.out) == (2, "")
+    assert "--out: expected another file than the history" in answer.said
+    assert (shell.folder / "h.jsonl").read_text() == text(GROUP, SEND, DRAINED)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
+def test_a_pipe_is_read_once(shell: Shell) -> None:
+    pipe = shell.folder / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(text(GROUP, SEND, DRAINED),))
+    writer.start()
+    assert shell("check-history", pipe, "--out", "page.html").status == 1
+    writer.join()
+    assert "lost" in (shell.folder / "page.html").read_text()
+
+
+def test_an_unknown_field_is_kept(shell: Shell) -> None:
+    effect = {"event": "effect", "name": "charge", "key": "o-1", "process": "p", "at_ms": 5, "begin_ms": "x"}
+    answer = shell("check-history", "-", "--out", "page.html", given=text(effect, effect | {"at_ms": 9}))
+    assert [row["anomaly"] for row in answer.rows] == ["effect-twice"]
+
+
+def test_two_halves_of_an_event_are_no_lines(shell: Shell) -> None:
+    halves = text(GROUP)[:-1] + "," + text(DRAINED) + '{"event":"crash","process":"p"\n"at_ms":1}\n'
+    answer = shell("check-history", "-", given=halves)
+    assert answer.status == 2
+    assert "standard input: line 1" in answer.said

@@ -123,6 +123,12 @@ def test_a_story_ends_with_the_moment(recorded: Recorded, shell: Shell) -> None:
     assert {row["event"] for row in rows if row["at_ms"] is None} <= {"dead"}
 
 
+def test_before_the_first_message_nothing_is_wrong(recorded: Recorded, shell: Shell) -> None:
+    assert shell("diagnose", recorded.store, "--at", "0").rows == []
+    assert {row["consumer_offset"] for row in shell("lag", recorded.store, "--at", "0").rows} <= {None}
+    assert shell("pending", recorded.store, "--at", "0").rows == []
+
+
 def test_commands_that_show_the_past_are_listed() -> None:
     assert COMMANDS.keys() | WITHOUT_PROGRESS == PAST
 

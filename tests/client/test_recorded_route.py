@@ -18,6 +18,7 @@ from librmq import (
     PullConsumer,
     PushConsumer,
     ReconsumeLater,
+    StoreConfig,
     record_history,
 )
 from librmq.testing import check_history
@@ -79,3 +80,18 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
             record_history(broker, tmp_path / "old")
         with pytest.raises(ConfigError, match="max_bytes"):
             record_history(broker, tmp_path / "new", max_bytes=0)
+
+
+def test_levels_of_the_broker_and_batches_in_order_are_no_anomalies(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    files = StoreConfig.tiny(message_delay_level="1s 1s 1s")
+    runner = ManualRunner(ManualClock(1_700_000_000_000))
+    with Broker.temporary(store_config=files, runner=runner) as broker, record_history(broker, path) as route:
+        consumer = PushConsumer(route, "billing", orderly=True, batch_size=4)
+        consumer.subscribe("orders", lambda messages: None)
+        with consumer, Producer(route, "shop") as producer:
+            for number in range(8):
+                producer.send("orders", b"%d" % number, queue=0, delay_level=3)
+            runner.advance(60_000)
+    assert sum(line["event"] == "deliver" for line in lines(path)) == 8
+    assert check_history(lines(path)) == []

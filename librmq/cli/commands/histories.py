@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,14 +27,16 @@ def check_history(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.files.count("-") > 1:
         raise InputError("-: standard input can be read once")
     history = HistoryEvents()
-    given: list[bytes] = []
+    if arguments.out is not None and any(_is_same(path, arguments.out) for path in arguments.files):
+        raise InputError(f"--out: expected another file than the history {arguments.out}")
+    kept: dict[str, list[bytes]] = {}
     begins = []
     for path in arguments.files:
         begins.append(history.lines)
         with _history_file(path) as file:
-            if path == "-" and arguments.out is not None:
-                given = file.readlines()
-                is_cut = history.read(iter(given), _file_name(path))
+            if arguments.out is not None and not os.path.isfile(path):  # it can be read once
+                kept[path] = file.readlines()
+                is_cut = history.read(iter(kept[path]), _file_name(path))
             else:
                 is_cut = history.read(file, _file_name(path))
         if is_cut:
@@ -46,12 +49,19 @@ def check_history(arguments: argparse.Namespace, output: Output) -> int:
     anomalies = find_anomalies(history)
     output.rows_of(anomaly.row() for anomaly in anomalies)
     if arguments.out is not None:
-        _write_timelines(arguments, anomalies, lines, begins, given)
+        _write_timelines(arguments, anomalies, lines, begins, kept)
     if not anomalies:
         output.says_nothing_found = False
         if output.is_on_terminal:
             complain(f"note: nothing is wrong in {lines:,} lines")
     return _HAS_ANOMALIES if anomalies else 0
+
+
+def _is_same(path: str, other: str) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:  # one of them does not exist
+        return False
 
 
 def _file_name(path: str) -> str:
@@ -74,7 +84,11 @@ def _history_file(path: str) -> Iterator[BinaryIO]:
 
 
 def _write_timelines(
-    arguments: argparse.Namespace, anomalies: Sequence[Anomaly], lines: int, begins: Sequence[int], given: list[bytes]
+    arguments: argparse.Namespace,
+    anomalies: Sequence[Anomaly],
+    lines: int,
+    begins: Sequence[int],
+    kept: dict[str, list[bytes]],
 ) -> None:
     """Write the page; the events that it shows are read again."""
     from librmq.testing.timelines import SHOWN, render_timelines
@@ -82,7 +96,7 @@ def _write_timelines(
     wanted = {line for anomaly in anomalies[:SHOWN] for line in anomaly.events}
     events: dict[int, dict[str, Any]] = {}
     for path, begin in zip(arguments.files, begins, strict=True):
-        with nullcontext(given) if path == "-" else _history_file(path) as file:
+        with nullcontext(kept[path]) if path in kept else _history_file(path) as file:
             events |= {line: parse_object(text) for line, text in enumerate(file, begin + 1) if line in wanted}
     page = render_timelines(anomalies, events, lines, [*map(_file_name, arguments.files)])
     try:
