@@ -82,7 +82,7 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
             record_history(broker, tmp_path / "new", max_bytes=0)
 
 
-def test_levels_of_the_broker_and_batches_in_order_are_no_anomalies(tmp_path: Path) -> None:
+def test_levels_and_ordered_batches_are_no_anomalies(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     files = StoreConfig.tiny(message_delay_level="1s 1s 1s")
     runner = ManualRunner(ManualClock(1_700_000_000_000))
