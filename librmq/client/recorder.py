@@ -312,7 +312,7 @@ class Recorder:
             "event": "deliver",
             "process": process,
             "group": group,
-            "id": message.unique_key or id_of(message),
+            "id": id_of(message),
             "topic": topic,
             "broker": broker_name,
             "queue_id": queue_id,

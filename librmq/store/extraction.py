@@ -180,10 +180,9 @@ def extract(
         log = PartFiles(part, config, files).open_log(writable=True)
         numbers = Renumbering()
         for message in _sound(path, files, keep):
-            raw = _redacted(message.raw, message.topic, redact) if redact else message.raw
-            place, _ = _append(log, StoredMessage(raw), numbers, places)
-            places[message.physical_offset] = place
-            count, size = count + 1, size + len(raw)
+            copied = StoredMessage(_redacted(message.raw, message.topic, redact)) if redact else message
+            places[message.physical_offset], _ = _append(log, copied, numbers, places)
+            count, size = count + 1, size + copied.size
         log.close()
         numbers.end_log()
         write_kept_config(part, config, files)

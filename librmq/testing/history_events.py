@@ -372,6 +372,13 @@ def _parse_lines(
     return events, kept, False
 
 
+def span_of(event: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Return begin and end of an event that has a time; the end of a delivery that still runs is None."""
+    if "begin_ms" in _SCHEMAS[event["event"]].required:
+        return event["begin_ms"], event.get("end_ms")
+    return event["at_ms"], event["at_ms"]
+
+
 def problem_of(event: object) -> str | None:
     """Return what is wrong with an event; None if nothing is."""
     if not isinstance(event, dict):

@@ -32,7 +32,7 @@ from librmq.testing.network import Network, broker_names
 from librmq.testing.process import A_PROCESS, ConsumerArguments, Process, ProducerArguments
 from librmq.testing.process_table import ProcessStateError, ProcessTable
 from librmq.testing.replica import KitReplica, open_replica
-from librmq.testing.verdict import HistoryAnomalyError, check_kinds, problem_of
+from librmq.testing.verdict import HistoryAnomalyError, check_kinds, history_problem
 
 _T = TypeVar("_T")
 
@@ -576,7 +576,7 @@ class Kit:
             warnings.warn("\n".join(left), UndeliveredWarning, stacklevel=2)
 
     def _check_history(self) -> None:
-        problem = problem_of(self.events(), self._expected, self._history.begin_ms, self._evidence.fixture)
+        problem = history_problem(self.events(), self._expected, self._history.begin_ms, self._evidence.fixture)
         if problem:
             error = HistoryAnomalyError(problem)
             if self.runner.settles_history:  # otherwise the explorer reads the history, and then ends the run

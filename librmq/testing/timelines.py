@@ -12,6 +12,7 @@ from typing import Any, Final
 from librmq.diagnosis.findings import counted
 from librmq.diagnosis.formatting import visible
 from librmq.testing.anomalies import KINDS, Anomaly
+from librmq.testing.history_events import span_of
 
 SHOWN: Final = 200
 """The largest number of anomalies on a page."""
@@ -76,7 +77,7 @@ def render_timelines(
 
 
 def _section(number: int, anomaly: Anomaly, events: Mapping[int, Mapping[str, Any]]) -> str:
-    spans = {line: _span(events[line]) for line in anomaly.events if events[line]["event"] != "group"}
+    spans = {line: span_of(events[line]) for line in anomaly.events if events[line]["event"] != "group"}
     times = sorted({at_ms for span in spans.values() for at_ms in span if at_ms is not None})
     lines = sorted(anomaly.events, key=lambda line: (spans[line][0] if line in spans else times[0] - 1, line))
     named = {line for line, (begin_ms, _) in spans.items() if begin_ms == anomaly.at_ms} or {lines[-1]}
@@ -89,13 +90,6 @@ def _section(number: int, anomaly: Anomaly, events: Mapping[int, Mapping[str, An
         f'<span class="axis ends" aria-hidden="true"><i>{times[0]} ms</i><i>{times[-1] - times[0]:+,} ms</i></span>'
         f"</th></tr></thead>\n<tbody>\n{''.join(body)}</tbody>\n</table>\n</section>"
     )
-
-
-def _span(event: Mapping[str, Any]) -> tuple[int, int | None]:
-    """Return begin and end of an event; the end of a delivery that still runs is None."""
-    if event["event"] in ("send", "deliver", "end_transaction"):
-        return event["begin_ms"], event.get("end_ms")
-    return event["at_ms"], event["at_ms"]
 
 
 def _row(

@@ -22,6 +22,7 @@ from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer_config import TIMER_TOPIC
 from librmq.testing.anomalies import KINDS, check_history
 from librmq.testing.history import History, HistoryLine
+from librmq.testing.history_events import span_of
 from librmq.testing.kit_runner import KitRunner
 from librmq.testing.network import Network
 from librmq.testing.process import Process
@@ -229,7 +230,7 @@ def check_kinds(kinds: Collection[str]) -> None:
         raise ConfigError(f"no anomaly is called {unknown[0]!r}{hint}")
 
 
-def problem_of(events: Sequence[Event], expected: Collection[str], begin_ms: int, fixture: str) -> str:
+def history_problem(events: Sequence[Event], expected: Collection[str], begin_ms: int, fixture: str) -> str:
     """Return what is wrong with a history, with the events that show it; empty if all is as expected."""
     found = check_history(events)
     missing = sorted(set(expected) - {anomaly.anomaly for anomaly in found})
@@ -255,7 +256,7 @@ def problem_of(events: Sequence[Event], expected: Collection[str], begin_ms: int
 def sentence(event: Event, begin_ms: int) -> str:
     """Return one event as a line with its time since ``begin_ms``."""
     kind: str = event["event"]
-    at_ms: int = event["begin_ms"] if "begin_ms" in event else event.get("at_ms", begin_ms)
+    at_ms, end_ms = (begin_ms, None) if kind == "group" else span_of(event)
     who: str = event["process"] if "process" in event else event.get("broker", "")
     if "group" in event and "process" in event:
         who = f"{event['group']}@{who}"
@@ -278,8 +279,7 @@ def sentence(event: Event, begin_ms: int) -> str:
         "group": lambda: f"consumes {', '.join(event['topics'])}",
         "drained": lambda: "nothing waits for it any more",
     }
-    end_ms: int = event.get("end_ms", at_ms)
-    until = f", until {(end_ms - begin_ms) / 1000:,.3f} s" if end_ms != at_ms else ""
+    until = "" if end_ms in (None, at_ms) else f", until {(end_ms - begin_ms) / 1000:,.3f} s"
     return str(HistoryLine(at_ms - begin_ms, who, texts[kind]() + until))
 
 

@@ -27,8 +27,7 @@ _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
 _pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
 _pack_int = struct.Struct(">i").pack
-_pack_born = struct.Struct(">iq").pack
-_pack_prepared = struct.Struct(">iq").pack
+_pack_int_long = struct.Struct(">iq").pack
 _TWO_HOSTS: Final = 16
 """Bytes of two IPv4 hosts."""
 _new = tuple.__new__
@@ -108,7 +107,7 @@ def prepare(
         Prepared,
         (
             lane, 72 + hosts_size + len(tail), _pack_int(message.flag),
-            _pack_born(sys_flag, born_timestamp_ms) + born_at, stored_at + _pack_prepared(reconsume_times, 0),
+            _pack_int_long(sys_flag, born_timestamp_ms) + born_at, stored_at + _pack_int_long(reconsume_times, 0),
             crc32(body) & 0x7FFFFFFF, len(body), tail, raw,
             record_format.tags_code(tags) if tags else 0, get("UNIQ_KEY"), get("KEYS"),
         ),
