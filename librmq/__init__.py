@@ -14,6 +14,7 @@ with lazy_exports(globals()):
     from librmq.broker import Broker as Broker
     from librmq.broker import BrokerConfig as BrokerConfig
     from librmq.client.producer import Producer as Producer
+    from librmq.client.queue_selectors import select_by_consistent_hash as select_by_consistent_hash
     from librmq.client.queue_selectors import select_by_hash as select_by_hash
     from librmq.client.recorded_route import record_history as record_history
     from librmq.client.sender import ProducerConfig as ProducerConfig

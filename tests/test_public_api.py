@@ -77,6 +77,7 @@ PUBLIC_NAMES = (
     "connect",
     "deduplicated",
     "record_history",
+    "select_by_consistent_hash",
     "select_by_hash",
     "split_batch",
 )

@@ -18,7 +18,7 @@ from librmq.errors import BrokerError, ConfigError, CorruptionError, RmqError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.message.topics import HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, is_system_topic
+from librmq.message.topics import HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, is_system_topic, moved_keys
 from librmq.protocol import (
     CleanUnusedTopics,
     ConsumeFrom,
@@ -42,6 +42,7 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
+from librmq.runtime.event_log import EventLog
 from librmq.scheduling.half_messages import CHECK_GROUP, QUEUE
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer import Timers
@@ -49,6 +50,8 @@ from librmq.scheduling.timer_config import TIMER_TOPIC
 from librmq.store.retention import Unread, UnreadInFile
 
 _MAX_RESULTS: Final = 64
+
+_log = EventLog("librmq.broker")
 
 
 class Administration:
@@ -61,14 +64,45 @@ class Administration:
         self._offsets = context.offsets
         self._topics = context.topics
         self._groups = context.groups
+        self._clients = context.clients
+        self._locks = context.locks
 
     def create_topic(self, request: CreateTopic) -> None:
-        """Make or change a topic."""
-        if request.unless_exists and request.topic in self._topics.by_name:
+        """Make or change a topic. Growth that breaks the order of keys for a group is logged."""
+        old = self._topics.by_name.get(request.topic)
+        if request.unless_exists and old is not None:
             return
         self._topics.change_topic(
             request.topic, request.read_queues, request.write_queues, request.permission, request.message_type
         )
+        if old is not None and 0 < old.write_queues < request.write_queues:
+            self._report_moved_keys(old.name, old.write_queues, request.write_queues)
+
+    def _report_moved_keys(self, topic: str, before: int, after: int) -> None:
+        """Log the share of keys that move to another queue, if the topic has messages and a group reads it in order."""
+        groups = sorted(self._orderly_groups(topic))
+        ranges = (self._store.queue_range(topic, queue_id) for queue_id in range(before))
+        if groups and any(begin < end for begin, end in ranges):
+            _log.warning(
+                "topic %(topic)s grows from %(before)d to %(after)d queues: %(_share).0f %% of the keys that select "
+                "their queue by hash move to another one, so %(groups)s, reading in order, can get new messages of a "
+                "key before its old ones; with select_by_consistent_hash %(_ring_share).0f %% move",
+                topic=topic,
+                before=before,
+                after=after,
+                groups=", ".join(groups),
+                moved_keys=round(moved_keys(before, after), 4),
+                _share=100 * moved_keys(before, after),
+                _ring_share=100 * (1 - before / after),
+            )
+
+    def _orderly_groups(self, topic: str) -> set[str]:
+        """Return the groups that read a topic in order: by locks since the broker's start, or by their settings."""
+        readers = {group.name for group in self._clients.consumers.values() if topic in group.subscriptions}
+        readers.update(self._offsets.groups(topic))
+        by_name = self._groups.by_name
+        by_settings = {name for name in readers if name in by_name and by_name[name].is_ordered}
+        return by_settings | self._locks.groups_by_topic.get(topic, set())
 
     def delete_topic(self, request: DeleteTopic) -> None:
         """Delete a topic from the table."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from hashlib import md5
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from librmq.broker.groups import describe_differences
+from librmq.client.queue_selectors import LARGEST_RING, text_hash
 from librmq.cluster.sites import site_of
 from librmq.errors import AllocationError, ConfigError, GroupMismatchError
 from librmq.java.lang import utf16_order
@@ -25,8 +25,6 @@ from librmq.message.message import MessageQueue
 
 AllocationStrategy = Callable[[str, Sequence[MessageQueue], Sequence[str]], list[MessageQueue]]
 """``strategy(client_id, queues, clients)`` returns one client's queues, from all queues of a topic and all clients."""
-
-_LARGEST_RING: Final = 1 << 20
 
 
 # --------------------------------------------------------------------------------------------------------- strategies
@@ -185,14 +183,14 @@ class _Ring(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _ring(clients: tuple[str, ...], virtual_nodes: int) -> _Ring:
-    if virtual_nodes * len(clients) > _LARGEST_RING:
+    if virtual_nodes * len(clients) > LARGEST_RING:
         raise ConfigError(f"a ring of {virtual_nodes} nodes for each of {len(clients)} clients is too large")
     nodes: dict[int, str] = {}
     held: Counter[str] = Counter()
     for client in clients:
         begin = held[client]  # not 0 for a client that is listed twice
         for number in range(begin, begin + virtual_nodes):
-            place = _text_hash(f"{client}-{number}")
+            place = text_hash(f"{client}-{number}")
             if place in nodes:
                 held[nodes[place]] -= 1
             nodes[place] = client
@@ -205,11 +203,7 @@ def _ring(clients: tuple[str, ...], virtual_nodes: int) -> _Ring:
 
 @lru_cache(maxsize=1 << 16)
 def _queue_hash(queue: MessageQueue) -> int:
-    return _text_hash(str(queue))
-
-
-def _text_hash(text: str) -> int:
-    return int.from_bytes(md5(text.encode("utf-8", "replace"), usedforsecurity=False).digest()[:4], "big")
+    return text_hash(str(queue))
 
 
 # ---------------------------------------------------------------------------------------------------------- own share

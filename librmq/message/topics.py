@@ -5,6 +5,7 @@ Mirrors ``TopicValidator``, ``MixAll.getRetryTopic`` and ``MixAll.getDLQTopic``.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Final, Literal, get_args
 
@@ -117,6 +118,15 @@ def retry_topic(group: str) -> str:
 def reply_topic(cluster: str) -> str:
     """Return the topic in which a cluster keeps replies to requests."""
     return f"{cluster}_REPLY_TOPIC"
+
+
+def moved_keys(queues_before: int, queues_after: int) -> float:
+    """Return the share of keys that select another queue by hash after a topic has grown; both numbers are above 0.
+
+    A hash h keeps its queue if h modulo either number is the same: that many of the hashes below their least common
+    multiple.
+    """
+    return 1 - queues_before / math.lcm(queues_before, queues_after)
 
 
 def dead_letter_topic(group: str) -> str:

@@ -33,9 +33,12 @@ from librmq.errors import (
     StoreLockedError,
 )
 from librmq.message import Message
-from librmq.protocol import ResetGroup, TransactionState
+from librmq.protocol import ResetGroup, TransactionState, UpdateOffset
 from librmq.runtime.runner import ManualRunner
 from librmq.testing import Kit
+from librmq.wire.remote.cluster_admin import ClusterAdmin
+from librmq.wire.remote.remote_route import connect
+from librmq.wire.remoting import RemotingServer
 from tests.broker.parties import send
 
 
@@ -419,6 +422,35 @@ def test_a_shutdown_keeps_a_reset_under_way(rmq: Kit, broker: Broker, orderly: b
     rmq.advance(ms=5_000)
     consumer.shutdown()
     assert broker.consumer_offset("g", "T") == (2 if is_direct else 0)
+
+
+@pytest.mark.parametrize("over_tcp", [False, True])
+@pytest.mark.parametrize("way", ["locks", "settings", "not in order", "nothing stored", "no growth"])
+def test_growth_that_moves_keys_of_an_orderly_group(
+    rmq: Kit, broker: Broker, caplog: pytest.LogCaptureFixture, way: str, over_tcp: bool
+) -> None:
+    broker.create_topic("T", 8)
+    consumer = running(broker, [], orderly=way != "not in order")
+    rmq.advance(ms=25_000)
+    consumer.shutdown()
+    if way == "settings":
+        broker.set_group("ordered", is_ordered=True)
+        broker.call(UpdateOffset("ordered", "T", 0, 0))
+    if way != "nothing stored":
+        for step in range(8):
+            send(broker, "T", b"%d" % step)
+    rmq.advance(ms=1)
+    queues = 8 if way == "no growth" else 9
+    if over_tcp:
+        with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as route:
+            ClusterAdmin(route).create_topic("T", queues)
+    else:
+        broker.create_topic("T", queues)
+    lines = [line for line in caplog.records if "grows from 8 to 9 queues" in line.getMessage()]
+    assert [(line.levelname, vars(line)["rmq_moved_keys"], vars(line)["rmq_groups"]) for line in lines] == {
+        "locks": [("WARNING", 0.8889, "g")],
+        "settings": [("WARNING", 0.8889, "g, ordered")],
+    }.get(way, [])
 
 
 def test_queues_that_no_group_reads_are_logged(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:

@@ -87,7 +87,7 @@ def test_a_topic_is_made_grown_and_deleted(shell: Shell) -> None:
     assert (row["readQueueNums"], row["writeQueueNums"], row["perm"]) == (3, 2, 4)
     assert "orders" in {one["topic"] for one in shell("topics", "store").rows}
     answer = shell("topic", "grow", "store", "orders", "--queues", "5")
-    assert (answer.rows[0]["before"], answer.rows[0]["read_queues"]) == (3, 5)
+    assert (answer.rows[0]["before"], answer.rows[0]["read_queues"], answer.rows[0]["moved_keys"]) == (3, 5, 0.8)
     with Broker.open("store", runner=ManualRunner()) as broker:
         assert broker.topics()["orders"].read_queues == 5
     assert shell("topic", "permit", "store", "orders", "--permission", "rw").rows[0]["before"] == "r"

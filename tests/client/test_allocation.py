@@ -133,7 +133,7 @@ def test_a_client_listed_twice_has_twice_the_nodes() -> None:
 
 
 def test_a_later_equal_hash_replaces_the_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocation, "_text_hash", lambda text: {"a-0": 5, "b-0": 5, "a-1": 6}[text])
+    monkeypatch.setattr(allocation, "text_hash", lambda text: {"a-0": 5, "b-0": 5, "a-1": 6}[text])
     ring = allocation._ring.__wrapped__(("a", "b"), 1)
     assert (ring.hashes.tolist(), ring.owners.tolist()) == ([5], [ring.numbers["b"]] * 2)
     # a has no node left, so its second occurrence starts at 0 again and takes the place back

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -13,14 +14,16 @@ from librmq.client.queue_selectors import (
     RoundRobin,
     key_hash,
     select_at_random,
+    select_by_consistent_hash,
     select_by_hash,
     select_by_remainder,
     select_by_room,
 )
 from librmq.clock import ManualClock
-from librmq.errors import AllocationError
+from librmq.errors import AllocationError, ConfigError
 from librmq.java.lang import long_hash
 from librmq.message.message import Message, MessageQueue
+from librmq.message.topics import moved_keys
 
 MESSAGE = Message("T", b"")
 A = [MessageQueue("T", "a", number) for number in range(3)]
@@ -95,7 +98,47 @@ def test_a_room_narrows_the_choice_if_it_has_queues() -> None:
     assert select("a") == A[1]
 
 
-@pytest.mark.parametrize("select", [select_by_hash, select_by_remainder, select_at_random(Random(1))])
+KEYS = [f"order-{number}" for number in range(5000)]
+
+
+@pytest.mark.parametrize("virtual_nodes", [50, 100, 400])
+@pytest.mark.parametrize("before", [1, 3, 8])
+def test_ring_moves_only_keys_of_the_new_queue(virtual_nodes: int, before: int) -> None:
+    queues = [MessageQueue("T", f"broker-{number % 2}", number) for number in range(before + 1)]
+    select = select_by_consistent_hash(virtual_nodes)
+    shuffled = Random(before).sample(queues, len(queues))
+    chosen = {key: select(queues, MESSAGE, key) for key in KEYS}
+    assert chosen == {key: select(shuffled, MESSAGE, key) for key in KEYS}
+    moved = {key for key, queue in chosen.items() if select(queues[:-1], MESSAGE, key) != queue}
+    assert moved == {key for key, queue in chosen.items() if queue == queues[-1]}
+    assert 0.4 / (before + 1) < len(moved) / len(KEYS) < 1.8 / (before + 1)
+    assert select(queues, MESSAGE, 7) == select_by_consistent_hash(virtual_nodes)(queues, MESSAGE, 7)
+
+
+@pytest.mark.parametrize("virtual_nodes", [0, -1, (1 << 20) + 1, True, 1.5, "10", None])
+def test_nodes_that_no_ring_has(virtual_nodes: Any) -> None:
+    with pytest.raises(ConfigError, match="virtual_nodes: expected 1 to 1048576, found"):
+        select_by_consistent_hash(virtual_nodes)
+    with pytest.raises(ConfigError, match="a ring of 1048576 nodes for each of 3 queues is too large"):
+        select_by_consistent_hash(1 << 20)(A, MESSAGE, 1)
+    with pytest.raises(AllocationError, match="expected a text, number or bool"):
+        select_by_consistent_hash()(A, MESSAGE, b"x")
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 8), (8, 9), (6, 9), (7, 7)])
+def test_share_of_keys_that_growth_moves_by_hash(before: int, after: int) -> None:
+    queues = [MessageQueue("T", "a", number) for number in range(after)]
+    moved = [
+        key
+        for key in range(before * after)
+        if select_by_hash(queues, MESSAGE, key) != select_by_hash(queues[:before], MESSAGE, key)
+    ]
+    assert len(moved) / (before * after) == pytest.approx(moved_keys(before, after))
+
+
+@pytest.mark.parametrize(
+    "select", [select_by_hash, select_by_remainder, select_by_consistent_hash(), select_at_random(Random(1))]
+)
 def test_nothing_to_choose_from(select: QueueSelector) -> None:
     with pytest.raises(AllocationError):
         select([], MESSAGE, 1)

@@ -17,7 +17,7 @@ from librmq.diagnosis.pending import move_retries, waiting_retries
 from librmq.diagnosis.view import StoreView, View
 from librmq.errors import InputError
 from librmq.message.lag import queue_lag, unread_from
-from librmq.message.topics import is_system_topic, validate_client_topic, validate_group
+from librmq.message.topics import is_system_topic, moved_keys, validate_client_topic, validate_group
 from librmq.protocol import UpdateOffset
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables, group_row, topic_row, with_topic_type
@@ -76,10 +76,12 @@ def _grow(tables: BrokerTables, old: Row, arguments: argparse.Namespace) -> Row:
     if read < before or write < old.get("writeQueueNums", 0):
         raise InputError(f"--queues: the topic has {before} queues with messages: expected more, found {read}")
     tables.topics.set(arguments.topic, {**old, "readQueueNums": read, "writeQueueNums": write})
+    write_before = old.get("writeQueueNums", 0)
     return {
         "read_queues": read,
         "write_queues": write,
         "before": before,
+        "moved_keys": round(moved_keys(write_before, write), 4) if write_before else 0.0,
         "note": "stored messages stay in their queues; a key that selects its queue by hash can select another one "
         "now, so old and new messages of a key can be out of order",
     }
