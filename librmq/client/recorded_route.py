@@ -22,6 +22,9 @@ R = TypeVar("R")
 _log = EventLog("librmq.client")
 
 _MAX_BYTES: Final = 1 << 30
+_ROOM: Final = 96
+"""Bytes behind the begin of an event for what its end adds: outcome and place."""
+_PAGE: Final = 4096
 
 
 class RecordedRoute:
@@ -39,7 +42,7 @@ class RecordedRoute:
         self._max_bytes = max_bytes
         self._size = 0
         self._lock = Lock()
-        self._running: dict[int, Event] = {}
+        self._open: dict[int, tuple[Event, int, int]] = {}  # by identity, with place and size in the file
         try:
             self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 (closed by `close`)
         except FileExistsError as error:
@@ -75,36 +78,56 @@ class RecordedRoute:
     # ---- the file
 
     def begins(self, event: Event) -> None:
-        """Take an event; it is written at its end."""
+        """Write an event, unless the file is full; one that can end, with room for its end."""
+        line = _line(event)
+        room = _ROOM if "begin_ms" in event else 0
+        with self._lock:
+            place = self._append(line, room)
+            if room and place is not None:
+                self._open[id(event)] = event, place, len(line) + room
 
     def ends(self, event: Event) -> None:
-        """Write an event, unless the file is full."""
-        self._running.pop(id(event), None)
-        line = json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        """Write an event again, in the place where it began."""
         with self._lock:
-            if self._file.closed or self._size > self._max_bytes:
+            _, place, size = self._open.pop(id(event), (event, 0, 0))
+            line = _line(event)
+            if not size or self._file.closed:
                 return
-            if self._size + len(line) > self._max_bytes:
-                self._size = self._max_bytes + 1
-                _log.warning(
-                    "the history %(path)s is full at %(limit)d bytes: it ends here",
-                    path=self.path,
-                    limit=self._max_bytes,
-                )
-                return
-            self._size += len(line)
-            self._file.write(line)
+            if len(line) <= size:
+                self._write(place, line.ljust(size))
+            elif self._append(line, 0) is not None:  # first: a kill between the two leaves both, which is legal
+                self._write(place, b" " * (size + 1))
 
     def delivers(self, events: list[Event], messages: Sequence[StoredMessage], *, calls_listener: bool) -> None:
-        """Take deliveries that have begun."""
+        """Write deliveries that have begun."""
         for event in events:
-            self._running[id(event)] = event
+            self.begins(event)
+
+    def _append(self, line: bytes, room: int) -> int | None:
+        """Append a line and room behind it, which no page boundary cuts; return its place, None if the file is full."""
+        size = len(line) + room + 1
+        gap = -self._size % _PAGE if self._size % _PAGE + size > _PAGE else 0
+        if self._file.closed or self._size > self._max_bytes:
+            return None
+        if self._size + gap + size > self._max_bytes:
+            self._size = self._max_bytes + 1
+            _log.warning(
+                "the history %(path)s is full at %(limit)d bytes: it ends here", path=self.path, limit=self._max_bytes
+            )
+            return None
+        self._write(self._size, b" " * gap + line.ljust(size - 1) + b"\n")
+        self._size += gap + size
+        return self._size - size
+
+    def _write(self, place: int, line: bytes) -> None:
+        # One system call, so that a killed process leaves a line as it began or as it ended: a kill can cut a write
+        # only between two pages.
+        self._file.seek(place)
+        self._file.write(line)
 
     def close(self) -> None:
-        """Write the deliveries that still run, and close the file. Shut the clients down first."""
+        """Close the file. Shut the clients down first."""
         self.recorder.end_invisible_times()
-        for event in list(self._running.values()):
-            self.ends(event)
         with self._lock:
             self._file.close()
 
@@ -115,6 +138,10 @@ class RecordedRoute:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _line(event: Event) -> bytes:
+    return json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 class _RecordedEndpoint:
@@ -136,7 +163,8 @@ def record_history(
 ) -> RecordedRoute:
     """Return a route whose producers and consumers write what they do to a new file, a line an event.
 
-    Pass it to clients in place of ``route``, a `Broker` or what `librmq.connect` returns. `check_history` and
+    What has begun is written at once, and again in its place at its end: a killed process leaves sends whose outcome is
+    unknown, and deliveries without an end. Pass it to clients in place of ``route``, a `Broker` or what `librmq.connect` returns. `check_history` and
     ``librmq check-history`` judge the files of all processes together. Bodies are not in it.
 
     Args:

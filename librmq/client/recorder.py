@@ -67,7 +67,7 @@ class EventSink(Protocol):
     """What takes the events of a recorder."""
 
     def begins(self, event: Event) -> None:
-        """Take an event that has begun; a delivery gets its end later."""
+        """Take an event; one with `begin_ms` is as it stands if its process is killed now, and changes at its end."""
         ...
 
     def ends(self, event: Event) -> None:
@@ -96,10 +96,9 @@ class Recorder:
         self._flights: dict[str, tuple[Event, int]] = {}  # of receives: by receipt, with the end of its time
 
     def add(self, kind: str, /, **fields: object) -> Event:
-        """Record an event that is over."""
+        """Record an event."""
         event = {"event": kind, **fields}
         self._sink.begins(event)
-        self._sink.ends(event)
         return event
 
     # ---- requests
@@ -135,11 +134,16 @@ class Recorder:
         topic, begin_ms = messages[0].topic, self.now_ms()
         if topic.startswith(RETRY_PREFIX):  # sent back by a consumer
             return call(request)
+        sends = [
+            self._begin_send(process, message, begin_ms)
+            for message in messages
+            if DELETE_KEY not in message.properties
+        ]
         outcome, response = "unknown", None
         try:
             response = call(request)
             if response.status is SendStatus.SEND_OK:
-                outcome = "ok"
+                outcome = "ok" if response.queue_offset >= 0 else "unknown"  # sent one way
         except (MessageIllegalError, NoRouteError):
             outcome = "failed"
             raise
@@ -148,25 +152,28 @@ class Recorder:
             raise
         finally:
             end_ms = self.now_ms()
-            for number, message in enumerate(messages):
-                properties = message.properties
-                if DELETE_KEY in properties:
-                    continue
-                name = properties.get(_UNIQUE_KEY) or (response.offset_ids[number] if response is not None else None)
-                if name is None:
-                    continue  # an event needs a name
-                event: Event = {"event": "send", "process": process, "id": name, "topic": topic}
-                event["begin_ms"], event["end_ms"], event["outcome"] = begin_ms, end_ms, outcome
-                is_hidden = self._add_promises(event, message, begin_ms)
-                if outcome == "ok" and response is not None:
-                    if response.queue_offset < 0:  # sent one way
-                        event["outcome"] = "unknown"
-                    elif not is_hidden:
-                        event["broker"], event["queue_id"] = broker_name, response.queue_id
-                        event["queue_offset"] = response.queue_offset + number
-                self._sink.begins(event)
-                self._sink.ends(event)
+            for number, (event, is_hidden) in enumerate(sends):
+                event["end_ms"], event["outcome"] = end_ms, outcome
+                if response is not None and outcome == "ok" and not is_hidden:
+                    event["broker"], event["queue_id"] = broker_name, response.queue_id
+                    event["queue_offset"] = response.queue_offset + number
+                if "id" not in event and response is not None:
+                    event["id"] = response.offset_ids[number]
+                    self._sink.begins(event)
+                if "id" in event:
+                    self._sink.ends(event)
         return response
+
+    def _begin_send(self, process: str, message: Message, begin_ms: int) -> tuple[Event, bool]:
+        """Return the event of a send that begins, and whether its message is not yet in a queue of its topic."""
+        event: Event = {"event": "send", "process": process}
+        if (name := message.properties.get(_UNIQUE_KEY)) is not None:
+            event["id"] = name
+        event |= {"topic": message.topic, "begin_ms": begin_ms, "end_ms": begin_ms, "outcome": "unknown"}
+        is_hidden = self._add_promises(event, message, begin_ms)
+        if name is not None:  # an event needs a name
+            self._sink.begins(event)
+        return event, is_hidden
 
     def _add_promises(self, event: Event, message: Message, begin_ms: int) -> bool:
         """Add what the sender asked for; return whether the message is not yet in a queue of its topic."""
@@ -191,22 +198,23 @@ class Recorder:
     def _end_transaction(
         self, process: str, request: EndTransaction, call: Callable[[EndTransaction], object]
     ) -> object:
-        begin_ms, outcome = self.now_ms(), "unknown"
+        if request.state is TransactionState.UNKNOWN or not request.message_id:
+            return call(request)
+        event = self.add(
+            "end_transaction",
+            process=process,
+            id=request.message_id,
+            begin_ms=(begin_ms := self.now_ms()),
+            end_ms=begin_ms,
+            decision="commit" if request.state is TransactionState.COMMIT else "rollback",
+            outcome="unknown",
+        )
         try:
             answer = call(request)
-            outcome = "ok"
+            event["outcome"] = "ok"
         finally:
-            if request.state is not TransactionState.UNKNOWN and request.message_id:
-                decision = "commit" if request.state is TransactionState.COMMIT else "rollback"
-                self.add(
-                    "end_transaction",
-                    process=process,
-                    id=request.message_id,
-                    begin_ms=begin_ms,
-                    end_ms=self.now_ms(),
-                    decision=decision,
-                    outcome=outcome,
-                )
+            event["end_ms"] = self.now_ms()
+            self._sink.ends(event)
         return answer
 
     def committed(self, group: str, topic: str, broker_name: str, queue_id: int, queue_offset: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -157,6 +157,8 @@ class HistoryEvents:
         self.lines = 0
         """Number of lines so far."""
         self._place: Callable[[int], str] = "line {}".format
+        self._groups_of_others: frozenset[str] = frozenset()
+        """Groups that earlier files describe: each process of a group does."""
         self._lines: dict[str, list[Integers]] = {event: [] for event in _SCHEMAS if event != "group"}
         self._fields = {
             event: [
@@ -200,6 +202,7 @@ class HistoryEvents:
             InputError: A line is not an event of a history; the error names the file and the line in it.
         """
         start = self.lines
+        self._groups_of_others = frozenset(self.groups)
         self._place = lambda line: f"{name}: line {line - start}"
         is_cut = False
         while lines := list(islice(file, _BATCH)):
@@ -276,10 +279,8 @@ class HistoryEvents:
     def _add_group(self, group: Mapping[str, Any], line: int) -> None:
         self._refuse([(line, group)])
         name = group["group"]
-        if name in self.groups:
-            raise InputError(f"{self._place(line)}: group: a second one of {name!r:.80}; expected at most one a group")
         selects = group.get("selects")
-        self.groups[name] = GroupRules(
+        rules = GroupRules(
             line,
             tuple(group["topics"]),
             group.get("ordered") is True,
@@ -287,6 +288,14 @@ class HistoryEvents:
             None if selects is None else tuple(selects),
             group.get("broadcast") is True,
         )
+        if name in self.groups:
+            if name in self._groups_of_others and replace(rules, line=self.groups[name].line) == self.groups[name]:
+                return
+            raise InputError(
+                f"{self._place(line)}: group: a second one of {name!r:.80}; expected at most one a group, "
+                "or the same in the file of each process"
+            )
+        self.groups[name] = rules
         self.names["group"][name]
 
     def _flush(self) -> None:

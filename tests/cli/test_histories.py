@@ -48,6 +48,16 @@ def test_files_are_one_history(shell: Shell) -> None:
     assert what.startswith("Group g got m again")
 
 
+def test_each_process_may_describe_its_group(shell: Shell) -> None:
+    (shell.folder / "p.jsonl").write_text(text(GROUP, SEND))
+    (shell.folder / "c.jsonl").write_text(text(GROUP, DELIVER, DRAINED))
+    assert shell("check-history", "p.jsonl", "c.jsonl") == (0, "", "")
+    (shell.folder / "c.jsonl").write_text(text(GROUP | {"ordered": True}))
+    answer = shell("check-history", "p.jsonl", "c.jsonl")
+    assert (answer.status, answer.out) == (2, "")
+    assert "c.jsonl: line 1: group: a second one of 'g'" in answer.said
+
+
 def test_an_incomplete_last_line_is_left_out(shell: Shell) -> None:
     (shell.folder / "p.jsonl").write_text(text(GROUP, SEND) + '{"event": "deliv')
     (shell.folder / "c.jsonl").write_text(text(DELIVER, DRAINED).rstrip())

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +16,28 @@ import pytest
 
 from librmq import (
     Broker,
+    BrokerConfig,
     ConfigError,
+    ConsumeFrom,
     DeliveredMessage,
     ManualClock,
     ManualRunner,
+    Message,
     Producer,
     PullConsumer,
     PushConsumer,
     ReconsumeLater,
     StoreConfig,
+    TransactionConfig,
+    TransactionProducer,
+    TransactionState,
+    connect,
     record_history,
 )
+from librmq.protocol import EndTransaction, SendBack, SendMessage
 from librmq.testing import check_history
+from librmq.wire.remoting import RemotingServer
+from tests.programs import POSIX
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -95,3 +111,107 @@ def test_levels_and_ordered_batches_are_no_anomalies(tmp_path: Path) -> None:
             runner.advance(60_000)
     assert sum(line["event"] == "deliver" for line in lines(path)) == 8
     assert check_history(lines(path)) == []
+
+
+def test_over_tcp_the_same_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    checks = TransactionConfig(timeout_s=0.1, interval_s=0.1)
+    consumed = threading.Semaphore(0)
+    with (
+        Broker.temporary(BrokerConfig(transactions=checks)) as broker,
+        RemotingServer(broker) as server,
+        connect(server.address) as cluster,
+        record_history(cluster, path, process="shop") as route,
+    ):
+        consumer = PushConsumer(route, "billing", consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("orders", lambda message: consumed.release())
+        with (
+            TransactionProducer(route, "halves", lambda message: TransactionState.COMMIT) as halves,
+            Producer(route, "shop") as producer,
+            consumer,
+        ):
+            for number in range(3):
+                producer.send("orders", b"%d" % number)
+            for state in (TransactionState.COMMIT, TransactionState.UNKNOWN, TransactionState.ROLLBACK):
+                halves.send_in_transaction(Message("orders", b"half"), execute=lambda _, __, state=state: state)
+            for _ in range(5):
+                assert consumed.acquire(timeout=30)
+        with PullConsumer(route, "audit", consume_from=ConsumeFrom.FIRST) as audit:
+            audit.subscribe("orders")
+            messages = 0
+            while messages < 5:
+                messages += len(audit.poll(30))
+    events = lines(path)
+    kinds = Counter((event["event"], event.get("group"), event.get("outcome")) for event in events)
+    assert kinds["send", None, "ok"] == 6
+    assert kinds["end_transaction", None, "ok"] == 3
+    assert kinds["deliver", "billing", "ok"] == kinds["deliver", "audit", "ok"] == 5
+    assert {event["event"] for event in events} >= {"assign", "revoke", "commit", "group"}
+    assert check_history([*events, {"event": "drained", "group": "billing", "at_ms": 1 << 50}]) == []
+
+
+@dataclass(frozen=True)
+class KillingRoute:
+    """A route on which this process is killed, after the broker has done the first request of a type."""
+
+    route: Broker
+    request_type: type
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.route, name)
+
+    def endpoint(self, broker_name: str) -> Any:
+        return self
+
+    def call(self, request: Any) -> Any:
+        answer = self.route.call(request)
+        if isinstance(request, self.request_type):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer
+
+
+@POSIX
+@pytest.mark.parametrize(
+    ("killed_at", "unexplained"),
+    [(SendMessage, []), (EndTransaction, ["undecided"]), (SendBack, [])],
+)
+def test_a_killed_process_leaves_what_it_had_begun(tmp_path: Path, killed_at: type, unexplained: list[str]) -> None:
+    """Without these lines the next process would get messages that nobody sent, committed or got before."""
+
+    def run(process: str, route: Any, broker: Broker, *, sends: bool) -> None:
+        with record_history(route, tmp_path / process, process=process) as recorded:
+
+            def listener(message: DeliveredMessage) -> None:
+                if not message.reconsume_times:
+                    raise ReconsumeLater(delay_level=1)
+
+            consumer = PushConsumer(recorded, "billing", consume_from=ConsumeFrom.FIRST)
+            consumer.subscribe("orders", listener)
+            with consumer, TransactionProducer(recorded, "shop", lambda message: TransactionState.COMMIT) as producer:
+                if sends and killed_at is SendMessage:
+                    producer.send("orders", b"paid")
+                elif sends:
+                    producer.send_in_transaction(
+                        Message("orders", b"paid"), execute=lambda _, __: TransactionState.COMMIT
+                    )
+                broker.runner.advance(30_000)
+
+    def first() -> None:
+        with Broker.open(tmp_path / "store", runner=ManualRunner(ManualClock(1_000_000))) as broker:
+            run("first", KillingRoute(broker, killed_at), broker, sends=True)
+
+    child = os.fork()
+    if not child:
+        with suppress(BaseException):
+            first()
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with Broker.open(tmp_path / "store", runner=ManualRunner(ManualClock(2_000_000))) as broker:
+        run("second", broker, broker, sends=False)
+    crash = {"event": "crash", "process": "first", "at_ms": 1_500_000}
+    events = [*lines(tmp_path / "first"), crash, *lines(tmp_path / "second")]
+    group = {"event": "group", "group": "billing", "topics": ["orders"]}  # each of the two has described it
+    events = [event for event in events if event["event"] != "group"]
+    events += [group, {"event": "drained", "group": "billing", "at_ms": 3_000_000}]
+    assert [event["outcome"] for event in events if event["event"] == "deliver"][-1] == "ok"
+    assert [anomaly.anomaly for anomaly in check_history(events)] == unexplained
