@@ -164,8 +164,9 @@ def record_history(
     """Return a route whose producers and consumers write what they do to a new file, a line an event.
 
     What has begun is written at once, and again in its place at its end: a killed process leaves sends whose outcome is
-    unknown, and deliveries without an end. Pass it to clients in place of ``route``, a `Broker` or what `librmq.connect` returns. `check_history` and
-    ``librmq check-history`` judge the files of all processes together. Bodies are not in it.
+    unknown, and deliveries without an end. Pass the route to clients in place of ``route``, a `Broker` or what
+    `librmq.connect` returns. `check_history` and ``librmq check-history`` judge the files of all processes together.
+    Bodies are not in them.
 
     Args:
         route: The brokers.

@@ -135,9 +135,7 @@ class Recorder:
         if topic.startswith(RETRY_PREFIX):  # sent back by a consumer
             return call(request)
         sends = [
-            self._begin_send(process, message, begin_ms)
-            for message in messages
-            if DELETE_KEY not in message.properties
+            self._begin_send(process, message, begin_ms) for message in messages if DELETE_KEY not in message.properties
         ]
         outcome, response = "unknown", None
         try:
