@@ -35,12 +35,14 @@ class ProcessQueue:
     Mirrors ``ProcessQueue``.
     """
 
-    __slots__ = ("_begun", "_bounds", "_largest", "_waiting", "queue", "size")
+    __slots__ = ("_begun", "_bounds", "_largest", "_waiting", "lined_up", "queue", "size")
 
     def __init__(self, queue: MessageQueue) -> None:
         self.queue = queue
         self.size = 0
         """Total size of the stored bodies."""
+        self.lined_up = 0
+        """The number of messages that were taken and wait for a listener, so they count as waiting."""
         self._waiting: deque[StoredMessage] = deque()
         self._begun: dict[int, DeliveredMessage] = {}
         self._bounds: deque[tuple[int, tuple[int, int]]] = deque()  # of each pull: last offset, (min, max) of its queue
@@ -52,12 +54,12 @@ class ProcessQueue:
     @property
     def waiting(self) -> int:
         """The number of messages that have not begun."""
-        return len(self._waiting)
+        return len(self._waiting) + self.lined_up
 
     @property
     def begun(self) -> int:
         """The number of messages that have begun."""
-        return len(self._begun)
+        return len(self._begun) - self.lined_up
 
     @property
     def span(self) -> int:
@@ -170,6 +172,13 @@ class ProcessQueue:
             return message
         return None
 
+    def first_started(self) -> DeliveredMessage | None:
+        """Return the first message that a concurrent listener has."""
+        for message in self._begun.values():
+            if message.consume_start_timestamp_ms is not None:
+                return message
+        return None
+
     def peek(self) -> StoredMessage | None:
         """Return the next message to begin."""
         return self._waiting[0] if self._waiting else None
@@ -179,7 +188,7 @@ class ProcessQueue:
         self._waiting.clear()
         self._begun.clear()
         self._bounds.clear()
-        self.size = 0
+        self.size = self.lined_up = 0
         self._largest = -1
 
     def _check(self) -> None:
@@ -189,6 +198,7 @@ class ProcessQueue:
         assert not offsets or offsets[-1] <= self._largest
         assert self.size == sum(map(_body_size, [*self._begun.values(), *self._waiting]))
         assert all(key == message.queue_offset for key, message in self._begun.items())
+        assert 0 <= self.lined_up <= len(self._begun)
 
 
 class AssignedQueue:

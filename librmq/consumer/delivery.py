@@ -4,7 +4,8 @@ Delivery has three steps: begin (claim messages, under the lock), run the listen
 (under the lock). Other turns, such as a rebalance, can come between the steps.
 
 Concurrent listeners run in parallel, in any order. ``threads`` is the number of running listeners: when one ends, the
-next begins without waiting for the others. Mirrors ``ConsumeMessageConcurrentlyService``.
+next begins without waiting for the others. Which messages begin next is for `Backlog` to say. Mirrors
+``ConsumeMessageConcurrentlyService``.
 """
 
 from __future__ import annotations
@@ -102,6 +103,9 @@ class Delivery:
         """
         return False
 
+    def line_up(self) -> None:
+        """Arrange the messages that wait by the present listeners and settings."""
+
     def blocked(self) -> list[BlockedQueue]:
         """Return the queues that rest because their first message keeps failing."""
         return []
@@ -121,14 +125,15 @@ class Delivery:
 
     def submit(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
         """Submit a call of the listener; `apply_result` gets its result or exception."""
-        consumer = self.consumer
-        topic = messages[0].topic if assigned.is_retry else assigned.queue.topic
-        listener = consumer.listeners.listener_for(topic, messages[0])
-        if listener is None:  # this instance does not subscribe to the topic of the redelivery
-            listener = _missing_listener(topic)
+        listener = self.listener_for(assigned, messages[0])
         self.running += 1
         self.counts.delivered += len(messages)
         self.runner.submit(_Call(self, listener, assigned, messages))
+
+    def listener_for(self, assigned: AssignedQueue, message: DeliveredMessage) -> Listener:
+        """Return the listener of a message; it fails if this instance does not subscribe to a redelivery's topic."""
+        topic = message.topic if assigned.is_retry else assigned.queue.topic
+        return self.consumer.listeners.listener_for(topic, message) or _missing_listener(topic)
 
     def call_ended(self) -> None:
         """Note that a listener has ended."""
@@ -294,13 +299,75 @@ MAX_EXPIRED: Final = 16
 class _Pulled:
     """Messages of one pull that wait for a listener; a batch never mixes pulls."""
 
-    __slots__ = ("assigned", "count", "messages")
+    __slots__ = ("assigned", "count", "messages", "weight")
 
     def __init__(self, assigned: AssignedQueue, count: int, messages: list[DeliveredMessage] | None = None) -> None:
         self.assigned = assigned
         self.count = count
         self.messages = messages
-        """Messages that began before and begin again, in place of pulled ones."""
+        """A batch that was taken from its queue and is lined up, in place of messages that wait in the queue."""
+        self.weight = 1
+        """Its lane in the backlog."""
+
+
+_COST: Final = 1 << 40
+"""What a message of weight 1 costs, in units of virtual time."""
+
+
+class Backlog:
+    """What waits for a thread: in the order of the pulls within a weight, and by share between weights.
+
+    Start-time fair queueing: each weight has the virtual time at which its next message starts, which moves by 1/weight
+    with each message; the earliest begins. A weight that had nothing to wait for starts at the present virtual time, so
+    its first message begins next, and it can't save up its share. While two weights wait, the numbers of their
+    messages that have begun, each divided by its weight, differ by at most the sum of one batch of each. O(weights) a
+    message.
+    """
+
+    __slots__ = ("_now", "_starts", "lanes")
+
+    def __init__(self) -> None:
+        self.lanes: dict[int, deque[_Pulled]] = {}
+        """By weight; without empty ones."""
+        self._starts: dict[int, int] = {}
+        self._now = 0
+
+    def append(self, pulled: _Pulled, weight: int, *, is_first: bool = False) -> None:
+        """Add messages to the end of their lane, or to its beginning."""
+        pulled.weight = weight
+        lane = self.lanes.get(weight)
+        if lane is None:
+            lane = self.lanes[weight] = deque()
+            self._starts[weight] = max(self._starts.get(weight, 0), self._now)
+        if is_first:
+            lane.appendleft(pulled)
+        else:
+            lane.append(pulled)
+
+    def first(self) -> _Pulled:
+        """Return what begins next; of equal starts the larger weight's."""
+        lanes = self.lanes
+        if len(lanes) == 1:
+            return next(iter(lanes.values()))[0]
+        return lanes[min(lanes, key=lambda weight: (self._starts[weight], -weight))][0]
+
+    def remove(self, pulled: _Pulled) -> None:
+        """Remove what begins next."""
+        lane = self.lanes[pulled.weight]
+        lane.popleft()
+        if not lane:
+            del self.lanes[pulled.weight]
+
+    def charge(self, weight: int, count: int) -> None:
+        """Count messages that begin."""
+        self._now = self._starts[weight]
+        self._starts[weight] += count * _COST // weight
+
+    def take_all(self) -> list[_Pulled]:
+        """Remove and return everything."""
+        contents = [pulled for weight in sorted(self.lanes, reverse=True) for pulled in self.lanes[weight]]
+        self.lanes.clear()
+        return contents
 
 
 class ConcurrentDelivery(Delivery):
@@ -308,7 +375,7 @@ class ConcurrentDelivery(Delivery):
 
     def __init__(self, consumer: PushInstance) -> None:
         super().__init__(consumer)
-        self._pulled: deque[_Pulled] = deque()
+        self._backlog = Backlog()
         self._postponed: deque[tuple[int, _Pulled]] = deque()
         self._resting: list[_Pulled] = []
         self._timeout_ms = max(1, round(self.config.consume_timeout * 1000))
@@ -321,12 +388,46 @@ class ConcurrentDelivery(Delivery):
 
     def pulled(self, assigned: AssignedQueue, count: int, now_ms: int) -> None:
         """Begin messages that were added to a queue, as far as threads are free."""
-        self._pulled.append(_Pulled(assigned, count))
+        self._enqueue(_Pulled(assigned, count))
         self._begin_waiting(now_ms)
+
+    def _enqueue(self, pulled: _Pulled, *, is_first: bool = False) -> None:
+        """Add messages to the backlog: by listener if these have weights."""
+        if not self.consumer.listeners.are_weighted:
+            self._backlog.append(pulled, 1, is_first=is_first)
+            return
+        self._take(pulled)
+        by_listener: dict[int, tuple[Listener, list[DeliveredMessage]]] = {}
+        for message in pulled.messages or ():
+            listener = self.listener_for(pulled.assigned, message)
+            by_listener.setdefault(id(listener), (listener, []))[1].append(message)
+        batches = [
+            (batch, listener.weight or 1)
+            for listener, messages in by_listener.values()
+            for batch in _batches(pulled.assigned, messages, self.config.batch_size if listener.as_list else 1)
+        ]
+        for batch, weight in reversed(batches) if is_first else batches:
+            self._backlog.append(batch, weight, is_first=is_first)
+
+    def _take(self, pulled: _Pulled) -> None:
+        """Take the messages from their queue, so that they can overtake others."""
+        if pulled.messages is None:
+            pulled.messages = pulled.assigned.messages.take(pulled.count)
+            pulled.assigned.messages.lined_up += len(pulled.messages)
+
+    def line_up(self) -> None:
+        """Arrange the messages that wait by the present listeners and settings."""
+        backlog = self._backlog.take_all()
+        if self.consumer.listeners.are_weighted:
+            for pulled in self._resting:
+                self._take(pulled)
+        for pulled in backlog:
+            if not pulled.assigned.released:
+                self._enqueue(pulled)
 
     def try_begin(self, assigned: AssignedQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int) -> bool:
         """Add and begin a message if nothing precedes it: the fast path of a consumer that keeps up."""
-        if self._pulled or self.running >= self.config.threads or self.consumer.stopping:
+        if self._backlog.lanes or self.running >= self.config.threads or self.consumer.stopping:
             return False
         if self.rests.is_probing or assigned.queue in self.rests:
             return False
@@ -339,30 +440,33 @@ class ConcurrentDelivery(Delivery):
         return True
 
     def _begin_waiting(self, now_ms: int) -> None:
-        pulled, limit = self._pulled, 1 if self.rests.is_probing else self.config.threads
+        backlog, limit = self._backlog, 1 if self.rests.is_probing else self.config.threads
         if self.consumer.stopping:
-            pulled.clear()
+            backlog.lanes.clear()
             return
-        while pulled and self.running < limit and not self.rests.is_whole:
-            first = pulled[0]
+        while backlog.lanes and self.running < limit and not self.rests.is_whole:
+            first = backlog.first()
             assigned = first.assigned
             if assigned.released:
-                pulled.popleft()
+                backlog.remove(first)
                 continue
             if assigned.queue in self.rests:
-                self._resting.append(pulled.popleft())
+                backlog.remove(first)
+                self._resting.append(first)
                 continue
             if first.messages is not None:
                 messages = first.messages
-                pulled.popleft()
+                assigned.messages.lined_up -= len(messages)
+                backlog.remove(first)
             else:
                 count, batch = first.count, self.batch_size(assigned)
                 messages = assigned.messages.take(count if count < batch else batch)
                 first.count = count = count - len(messages)
                 if count <= 0 or not messages:
-                    pulled.popleft()
+                    backlog.remove(first)
                 if not messages:
                     continue
+            backlog.charge(first.weight, len(messages))
             for message in messages:
                 message.consume_start_timestamp_ms = now_ms
             self.submit(assigned, messages)
@@ -392,7 +496,7 @@ class ConcurrentDelivery(Delivery):
                 self.rests.succeeded()
             if messages:
                 self._apply(assigned, messages, consumed, error)
-        if self._pulled:
+        if self._backlog.lanes:
             self._begin_waiting(self.runner.now_ms())
 
     def _rest(self, assigned: AssignedQueue, messages: list[DeliveredMessage], error: DownstreamDown) -> None:
@@ -400,11 +504,13 @@ class ConcurrentDelivery(Delivery):
         self.count_messages(assigned, len(messages), "downstream")
         for message in messages:
             message.consume_start_timestamp_ms = None  # a rest is not time in a listener
-        self._pulled.appendleft(_Pulled(assigned, len(messages), messages))
+        assigned.messages.lined_up += len(messages)
+        self._enqueue(_Pulled(assigned, len(messages), messages), is_first=True)
         self.rests.begin(error, assigned.queue)
 
     def _resumed(self, now_ms: int) -> None:
-        self._pulled.extendleft(reversed(self._resting))
+        for pulled in reversed(self._resting):
+            self._enqueue(pulled, is_first=True)
         self._resting.clear()
         self._begin_waiting(now_ms)
 
@@ -436,16 +542,16 @@ class ConcurrentDelivery(Delivery):
     def _postpone(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
         for message in messages:
             message.count_failure()
+            message.consume_start_timestamp_ms = None  # it is not in a listener
         due_ms = self.runner.now_ms() + REDELIVERY_MS
-        batch = self.batch_size(assigned)
-        for start in range(0, len(messages), batch):
-            part = messages[start : start + batch]
-            self._postponed.append((due_ms, _Pulled(assigned, len(part), part)))
+        assigned.messages.lined_up += len(messages)
+        for batch in _batches(assigned, messages, self.batch_size(assigned)):
+            self._postponed.append((due_ms, batch))
         self.runner.wake(self._redelivery, self._postponed[0][0])
 
     def _deliver_postponed(self, now_ms: int) -> int | None:
         while self._postponed and self._postponed[0][0] <= now_ms:
-            self._pulled.append(self._postponed.popleft()[1])
+            self._enqueue(self._postponed.popleft()[1])
         self._begin_waiting(now_ms)
         return self._postponed[0][0] if self._postponed else None
 
@@ -457,7 +563,7 @@ class ConcurrentDelivery(Delivery):
             return None
         for assigned in list(self.consumer.assigned.values()):
             for _ in range(MAX_EXPIRED):
-                first = assigned.messages.first_begun()
+                first = assigned.messages.first_started()
                 started_ms = None if first is None else first.consume_start_timestamp_ms
                 if first is None or assigned.released or started_ms is None or now_ms - started_ms <= self._timeout_ms:
                     break
@@ -483,3 +589,8 @@ class ConcurrentDelivery(Delivery):
         if any(assigned.messages.begun for assigned in self.consumer.assigned.values()):
             return next_from_first(now_ms, self.started_ms, self._timeout_ms)
         return None
+
+
+def _batches(assigned: AssignedQueue, messages: list[DeliveredMessage], size: int) -> list[_Pulled]:
+    parts = (messages[start : start + size] for start in range(0, len(messages), size))
+    return [_Pulled(assigned, len(part), part) for part in parts]

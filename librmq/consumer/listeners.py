@@ -131,13 +131,44 @@ class Listener:
     as_list: bool
     must_return: bool
     is_async: bool
+    weight: int | None = None
+    """Share of the calls while messages wait for a thread; None, which counts as 1, if the subscription names none."""
+    is_sql: bool = False
+    """Whether its messages are selected by an SQL92 expression."""
+
+
+MAX_WEIGHT: Final = 1000
+
+
+def check_weight(topic: str, weight: object, orderly: bool) -> None:
+    """Refuse a weight that a subscription can't have.
+
+    Raises:
+        ConfigError: It is out of range, or the consumer is orderly.
+    """
+    if weight is None:
+        return
+    if type(weight) is not int or not 1 <= weight <= MAX_WEIGHT:
+        raise ConfigError(
+            f"topic {topic!r}: weight: expected a whole number from 1 to {MAX_WEIGHT}, found {weight!r:.80}"
+        )
+    if orderly:
+        raise ConfigError(
+            f"topic {topic!r}: weight: an orderly consumer delivers each queue in its order, so no message can "
+            "overtake another: leave weight out, or send important messages to a topic of their own"
+        )
 
 
 class Listeners:
-    """The listeners of one consumer. A topic has one for all its messages, or several for disjoint tags."""
+    """The listeners of one consumer. A topic has one for all its messages, or several for disjoint tags.
+
+    With weights one of several can get the rest of the topic.
+    """
 
     def __init__(self) -> None:
-        self._by_topic: dict[str, dict[str | None, Listener]] = {}  # by tag; None: all messages of the topic
+        self._by_topic: dict[str, dict[str | None, Listener]] = {}  # by tag; None: all other messages of the topic
+        self.are_weighted = False
+        """Whether they have different weights."""
 
     def __contains__(self, topic: object) -> bool:
         return topic in self._by_topic
@@ -151,32 +182,45 @@ class Listeners:
         return any(listener.is_async for by_tag in self._by_topic.values() for listener in by_tag.values())
 
     def register(self, topic: str, tags: frozenset[str], listener: Listener) -> frozenset[str]:
-        """Add a listener for some tags of a topic, or for all of it; return all tags with a listener of the topic.
+        """Add a listener for some tags of a topic, or for all of it or its rest.
+
+        Return all tags with a listener of the topic; none if one listener gets the rest.
 
         Raises:
             ConfigError: A message could go to this listener and another one.
         """
         present = self._by_topic.get(topic, {})
         new_tags: set[str | None] = set(tags) or {None}
-        if present and (None in present or None in new_tags or not new_tags.isdisjoint(present)):
+        others = [*present.values(), listener] if present else []
+        shares_rest = any(other.weight for other in others) and not any(other.is_sql for other in others)
+        has_rest = None in present or None in new_tags
+        if present and (not new_tags.isdisjoint(present) or (has_rest and not shares_rest)):
             shared = sorted(tag for tag in new_tags & present.keys() if tag is not None)
             what = f"tag {shared[0]!r} of topic {topic!r}" if shared else f"topic {topic!r}"
             raise ConfigError(
                 f"{what} has a listener already: unsubscribe({topic!r}) first, or give each listener its own tags"
             )
         self._by_topic[topic] = {**present, **dict.fromkeys(new_tags, listener)}
-        return frozenset(tag for tag in self._by_topic[topic] if tag is not None)
+        self._compare_weights()
+        tags_with_listener = frozenset(tag for tag in self._by_topic[topic] if tag is not None)
+        return frozenset() if None in self._by_topic[topic] else tags_with_listener
 
     def unregister(self, topic: str) -> None:
         """Drop all listeners of a topic."""
         self._by_topic.pop(topic, None)
+        self._compare_weights()
+
+    def _compare_weights(self) -> None:
+        weights = {listener.weight or 1 for by_tag in self._by_topic.values() for listener in by_tag.values()}
+        self.are_weighted = len(weights) > 1
 
     def listener_for(self, topic: str, message: DeliveredMessage) -> Listener | None:
         """Return the listener of a message; None where the topic, or the message's tag, has none."""
         by_tag = self._by_topic.get(topic)
         if by_tag is None:
             return None
-        return by_tag.get(None) or by_tag.get(message.tags)
+        rest = by_tag.get(None)
+        return rest if rest is not None and len(by_tag) == 1 else by_tag.get(message.tags, rest)
 
     def share_batches(self, topic: str, is_retry: bool) -> bool:
         """Return whether one listener gets all messages of a queue, so that they can share a batch."""

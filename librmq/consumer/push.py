@@ -33,6 +33,7 @@ from librmq.consumer.listeners import (
     Listener,
     Listeners,
     MessageListener,
+    check_weight,
     is_coroutine_function,
     refuse_generator,
     with_predicate,
@@ -323,6 +324,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         predicate: Callable[[DeliveredMessage], object] | None = None,
         batch: bool | None = None,
         must_return: bool = False,
+        weight: int | None = None,
     ) -> Callable[[F], F]: ...
 
     @overload
@@ -336,6 +338,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         predicate: Callable[[DeliveredMessage], object] | None = None,
         batch: bool | None = None,
         must_return: bool = False,
+        weight: int | None = None,
     ) -> F: ...
 
     def subscribe(
@@ -348,11 +351,12 @@ class PushConsumer(Consumer[ConsumerConfig]):
         predicate: Callable[[DeliveredMessage], object] | None = None,
         batch: bool | None = None,
         must_return: bool = False,
+        weight: int | None = None,
     ) -> F | Callable[[F], F]:
         """Call ``listener``, or the decorated function, with messages of a topic.
 
-        A topic has one listener for all its messages, or several with different tags. When a listener returns, its
-        messages are consumed; an exception is a failure.
+        A topic has one listener for all its messages, or several with different tags; the group's subscription is
+        their union. When a listener returns, its messages are consumed; an exception is a failure.
 
         Args:
             topic: The topic; it can be created later.
@@ -363,17 +367,28 @@ class PushConsumer(Consumer[ConsumerConfig]):
             batch: Pass a list of up to ``batch_size`` messages; the default if ``batch_size`` is more than one. Such a
                 listener can return the index of the last consumed message.
             must_return: Nothing counts as consumed unless the listener returns True, or such an index.
+            weight: Share of this listener's messages, 1 to 1,000, among those that begin while others wait in this
+                consumer; None counts as 1. Beside listeners with tags, one without gets the rest of the topic if one of
+                them has a weight.
 
         Raises:
             ConfigError: Both ``tags`` and ``sql`` are given, a message could match both this listener and another one,
-                or the listener is a generator.
+                the listener is a generator, or an orderly consumer gets a weight.
             FilterSyntaxError: The expression does not compile.
         """
         if batch is False and self.config.batch_size > 1:
             raise ConfigError(f"topic {topic!r}: batch=False passes single messages, so batch_size must be 1")
+        check_weight(topic, weight, self.config.orderly)
         subscription, tag_filter = self._subscription(topic, tags, sql)
         as_list = self.config.batch_size > 1 if batch is None else batch
-        options = {"tags": tags, "sql": sql, "predicate": predicate, "batch": batch, "must_return": must_return}
+        options = {
+            "tags": tags,
+            "sql": sql,
+            "predicate": predicate,
+            "batch": batch,
+            "must_return": must_return,
+            "weight": weight,
+        }
 
         def register(function: F) -> F:
             if not callable(function):
@@ -386,13 +401,15 @@ class PushConsumer(Consumer[ConsumerConfig]):
                 self.predicates.append((topic, watched))
             listener_tags = tag_filter.tags if tag_filter is not None else frozenset[str]()
             with self.runner.lock:
-                wrapped = Listener(called, as_list, must_return, is_coroutine_function(function))
+                is_async = is_coroutine_function(function)
+                wrapped = Listener(called, as_list, must_return, is_async, weight, sql is not None)
                 all_tags = self.listeners.register(topic, listener_tags, wrapped)
                 if all_tags == listener_tags:
                     self._set_subscription(subscription, tag_filter)
                 else:  # tags of other listeners of the topic too
                     self._set_subscription(*self._subscription(topic, " || ".join(sorted(all_tags)), None))
                 self._subscribed.append((topic, function, options))
+                self.delivery.line_up()
             return function
 
         return register if listener is None else register(listener)
@@ -409,6 +426,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             self.listeners.unregister(topic)
             self._subscribed = [entry for entry in self._subscribed if entry[0] != topic]
             self.filters.pop(topic, None)
+            self.delivery.line_up()
             if self.is_running:
                 self.client.beat()
                 self.rebalancing.wake()
