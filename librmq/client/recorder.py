@@ -78,6 +78,10 @@ class EventSink(Protocol):
         """Take the deliveries of messages that are handed out together."""
         ...
 
+    def cancels(self, name: str) -> None:
+        """Note that a message was taken back before its delivery time, so that it may come or not."""
+        ...
+
 
 class Recorder:
     """Turns requests of clients, and what consumers tell, into events. Thread-safe if its sink is."""
@@ -160,6 +164,9 @@ class Recorder:
                     self._sink.begins(event)
                 if "id" in event:
                     self._sink.ends(event)
+            for message in messages:
+                if outcome != "failed" and DELETE_KEY in message.properties:
+                    self._sink.cancels(message.properties[DELETE_KEY].rpartition("+")[2])
         return response
 
     def _begin_send(self, process: str, message: Message, begin_ms: int) -> tuple[Event, bool]:
@@ -355,6 +362,11 @@ class Recorder:
             if event["process"] in processes:
                 del self._running[key]
                 self._end(event, "died")
+
+    def broker_crashed(self, broker_name: str) -> None:
+        """Record that a broker has crashed; the progress that it has later need not be the last recorded one."""
+        self.add("crash", broker=broker_name, at_ms=self.now_ms())
+        self._committed = {place: progress for place, progress in self._committed.items() if place[2] != broker_name}
 
     # ---- groups
 

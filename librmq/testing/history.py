@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from librmq.client.recorder import Event
+from librmq.broker import Broker
+from librmq.client.recorder import Event, id_of
 from librmq.message.message import Message, StoredMessage
 from librmq.message.printable import printable
+from librmq.message.properties import PROPERTY_WAIT
 from librmq.runtime.runner import Work
+from librmq.store import MessageStore
 
 _SHOWN_BYTES = 40
 _FIRST_LINES, _LAST_LINES = 50, 150
@@ -119,6 +123,7 @@ class History:
     """Returns place and messages of a call, as a line shows them."""
     _notes: list[tuple[int, str, str | Callable[[], str]]] = field(default_factory=list)
     _open: dict[int, Call] = field(default_factory=dict)
+    _promotions: Counter[str] = field(default_factory=Counter)
     _beginning: Work | None = None
 
     def note(self, now_ms: int, actor: str, what: str | Callable[[], str]) -> None:
@@ -145,6 +150,28 @@ class History:
             if self._beginning is not None:
                 self._open[id(self._beginning)] = call
             self._notes.append((events[0]["begin_ms"] - self.begin_ms, call.actor, lambda: f"gets {self.about(call)}"))
+
+    def cancels(self, name: str) -> None:
+        """Note that a message was taken back, so that nothing is promised for it any more."""
+        _withdraw(event for event in self.events if event["event"] == "send" and event["id"] == name)
+
+    def promoted(self, broker: Broker, master: MessageStore) -> None:
+        """Note that a copy has become a broker that lacks the last records of the store of its master.
+
+        An acknowledgement covers that if the send has waited for the copy; any other message may be stored or not. What
+        was read of those records was in queues that the broker does not have: in the history they are another broker's.
+        """
+        self._promotions[broker.name] += 1
+        retired_name = f"{broker.name}~{self._promotions[broker.name]}"
+        missing = [message for message in master if message.physical_offset >= broker.store.log.end]
+        is_sync = broker.config.replication == "sync"
+        ids = {id_of(message) for message in missing if not is_sync or message.properties.get(PROPERTY_WAIT) == "false"}
+        _withdraw(event for event in self.events if event["event"] in ("send", "end_transaction") and event["id"] in ids)
+        for event in self.events:
+            if event.get("broker") == broker.name and "queue_offset" in event and event["event"] != "send":
+                queue = event.get("stored_in", event["topic"]), event["queue_id"]
+                if event["queue_offset"] - (event["event"] == "commit") >= broker.store.queue_range(*queue)[1]:
+                    event["broker"] = retired_name
 
     def listener_begins(self, work: Work) -> None:
         """Note that user code begins, whose deliveries come next."""
@@ -179,7 +206,7 @@ class History:
                     end_ms,
                     call.outcome or _OUTCOMES[event.get("outcome")],
                     call.error,
-                    event["broker"],
+                    call.about[number][0],
                 )
 
     def has_delivered(self, group: str, topic: str) -> bool:
@@ -209,6 +236,15 @@ class History:
         if (left_out := len(lines) - _FIRST_LINES - _LAST_LINES) > 1:
             lines[_FIRST_LINES:-_LAST_LINES] = [f"             … {left_out:,} more"]
         return "\n".join(lines)
+
+
+def _withdraw(events: Iterable[Event]) -> None:
+    """Let events count as such that happened or not."""
+    for event in events:
+        if event["outcome"] == "ok":
+            event["outcome"] = "unknown"
+            for name in ("broker", "queue_id", "queue_offset"):
+                event.pop(name, None)
 
 
 def show(message: Message | StoredMessage) -> str:

@@ -362,7 +362,7 @@ class Kit:
         broker = self.broker if name is None else self.network.named(name)
         label = broker.name if self.network.is_cluster else "the broker"
         self.note("fault", f"{label} dies")
-        self.recorder.add("crash", broker=broker.name, at_ms=self.clock.now_ms())
+        self.recorder.broker_crashed(broker.name)
         broker.abandon()
 
         def open_again() -> None:

@@ -16,6 +16,7 @@ from librmq.files.interface import Files
 from librmq.message.message import StoredMessage
 from librmq.protocol import Endpoint, LogBytes, Request
 from librmq.testing.evidence import KitObserver
+from librmq.testing.history import History
 from librmq.testing.kit_runner import KitRunner
 from librmq.testing.network import Network
 from librmq.testing.process_table import ProcessStateError
@@ -71,6 +72,8 @@ class _Host(Protocol):
     observer: KitObserver
 
     def note(self, actor: str, what: str) -> None: ...
+
+    def history(self) -> History: ...
 
 
 class _MasterLink:
@@ -176,9 +179,12 @@ class KitReplica:
             state = "the replica is down" if self.dead else f"{self.master_name} runs"
             raise ProcessStateError(f"{self.name} cannot be promoted, because {state}: crash only the master")
         self._kit.note("fault", f"{self.name} takes the place of {self.master_name}")
+        master = network.store(self.master_name)
         self._kit.observer.keep_messages()
         self.replica.promote()
-        return network.replace(self.master_name, self)
+        promoted = network.replace(self.master_name, self)
+        self._kit.history().promoted(promoted, master)
+        return promoted
 
 
 def open_replica(

@@ -117,6 +117,36 @@ def test_a_promoted_replica_takes_its_masters_place(rmq: Kit) -> None:
     assert len(rmq.messages("orders")) == 60
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_promotion_excuses_what_the_copy_never_had(rmq: Kit, dies: bool) -> None:
+    """A consumer that has read those messages and lives on skips what the copy stores in their places."""
+    rmq.broker.create_topic("orders", 1)
+    replica = rmq.replica()
+    start(rmq)
+    send(rmq, b"copied")
+    rmq.advance(seconds=10)
+    rmq.faults.cut("broker-a", replica.name)
+    send(rmq, b"read")
+    rmq.advance(seconds=6)
+    rmq.producer("shop").send("orders", b"delayed", delay_level=3)
+    rmq.crash_broker(down=MINUTE)
+    replica.promote()
+    if dies:
+        rmq.crash(next(process for process in rmq.processes if process.name == "billing"))
+    else:
+        rmq.expect("progress-ahead")
+    rmq.faults.heal("broker-a", replica.name)
+    send(rmq, b"in its place")
+    rmq.advance(minutes=2)
+    send(rmq, b"behind it")
+    rmq.run_until_idle()
+    assert bodies(rmq) == [b"copied", b"read", *[b"in its place"] * dies, b"behind it"]
+    events = rmq.events()
+    assert [event["outcome"] for event in events if event["event"] == "send"] == ["ok", "unknown", "unknown", "ok", "ok"]
+    assert {event["broker"] for event in events if event["event"] == "deliver"} == {"broker-a", "broker-a~1"}
+    assert [event["event"] for event in events][-1] == "drained"
+
+
 def test_a_lost_site_takes_its_replica_with_it(rmq: Kit) -> None:
     rmq.cluster(brokers=1, sites=["hz", "sh"]).create_topic("orders", 1)
     replica = rmq.replica("hz-broker-a", site="sh")

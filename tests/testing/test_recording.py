@@ -17,8 +17,10 @@ from librmq import (
     SimpleConsumer,
     TransactionState,
 )
+from librmq.broker import BrokerConfig
 from librmq.client import TransactionProducer
 from librmq.client.recorder import Event
+from librmq.scheduling.timer_config import TimerConfig, delete_key
 from librmq.testing import HistoryAnomalyError, Kit, explore
 
 
@@ -101,6 +103,20 @@ def test_transactions(rmq: Kit) -> None:
     assert [event["half"] for event in events(rmq, "send")] == [True, True]
     assert [event["decision"] for event in events(rmq, "end_transaction", outcome="ok")] == ["rollback", "commit"]
     rmq.messages("orders")
+
+
+@pytest.mark.rmq(broker_config=BrokerConfig(timers=TimerConfig()))
+def test_a_cancelled_message_is_not_promised(rmq: Kit) -> None:
+    rmq.consumer("billing").subscribe("orders")(lambda message: None)
+    at = {"TIMER_DELIVER_MS": str(rmq.clock.now_ms() + 90_000)}
+    sent = rmq.producer().send("orders", b"x", properties=at)
+    rmq.producer().send("orders", b"y", properties=at)
+    cancels = {"TIMER_DEL_UNIQKEY": delete_key("orders", sent.message_id)}
+    rmq.producer().send("orders", b"-", properties=at | cancels)
+    rmq.advance(minutes=3)
+    assert [attempt.body for attempt in rmq.delivered("billing")] == [b"y"]
+    assert [event["outcome"] for event in events(rmq, "send")] == ["unknown", "ok"]
+    assert len(events(rmq, "drained")) == 1
 
 
 def test_polls_and_receives(rmq: Kit) -> None:
