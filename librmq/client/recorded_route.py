@@ -28,32 +28,20 @@ _PAGE: Final = 4096
 
 
 class RecordedRoute:
-    """A route whose clients write a history. Made by `record_history`; a context manager. Thread-safe."""
+    """A route whose clients' requests and deliveries go to a recorder. Thread-safe if its sink is."""
 
-    def __init__(self, route: Route, path: str | os.PathLike[str], process: str, max_bytes: int) -> None:
+    def __init__(self, route: Route, recorder: Recorder, process: str) -> None:
+        """``process`` is the name of the clients' process in the history."""
         self.runner = route.runner
-        self.path: str = os.fspath(path)
-        """The file."""
-        self.recorder = Recorder(self.runner.now_ms, self)
-        if isinstance(store := getattr(route, "store", None), MessageStore):
-            self.recorder.levels = store.levels
+        self.recorder = recorder
         self._route = route
         self._process = process
-        self._max_bytes = max_bytes
-        self._size = 0
-        self._lock = Lock()
-        self._open: dict[int, tuple[Event, int, int]] = {}  # by identity, with place and size in the file
-        try:
-            self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 (closed by `close`)
-        except FileExistsError as error:
-            raise ConfigError(f"path: {self.path!r} exists: each run writes a history of its own") from error
+        self._endpoints: dict[str, _RecordedEndpoint] = {}
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (what else the route offers)
         if name == "_route":  # of a handle that was not made
             raise AttributeError(name)
         return getattr(self._route, name)
-
-    # ---- Route
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the brokers that have a topic."""
@@ -65,7 +53,13 @@ class RecordedRoute:
 
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return a broker, whose requests are recorded."""
-        return _RecordedEndpoint(self.recorder, self._process, broker_name, self._route.endpoint(broker_name))
+        behind = self._route.endpoint(broker_name)
+        endpoint = self._endpoints.get(broker_name)
+        if endpoint is None or endpoint.behind is not behind:  # a new endpoint shows clients that it was reopened
+            endpoint = self._endpoints[broker_name] = _RecordedEndpoint(
+                self.recorder, self._process, broker_name, behind
+            )
+        return endpoint
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` when brokers, topics or queues change."""
@@ -75,7 +69,24 @@ class RecordedRoute:
         """Record a consumer that was made on this route."""
         consumer.recorder = self.recorder.consumer(self._process, consumer)
 
-    # ---- the file
+
+class HistoryFile(RecordedRoute):
+    """A route whose clients write a history. Made by `record_history`; a context manager. Thread-safe."""
+
+    def __init__(self, route: Route, path: str | os.PathLike[str], process: str, max_bytes: int) -> None:
+        super().__init__(route, Recorder(route.runner.now_ms, self), process)
+        self.path: str = os.fspath(path)
+        """The file."""
+        if isinstance(store := getattr(route, "store", None), MessageStore):
+            self.recorder.levels = store.levels
+        self._max_bytes = max_bytes
+        self._size = 0
+        self._lock = Lock()
+        self._open: dict[int, tuple[Event, int, int]] = {}  # by identity, with place and size in the file
+        try:
+            self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 (closed by `close`)
+        except FileExistsError as error:
+            raise ConfigError(f"path: {self.path!r} exists: each run writes a history of its own") from error
 
     def begins(self, event: Event) -> None:
         """Write an event, unless the file is full; one that can end, with room for its end."""
@@ -150,20 +161,20 @@ def _line(event: Event) -> bytes:
 class _RecordedEndpoint:
     """A broker whose requests are recorded."""
 
-    def __init__(self, recorder: Recorder, process: str, broker_name: str, endpoint: Endpoint) -> None:
+    def __init__(self, recorder: Recorder, process: str, broker_name: str, behind: Endpoint) -> None:
+        self.behind = behind
         self._recorder = recorder
         self._process = process
         self._broker_name = broker_name
-        self._endpoint = endpoint
 
     def call(self, request: Request[R], /) -> R:
         """Pass a request on, and record it."""
-        return self._recorder.call(self._process, self._broker_name, request, self._endpoint.call)
+        return self._recorder.call(self._process, self._broker_name, request, self.behind.call)
 
 
 def record_history(
     route: Route, path: str | os.PathLike[str], *, process: str | None = None, max_bytes: int = _MAX_BYTES
-) -> RecordedRoute:
+) -> HistoryFile:
     """Return a route whose producers and consumers write what they do to a new file, a line an event.
 
     What has begun is written at once, and again in its place at its end: a killed process leaves sends whose outcome is
@@ -183,4 +194,4 @@ def record_history(
     check_path("path", path, "the path of a new file")
     if type(max_bytes) is not int or max_bytes < 1:
         raise ConfigError(f"max_bytes: expected a whole number of at least 1, found {max_bytes!r:.80}")
-    return RecordedRoute(route, path, process or f"{socket.gethostname()}:{os.getpid()}", max_bytes)
+    return HistoryFile(route, path, process or f"{socket.gethostname()}:{os.getpid()}", max_bytes)

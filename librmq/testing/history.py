@@ -166,11 +166,12 @@ class History:
         missing = [message for message in master if message.physical_offset >= broker.store.log.end]
         is_sync = broker.config.replication == "sync"
         ids = {id_of(message) for message in missing if not is_sync or message.properties.get(PROPERTY_WAIT) == "false"}
-        _withdraw(event for event in self.events if event["event"] in ("send", "end_transaction") and event["id"] in ids)
+        kinds = ("send", "end_transaction")
+        _withdraw(event for event in self.events if event["event"] in kinds and event["id"] in ids)
         for event in self.events:
             if event.get("broker") == broker.name and "queue_offset" in event and event["event"] != "send":
-                queue = event.get("stored_in", event["topic"]), event["queue_id"]
-                if event["queue_offset"] - (event["event"] == "commit") >= broker.store.queue_range(*queue)[1]:
+                _, end = broker.store.queue_range(event.get("stored_in") or event["topic"], event["queue_id"])
+                if event["queue_offset"] - (event["event"] == "commit") >= end:
                     event["broker"] = retired_name
 
     def listener_begins(self, work: Work) -> None:

@@ -48,6 +48,7 @@ def test_an_application_records_with_one_line(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     runner = ManualRunner(ManualClock(1_700_000_000_000))
     with Broker.temporary(runner=runner) as broker, record_history(broker, path, process="shop") as route:
+        assert route.endpoint(broker.name) is route.endpoint(broker.name)  # another one shows that it was reopened
 
         def listener(message: DeliveredMessage) -> None:
             if not message.reconsume_times:

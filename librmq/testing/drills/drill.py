@@ -12,6 +12,8 @@ from librmq.broker import Broker
 from librmq.client.allocation import allocate_by_site
 from librmq.client.client import Client
 from librmq.client.producer import Producer
+from librmq.client.recorded_route import RecordedRoute
+from librmq.client.recorder import Recorder
 from librmq.cluster import Cluster, Replica, ReplicaRoute, RoutedClient, RouteTable, SiteRoute, SiteRouter, site_of
 from librmq.cluster.sites import check_site
 from librmq.config import StoreConfig
@@ -19,7 +21,10 @@ from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import ConfigError, RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.runtime.runner import ManualRunner
+from librmq.store import MessageStore
+from librmq.testing.anomalies import check_history
 from librmq.testing.drills.drill_report import DrillReport, Minute, TimelineRow
+from librmq.testing.history import History
 
 # ---- deployments over sites, and the script of their failures
 
@@ -178,6 +183,7 @@ def check_script(deployment: Deployment, script: Script, minutes: float) -> list
 
 
 _TOPIC = "orders"
+_GROUP = "billing"
 _MINUTE_MS = 60_000
 _SETTLE_MINUTES = 10
 _QUEUES = 4
@@ -221,6 +227,8 @@ class _Drill:
         self.runner = ManualRunner()
         self.begin_ms = self.runner.now_ms()
         self.report = DrillReport(deployment.name, tuple(deployment.homes), [Minute() for _ in range(minutes)])
+        self._history = History(self.begin_ms)
+        self._recorder = Recorder(self.runner.now_ms, self._history)
         self._closing = ExitStack()
         self._due: list[tuple[int, Callable[[], None]]] = []
         self._sent_ms: dict[bytes, int] = {}
@@ -269,8 +277,9 @@ class _Drill:
 
     def _client(self, route: SiteRoute) -> Client:
         self._made += 1
+        name = f"c{self._made:03}"
         through = ReplicaRoute(route, *self._replicas.values()) if self._replicas else route
-        client = Client(through, instance_name=f"c{self._made:03}")
+        client = Client(RecordedRoute(through, self._recorder, name), instance_name=name)
         client.random = None  # so that figures are the same in every run
         return client
 
@@ -280,7 +289,7 @@ class _Drill:
 
     def _consumer(self, route: SiteRoute) -> PushConsumer:
         client = self._client(route)
-        consumer = PushConsumer(client.route, "billing", client=client, strategy=allocate_by_site())
+        consumer = PushConsumer(client.route, _GROUP, client=client, strategy=allocate_by_site())
         consumer.subscribe(_TOPIC, partial(self._deliver, route.site))
         consumer.start()
         return consumer
@@ -360,6 +369,7 @@ class _Drill:
         if what in ("brokers", "site"):
             for cluster, name in self._brokers_at(site):
                 if is_lost and not cluster.broker(name).dead:
+                    self._recorder.broker_crashed(name)
                     cluster.crash(name)
                 elif not is_lost and cluster.broker(name).dead:
                     self._reopen(cluster, name)
@@ -413,9 +423,11 @@ class _Drill:
                     self._note(f"{self._replicated_at[broker.name]}: the replica of {broker.name} is promoted")
                     replica.promote()
                     self._promoted.add(broker.name)
-                    self._open_copy(cluster, broker.name)
+                    store = broker.store
+                    with MessageStore.open(store.path, store.config, read_only=True, files=store.files) as master:
+                        self._history.promoted(self._open_copy(cluster, broker.name), master)
 
-    def _open_copy(self, cluster: Cluster, name: str) -> None:
+    def _open_copy(self, cluster: Cluster, name: str) -> Broker:
         before = cluster.broker(name)
         copy = Broker.open(
             self._replicas[name].path,
@@ -426,6 +438,7 @@ class _Drill:
             files=before.store.files,
         )
         cluster.add(copy)
+        return copy
 
     def _link(self, site: str, *, is_cut: bool) -> None:
         """Cut or restore all links between a site and others."""
@@ -441,6 +454,7 @@ class _Drill:
             self._router.release(routed)
             client = routed.current.client
             client.dead = True
+            self._recorder.crashed({client.client_id.partition("@")[2]})
             for cluster in self._clusters.values():
                 for broker in cluster.brokers():
                     if not broker.dead:
@@ -455,7 +469,7 @@ class _Drill:
             self._consumers[site].append(self._router.consumer(site, self._consumer))
 
     def settle(self) -> None:
-        """Record the lag at the end, let everything return, and count the messages that are never consumed."""
+        """Record the lag at the end, let everything return, count what is never consumed, and check the history."""
         self.do_due()
         for site in self.deployment.homes:
             for cluster, name in self._brokers_at(site):
@@ -466,3 +480,6 @@ class _Drill:
         self._router.redirect()
         self.runner.advance(_SETTLE_MINUTES * _MINUTE_MS)
         self.report.lost = self.report.sent - len(self._got)
+        self._recorder.add("drained", group=_GROUP, at_ms=self.runner.now_ms())
+        self.report.history = self._history.events
+        self.report.anomalies = check_history(self.report.history)

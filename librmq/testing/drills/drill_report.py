@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Final, NamedTuple
 
+from librmq.client.recorder import Event
+from librmq.testing.anomalies import Anomaly
+
 _COLOURS: Final = ("#1b6ca8", "#2e9e5b", "#b8860b", "#8e44ad", "#16a085", "#7f5539", "#5c6bc0", "#ad1457")
 _WIDTH, _LEFT, _EDGE, _TOP, _LANE = 400, 44, 8, 76, 110  # little wider than a phone
 _SITES_IN_ROW: Final = 4
@@ -59,6 +62,10 @@ class DrillReport:
     """The longest time from a send to the first delivery."""
     lost: int = 0
     """Stored messages that were never delivered, although everything was restored at the end."""
+    history: list[Event] = field(default_factory=list)
+    """What clients and brokers did, as `librmq.testing.check_history` judges it."""
+    anomalies: list[Anomaly] = field(default_factory=list)
+    """What is wrong in the history."""
 
     @property
     def lag(self) -> int:
