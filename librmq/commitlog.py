@@ -20,13 +20,16 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Final, NamedTuple, Self
 
+from librmq.clock import SystemClock
 from librmq.errors import CorruptionError, MessageIllegalError, RecordError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Buffer, Files, without_zeros
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import frames, record
 from librmq.message.frames import MAGICS, SIZE_AND_MAGIC, LogItem
-from librmq.message.message import StoredMessage
+from librmq.message.message import Message, StoredMessage
+from librmq.message.properties import encode_properties
+from librmq.message.topics import validate_topic
 from librmq.runtime.compiled_core import LogState
 from librmq.runtime.locks import Lock
 
@@ -41,6 +44,23 @@ _WORTH_UNMAPPING: Final = 1 << 20
 
 def _no_check() -> None:
     """Check nothing: the log has no lock."""
+
+
+def _record_of(message: Message) -> bytes:
+    """Return the record of a message that is born and stored now."""
+    validate_topic(message.topic)
+    now_ms = SystemClock().now_ms()
+    return record.encode_record(
+        record.Record(
+            topic=message.topic,
+            flag=message.flag,
+            born_timestamp_ms=now_ms,
+            store_timestamp_ms=now_ms,
+            body=message.body,
+            body_crc=record.body_checksum(message.body),
+            properties_raw=encode_properties(message.properties),
+        )
+    )
 
 
 class LogEnd(NamedTuple):
@@ -171,16 +191,39 @@ class CommitLog(LogState):
             )
         return self._next_file()
 
-    def append(self, data: bytes | bytearray) -> None:
-        """Write one or more whole records at the place that `claim` returned for their length.
+    def append(self, item: Message | StoredMessage | bytes | bytearray) -> int:
+        """Append a message or records, in the next file if they do not fit into this one; return their place.
+
+        ``item`` is a `Message`, which is written as born and stored now, with queue id and queue offset 0; a
+        `StoredMessage`; or the bytes of one or more records. Records are written unchanged but for physical offsets.
 
         Raises:
+            MessageIllegalError: ``item`` is neither, or fits into no file; nothing is written.
             StoreIOError: There is no space; nothing is written.
         """
-        size = len(data)
+        if isinstance(item, Message):
+            item = _record_of(item)
+        elif isinstance(item, StoredMessage):
+            item = item.raw
+        if not item or not isinstance(item, bytes | bytearray):
+            raise MessageIllegalError(f"expected a message or the bytes of records, found {item!r:.80}")
+        data = bytearray(item)
+        size, at = len(data), 0
+        begin = self.claim(size)
+        while at < size:
+            try:
+                length = record.check_record(data, at, size, check_body=True)
+            except RecordError as error:
+                raise MessageIllegalError(f"expected a message or whole records, found {error.reason}") from error
+            if not length:
+                raise MessageIllegalError("expected a message or whole records, found the blank that ends a file")
+            place = at + record.PHYSICAL_OFFSET_AT
+            data[place : place + 8] = (begin + at).to_bytes(8, "big")
+            at += length
         if self.end + size > self.sure:
             self.make_room(size)
         self.copy_in(data, size)
+        return begin
 
     def copy_in(self, data: bytes | bytearray, size: int) -> None:
         """Write ``data`` of ``size`` bytes, for which `sure` or `make_room` guarantees room."""
@@ -204,7 +247,7 @@ class CommitLog(LogState):
         return frames.unfinished_size(head, self.file_size - physical_offset % self.file_size)
 
     def make_room(self, size: int) -> None:
-        """Make a file and blocks for ``size`` bytes, as the first step of `append` beyond `sure`.
+        """Make a file and blocks for ``size`` bytes at the place that `claim` returned, before `copy_in` beyond `sure`.
 
         Raises:
             StoreIOError: There is no space.
@@ -468,6 +511,14 @@ class CommitLog(LogState):
                 continue
             yield self._items(file.buffer, start, at - start, min(limit - start, file_size), check_body)
             at = start + file_size
+
+    def __iter__(self) -> Iterator[StoredMessage]:
+        """Yield all messages in log order.
+
+        Raises:
+            CorruptionError: A record can't be read.
+        """
+        return (StoredMessage(raw) for _, _, raw in self.scan() if raw is not None)
 
     def search(self, text: bytes) -> Iterator[StoredMessage]:
         """Yield the messages whose records contain ``text``, in log order, from the whole log."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from librmq import Message
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, MessageIllegalError, ReadOnlyError, StoreIOError
 from librmq.files.disk import DiskFiles
@@ -465,3 +466,28 @@ def test_a_large_sparse_file(tmp_path: Path) -> None:
     assert found.st_blocks * 512 < 8 << 20
     with CommitLog.open(str(tmp_path), size, writable=False) as log:
         assert [place for place, _, _ in items(log)] == [start]
+
+
+# ------------------------------------------------------------------------------------------------- what it takes
+
+
+def test_a_message_and_records_are_appended_by_value(tmp_path: Path) -> None:
+    with CommitLog.open(tmp_path / "log", SIZE) as log:
+        first = log.append(Message("orders", b"one", tags="paid", keys="k1", properties={"a": "b"}))
+        second = log.append(next(iter(log)))
+        third = log.append(record(0) + record(7))
+        stored = list(log)
+    assert [message.physical_offset for message in stored] == [first, second, third, third + len(record(0))]
+    assert [(message.topic, message.body) for message in stored[:2]] == 2 * [("orders", b"one")]
+    assert stored[1].properties == stored[0].properties == {"a": "b", "TAGS": "paid", "KEYS": "k1"}
+
+
+@pytest.mark.parametrize(
+    "item", [b"", b"xxx", b"x" * 200, bytes(200), None, 3, "text", record(0)[:-1], record(0) + b"x", b"\0" * 91]
+)
+def test_a_log_takes_records_alone(item: object) -> None:
+    log = opened(MemoryFiles())
+    place = log.append(record(0))
+    with pytest.raises(MessageIllegalError, match="expected"):
+        log.append(item)  # type: ignore[arg-type]
+    assert log.append(Message("T", b"next")) == place + len(record(0))

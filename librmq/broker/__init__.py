@@ -8,4 +8,5 @@ with lazy_exports(globals()):
     from librmq.broker.broker import Broker as Broker
     from librmq.broker.clients import ConnectedClient as ConnectedClient
     from librmq.broker.clients import GroupConnections as GroupConnections
+    from librmq.broker.clients import QueueLocks as QueueLocks
     from librmq.broker.config import BrokerConfig as BrokerConfig

@@ -515,9 +515,7 @@ class MessageStore:
         Raises:
             CorruptionError: A record can't be read.
         """
-        for _, _, raw in self._handle.up_to_date().log.scan():
-            if raw is not None:
-                yield StoredMessage(raw)
+        return iter(self._handle.up_to_date().log)
 
     def refresh(self) -> bool:
         """Notice changes by another process since the last call; return whether there are any.

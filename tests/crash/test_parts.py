@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from librmq import Message
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import StoreIOError
@@ -22,6 +23,7 @@ from tests.crash.runs import assert_settled
 from tests.stores import START_MS
 
 LOG_FILE = 1024
+BODY = 400 - 91 - 1  # of a record of 400 bytes with a topic of one
 
 
 def on_a_disk() -> RecordingFiles:
@@ -37,8 +39,7 @@ def on_a_disk() -> RecordingFiles:
 def log_of(files: RecordingFiles, count: int) -> CommitLog:
     log = CommitLog.open("/s/log", LOG_FILE, files=files)
     for _ in range(count):
-        log.claim(400)
-        log.append(b"x" * 400)
+        log.append(Message("T", bytes(BODY)))
     return log
 
 
@@ -172,7 +173,7 @@ INDEX_CHANGES: dict[str, Callable[[KeyIndex], object]] = {
 def test_the_index(change: str, end: Callable[[KeyIndex], None]) -> None:
     files = on_a_disk()
     index = index_of(files)
-    index.append(10, START_MS, (1, 2, 3))
+    index.append_many([(10, START_MS, (1, 2, 3))])
     index.flush()
     assert_settled(files)
     INDEX_CHANGES[change](index)
@@ -202,9 +203,9 @@ def test_a_file_of_the_index_without_an_entry() -> None:
 def test_entries_that_are_taken_back_are_gone() -> None:
     files = on_a_disk()
     index = index_of(files)
-    index.append(10, START_MS, (1, 2, 3))
+    index.append_many([(10, START_MS, (1, 2, 3))])
     header = index.files[0].file.buffer[:40]
-    index.append(20, START_MS, (4, 5))
+    index.append_many([(20, START_MS, (4, 5))])
     index.flush()
     index.files[0].file.buffer[:40] = header  # the writer died before the header counted them
     files.flush(index.files[0].file)
@@ -216,9 +217,9 @@ def test_entries_that_are_taken_back_are_gone() -> None:
 def test_a_file_of_the_index_is_written_again() -> None:
     files = on_a_disk()
     index = index_of(files)
-    index.append(10, START_MS, (1, 2, 3))
+    index.append_many([(10, START_MS, (1, 2, 3))])
     index.flush()
-    index.append(20, START_MS, (4, 5))
+    index.append_many([(20, START_MS, (4, 5))])
     again = index_of(files, START_MS + 1)
     again.files[0].write_again()
     again.flush()

@@ -70,6 +70,7 @@ def _look_at(message: Any) -> None:
 
 def log(data: bytes) -> None:
     """Open bytes as the files of a log."""
+    from librmq import Message
     from librmq.commitlog import CommitLog
     from librmq.errors import StoreError
 
@@ -84,8 +85,7 @@ def log(data: bytes) -> None:
             with suppress(StoreError):
                 opened.message(physical_offset)
         opened.truncate(opened.end)
-        opened.claim(100)
-        opened.append(bytes(100))
+        opened.append(Message("T", b"goes on"))
 
 
 def queue(data: bytes) -> None:
@@ -134,7 +134,7 @@ def index(data: bytes) -> None:
             with suppress(StoreError):
                 assert len(opened._list[0].entries()) <= 32
                 opened.files[0].query(key_hash, 0, 1 << 62, 50, [])
-        opened.append(opened.end_physical_offset + 1, 1_700_000_000_000, [1, 2, 3])
+        opened.append_many([(opened.end_physical_offset + 1, 1_700_000_000_000, [1, 2, 3])])
         opened.delete_before(1 << 50)
 
 

@@ -24,7 +24,7 @@ Append = Callable[[KeyIndex, list[Record]], None]
 
 def one_by_one(index: KeyIndex, records: list[Record]) -> None:
     for record in records:
-        index.append(*record)
+        index.append_many([record])
 
 
 def by_64(index: KeyIndex, records: list[Record]) -> None:

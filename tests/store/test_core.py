@@ -403,7 +403,7 @@ def test_blocks_of_keys_are_written_alike(records: list[tuple[int, int]], before
         files = MemoryFiles()
         with pytest.MonkeyPatch.context() as patch, KeyIndex.open("/index", slots=7, entries=30, files=files) as index:
             patch.setattr("librmq.store.format.keyindex.CORE", patched)
-            index.append(before, 1000, [1])
+            index.append_many([(before, 1000, [1])])
             places, times = np.array([place for place, _ in records]), np.arange(len(records)) + 2000
             index.append_block(places, times, np.array(owners, np.int64), np.arange(len(owners)))
         folders.append(sorted(str(data) for data in contents(files, "/index").values()))

@@ -87,11 +87,11 @@ def test_a_fresh_file_is_all_zeros_and_counts_from_one() -> None:
 @pytest.mark.parametrize("as_block", [False, True])
 def test_times_are_clamped(begin: int, timestamp: int, seconds: int, as_block: bool) -> None:
     index = open_index(memory())
-    index.append(0, begin, [1])
+    index.append_many([(0, begin, [1])])
     if as_block:
         index.append_block(np.array([5]), np.array([timestamp]), np.array([0]), np.array([1]))
     else:
-        index.append(5, timestamp, [1])
+        index.append_many([(5, timestamp, [1])])
     assert index.files[0].entries()["time_diff"].tolist() == [0, seconds]
 
 
@@ -111,13 +111,13 @@ def test_times_are_clamped(begin: int, timestamp: int, seconds: int, as_block: b
 )
 def test_slots_out_of_range_count_as_empty(damaged: int, keys: list[int], previous: list[int], as_block: bool) -> None:
     index = open_index(memory(), slots=4, entries=16)
-    index.append(10, BEGIN, [0])
+    index.append_many([(10, BEGIN, [0])])
     (file,) = index.files
     file.file.buffer[40:44] = struct.pack(">i", damaged)
     if as_block:
         index.append_block(np.array([20]), np.array([BEGIN]), np.zeros(len(keys), np.int64), np.array(keys, np.int64))
     else:
-        index.append(20, BEGIN, keys)
+        index.append_many([(20, BEGIN, keys)])
     assert file.entries()["previous"].tolist() == [0, *previous]
     assert file.header.slot_count == 1 + previous.count(0)
 
@@ -253,7 +253,7 @@ def test_names_are_times_and_never_twice() -> None:
     index = open_index(files, slots=1, entries=2, now_ms=lambda: now[0])
     for n, moment in enumerate((NOW, NOW, NOW - 5, NOW + 86_400_000)):
         now[0] = moment
-        index.append(n, BEGIN, [1])
+        index.append_many([(n, BEGIN, [1])])
     assert [file.name for file in index.files] == [
         "20261120045452070",
         "20261120045452071",
@@ -266,16 +266,16 @@ def test_names_are_times_and_never_twice() -> None:
 @pytest.mark.parametrize("moment", [-1, 10**18])
 def test_any_time_names_a_file(moment: int) -> None:
     index = open_index(memory(), now_ms=lambda: moment)
-    index.append(0, BEGIN, [1])
+    index.append_many([(0, BEGIN, [1])])
     assert len(index.files[0].name) == 17
 
 
 def test_there_is_a_last_name() -> None:
     files = memory()
     index = open_index(files, slots=1, entries=2, now_ms=lambda: 10**18)
-    index.append(0, BEGIN, [1])
+    index.append_many([(0, BEGIN, [1])])
     with pytest.raises(CorruptionError):
-        index.append(1, BEGIN, [1])
+        index.append_many([(1, BEGIN, [1])])
 
 
 def test_a_record_that_fills_a_file_makes_none() -> None:
@@ -298,7 +298,7 @@ def test_an_empty_folder() -> None:
     with pytest.raises(ReadOnlyError):
         index.delete_before(0)
     with pytest.raises(ReadOnlyError):
-        index.append(0, 0, [])
+        index.append_many([(0, 0, [])])
     index.close()
     index.close()
     with pytest.raises(StoreClosedError):
@@ -334,7 +334,7 @@ def test_files_are_deleted_by_place(three_files: KeyIndex) -> None:
 def test_files_are_deleted_by_name(three_files: KeyIndex) -> None:
     paths = [file.path for file in three_files.files]
     assert [three_files.delete(file.name) for file in reversed(three_files.files[1:])] == [paths[2], paths[1]]
-    three_files.append(55, BEGIN, [1])  # before the end of the remaining files
+    three_files.append_many([(55, BEGIN, [1])])  # before the end of the remaining files
     assert three_files.end_physical_offset == 60
     assert [file.header.index_count for file in three_files.files] == [8, 1]
     with pytest.raises(ValueError, match="no index file"):
@@ -342,7 +342,7 @@ def test_files_are_deleted_by_name(three_files: KeyIndex) -> None:
     assert three_files.delete(three_files.files[0].name) == paths[0]
     assert three_files.delete(three_files.files[0].name)
     assert three_files.files == []
-    three_files.append(0, BEGIN, [1])
+    three_files.append_many([(0, BEGIN, [1])])
     assert three_files.last_record() == (0, 1)
 
 
@@ -350,7 +350,7 @@ def test_names_in_the_folder(tmp_path: Path) -> None:
     files = DiskFiles()
     folder = tmp_path / "index"
     with open_index(files, str(folder)) as index:
-        index.append(0, BEGIN, [1])
+        index.append_many([(0, BEGIN, [1])])
     (folder / "notes.txt").write_text("not a number: passed over")
     (folder / "folder").mkdir()
     assert len(open_index(files, str(folder)).files) == 1
@@ -376,8 +376,8 @@ def test_lengths_in_the_folder(tmp_path: Path, length: int) -> None:
 
 def test_the_default_file_is_sparse(tmp_path: Path) -> None:
     with KeyIndex.open(str(tmp_path / "index"), now_ms=lambda: NOW) as index:
-        index.append(2**40, BEGIN, HASHES)
-        index.append(2**40 + 1, BEGIN, HASHES[:2])
+        index.append_many([(2**40, BEGIN, HASHES)])
+        index.append_many([(2**40 + 1, BEGIN, HASHES[:2])])
         assert index.query(TOPIC, KEYS[1]) == [2**40 + 1, 2**40]
         path = index.files[0].path
     status = Path(path).stat()
@@ -441,8 +441,8 @@ def test_flush_covers_exactly_what_was_written() -> None:
     index.flush()
     assert files.flushed == ["/store", *paths, "/store/index"]  # the folder's name once, before its first file
     index.flush()
-    index.append(9, BEGIN, [])
-    index.append(9, BEGIN, [1])
+    index.append_many([(9, BEGIN, [])])
+    index.append_many([(9, BEGIN, [1])])
     index.flush()
     assert files.flushed == ["/store", *paths, "/store/index", paths[1]]
     index.close()
@@ -454,11 +454,11 @@ def test_a_full_disk_leaves_nothing_behind() -> None:
     index = open_index(files, entries=2000)
     files.fails = True
     with pytest.raises(StoreIOError):
-        index.append(0, BEGIN, [1])
+        index.append_many([(0, BEGIN, [1])])
     assert index.files == []
     assert files.list("/store/index") == []
     files.fails = False
-    index.append(0, BEGIN, [1])
+    index.append_many([(0, BEGIN, [1])])
     before = contents(files)
     files.fails = True
     for records in ([(1, BEGIN, [2] * 210)], [(1, BEGIN, [2] * 600)]):
@@ -466,7 +466,7 @@ def test_a_full_disk_leaves_nothing_behind() -> None:
             index.append_many(records)
         assert contents(files) == before
     files.fails = False
-    index.append(1, BEGIN, [2] * 600)
+    index.append_many([(1, BEGIN, [2] * 600)])
     assert index.last_record() == (1, 600)
 
 
@@ -526,9 +526,9 @@ def append_from(index: KeyIndex, records: Iterable[Record]) -> None:
     physical, keys = index.last_record()
     for record in records:
         if record[0] == physical:
-            index.append(record[0], record[1], record[2][keys:])
+            index.append_many([(record[0], record[1], record[2][keys:])])
         elif record[0] > physical:
-            index.append(*record)
+            index.append_many([record])
 
 
 BATCHES = batches([1, 1, 3, 9, 1, 12, 2])
@@ -680,3 +680,16 @@ def test_a_wrong_count_loses_nothing() -> None:
     before = contents(files)
     open_index(files, entries=64).close()
     assert contents(files) == before
+
+
+def test_keys_are_strings(tmp_path: Path) -> None:
+    with KeyIndex.open(tmp_path, slots=10, entries=20) as index:
+        index.append("orders", ["a", "größe"], 100, BEGIN)
+        index.append("other", ["a"], 200, BEGIN)
+        index.append("orders", [], 300, BEGIN)
+        index.append("orders", ["a"], 400, BEGIN)
+        assert index.query("orders", "a") == [400, 100]
+        assert [index.query("orders", "größe"), index.query("other", "a")] == [[100], [200]]
+        with pytest.raises(TypeError, match="expected a sequence of strings"):
+            index.append("orders", "a", 500, BEGIN)
+        assert index.last_record() == (400, 1)

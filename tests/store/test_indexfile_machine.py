@@ -167,7 +167,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(step=STEPS)
     def append(self, step: tuple[int, int, list[str]]) -> None:
-        self.index.append(*self.records([step])[0])
+        self.index.append_many([self.records([step])[0]])
 
     @rule(steps=st.lists(STEPS, max_size=12))
     def append_many(self, steps: list[tuple[int, int, list[str]]]) -> None:
@@ -287,11 +287,11 @@ def use_all(data: bytes, writable: bool) -> None:
     if writable:
         end = index.end_physical_offset
         hashes = list(HASHES.values())
-        index.append(end, START, hashes[:2])
-        index.append(end, START, hashes)
+        index.append_many([(end, START, hashes[:2])])
+        index.append_many([(end, START, hashes)])
         index.append_block(np.full(9, end), np.full(9, START), np.arange(9), np.array(hashes[:9]))
-        index.append(min(end + 1, NEWEST), -(1 << 63), hashes)
-        index.append(min(end + 1, NEWEST), NEWEST, hashes)
+        index.append_many([(min(end + 1, NEWEST), -(1 << 63), hashes)])
+        index.append_many([(min(end + 1, NEWEST), NEWEST, hashes)])
         index.flush()
         index.delete_before(5)
     else:

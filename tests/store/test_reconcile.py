@@ -368,7 +368,7 @@ def test_an_index_that_ends_between_the_keys_of_a_record(parts: Parts) -> None:
     raw = b"KEYS\x01a b c d\x02UNIQ_KEY\x01U"
     first = parts.record(0, properties_raw=raw)
     hashes = [codec_hash("T", key) for key in ("U", "a", "b")]
-    parts.index.append(first, parts.stored, hashes)
+    parts.index.append_many([(first, parts.stored, hashes)])
     second = parts.record(1, properties_raw=raw)
     parts.reconcile()
     for key in "Uabcd":

@@ -218,17 +218,17 @@ class KeyIndex:
 
     # ------------------------------------------------------------------------------------------ for the writer
 
-    def append(self, physical_offset: int, store_timestamp_ms: int, key_hashes: Sequence[int]) -> None:
-        """Add one record with all its keys in order. Call it for records without keys too, because it can add a file.
+    def append(self, topic: str, keys: Sequence[str], physical_offset: int, store_timestamp_ms: int) -> None:
+        """Add one record of a topic with its keys in order.
 
-        A record before the last indexed one is skipped.
+        Records come in log order, those without keys too; one before the last indexed record is skipped.
+
+        Raises:
+            TypeError: ``keys`` is a single string.
         """
-        tail, keys = self._tail, len(key_hashes)
-        if tail is not None and tail.count + keys < tail.max_entries and keys < _BLOCK:
-            if keys:
-                tail.put_many(((physical_offset, store_timestamp_ms, key_hashes),), keys)
-        else:
-            self._append_arrays(((physical_offset, store_timestamp_ms, key_hashes),))
+        if isinstance(keys, str):
+            raise TypeError(f"keys: expected a sequence of strings, not the string {keys[:40]!r}")
+        self.append_many([(physical_offset, store_timestamp_ms, [index_key_hash(topic, key) for key in keys])])
 
     def append_many(self, records: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Add records in log order: tuples of physical offset, store time (ms) and key hashes."""
