@@ -7,6 +7,9 @@
       ├────release──────┘                     │           expired, either: as none
       └────────────────expiry─────────────────┘
 
+A listener can also record its steps (`DedupListener.step`), so that a retry goes on behind the last one that ended. A
+step has a record like its message, with the step's name in its key and, until it ends, the message's token and expiry.
+
 A record belongs to one message of one group. A claim holds it for ``consuming_timeout`` under a token of its own.
 Finishing and releasing check that token and that time, so an expired holder changes nothing of its successor's.
 ``docs/dedup.md`` says what this guarantees, and what it cannot.
@@ -22,7 +25,8 @@ import asyncio
 import inspect
 import secrets
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict, Unpack
@@ -47,7 +51,7 @@ from librmq.metrics import Metrics
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 
-__all__ = ["DedupConfig", "DedupCounts", "DedupKeywords", "DedupListener", "deduplicated"]
+__all__ = ["DedupConfig", "DedupCounts", "DedupKeywords", "DedupListener", "GuardedStep", "deduplicated"]
 
 _log = EventLog("librmq.dedup")
 
@@ -74,6 +78,10 @@ class DedupCounts:
     """Messages delivered again later because the store failed."""
     unmarked: int = 0
     """Claims whose end could not be stored; they expire."""
+    steps: int = 0
+    """Steps of a listener that were recorded."""
+    skipped_steps: int = 0
+    """Steps that an earlier run of the listener had recorded."""
 
 
 class _Request(NamedTuple):
@@ -93,9 +101,23 @@ class _Claimed(NamedTuple):
 
     key: str
     owner: str
+    key_of_step: Callable[[str], str] = str
+    expires_at_ms: int = 0
 
 
 _UNGUARDED: Final = _Claimed("", "")
+
+
+@dataclass(slots=True)
+class _Consumption:
+    """A message that a guard's listener is consuming now."""
+
+    guard: DedupListener
+    claim: _Claimed
+    step_names: set[str] = field(default_factory=set)
+
+
+_consumption: ContextVar[_Consumption | None] = ContextVar("librmq_guarded_message", default=None)
 
 _OUTCOMES: Final = {
     "duplicates": "skip",
@@ -214,7 +236,7 @@ class DedupListener:
         if claim is None:
             return True
         try:
-            result = yield _Request(lambda: self.listener(message), False)
+            result = yield _Request(partial(self._call_listener, message, _Consumption(self, claim)), False)
             if result is OrderlyResult.HOLD:
                 raise ConfigError("a guard marks each message by itself: its listener can't return HOLD for several")
         except (Exception, asyncio.CancelledError):
@@ -234,11 +256,13 @@ class DedupListener:
             return _UNGUARDED
         if not isinstance(business_key, str):
             raise ConfigError(f"key: expected a text or None, found {business_key!r:.100}")
-        key = dedup_key(self._application, message.topic, self._group, message.tags, business_key)
+        key_of = partial(dedup_key, self._application, message.topic, self._group, message.tags)
+        key = key_of(business_key)
         owner = secrets.token_hex(12)
         now_ms = self._clock.now_ms()
+        expires_at_ms = now_ms + self._consuming_ms
         try:
-            claim = yield self._request("claim", key, owner, now_ms, now_ms + self._consuming_ms)
+            claim = yield self._request("claim", key, owner, now_ms, expires_at_ms)
         except DedupStoreError as error:
             if self._consumes_unguarded:
                 self._count("unguarded", message.topic)
@@ -260,7 +284,7 @@ class DedupListener:
         if claim is Claim.TAKEN_OVER:
             self._count("taken_over", message.topic)
             _log.warning("%(key)s: taken over from a consumer that did not end in time", key=key)
-        return _Claimed(key, owner)
+        return _Claimed(key, owner, lambda name: key_of(f"{business_key}\0{name}"), expires_at_ms)
 
     def _finish_claim(self, claim: _Claimed) -> Generator[_Request, Any, None]:
         now_ms = self._clock.now_ms()
@@ -289,10 +313,10 @@ class DedupListener:
                 error=error,
             )
             return
-        if is_stored:
-            self._count(counted)
-        else:
+        if not is_stored:
             yield from self._warn_of_lost_claim(claim, how)
+        elif counted:
+            self._count(counted)
 
     def _warn_of_lost_claim(self, claim: _Claimed, how: str) -> Generator[_Request, Any, None]:
         self._count("lost")
@@ -312,6 +336,76 @@ class DedupListener:
             consuming_ms=self._consuming_ms,
             _now=now,
         )
+
+    def _call_listener(self, argument: object, consumption: _Consumption | None) -> object:
+        """Call the listener, and let `step` know which message it consumes; None for several."""
+        token = _consumption.set(consumption)
+        try:
+            result = self.listener(argument)
+        finally:
+            _consumption.reset(token)
+        return _await_listener(result, consumption) if inspect.isawaitable(result) else result
+
+    # ---- steps of the listener
+
+    def step(self, name: str) -> GuardedStep:
+        """Return a context manager for a part of the listener's work that is done once for each message.
+
+        ``with guard.step("charge") as first:`` inside the listener; in a coroutine ``async with``. ``first`` is False
+        if an earlier run of the listener for the same message has ended the block: then do nothing in it. A block that
+        raises is begun again by the next run. If the process dies between the effect and the record at the block's
+        end, the next run does the step again. Records are kept as long as a consumed message's. The steps of a message
+        without a key are not recorded, and a listener of lists has none.
+
+        Entering raises:
+            ConfigError: The listener of this guard does not run here, it consumes a list, or the name is empty or was
+                used before for this message.
+            ReconsumeLater: The message's claim has expired, or another consumer does the step, or the store failed and
+                the guard has ``when_store_fails="retry"``.
+        """
+        return GuardedStep(self, name)
+
+    def _begin_step(self, name: str) -> Generator[_Request, Any, _Claimed | None]:
+        """Claim a step; return None if it was done before."""
+        consumption = _consumption.get()
+        if consumption is None or consumption.guard is not self:
+            raise ConfigError(f"step {name!r}: expected a running listener of this guard, for a single message")
+        if not name or name in consumption.step_names:
+            raise ConfigError(f"step {name!r}: expected a name that this message has not used yet")
+        consumption.step_names.add(name)
+        message = consumption.claim
+        if not message.owner:
+            return _UNGUARDED
+        key, now_ms = message.key_of_step(name), self._clock.now_ms()
+        if now_ms >= message.expires_at_ms:
+            raise ReconsumeLater(f"{key}: step {name!r} would begin after the message's claim has expired")
+        try:
+            claim = yield self._request("claim", key, message.owner, now_ms, message.expires_at_ms)
+        except DedupStoreError as error:
+            if self._consumes_unguarded:
+                _log.warning("%(key)s: step begun without a record: %(error)s", key=key, error=error)
+                return _UNGUARDED
+            raise ReconsumeLater(f"the dedup store failed: {error}") from error
+        if claim is Claim.CONSUMING:
+            raise ReconsumeLater(f"{key}: another consumer does step {name!r}")
+        if claim is Claim.CONSUMED:
+            self._count("skipped_steps")
+            return None
+        if claim is Claim.TAKEN_OVER:
+            _log.warning(
+                "%(key)s: step %(step)s begins again, because an earlier run did not end it", key=key, step=name
+            )
+        return _Claimed(key, message.owner)
+
+    def _end_step(self, claim: _Claimed, failed: bool) -> _Flow:
+        """Record a step, or remove its claim."""
+        if failed:
+            request = self._request("release", claim.key, claim.owner, self._clock.now_ms())
+            yield from self._end_claim(claim, request, "", "failed", "released")
+        else:
+            now_ms = self._clock.now_ms()
+            request = self._request("finish", claim.key, claim.owner, now_ms, now_ms + self._keep_ms)
+            yield from self._end_claim(claim, request, "steps", "done", "recorded")
 
     # ---- several messages
 
@@ -350,7 +444,8 @@ class DedupListener:
         result: object = True
         if claimed:
             try:
-                result = yield _Request(lambda: self.listener([message for _, message, _ in claimed]), False)
+                messages = [message for _, message, _ in claimed]
+                result = yield _Request(partial(self._call_listener, messages, None), False)
                 done = self._consumed_count(result, len(claimed))
             except (Exception, asyncio.CancelledError) as error:
                 failure = error
@@ -435,6 +530,33 @@ class DedupListener:
             self._metrics.count("duplicates", topic=topic, group=self._group, outcome=_OUTCOMES[what])
 
 
+class GuardedStep:
+    """A step of a guarded listener, from `DedupListener.step`; a context manager, sync or async, for one use."""
+
+    def __init__(self, guard: DedupListener, name: str) -> None:
+        self._guard = guard
+        self._name = name
+        self._claim: _Claimed | None = None
+
+    def __enter__(self) -> bool:
+        """Begin the step; return whether it is to be done."""
+        self._claim = _run(self._guard._begin_step(self._name))
+        return self._claim is not None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._claim is not None and (kind is None or issubclass(kind, Exception)):
+            _run(self._guard._end_step(self._claim, kind is not None))
+
+    async def __aenter__(self) -> bool:
+        """Like ``__enter__``; a store that can wait is called in a thread."""
+        self._claim = await _run_async(self._guard._begin_step(self._name), self._guard.store.blocking)
+        return self._claim is not None
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._claim is not None and (kind is None or issubclass(kind, (Exception, asyncio.CancelledError))):
+            await _run_async(self._guard._end_step(self._claim, kind is not None), self._guard.store.blocking)
+
+
 def deduplicated(
     store: DedupStore, *, group: str, **settings: Unpack[DedupKeywords]
 ) -> Callable[[Callable[..., object]], DedupListener]:
@@ -449,7 +571,15 @@ def deduplicated(
     return decorate
 
 
-def _run(flow: _Flow) -> object:
+async def _await_listener(pending: Awaitable[Any], consumption: _Consumption | None) -> object:
+    token = _consumption.set(consumption)
+    try:
+        return await pending
+    finally:
+        _consumption.reset(token)
+
+
+def _run(flow: _Flow) -> Any:  # noqa: ANN401 (what the flow returns)
     """Make the calls that ``flow`` requests; return a coroutine for the rest if the listener returned one."""
     try:
         request = next(flow)
@@ -466,7 +596,7 @@ def _run(flow: _Flow) -> object:
         return end.value
 
 
-async def _run_async(flow: _Flow, in_threads: bool, pending: Awaitable[Any] | None = None) -> object:
+async def _run_async(flow: _Flow, in_threads: bool, pending: Awaitable[Any] | None = None) -> Any:  # noqa: ANN401 (what the flow returns)
     """Run like `_run`, with a thread for calls of a store that can wait."""
     try:
         request = next(flow) if pending is None else None

@@ -79,9 +79,10 @@ def names(effects: Path, group: str) -> list[str]:
         return [name for (name,) in found]
 
 
+@pytest.mark.parametrize(("mode", "each"), [("guarded", 1), ("stepped", 3)])
 @pytest.mark.parametrize("name", ["sqlite", "postgresql", "mysql", "redis"])
 def test_each_kill_costs_at_most_one_effect_too_many(
-    place: Callable[[str], Place], name: str, effects: Path, slow_budget: SlowBudget
+    place: Callable[[str], Place], name: str, mode: str, each: int, effects: Path, slow_budget: SlowBudget
 ) -> None:
     """Each effect happens; it happens twice only if its process was killed between the effect and the mark."""
     where = place(name)
@@ -89,10 +90,10 @@ def test_each_kill_costs_at_most_one_effect_too_many(
     url = where.server.url if where.server is not None else str(where.path)
     for seed in slow_budget.rounds(20, "rounds of three killed processes"):
         group = f"kills-{next(_groups)}"
-        kills = hammer("guarded", name, url, effects, group, seed)
+        kills = hammer(mode, name, url, effects, group, seed)
         counted = Counter(names(effects, group))
-        assert sorted(counted, key=int) == [str(number) for number in range(COUNT)]
-        assert counted.total() - COUNT <= kills
+        assert sorted(counted, key=int) == [str(number) for number in range(each * COUNT)]
+        assert counted.total() - each * COUNT <= kills
 
 
 @pytest.mark.parametrize("base", DATABASES)

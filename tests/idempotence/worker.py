@@ -77,6 +77,21 @@ class Guarded:
         (store.client if isinstance(store, RedisDedupStore) else store).close()
 
 
+class Stepped(Guarded):
+    """Writes three effects for each message, each in a step of its own."""
+
+    def __init__(self, store: str, url: str, effects: str, group: str, clock: Clock) -> None:
+        super().__init__(store, url, effects, group, clock)
+
+        def consume(message: Delivery) -> None:
+            for number in range(3):
+                with self.guard.step(f"step {number}") as first:
+                    if first:
+                        effect(effects, group, str(3 * int(message.unique_key or 0) + number))
+
+        self.guard.listener = consume
+
+
 class Transactional:
     """Writes effects to the database of the message table."""
 
@@ -116,7 +131,7 @@ class Sender:
         self.engine.dispose()
 
 
-MODES: dict[str, Any] = {"guarded": Guarded, "transactional": Transactional, "outbox": Sender}
+MODES: dict[str, Any] = {"guarded": Guarded, "stepped": Stepped, "transactional": Transactional, "outbox": Sender}
 
 
 def main(mode: str, store: str, url: str, effects: str, group: str, seed: str, count: str) -> None:
