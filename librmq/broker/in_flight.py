@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 from librmq.broker.context import BrokerContext
 from librmq.broker.offsets import DelayedSave
 from librmq.errors import BrokerError, CorruptionError
-from librmq.message.topics import RETRY_PREFIX
+from librmq.message.topics import receive_retry_topic
 from librmq.protocol import ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.store.format.broker_tables import ConfigTable
@@ -30,11 +30,6 @@ _IN_ORDER: Final = 999
 _NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _FIELDS: Final = 9
 _SAVED_FIELDS: Final = 6
-
-
-def receive_retry_topic(group: str, topic: str) -> str:
-    """Return the topic of a group's messages of ``topic`` that were received but not acknowledged in time."""
-    return f"{RETRY_PREFIX}{group}_{topic}"
 
 
 def is_receive_retry(group: str, topic: str) -> bool:

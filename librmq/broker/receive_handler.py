@@ -29,14 +29,13 @@ from librmq.broker.in_flight import (
     RetryOwners,
     SavedFlights,
     is_receive_retry,
-    receive_retry_topic,
 )
 from librmq.broker.long_polling import ALL, Selection, selection_of
 from librmq.broker.send_handler import SendHandler
 from librmq.broker.topics import not_readable
 from librmq.errors import BrokerError, ReceiptError, RmqError
 from librmq.message.message import StoredMessage
-from librmq.message.topics import validate_topic
+from librmq.message.topics import receive_retry_topic, validate_topic
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
     MAX_RECEIVED,

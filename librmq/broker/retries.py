@@ -12,11 +12,11 @@ from typing import Final
 
 from librmq.broker.context import BrokerContext
 from librmq.broker.groups import Group
-from librmq.broker.in_flight import Flight, QueueKey, is_receive_retry, receive_retry_topic
+from librmq.broker.in_flight import Flight, QueueKey, is_receive_retry
 from librmq.errors import BrokerError, ConfigError, CorruptionError
 from librmq.message import Message, StoredMessage, dead_letter_topic, record, retry_topic
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
+from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, receive_retry_topic
 from librmq.protocol import LOCAL_HOST, PERM_WRITE, ResponseCode, SendBack, SendMessage, SentBack
 from librmq.protocol.client_requests import INNER_PRODUCER, MAX_SIZE_WITH_CAUSE
 from librmq.runtime.event_log import EventLog

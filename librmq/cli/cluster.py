@@ -170,7 +170,8 @@ class ClusterView:
     @cached_property
     def groups(self) -> list[str]:
         """The groups that brokers know, with the groups that retry and dead-letter topics name, sorted."""
-        return sorted(self.admin.groups().keys() | groups_of_topics(self.topics))
+        groups = self.admin.groups().keys()
+        return sorted(groups | groups_of_topics(self.topics, groups))
 
     def consumed(self, group: str, topic: str | None = None) -> Iterator[tuple[str, dict[MessageQueue, QueueProgress]]]:
         """Yield the topics in which a group has progress, sorted, or one of them, each with its queues."""

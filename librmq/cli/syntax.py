@@ -254,10 +254,10 @@ _LOOK: Final = (
     Command(
         "pending",
         "groups",
-        "list messages that wait for a time or a transaction",
+        "list messages that wait for a time, a transaction or an acknowledgement",
         "store --kind delay",
         (
-            option("--kind", choices=("half", "given_up", "delay", "retry", "timer"), help="only this kind"),
+            option("--kind", choices=("half", "given_up", "delay", "retry", "timer", "pop"), help="only this kind"),
             option("--topic", help="only messages for this topic"),
         ),
         output=LISTED,

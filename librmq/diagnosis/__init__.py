@@ -38,6 +38,10 @@ with lazy_exports(globals()):
     from librmq.diagnosis.pending import given_up as given_up
     from librmq.diagnosis.pending import pending_messages as pending_messages
     from librmq.diagnosis.pending import waiting_origins as waiting_origins
+    from librmq.diagnosis.pop import HeldMessage as HeldMessage
+    from librmq.diagnosis.pop import PopHolds as PopHolds
+    from librmq.diagnosis.pop import UnusableRecord as UnusableRecord
+    from librmq.diagnosis.pop import pop_holds as pop_holds
     from librmq.diagnosis.skips import Replay as Replay
     from librmq.diagnosis.skips import Skip as Skip
     from librmq.diagnosis.skips import SkippedQueue as SkippedQueue

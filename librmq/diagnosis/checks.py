@@ -30,13 +30,14 @@ from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import lag, lag_findings
 from librmq.diagnosis.instances import consistency_findings, stuck_findings
 from librmq.diagnosis.pending import half_findings, kind_of
+from librmq.diagnosis.pop import pop_findings
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
 from librmq.errors import CorruptionError
 from librmq.files.rolling import file_name
 from librmq.filter.registrations import Registration
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE
-from librmq.message.topics import RETRY_PREFIX, is_user_topic
+from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_user_topic
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.recovery.open import read_closed_state
@@ -351,8 +352,9 @@ def _clock_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
 
 def _retry_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield the topics in which a group has retries, but no progress."""
+    groups = set(view.groups)
     for retry_topic in [topic for topic in view.topics if topic.startswith(RETRY_PREFIX)]:
-        group = retry_topic.removeprefix(RETRY_PREFIX)
+        group = group_of_retries(retry_topic, groups, view.topics)
         if is_own_group(group) and not limits.own:
             continue
         waiting = view.message_count(retry_topic)
@@ -415,6 +417,7 @@ def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: boo
                 *stuck_findings(view, limits, group_lag=group_lag),
                 *dead_letter_findings(view, limits),
                 *half_findings(view, limits),
+                *pop_findings(view, limits),
                 *sample_findings(view, limits),
             ]
         )

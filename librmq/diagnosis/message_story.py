@@ -10,13 +10,15 @@
     SCHEDULE_TOPIC_XXXX, the wheel   delayed
     %RETRY%group                     retried
     %DLQ%group                       dead
+    rmq_sys_REVIVE_LOG_cluster       delivered, if a group of 5.x received it by POP or changed its invisible time
 
     end in a group    known by
     dead              a later record in the group's topic of dead letters
-    not_passed        progress at or before the record, or none in its queue
+    not_passed        POP holds it; otherwise progress at or before the record, or none in its queue
     filtered          the group's filter in consumerFilter.json; for a running broker also its tags
     skipped           a note of `librmq.diagnosis.skip`
-    passed            progress behind the record, and none of the above; a folder does not know filters by tags
+    passed            an acknowledgement of POP; otherwise progress behind the record, and none of the above; a folder
+                      does not know filters by tags
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from typing import Final, Literal, NamedTuple
 
 from librmq.diagnosis.deadletters import given_up
 from librmq.diagnosis.findings import counted
+from librmq.diagnosis.formatting import moment
 from librmq.diagnosis.pending import check_times
+from librmq.diagnosis.pop import PopAcknowledgement, PopCheckPoint, PopEvent, ReceiveName, pop_events, pop_holds
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.filter.filters import TagFilter
 from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type
@@ -39,7 +43,10 @@ from librmq.message.topics import (
     HALF_TOPIC,
     OP_TOPIC,
     RETRY_PREFIX,
+    group_of_retries,
     is_user_topic,
+    receive_retry_topic,
+    retry_topic,
 )
 from librmq.scheduling.half_messages import QUEUE, half_of
 from librmq.scheduling.relay import HOP_TOPIC
@@ -59,7 +66,7 @@ class StoryEvent(NamedTuple):
     """An event in the life of a message."""
 
     at_ms: int | None
-    """Store time of the record; None for a group's progress, whose time is unknown."""
+    """Store time of the record, or of an acknowledgement; None for a group's progress, whose time is unknown."""
     event: EventKind
     """What happened."""
     topic: str
@@ -97,7 +104,10 @@ def story(source: Source, name: str, *, topic: str | None = None) -> list[StoryE
     with viewed(source) as view:
         view.store.refresh()
         records = _records(view, name, topic)
-        return _log_events(view.store, records) + list(_group_events(view, records))
+        received = pop_events(view, [message for message in records if _is_consumed(message)])
+        events = [*_log_events(view, records), *_receives(received)]
+        events.sort(key=lambda event: event.physical_offset)
+        return events + list(_group_events(view, records, received))
 
 
 def _records(view: StoreView, name: str, topic: str | None) -> list[StoredMessage]:
@@ -126,8 +136,12 @@ def _records(view: StoreView, name: str, topic: str | None) -> list[StoredMessag
     return [records[place] for place in sorted(records)]
 
 
-def _log_events(store: MessageStore, records: Sequence[StoredMessage]) -> list[StoryEvent]:
-    events: list[StoryEvent] = []
+def _is_consumed(message: StoredMessage) -> bool:
+    topic = message.topic
+    return (is_user_topic(topic) and topic != HOP_TOPIC) or topic.startswith(RETRY_PREFIX)
+
+
+def _log_events(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[StoryEvent]:
     waiting: dict[str | None, list[str]] = {}  # by unique id: the targets of undelivered delays
     seen: set[tuple[str, str]] = set()
     for message in records:
@@ -135,11 +149,11 @@ def _log_events(store: MessageStore, records: Sequence[StoredMessage]) -> list[S
         if topic in _WAITING:
             real = message.properties.get(record.PROPERTY_REAL_TOPIC, "")
             if _is_commit(message):
-                events.append(_event(message, "committed", None, f"for topic {real}, with a delay"))
+                yield _event(message, "committed", None, f"for topic {real}, with a delay")
             waiting.setdefault(key, []).append(real)
-            events.append(_event(message, "delayed", *_delayed(message, real)))
+            yield _event(message, "delayed", *_delayed(message, real))
             continue
-        description = _broker_event(message)
+        description = _broker_event(view, message)
         if description is None:
             is_delivery = topic in waiting.get(key, ())
             again = key is not None and (key, topic) in seen
@@ -149,12 +163,11 @@ def _log_events(store: MessageStore, records: Sequence[StoredMessage]) -> list[S
             seen.add((key or "", topic))
         if topic in waiting.get(key, ()):
             waiting[key].remove(topic)
-        events.append(_event(message, *description))
-    events += _rollbacks(store, records)
-    return sorted(events, key=lambda event: event.physical_offset)
+        yield _event(message, *description)
+    yield from _rollbacks(view.store, records)
 
 
-def _broker_event(message: StoredMessage) -> tuple[EventKind, str | None, str] | None:
+def _broker_event(view: StoreView, message: StoredMessage) -> tuple[EventKind, str | None, str] | None:
     """Return event, group and note of a record in a topic that the broker writes; None for one of producers."""
     properties, topic = message.properties, message.topic
     if topic == HALF_TOPIC:
@@ -174,7 +187,8 @@ def _broker_event(message: StoredMessage) -> tuple[EventKind, str | None, str] |
         )
         return "dead", topic.removeprefix(DEAD_LETTER_PREFIX), cause
     if topic.startswith(RETRY_PREFIX):
-        return "retried", topic.removeprefix(RETRY_PREFIX), f"attempt {message.reconsume_times + 1}"
+        group = group_of_retries(topic, view.groups, view.topics)
+        return "retried", group, f"attempt {message.reconsume_times + 1}"
     return None
 
 
@@ -225,50 +239,109 @@ def _rollbacks(store: MessageStore, records: Sequence[StoredMessage]) -> list[St
     return list(events.values())
 
 
-def _group_events(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[StoryEvent]:
+def _receives(received: Sequence[PopEvent]) -> Iterator[StoryEvent]:
+    """Yield an event for each receive of a message by POP, and for each change of its invisible time."""
+    seen: set[tuple[str, int]] = set()
+    for message, stored, content in received:
+        if isinstance(content, PopCheckPoint) and not content.is_put_again:
+            group = content.name[0]
+            again = (group, message.physical_offset) in seen
+            seen.add((group, message.physical_offset))
+            yield _event(
+                stored,
+                "delivered",
+                group,
+                f"{'received again, or its invisible time changed' if again else 'received by POP'} at queue offset "
+                f"{message.queue_offset} of topic {message.topic}; invisible until {moment(content.visible_ms)}",
+            )._replace(unique_key=message.unique_key)
+
+
+def _group_events(
+    view: StoreView, records: Sequence[StoredMessage], received: Sequence[PopEvent]
+) -> Iterator[StoryEvent]:
     """Yield, for each record that groups consume, what became of it in each group."""
-    consumed = [
-        message
-        for message in records
-        if (is_user_topic(message.topic) and message.topic != HOP_TOPIC) or message.topic.startswith(RETRY_PREFIX)
-    ]
+    consumed = [message for message in records if _is_consumed(message)]
+    names = {(event.content.name[0], event.message.topic) for event in received} | view.progress.keys()
     topics = {message.topic for message in consumed}
-    groups = [(name, offsets) for name, offsets in sorted(view.progress.items()) if name[1] in topics]
+    groups = sorted(name for name in names if name[1] in topics)
     if groups:
-        outcomes = _Outcomes(view, records)
+        outcomes = _Outcomes(view, records, received)
         for message in consumed:
-            for (group, topic), offsets in groups:
+            for group, topic in groups:
                 if topic == message.topic:
-                    event, note = outcomes.outcome_of(group, message, offsets.get(message.queue_id))
-                    if event == "not_passed" and view.store.past_ms is not None:
-                        continue  # the group's progress at that time is unknown
-                    yield _event(message, event, group, note)._replace(at_ms=None)
+                    progress = view.progress.get((group, topic), {}).get(message.queue_id)
+                    event, note, at_ms = outcomes.outcome_of(group, message, progress)
+                    if event is not None:
+                        yield _event(message, event, group, note)._replace(at_ms=at_ms)
+
+
+def _acknowledgements(received: Sequence[PopEvent]) -> dict[tuple[str, int], int]:
+    """Return when groups acknowledged messages, by group and physical offset; earlier receives do not count."""
+    last: dict[tuple[str, int], ReceiveName] = {}
+    for message, _, content in received:
+        who = content.name[0], message.physical_offset
+        last[who] = max(last.get(who, content.name), content.name, key=lambda name: name[-1])
+    return {
+        (content.name[0], message.physical_offset): stored.store_timestamp_ms
+        for message, stored, content in received
+        if isinstance(content, PopAcknowledgement) and content.name == last[content.name[0], message.physical_offset]
+    }
+
+
+def _retry_topics(group: str, topic: str) -> tuple[str, ...]:
+    """Return the topics in which a group gets a message of a topic again."""
+    if topic.startswith(RETRY_PREFIX):
+        return topic, retry_topic(group)
+    return retry_topic(group), receive_retry_topic(group, topic), receive_retry_topic(group, topic, v2=True)
 
 
 class _Outcomes:
-    """What became of records in consumer groups: dead letters, filters, skips and progress."""
+    """What became of records in consumer groups: dead letters, receives, filters, skips and progress."""
 
-    def __init__(self, view: StoreView, records: Sequence[StoredMessage]) -> None:
+    def __init__(self, view: StoreView, records: Sequence[StoredMessage], received: Sequence[PopEvent]) -> None:
         from librmq.diagnosis.skips import skipped  # loads the broker
 
         self._view = view
         self._records = records
+        self._held = {held[:4]: held for held in pop_holds(view).held} if received else {}
+        self._acknowledged_ms = _acknowledgements(received)
         self._skips = skipped(view)
         now_ms = (view.now_ms or 0) + DEAD_ON_LOAD_MS  # so that a group that lived at the last save counts as alive
         self._registrations = view.tables.registrations(now_ms) if view.broker is None else view.broker.store.filters
 
-    def outcome_of(self, group: str, message: StoredMessage, progress: int | None) -> tuple[EventKind, str]:
-        """Return the last event of a record in a group, with a note; ``progress`` is that in its queue."""
+    def outcome_of(
+        self, group: str, message: StoredMessage, progress: int | None
+    ) -> tuple[EventKind | None, str, int | None]:
+        """Return the last event of a record in a group, with a note and the time of an acknowledgement.
+
+        The event is None if it is unknown. ``progress`` is that in its queue.
+        """
+        held = self._held.get((group, message.topic, message.queue_id, message.queue_offset))
+        if held is not None:
+            due = held.visible_ms <= (self._view.now_ms or 0)
+            end = "was to be delivered again at" if due else "invisible until"
+            return "not_passed", f"received by POP and not acknowledged; {end} {moment(held.visible_ms)}", None
+        acknowledged_ms = self._acknowledged_ms.get((group, message.physical_offset))
+        event, note = self._other_outcome(group, message, progress, acknowledged_ms is not None)
+        if event == "not_passed" and self._view.store.past_ms is not None:
+            return None, note, None  # the group's progress at that time is unknown
+        return event, note, acknowledged_ms if event == "passed" else None
+
+    def _other_outcome(
+        self, group: str, message: StoredMessage, progress: int | None, is_acknowledged: bool
+    ) -> tuple[EventKind, str]:
         letter = self._later_copy(message, DEAD_LETTER_PREFIX + group)
         if letter is not None:
             return "dead", f"its dead letter is at {letter.physical_offset}"
+        if is_acknowledged:
+            return "passed", "received by POP and acknowledged"
         filtered = self._rejection(group, message)
         if progress is None or progress <= message.queue_offset:
             place = "the group has no progress in this queue" if progress is None else f"its progress is {progress}"
             return "not_passed", f"{place}; {filtered}" if filtered else place
         if filtered:
             return "filtered", filtered
-        if self._later_copy(message, RETRY_PREFIX + group) is not None:
+        if self._later_copy(message, *_retry_topics(group, message.topic)) is not None:
             return "passed", f"it failed, and came again as a retry; its progress is {progress}"
         for skip in self._skips:
             if (skip.group, skip.topic) == (group, message.topic) and any(
@@ -279,12 +352,12 @@ class _Outcomes:
                 return "skipped", f"by the policy: {skip.policy}{copied}"
         return "passed", f"its progress is {progress}"
 
-    def _later_copy(self, message: StoredMessage, topic: str) -> StoredMessage | None:
-        """Return the first later record of this message in a group's topic of retries or dead letters, if any."""
+    def _later_copy(self, message: StoredMessage, *topics: str) -> StoredMessage | None:
+        """Return the first later record of this message in a group's topics of retries or dead letters, if any."""
         for copy in self._records:
             real = copy.properties.get(record.PROPERTY_REAL_TOPIC) if copy.topic in _WAITING else copy.topic
             if (
-                real == topic
+                real in topics
                 and copy.physical_offset > message.physical_offset
                 and _identity(copy) == _identity(message)
             ):

@@ -1,10 +1,11 @@
 """Messages that wait: for a time, a transaction or a retry, or for a group that has not consumed them.
 
-`pending_messages` finds open and discarded half messages, delayed messages, retries and timers. `expiring` finds the
-unconsumed messages that retention deletes soon, and `waiting_origins` counts where unconsumed messages come from.
+`pending_messages` finds open and discarded half messages, delayed messages, retries, timers, and what POP of 5.x holds.
+`expiring` finds the unconsumed messages that retention deletes soon, and `waiting_origins` counts where unconsumed
+messages come from.
 
 All are read from the broker's files, without a broker or beside a running one. `pending_messages` collects no messages:
-its memory grows only by a bit for each half message and some bytes for each timer.
+its memory grows only by a bit for each half message, some bytes for each timer, and what POP holds.
 
 A half that 15 checks could not end goes to ``TRANS_CHECK_MAX_TIME_TOPIC``, and no producer is asked again. A later
 decision delivers or drops the message, and writes an op message for its end.
@@ -19,14 +20,13 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-import numpy as np
-
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
 from librmq.diagnosis.findings import Finding, Thresholds, counted
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import QueueLag, lag
+from librmq.diagnosis.pop import PopHolds, pop_holds
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, CorruptionError, TransactionRefusedError
 from librmq.java.lang import java_int, java_long
@@ -39,15 +39,15 @@ from librmq.message.topics import (
     HALF_TOPIC,
     OP_TOPIC,
     RETRY_PREFIX,
+    REVIVE_PREFIX,
     retry_topic,
 )
 from librmq.scheduling.half_messages import OP_TAG, QUEUE, EndedHalves, half_of, progress
-from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, TIMER_TOPIC, delete_key
+from librmq.scheduling.timer_wheel import waiting_timers
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import derived_tags_code
 from librmq.store.engine.read import offset_at_place
 from librmq.store.format.broker_tables import BrokerTables, topic_row
-from librmq.store.format.timerfiles import DELETE, ROLL, UNIT_SIZE, TimerCheckpoint, TimerLog, timer_log_size
 from librmq.store.retention import first_behind, last_timestamp_ms
 from librmq.txn import TransactionConfig
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from librmq.broker import Broker
 
 
-Kind = Literal["half", "given_up", "delay", "retry", "timer"]
+Kind = Literal["half", "given_up", "delay", "retry", "timer", "pop"]
 
 _SAME_KEY: Final = 4096
 _TIMEOUT_MS: Final = round(1000 * TransactionConfig().timeout_s)
@@ -65,17 +65,19 @@ class PendingMessage(NamedTuple):
     """A waiting message."""
 
     kind: Kind
-    """What it is: ``half``, ``given_up`` (a discarded half), ``delay``, ``retry`` or ``timer``."""
+    """What it is: ``half``, ``given_up`` (a discarded half), ``delay``, ``retry``, ``timer`` or ``pop`` (received by a
+    group, and not acknowledged)."""
     topic: str
     """The topic of the send."""
     target_topic: str
-    """The topic of its delivery: for a retry that of the group, else the same."""
+    """The topic of its delivery: for a retry that of the group, for ``pop`` its retry topic, else the same."""
     due_ms: int | None
-    """The time of its delivery; for a half, of the first check; None for a discarded one."""
+    """The time of its delivery; for a half, of the first check; None for a discarded one; for ``pop``, the end of the
+    invisible time."""
     unique_key: str | None
-    """The unique id; None if the message has none."""
+    """The unique id; None if the message has none, or is deleted."""
     physical_offset: int
-    """The place of the waiting record."""
+    """The place of the waiting record; for ``pop`` of the message, or if it is deleted, of the check point."""
     checks: int
     """The number of checks of a half; 0 for other kinds."""
 
@@ -92,7 +94,8 @@ def pending_messages(
     Raises:
         CorruptionError: A file is unreadable.
     """
-    tables = tables or StoreView.over(store).tables
+    view = StoreView.over(store, tables)
+    tables = view.tables
     store.refresh()
     finders: tuple[tuple[Kind, Callable[[], Iterator[tuple[int | None, StoredMessage]]]], ...] = (
         ("half", lambda: open_halves(store, tables)),
@@ -106,6 +109,18 @@ def pending_messages(
                 pending = _pending(finder_kind, due_ms, message)
                 if kind in (None, pending.kind) and topic in (None, pending.topic, pending.target_topic):
                     yield pending
+    if kind in (None, "pop"):
+        for pending in received_messages(view, pop_holds(view)):
+            if topic in (None, pending.topic, pending.target_topic):
+                yield pending
+
+
+def received_messages(view: StoreView, holds: PopHolds) -> Iterator[PendingMessage]:
+    """Yield the messages that POP holds, in the order of `PopHolds.held`."""
+    for held in holds.held:
+        message = view.message(held.topic, held.queue_id, held.queue_offset)
+        key, place = (None, held.physical_offset) if message is None else (message.unique_key, message.physical_offset)
+        yield PendingMessage("pop", held.original_topic, held.revived_topic, held.visible_ms, key, place, 0)
 
 
 def _pending(kind: Kind, due_ms: int | None, message: StoredMessage) -> PendingMessage:
@@ -210,72 +225,10 @@ def _due(store: MessageStore, queue: ConsumeQueue | None, message: StoredMessage
 
 
 def _timers(store: MessageStore) -> Iterator[tuple[int, StoredMessage]]:
-    if store.past_ms is not None:
-        yield from _timers_in_the_log(store, store.past_ms)
-        return
-    checkpoint = TimerCheckpoint.read(store.path, store.files) or TimerCheckpoint()
-    size = timer_log_size(store.path, store.files)
-    if size:
-        yield from _timers_in_the_wheel(
-            store, checkpoint, TimerLog(store.path, size, files=store.files, writable=False)
-        )
-    for message in store.messages(TIMER_TOPIC, 0, checkpoint.queue_offset):
-        if DELETE_KEY not in message.properties:
-            yield java_long(message.properties.get(OUT_MS, "0")) or 0, message
-
-
-def _timers_in_the_log(store: MessageStore, now_ms: int) -> Iterator[tuple[int, StoredMessage]]:
-    """Yield the messages that were due after a time, without the wheel, whose files show the present."""
-    waiting: dict[str | int, tuple[int, StoredMessage]] = {}
-    for message in store.messages(TIMER_TOPIC, 0, 0):
-        properties = message.properties
-        deleted = properties.get(DELETE_KEY)
-        if deleted is not None:
-            waiting.pop(deleted, None)
-            continue
-        key, topic = message.unique_key, properties.get(record.PROPERTY_REAL_TOPIC, "")
-        name = message.physical_offset if key is None else delete_key(topic, key)
-        waiting.pop(name, None)  # a message far ahead comes again from time to time
-        due_ms = java_long(properties.get(OUT_MS, "0")) or 0
-        if due_ms > now_ms:
-            waiting[name] = due_ms, message
-    yield from sorted(waiting.values(), key=lambda item: (item[0], item[1].physical_offset))
-
-
-def _timers_in_the_wheel(
-    store: MessageStore, checkpoint: TimerCheckpoint, log: TimerLog
-) -> Iterator[tuple[int, StoredMessage]]:
-    """Yield the messages of slots that are still to come, slot by slot."""
-    blocks: list[np.ndarray[tuple[int, int], np.dtype[np.int64]]] = []
-    for position, block in log.blocks(checkpoint.log_position):
-        times = block["write_time_ms"].astype(np.int64) + block["delay_ms"]
-        waiting = np.flatnonzero(times >= checkpoint.read_time_ms)
-        places = position + waiting * UNIT_SIZE
-        blocks.append(np.stack((times[waiting], places, block["magic"][waiting].astype(np.int64)), axis=1))
-    units = np.concatenate(blocks) if blocks else np.empty((0, 3), np.int64)
-    del blocks
-    if not len(units):
-        return
-    units = units[np.lexsort((units[:, 1], units[:, 0]))]
-    _, begins = np.unique(units[:, 0], return_index=True)
-    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(units)], strict=True):
-        magics = units[begin:end, 2]
-        deletes = units[begin:end, 1][(magics & DELETE > 0) & (magics & ROLL == 0)]
-        deleted = {message.properties.get(DELETE_KEY) for _, message in _messages_of_slot(store, log, deletes)}
-        for magic, message in _messages_of_slot(store, log, units[begin:end, 1][magics & DELETE == 0]):
-            key, topic = message.unique_key, message.properties.get(record.PROPERTY_REAL_TOPIC, "")
-            if magic & ROLL or key is None or not deleted or delete_key(topic, key) not in deleted:
-                yield java_long(message.properties.get(OUT_MS, "0")) or 0, message
-
-
-def _messages_of_slot(
-    store: MessageStore, log: TimerLog, positions: np.ndarray[tuple[int], np.dtype[np.int64]]
-) -> Iterator[tuple[int, StoredMessage]]:
-    for position in positions.tolist():
-        unit = log.unit(position)
-        message = None if unit is None else store.message_at(unit.physical_offset)
-        if unit is not None and message is not None:
-            yield unit.magic, message
+    """Yield the waiting timers without the records of POP."""
+    for due_ms, message in waiting_timers(store):
+        if not message.properties.get(record.PROPERTY_REAL_TOPIC, "").startswith(REVIVE_PREFIX):
+            yield due_ms, message
 
 
 # ---- kinds of messages

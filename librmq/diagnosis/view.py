@@ -14,7 +14,7 @@ topics and groups are computed from it, each by one function.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
@@ -26,7 +26,15 @@ from librmq.files.interface import Files
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.lag import queue_lag
 from librmq.message.message import StoredMessage
-from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, is_system_topic
+from librmq.message.topics import (
+    DEAD_LETTER_PREFIX,
+    HALF_TOPIC,
+    OP_TOPIC,
+    RETRY_PREFIX,
+    REVIVE_PREFIX,
+    group_of_retries,
+    is_system_topic,
+)
 from librmq.store import MessageStore
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format import directory
@@ -49,10 +57,11 @@ def is_own_group(group: str) -> bool:
     return group.startswith("CID_") or group in _OWN_GROUPS
 
 
-def groups_of_topics(topics: Iterable[str]) -> set[str]:
-    """Return the groups that have one of these topics for their retries or dead letters."""
-    prefixes = RETRY_PREFIX, DEAD_LETTER_PREFIX
-    return {topic.removeprefix(prefix) for topic in topics for prefix in prefixes if topic.startswith(prefix)} - {""}
+def groups_of_topics(topics: Collection[str], groups: Collection[str] = ()) -> set[str]:
+    """Return the groups that have one of these topics for their retries or dead letters; ``groups`` are known ones."""
+    names = {group_of_retries(topic, groups, topics) for topic in topics if topic.startswith(RETRY_PREFIX)}
+    dead = {topic.removeprefix(DEAD_LETTER_PREFIX) for topic in topics if topic.startswith(DEAD_LETTER_PREFIX)}
+    return (names | dead) - {""}
 
 
 def kind_of_topic(topic: str) -> str:
@@ -303,7 +312,7 @@ class StoreView:
     def groups(self) -> tuple[str, ...]:
         """The consumer groups in the tables, and of the topics of retries and dead letters, sorted."""
         groups = {group for group, _ in self.progress} | set(self.tables.groups.rows)
-        return tuple(sorted(groups | groups_of_topics(self.topics)))
+        return tuple(sorted(groups | groups_of_topics(self.topics, groups)))
 
     @cached_property
     def ranges(self) -> dict[QueueName, QueueState]:
@@ -326,6 +335,12 @@ class StoreView:
         for topic, queue_id in self.ranges:
             queue_ids.setdefault(topic, []).append(queue_id)
         return queue_ids
+
+    @cached_property
+    def revive_topics(self) -> list[str]:
+        """The topics of what POP of 5.x holds; empty for a broker that does not know POP."""
+        topics = self.topics.keys() | self.tables.topics.rows.keys()
+        return sorted(topic for topic in topics if topic.startswith(REVIVE_PREFIX))
 
     @property
     def levels(self) -> DelayLevels:

@@ -1,12 +1,13 @@
 """Names of topics and groups: which are allowed, and which RocketMQ reserves.
 
-Mirrors ``TopicValidator``, ``MixAll.getRetryTopic`` and ``MixAll.getDLQTopic``.
+Mirrors ``TopicValidator``, ``MixAll.getRetryTopic``, ``MixAll.getDLQTopic`` and 5.x's ``KeyBuilder``.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from typing import Final, Literal, get_args
 
 from librmq.errors import MessageIllegalError
@@ -35,6 +36,10 @@ NOT_FOR_SENDING: Final = frozenset(
 SYSTEM_TOPICS: Final = NOT_FOR_SENDING | {AUTO_CREATE_TOPIC, "BenchmarkTest", TRACE_TOPIC}
 """The topics that RocketMQ reserves, besides topics with `SYSTEM_PREFIX`."""
 SYSTEM_PREFIX: Final = "rmq_sys_"
+REVIVE_PREFIX: Final = "rmq_sys_REVIVE_LOG_"
+"""With the name of the cluster, the topic of what POP of 5.x holds: `librmq.diagnosis.pop`."""
+_RECEIVE_SEPARATOR: Final = "_"
+_RECEIVE_SEPARATOR_V2: Final = "+"  # in no other name
 _MAX_SIZE: Final = 127
 _MAX_GROUP: Final = 120  # its retry topic has a prefix and is limited like any topic
 _CLIENT_PATTERN: Final = re.compile(r"[%|a-zA-Z0-9_-]+")
@@ -113,6 +118,30 @@ def is_user_topic(topic: str) -> bool:
 def retry_topic(group: str) -> str:
     """Return the topic from which a consumer group gets failed messages again."""
     return RETRY_PREFIX + group
+
+
+def receive_retry_topic(group: str, topic: str, *, v2: bool = False) -> str:
+    """Return the topic of a group's messages of ``topic`` that were received but not acknowledged in time.
+
+    ``v2`` is the form of 5.x with ``enableRetryTopicV2``.
+    """
+    return f"{RETRY_PREFIX}{group}{_RECEIVE_SEPARATOR_V2 if v2 else _RECEIVE_SEPARATOR}{topic}"
+
+
+def group_of_retries(retry_topic: str, groups: Collection[str], topics: Collection[str]) -> str:
+    """Return the group of a retry topic, with the help of known groups and topics.
+
+    ``%RETRY%a_b`` is the topic of group ``a_b``, or of messages of topic ``b`` that group ``a`` has received. It counts
+    as the latter if both exist, and no group ``a_b``.
+    """
+    name = retry_topic.removeprefix(RETRY_PREFIX)
+    if _RECEIVE_SEPARATOR_V2 in name:
+        return name.partition(_RECEIVE_SEPARATOR_V2)[0]
+    if name not in groups:
+        for at, character in enumerate(name):
+            if character == _RECEIVE_SEPARATOR and name[:at] in groups and name[at + 1 :] in topics:
+                return name[:at]
+    return name
 
 
 def reply_topic(cluster: str) -> str:

@@ -2,11 +2,12 @@
 
 The log is the truth. At each opening it is cut where it is known to be on the device, and the wheel is made to agree
 with it. `librmq.store.format.timerfiles` has the formats, `librmq.scheduling.timer` the meaning of units.
+`waiting_timers` reads the files of any store, without owning them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,12 +15,25 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.files.interface import Files
+from librmq.java.lang import java_long, string_hash
+from librmq.message import record
+from librmq.message.message import StoredMessage
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside
-from librmq.scheduling.timer_config import TimerConfig
+from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, TIMER_TOPIC, TimerConfig, delete_key
 from librmq.store import MessageStore
-from librmq.store.format.timerfiles import DELETE, UNIT_SIZE, Slot, TimerCheckpoint, TimerLog, TimerWheel, Unit
+from librmq.store.format.timerfiles import (
+    DELETE,
+    ROLL,
+    UNIT_SIZE,
+    Slot,
+    TimerCheckpoint,
+    TimerLog,
+    TimerWheel,
+    Unit,
+    timer_log_size,
+)
 
 _log = EventLog("librmq.timer")
 
@@ -304,3 +318,96 @@ class TimerProgress:
         self.checkpoint = reached.checkpoint
         self._slots.log.trim(self._store.log.begin)
         self._saved_changes = reached.changes  # after the steps that can fail, so that they are tried again
+
+
+# ---- the waiting messages of a store that another process may own
+
+
+def waiting_timers(store: MessageStore, topics: Collection[str] | None = None) -> Iterator[tuple[int, StoredMessage]]:
+    """Yield the messages that wait in a store's timer with their times (ms): those in the wheel sorted, then the rest.
+
+    ``topics`` are the topics of their delivery, all by default. In a store at an earlier moment due messages count as
+    delivered, and all are sorted.
+
+    Raises:
+        CorruptionError: A file is unreadable.
+    """
+    if store.past_ms is not None:
+        timers = _waiting_in_the_log(store, store.past_ms)
+    else:
+        timers = _waiting_in_files(store, None if topics is None else [string_hash(topic) for topic in topics])
+    for due_ms, message in timers:
+        if topics is None or message.properties.get(record.PROPERTY_REAL_TOPIC) in topics:
+            yield due_ms, message
+
+
+def _due_ms(message: StoredMessage) -> int:
+    return java_long(message.properties.get(OUT_MS, "0")) or 0
+
+
+def _waiting_in_files(store: MessageStore, hashes: Sequence[int] | None) -> Iterator[tuple[int, StoredMessage]]:
+    checkpoint = TimerCheckpoint.read(store.path, store.files) or TimerCheckpoint()
+    size = timer_log_size(store.path, store.files)
+    if size:
+        log = TimerLog(store.path, size, files=store.files, writable=False)
+        yield from _waiting_in_the_wheel(store, checkpoint, log, hashes)
+    for message in store.messages(TIMER_TOPIC, 0, checkpoint.queue_offset):
+        if DELETE_KEY not in message.properties:
+            yield _due_ms(message), message
+
+
+def _waiting_in_the_log(store: MessageStore, now_ms: int) -> Iterator[tuple[int, StoredMessage]]:
+    """Yield the messages that were due after a time, without the wheel, whose files show the present."""
+    waiting: dict[str | int, tuple[int, StoredMessage]] = {}
+    for message in store.messages(TIMER_TOPIC, 0, 0):
+        properties = message.properties
+        deleted = properties.get(DELETE_KEY)
+        if deleted is not None:
+            waiting.pop(deleted, None)
+            continue
+        key, topic = message.unique_key, properties.get(record.PROPERTY_REAL_TOPIC, "")
+        name = message.physical_offset if key is None else delete_key(topic, key)
+        waiting.pop(name, None)  # a message far ahead comes again from time to time
+        due_ms = _due_ms(message)
+        if due_ms > now_ms:
+            waiting[name] = due_ms, message
+    yield from sorted(waiting.values(), key=lambda item: (item[0], item[1].physical_offset))
+
+
+def _waiting_in_the_wheel(
+    store: MessageStore, checkpoint: TimerCheckpoint, log: TimerLog, hashes: Sequence[int] | None
+) -> Iterator[tuple[int, StoredMessage]]:
+    """Yield the messages of slots that are still to come, slot by slot; ``hashes`` are those of their topics."""
+    blocks: list[npt.NDArray[np.int64]] = []
+    for position, block in log.blocks(checkpoint.log_position):
+        times = block["write_time_ms"].astype(np.int64) + block["delay_ms"]
+        is_waiting = times >= checkpoint.read_time_ms
+        if hashes is not None:
+            is_waiting &= np.isin(block["topic_hash"], hashes)
+        waiting = np.flatnonzero(is_waiting)
+        places = position + waiting * UNIT_SIZE
+        blocks.append(np.stack((times[waiting], places, block["magic"][waiting].astype(np.int64)), axis=1))
+    units = np.concatenate(blocks) if blocks else np.empty((0, 3), np.int64)
+    del blocks
+    if not len(units):
+        return
+    units = units[np.lexsort((units[:, 1], units[:, 0]))]
+    _, begins = np.unique(units[:, 0], return_index=True)
+    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(units)], strict=True):
+        magics = units[begin:end, 2]
+        deletes = units[begin:end, 1][(magics & DELETE > 0) & (magics & ROLL == 0)]
+        deleted = {message.properties.get(DELETE_KEY) for _, message in _messages_of_slot(store, log, deletes)}
+        for magic, message in _messages_of_slot(store, log, units[begin:end, 1][magics & DELETE == 0]):
+            key, topic = message.unique_key, message.properties.get(record.PROPERTY_REAL_TOPIC, "")
+            if magic & ROLL or key is None or not deleted or delete_key(topic, key) not in deleted:
+                yield _due_ms(message), message
+
+
+def _messages_of_slot(
+    store: MessageStore, log: TimerLog, positions: npt.NDArray[np.int64]
+) -> Iterator[tuple[int, StoredMessage]]:
+    for position in positions.tolist():
+        unit = log.unit(position)
+        message = None if unit is None else store.message_at(unit.physical_offset)
+        if unit is not None and message is not None:
+            yield unit.magic, message

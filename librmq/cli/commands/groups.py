@@ -29,13 +29,15 @@ from librmq.store.format import directory
 from librmq.store.format.directory import check_kind
 
 if TYPE_CHECKING:
+    from librmq.diagnosis.pop import PopHolds
     from librmq.diagnosis.whatif import Consumption
 
 
 def groups(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each consumer group."""
     with open_source(arguments) as view:
-        output.rows_of(row._asdict() for row in group_summaries(view, includes_own=arguments.all))
+        rows = (row._asdict() for row in group_summaries(view, includes_own=arguments.all))
+        output.rows_of(_with_in_flight(view, rows))
     return 0
 
 
@@ -61,9 +63,30 @@ def _lag_rows(view: View[Any], by: str, group: str | None, topic: str | None) ->
         return (row._asdict() for row in waiting_origins(view, group=group, topic=topic))
     queue_lags = lag_of_view(view, group=group, topic=topic)
     if by == "queue":
-        return chain.from_iterable(map(_queue_rows, queue_lags.topics))
+        return _with_in_flight(view, chain.from_iterable(map(_queue_rows, queue_lags.topics)))
     rows: Iterable[TopicLag | GroupLag] = queue_lags.by_topic() if by == "topic" else queue_lags.by_group()
-    return (row._asdict() for row in rows)
+    return _with_in_flight(view, (row._asdict() for row in rows))
+
+
+def _with_in_flight(view: View[Any], rows: Iterable[Row]) -> Iterable[Row]:
+    """Return rows of groups, with what POP holds for each if the store is that of a broker that knows POP."""
+    if not isinstance(view, StoreView) or not view.revive_topics:
+        return rows
+    holds = _pop_holds(view)
+    counts = holds.counts()
+    return (row | {"in_flight": counts[tuple(row[name] for name in _PLACE if name in row)]} for row in rows)
+
+
+_PLACE: Final = ("group", "topic", "queue_id")
+
+
+def _pop_holds(view: StoreView) -> PopHolds:
+    from librmq.diagnosis.pop import pop_holds
+
+    holds = pop_holds(view)
+    for note in holds.notes:
+        complain(f"note: {note}")
+    return holds
 
 
 def _queue_rows(columns: TopicProgress) -> Iterable[Row]:
@@ -229,6 +252,8 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
         messages = pending_messages(store, kind=arguments.kind, topic=arguments.topic)
         output.rows_of(message._asdict() for message in messages)
         note_topic_of(store, arguments.topic, output)
+        if arguments.kind in (None, "pop"):
+            _pop_holds(StoreView.over(store))
     return 0
 
 

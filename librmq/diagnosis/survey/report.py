@@ -54,7 +54,7 @@ from librmq.errors import ConfigError, CorruptionError
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.record import FIXED_SIZE
-from librmq.message.topics import RETRY_PREFIX
+from librmq.message.topics import group_of_retries
 from librmq.runtime.call_progress import advance
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format.directory import COMMITLOG
@@ -338,8 +338,8 @@ def _waiting(view: StoreView, name: str, scope: ReportScope) -> Iterator[Waiting
 
 
 def _group_of(view: StoreView, pending: PendingMessage) -> str | None:
-    if pending.kind == "retry":
-        return pending.target_topic.removeprefix(RETRY_PREFIX)
+    if pending.kind in ("retry", "pop"):
+        return group_of_retries(pending.target_topic, view.groups, view.topics)
     if pending.kind not in ("half", "given_up"):
         return None
     message = view.store.message_at(pending.physical_offset)

@@ -37,6 +37,7 @@ _KINDS: Final = {
     "delay": "delayed",
     "timer": "timer",
     "retry": "retry",
+    "pop": "received, in flight",
 }
 
 

@@ -1,0 +1,425 @@
+"""What POP of 5.x holds: messages that a group has received, with the time until which they are invisible to others.
+
+::
+
+    record of a revive topic                  tag    body, a JSON object
+    check point, of one receive from a queue  ck     t topic, c group, q queue id, so first queue offset, pt time of the
+                                                     receive, it invisible time (ms), n messages, d their offsets less
+                                                     so (without it they are consecutive), bm bits of acknowledged ones
+    acknowledgement                           ack    t, c, q, so, pt of the check point; ao queue offset
+    several                                   bAck   t, c, q, so, pt of the check point; aol queue offsets
+    all                                              bn name of the broker
+
+    check point ──── waits in the timer topic ────> revive topic ──> acknowledged, or stored again in a retry topic
+                     until a second before its       │
+                     invisible time ends             └ the revive group's progress is the last offset that it has done
+    acknowledgement ── until that time ends ──────> revive topic, behind its check point
+
+A change of the invisible time is a new check point for one message, and an acknowledgement of the old one. An
+acknowledgement without a check point in front of it has no effect: the check point is done, or the broker had it only
+in memory (``enablePopBufferMerge``). Topics are those of the receive, so those of messages that came again are retry
+topics. Messages that are received in order, and the records of 5.x's ``popConsumerKVServiceEnable``, are elsewhere.
+
+Mirrors 5.3.3's ``PopCheckPoint``, ``AckMsg``, ``BatchAckMsg`` and ``PopReviveService``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import os
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from librmq.diagnosis.findings import Finding, Thresholds, counted
+from librmq.diagnosis.formatting import duration
+from librmq.diagnosis.view import Source, StoreView, viewed
+from librmq.errors import MalformedError, MessageIllegalError
+from librmq.message import record
+from librmq.message.message import StoredMessage
+from librmq.message.topics import RETRY_PREFIX, receive_retry_topic, validate_topic
+from librmq.scheduling.timer_config import TIMER_TOPIC
+from librmq.scheduling.timer_wheel import waiting_timers
+
+REVIVE_GROUP: Final = "CID_RMQ_SYS_REVIVE_GROUP"
+_CHECK_POINT: Final = "ck"
+_ACKNOWLEDGEMENT: Final = "ack"
+_BATCH: Final = "bAck"
+_MOST: Final = 32  # messages of a check point: the broker's bits have no more
+_LONGEST: Final = 255
+_INT32: Final = 1 << 31
+_INT64: Final = 1 << 63
+_ROCKSDB: Final = "kvStore"
+
+ReceiveName: TypeAlias = tuple[str, str, int, int, int]
+"""Names a receive from a queue: group, topic, queue id, first queue offset, time of the receive (ms)."""
+
+
+# ---- records
+
+
+class PopCheckPoint(NamedTuple):
+    """A receive of messages of one queue."""
+
+    name: ReceiveName
+    """Its name, which acknowledgements repeat."""
+    broker_name: str
+    """The broker of the messages; another one's if it stands in for that broker."""
+    visible_ms: int
+    """Time from which the messages are visible again unless they are acknowledged."""
+    offsets: tuple[int, ...]
+    """Queue offsets of its messages."""
+    acknowledged: frozenset[int]
+    """Those that it says are acknowledged; a broker writes none."""
+    is_put_again: bool
+    """Whether a broker wrote it again, because it could not yet store the message in the retry topic."""
+
+
+class PopAcknowledgement(NamedTuple):
+    """The end of messages of a receive."""
+
+    name: ReceiveName
+    """The name of the check point."""
+    broker_name: str
+    """As in the check point, or empty."""
+    offsets: tuple[int, ...]
+    """Queue offsets of the acknowledged messages."""
+
+
+def parse_record(message: StoredMessage) -> PopCheckPoint | PopAcknowledgement:
+    """Return what a record of a revive topic says.
+
+    Raises:
+        MalformedError: It is none that a broker writes.
+    """
+    tag = message.tags
+    if tag not in (_CHECK_POINT, _ACKNOWLEDGEMENT, _BATCH):
+        raise MalformedError(f"tag: expected ck, ack or bAck, found {tag!r:.80}")
+    try:
+        row = json.loads(message.body.decode())
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"body: expected a JSON object: {error!s:.120}") from None
+    if not isinstance(row, dict):
+        raise MalformedError(f"body: expected a JSON object, found {row!r:.80}")
+    return _check_point(row) if tag == _CHECK_POINT else _acknowledgement(row, is_batch=tag == _BATCH)
+
+
+def _check_point(row: dict[str, Any]) -> PopCheckPoint:
+    name, count = _name(row), _number("n", row.get("n"), _MOST + 1)
+    gaps = row.get("d")
+    if gaps in (None, []):
+        gaps = list(range(count))
+    if not isinstance(gaps, list) or len(gaps) != count:
+        raise MalformedError(f"d: expected {counted(count, 'number')}, as n says, found {gaps!r:.80}")
+    offsets = tuple(_number("so and d", name[3] + _number("d", gap, _INT32)) for gap in gaps)
+    if len(set(offsets)) != count:
+        raise MalformedError(f"d: expected different numbers, found {gaps!r:.80}")
+    bits = row.get("bm", 0)
+    if type(bits) is not int or not -_INT32 <= bits < _INT32 or bits % (2 * _INT32) >> count:
+        raise MalformedError(f"bm: expected bits of {counted(count, 'message')}, found {bits!r:.80}")
+    visible_ms = _number("pt and it", name[4] + _number("it", row.get("it")))
+    acknowledged = frozenset(offset for at, offset in enumerate(offsets) if bits >> at & 1)
+    return PopCheckPoint(name, _broker_name(row), visible_ms, offsets, acknowledged, row.get("rp") is not None)
+
+
+_LONG_NAMES: Final = {
+    "ackOffset": "ao", "ackOffsetList": "aol", "startOffset": "so", "consumerGroup": "c", "topic": "t", "queueId": "q",
+    "popTime": "pt", "brokerName": "bn",
+}  # fmt: skip
+"""Names in acknowledgements of older brokers."""
+
+
+def _acknowledgement(row: dict[str, Any], *, is_batch: bool) -> PopAcknowledgement:
+    row = {_LONG_NAMES.get(name, name): value for name, value in row.items()}
+    offsets = row.get("aol") if is_batch else [row.get("ao")]
+    if not isinstance(offsets, list):
+        raise MalformedError(f"aol: expected a list of queue offsets, found {offsets!r:.80}")
+    what = "aol" if is_batch else "ao"
+    return PopAcknowledgement(_name(row), _broker_name(row), tuple(_number(what, offset) for offset in offsets))
+
+
+def _name(row: dict[str, Any]) -> ReceiveName:
+    group, topic = _text("c", row.get("c")), _text("t", row.get("t"))
+    try:
+        validate_topic(topic)
+    except MessageIllegalError as error:
+        raise MalformedError(f"t: {error}") from None
+    queue_id = _number("q", row.get("q"), _INT32)
+    return group, topic, queue_id, _number("so", row.get("so")), _number("pt", row.get("pt"))
+
+
+def _broker_name(row: dict[str, Any]) -> str:
+    name = row.get("bn")
+    return _text("bn", name) if name else ""
+
+
+def _text(what: str, value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= _LONGEST:
+        raise MalformedError(f"{what}: expected a name, found {value!r:.80}")
+    return value
+
+
+def _number(what: str, value: object, end: int = _INT64) -> int:
+    if type(value) is not int or not 0 <= value < end:
+        raise MalformedError(f"{what}: expected a number from 0 to {end - 1}, found {value!r:.80}")
+    return value
+
+
+# ---- what is held
+
+
+class HeldMessage(NamedTuple):
+    """A message that a group has received and not acknowledged."""
+
+    group: str
+    """The consumer group."""
+    topic: str
+    """The topic of the receive: one of producers, or the group's retry topic."""
+    queue_id: int
+    """Number of the queue."""
+    queue_offset: int
+    """Place of the message in the queue."""
+    received_ms: int
+    """Time of the receive, or of the last change of the invisible time."""
+    visible_ms: int
+    """Time from which it is visible again: it is overdue from then on until the broker stores it in a retry topic."""
+    physical_offset: int
+    """The place of the check point in the log."""
+
+    @property
+    def revived_topic(self) -> str:
+        """The topic in which the broker stores it again, without ``enableRetryTopicV2``."""
+        return self.topic if self.topic.startswith(RETRY_PREFIX) else receive_retry_topic(self.group, self.topic)
+
+    @property
+    def original_topic(self) -> str:
+        """The topic of the send."""
+        prefix = RETRY_PREFIX + self.group
+        return self.topic[len(prefix) + 1 :] if self.topic.startswith(prefix) else self.topic
+
+
+class UnusableRecord(NamedTuple):
+    """A record of a revive topic that says nothing about a message."""
+
+    physical_offset: int
+    """Its place in the log."""
+    what: str
+    """What is wrong with it."""
+
+
+@dataclass
+class PopHolds:
+    """What POP holds of a store at one moment."""
+
+    held: list[HeldMessage] = field(default_factory=list)
+    """The messages that were received and not acknowledged, those that are visible first in front."""
+    unusable: list[UnusableRecord] = field(default_factory=list)
+    """Records that no broker writes: what they are about is not in `held`."""
+    lone_acknowledgements: int = 0
+    """Acknowledged messages without a check point; they are not in `held` either."""
+
+    def counts(self) -> Counter[tuple[str | int, ...]]:
+        """Return the numbers of held messages by ``(group,)``, ``(group, topic)`` and ``(group, topic, queue_id)``."""
+        return Counter(message[:length] for message in self.held for length in (1, 2, 3))
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about records that do not count."""
+        notes = []
+        if self.unusable:
+            place, what = self.unusable[0]
+            notes.append(
+                f"{counted(len(self.unusable), 'record')} of POP can't be used and do not count, the first at {place}: "
+                f"{what}"
+            )
+        if self.lone_acknowledgements:
+            notes.append(
+                f"{counted(self.lone_acknowledgements, 'acknowledgement')} of POP without a check point do not count: "
+                "the broker is done with it, or had it only in memory"
+            )
+        return notes
+
+
+def pop_holds(source: Source) -> PopHolds:
+    """Return what POP holds: the messages that were received and not acknowledged.
+
+    Of a store at an earlier moment, messages that were visible again count as revived, because the progress of the
+    revive group back then is unknown.
+
+    Raises:
+        NotAStoreError: The folder holds no store.
+        CorruptionError: A file is damaged.
+    """
+    with viewed(source) as view:
+        topics = view.revive_topics
+        receives = _Receives()
+        if topics:
+            past_ms = view.store.past_ms
+            for message in _waiting_records(view, topics) if past_ms is None else _stored_records(view, topics, 0):
+                receives.add_record(message)
+            receives.end(-1 if past_ms is None else past_ms)
+        return receives.holds
+
+
+class _Receives:
+    """The check points of records in the order in which the broker gets them, less what is acknowledged."""
+
+    def __init__(self) -> None:
+        self.holds = PopHolds()
+        self._points: dict[tuple[ReceiveName, str], tuple[PopCheckPoint, int, set[int]]] = {}
+        self._broker_names: dict[ReceiveName, str] = {}  # of the first check point: some acknowledgements have none
+
+    def add_record(self, message: StoredMessage) -> None:
+        place = message.physical_offset
+        try:
+            parsed = parse_record(message)
+        except MalformedError as error:
+            self.holds.unusable.append(UnusableRecord(place, str(error)))
+            return
+        if isinstance(parsed, PopCheckPoint):
+            key = parsed.name, parsed.broker_name
+            self._broker_names.setdefault(*key)
+            if key not in self._points or self._points[key][0] != parsed:  # a copy of the same record changes nothing
+                self._points[key] = parsed, place, set(parsed.offsets) - parsed.acknowledged
+            return
+        point = self._points.get((parsed.name, parsed.broker_name or self._broker_names.get(parsed.name, "")))
+        if point is None:
+            self.holds.lone_acknowledgements += len(parsed.offsets)
+            return
+        check_point, at, held = point
+        for offset in parsed.offsets:
+            if offset not in check_point.offsets:
+                self.holds.unusable.append(
+                    UnusableRecord(place, f"queue offset {offset} is not in the check point at {at}")
+                )
+        held.difference_update(parsed.offsets)
+
+    def end(self, after_ms: int) -> None:
+        """Fill in the held messages that are visible after a time."""
+        first: dict[tuple[str, str, int, int], HeldMessage] = {}
+        for check_point, place, offsets in self._points.values():
+            group, topic, queue_id, _, received_ms = check_point.name
+            for offset in offsets if check_point.visible_ms > after_ms else ():
+                message = HeldMessage(group, topic, queue_id, offset, received_ms, check_point.visible_ms, place)
+                earlier = first.setdefault(message[:4], message)
+                if message.visible_ms < earlier.visible_ms:
+                    first[message[:4]] = message
+        self.holds.held = sorted(first.values(), key=lambda message: (message.visible_ms, message))
+
+
+def _waiting_records(view: StoreView, topics: Collection[str]) -> Iterator[StoredMessage]:
+    """Yield the records with which the broker is not done, in the order in which it gets them."""
+    store = view.store
+    for topic in topics:
+        done = view.progress.get((REVIVE_GROUP, topic), {})
+        for queue_id in view.topics.get(topic, ()):
+            begin = max(done.get(queue_id, -1) + 1, view.ranges[topic, queue_id].min_offset)
+            yield from store.messages(topic, queue_id, begin)
+    timers = sorted(waiting_timers(store, topics), key=lambda item: (item[0], item[1].physical_offset))
+    yield from (message for _, message in timers)
+
+
+def _stored_records(view: StoreView, topics: Collection[str], since_ms: int) -> Iterator[StoredMessage]:
+    """Yield all records from a time on in log order, each once: the timer stores them again."""
+    queues = [(topic, queue_id) for topic in (TIMER_TOPIC, *topics) for queue_id in view.topics.get(topic, ())]
+    records = heapq.merge(
+        *(
+            view.store.messages(*queue, view.store.queue_offset_at(*queue, since_ms) if since_ms else 0)
+            for queue in queues
+        ),
+        key=lambda message: message.physical_offset,
+    )
+    seen: set[bytes] = set()
+    for message in records:
+        is_record = message.topic != TIMER_TOPIC or message.properties.get(record.PROPERTY_REAL_TOPIC) in topics
+        if is_record and (digest := hashlib.blake2b(message.stored_body, digest_size=16).digest()) not in seen:
+            seen.add(digest)
+            yield message
+
+
+class PopEvent(NamedTuple):
+    """A receive or an acknowledgement of a message."""
+
+    message: StoredMessage
+    """The message."""
+    record: StoredMessage
+    """The first record of it in the log."""
+    content: PopCheckPoint | PopAcknowledgement
+    """What the record says."""
+
+
+def pop_events(view: StoreView, messages: Sequence[StoredMessage]) -> list[PopEvent]:
+    """Return what the log says about receives of messages, in log order.
+
+    Raises:
+        CorruptionError: A file is damaged.
+    """
+    topics = view.revive_topics
+    if not topics or not messages:
+        return []
+    queues: dict[tuple[str, int], dict[int, StoredMessage]] = {}
+    for message in messages:
+        queues.setdefault((message.topic, message.queue_id), {})[message.queue_offset] = message
+    since_ms = max(1, min(message.store_timestamp_ms for message in messages) - 1)
+    events = []
+    for stored in _stored_records(view, topics, since_ms):
+        try:
+            content = parse_record(stored)
+        except MalformedError:
+            continue  # `pop_holds` reports it
+        by_offset = queues.get(content.name[1:3], {})
+        events += [PopEvent(by_offset[offset], stored, content) for offset in content.offsets if offset in by_offset]
+    return events
+
+
+# ---- findings
+
+
+def pop_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
+    """Yield the findings about messages that were not revived, and about what can't be seen."""
+    holds, now_ms = pop_holds(view), view.now_ms or 0
+    overdue: dict[tuple[str, str], list[HeldMessage]] = {}
+    for message in holds.held:
+        if message.visible_ms + 1000 * limits.stuck_s < now_ms:
+            overdue.setdefault((message.group, message.topic), []).append(message)
+    for (group, topic), messages in overdue.items():
+        first = messages[0]
+        yield Finding(
+            "not-revived",
+            limits.severity_of(topic),
+            f"group {group}, topic {topic}",
+            f"{counted(len(messages), 'message')} of POP not acknowledged in time and not delivered again, the first "
+            f"due {duration(view.age_s(first.visible_ms))} ago.",
+            {
+                "messages": len(messages),
+                "due_timestamp_ms": first.visible_ms,
+                "received_timestamp_ms": first.received_ms,
+                "queue_id": first.queue_id,
+                "queue_offset": first.queue_offset,
+                "physical_offset": first.physical_offset,
+            },
+            "Let the broker run with timerWheelEnable=true: its revive service stores them in a retry topic. A broker "
+            "that was stopped catches up.",
+        )
+    if holds.unusable:
+        yield Finding(
+            "unusable-pop-records",
+            "warning",
+            f"store {view.store.path}",
+            f"{holds.notes[0]}.",
+            {"records": len(holds.unusable), "physical_offset": holds.unusable[0].physical_offset,
+             "lone_acknowledgements": holds.lone_acknowledgements},
+            "librmq show STORE --topic rmq_sys_REVIVE_LOG_… shows them. What they are about is not in pending or lag.",
+        )  # fmt: skip
+    if view.store.files.size(os.path.join(view.store.path, _ROCKSDB, "CURRENT")) is not None:
+        yield Finding(
+            "unseen-pop-records",
+            "info",
+            f"store {view.store.path}",
+            "The broker keeps messages in flight in RocksDB (popConsumerKVServiceEnable), which librmq does not read.",
+            {"folder": _ROCKSDB},
+            "Messages in flight are missing in pending, lag and story; RocketMQ's mqadmin exportPopRecord lists them.",
+        )
