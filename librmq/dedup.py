@@ -7,7 +7,7 @@
       ├────release──────┘                     │           expired, either: as none
       └────────────────expiry─────────────────┘
 
-A listener can also record its steps (`DedupListener.step`), so that a retry goes on behind the last one that ended. A
+A listener can also record its steps (`DedupListener.step`), so that a retry continues behind the last one that ended. A
 step has a record like its message, with the step's name in its key and, until it ends, the message's token and expiry.
 
 A record belongs to one message of one group. A claim holds it for ``consuming_timeout`` under a token of its own.

@@ -177,7 +177,7 @@ class KillingRoute:
     [(SendMessage, []), (EndTransaction, ["undecided"]), (SendBack, [])],
 )
 def test_a_killed_process_leaves_what_it_had_begun(tmp_path: Path, killed_at: type, unexplained: list[str]) -> None:
-    """Without these lines the next process would get messages that nobody sent, committed or got before."""
+    """Without these lines the next process would get messages that no process had sent, committed or got before."""
 
     def run(process: str, route: Any, broker: Broker, *, sends: bool) -> None:
         with record_history(route, tmp_path / process, process=process) as recorded:

@@ -50,7 +50,7 @@ class Shop:
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit()], ids=["failure", "crash"])
-def test_a_retry_goes_on_behind_the_last_step(store: DedupStore, error: BaseException) -> None:
+def test_a_retry_continues_behind_the_last_step(store: DedupStore, error: BaseException) -> None:
     """Only an effect after which its step did not end happens again."""
     for place, step in PLACES:
         shop, message = Shop(store), delivery(next(_messages))
