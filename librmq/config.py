@@ -102,6 +102,9 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, expected, check in _checks(cast("Hashable", type(self))):
+            value = getattr(self, name)
+            if isinstance(value, timedelta) and "seconds" in expected:
+                object.__setattr__(self, name, value.total_seconds())
             if not check(getattr(self, name)):
                 raise self.refusal(name, expected)
         self._check_together()
@@ -214,6 +217,8 @@ def _check_of(hint: Any) -> tuple[str, _Check]:  # noqa: ANN401 types have none
     if get_origin(hint) is Annotated:
         hint, limits = get_args(hint)[:2]
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if isinstance(limits, Seconds):
+        options = tuple(option for option in options if option is not timedelta)  # it is kept in seconds
     optional = types.NoneType in options
     expected, check = _one_of([option for option in options if option is not types.NoneType], limits)
     if optional:

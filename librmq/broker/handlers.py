@@ -245,7 +245,7 @@ class BrokerParts:
         """Drop held pulls and hide the gauges. Under the runner's lock."""
         self.context.held.drop_all()
         if self._metrics is not None:
-            for name in ("held_pulls", "log_bytes", "disk_used", "replicas"):
+            for name in ("held_pulls", "log_bytes", "disk_used", "replicas", "resend_ids"):
                 self._metrics.gauge(name, None)
 
     def save(self) -> None:

@@ -7,21 +7,31 @@ the same order. Appending does not take the runner's lock; waking held pulls and
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from librmq.broker.context import BrokerContext
 from librmq.broker.delayed_messages import Deliveries
 from librmq.broker.replication import Replication
 from librmq.broker.retries import FailedMessages
 from librmq.broker.topics import Topic
-from librmq.errors import BrokerBusyError, BrokerError, FlushFailedError, MessageIllegalError, RmqError
+from librmq.config import to_seconds
+from librmq.errors import (
+    BrokerBusyError,
+    BrokerError,
+    CorruptionError,
+    FlushFailedError,
+    MessageIllegalError,
+    RmqError,
+)
 from librmq.java.lang import java_int
 from librmq.message import Message, record
 from librmq.message.ids import Host
-from librmq.message.message import delayed_batch, delayed_transaction
+from librmq.message.message import StoredMessage, delayed_batch, delayed_transaction
 from librmq.message.properties import PROPERTY_PUSH_REPLY_TIME, PROPERTY_REPLY_TO_CLIENT
-from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, is_system_topic
+from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, is_system_topic
+from librmq.metrics import Metrics
 from librmq.protocol import (
     ReplyArrived,
     ResponseCode,
@@ -32,10 +42,13 @@ from librmq.protocol import (
     SendResponse,
     SendStatus,
 )
+from librmq.protocol.client_requests import TOOL_PRODUCERS
 from librmq.runtime.event_log import EventLog
-from librmq.scheduling.relay import HOP_TOPIC
-from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELIVER_MS, is_timed, time_properties
-from librmq.store import AppendResult
+from librmq.runtime.locks import RLock
+from librmq.scheduling.relay import HOP_TOPIC, TARGET_TOPIC
+from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, is_timed, time_properties
+from librmq.scheduling.waiting import sent_to
+from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.append_lock import CTRL_C_WAITS_S
 from librmq.store.engine.copies import Prepared
 
@@ -88,13 +101,36 @@ class SendHandler:
         self._stuck_at = -1  # the log's end when a running write was last seen,
         self._stuck_since = 0  # and the time when it was first seen
         self.failed = FailedMessages(context, self.store_message)
+        self._recent: RecentSends | None = None
+        if config.drop_resends_within is not None and config.replica_of is None:
+            window_ms = round(1000 * to_seconds("drop_resends_within", config.drop_resends_within))
+            self._recent = RecentSends(store, window_ms, self._runner.now_ms, self._metrics)
         host = record.encode_host(record.parse_host(store.config.store_host))
         self._id_prefix = host.hex().upper()
 
     # ---- producers
 
     def send(self, request: SendMessage) -> SendResponse:
-        """Store a message."""
+        """Store a message, unless it is a resend that the settings drop."""
+        recent, message = self._recent, request.message
+        name = None if recent is None else name_of_send(request.group, message)
+        if recent is None or name is None:
+            queue_id, result = self._store_send(request)
+        else:
+            with recent.lock:
+                first = recent.first_send(name)
+                if first is None:
+                    first = FirstSend(*self._store_send(request))
+                    recent.note(name, first.result.physical_offset)
+                else:
+                    recent.count_resend(name)
+            queue_id, result = first
+        status = self._flushed(result, message.properties.get(_WAIT))
+        offset_id = f"{self._id_prefix}{result.physical_offset:016X}"
+        return SendResponse(status, queue_id, result.queue_offset, result.physical_offset, (offset_id,))
+
+    def _store_send(self, request: SendMessage) -> tuple[int, AppendResult]:
+        """Store a message; return the queue that it is for, and its place."""
         message = request.message
         name = message.topic
         topic = self._topics.get(name)
@@ -136,16 +172,32 @@ class SendHandler:
         )
         if is_half:
             self._half_stored(stored_message.unique_key, result.physical_offset)
-        status = self._flushed(result, wait)
-        offset_id = f"{self._id_prefix}{result.physical_offset:016X}"
-        return SendResponse(status, queue_id, result.queue_offset, result.physical_offset, (offset_id,))
+        return queue_id, result
 
     def send_plain(self, request: SendPlain) -> list[SendResponse]:
         """Store the first messages of a request under one lock, up to one that is not plain; return their responses.
 
         It runs only the steps of `send` that a plain message needs: a wire server spends most of its time here.
         """
-        topics, prepare, cluster = self._topics, self._store.copies.prepare, self._cluster
+        with nullcontext() if self._recent is None else self._recent.lock:
+            sent = self._store_plain(request)
+        prefix = self._id_prefix
+        confirms = self._flushed if self._confirms else None
+        return [
+            SendResponse(
+                _OK if confirms is None else confirms(result, wait),
+                send.queue_id,
+                result[2],
+                result[0],
+                (f"{prefix}{result[0]:016X}",),
+            )
+            for send, wait, result in zip(request.sends, *sent, strict=False)
+        ]
+
+    def _store_plain(self, request: SendPlain) -> tuple[list[str | None], list[AppendResult]]:
+        """Store the first messages of a request; return for each whether it waits for the device, and its place."""
+        topics, prepare, cluster, recent = self._topics, self._store.copies.prepare, self._cluster, self._recent
+        names: list[_Name | None] = []
         prepared: list[Prepared] = []
         stored: list[dict[str, str]] = []
         waits: list[str | None] = []
@@ -162,6 +214,11 @@ class SendHandler:
                 or message._delays is not None
             ):
                 break
+            if recent is not None:
+                id_of_send = name_of_send(send.group, message)
+                if id_of_send is not None and (id_of_send in names or recent.first_send(id_of_send) is not None):
+                    break  # `send` answers it
+                names.append(id_of_send)
             properties = properties.copy()
             properties[_CLUSTER] = cluster
             wait = properties.pop(_WAIT, None)
@@ -180,29 +237,60 @@ class SendHandler:
             stored.append(properties)
             waits.append(wait)
         if not prepared:
-            return []
+            return [], []
         self._store.check_room()
         if self._store.appender.lock.is_writing():
             self._check_busy(sends[0].message.topic)
         results = self._store.copies.append(prepared)
         self._arrivals.stored_together(prepared, stored, results)
-        prefix = self._id_prefix
-        confirms = self._flushed if self._confirms else None
-        return [
-            SendResponse(
-                _OK if confirms is None else confirms(result, wait),
-                send.queue_id,
-                result[2],
-                result[0],
-                (f"{prefix}{result[0]:016X}",),
-            )
-            for send, wait, result in zip(sends, waits, results, strict=False)
-        ]
+        if recent is not None:
+            for noted, result in zip(names, results, strict=False):
+                if noted is not None:
+                    recent.note(noted, result.physical_offset)
+        return waits, results
 
     def send_batch(self, request: SendBatch) -> SendResponse:
-        """Store messages of one topic next to each other."""
+        """Store messages of one topic next to each other, without resends that the settings drop."""
         if not request.messages:
             raise BrokerError(ResponseCode.MESSAGE_ILLEGAL, "expected at least one message in a batch")
+        recent = self._recent
+        if recent is None:
+            queue_id, results = self._store_batch(request)
+            sent = [FirstSend(queue_id, result) for result in results]
+        else:
+            with recent.lock:
+                sent = self._store_new(request, recent)
+        status = self._flushed(max(send.result for send in sent), request.messages[0].properties.get(_WAIT))
+        offset_ids = tuple(f"{self._id_prefix}{send.result.physical_offset:016X}" for send in sent)
+        queue_id, first = sent[0]
+        return SendResponse(status, queue_id, first.queue_offset, first.physical_offset, offset_ids)
+
+    def _store_new(self, request: SendBatch, recent: RecentSends) -> list[FirstSend]:
+        """Store the messages of a batch that are no resends; return the places of all."""
+        names = [name_of_send(request.group, message) for message in request.messages]
+        known: dict[_Name | None, FirstSend] = {}
+        new: dict[_Name | int, Message] = {}
+        for number, (name, message) in enumerate(zip(names, request.messages, strict=True)):
+            first = None if name is None or name in new or name in known else recent.first_send(name)
+            if first is not None and name is not None:
+                known[name] = first
+                recent.count_resend(name)
+            elif name is None or name not in known:
+                new.setdefault(number if name is None else name, message)
+        stored: dict[_Name | int, FirstSend] = {}
+        if new:
+            queue_id, results = self._store_batch(replace(request, messages=tuple(new.values())))
+            for new_name, result in zip(new, results, strict=True):
+                stored[new_name] = FirstSend(queue_id, result)
+                if not isinstance(new_name, int):
+                    recent.note(new_name, result.physical_offset)
+        return [
+            known[name] if name in known else stored[number if name is None else name]
+            for number, name in enumerate(names)
+        ]
+
+    def _store_batch(self, request: SendBatch) -> tuple[int, list[AppendResult]]:
+        """Store the messages of a batch; return their queue and their places."""
         first = request.messages[0]
         topic = self._topics.get(first.topic)
         if topic is None or not topic.is_ready:
@@ -226,9 +314,7 @@ class SendHandler:
         )
         for message, result in zip(request.messages, results, strict=True):
             self._arrivals.stored(first.topic, queue_id, message.properties, result, is_delivered=True)
-        status = self._flushed(results[-1], first.properties.get(_WAIT))
-        offset_ids = tuple(f"{self._id_prefix}{result.physical_offset:016X}" for result in results)
-        return SendResponse(status, queue_id, results[0].queue_offset, results[0].physical_offset, offset_ids)
+        return queue_id, results
 
     def send_reply(self, request: SendReply) -> SendResponse:
         """Push a reply to the client that requested it, and store it. Mirrors ``ReplyMessageProcessor``.
@@ -386,3 +472,105 @@ def _choose(topic: Topic, queue_id: int) -> int:
             ResponseCode.SYSTEM_ERROR, f"topic {topic.name!r} has {topic.queues} queues, but no queue {queue_id}"
         )
     return topic.next_queue()
+
+
+# ---- resends
+
+_Name = tuple[str, str]
+"""The topic and the unique id of a producer's send."""
+_MOST_IDS: Final = 1 << 19
+_UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
+
+
+class FirstSend(NamedTuple):
+    """The place of a message that is sent again."""
+
+    queue_id: int
+    """The queue that it is for."""
+    result: AppendResult
+
+
+def name_of_send(group: str, message: Message) -> _Name | None:
+    """Return what a resend of a producer's message shares with it; None for messages of tools and consumers."""
+    properties, topic = message.properties, message.topic
+    unique_key = properties.get(_UNIQUE_KEY)
+    is_own = group not in TOOL_PRODUCERS and not topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
+    if not unique_key or not is_own or DELETE_KEY in properties:
+        return None
+    return (properties.get(TARGET_TOPIC, topic) if topic == HOP_TOPIC else topic), unique_key
+
+
+class RecentSends:
+    """The producers' sends of a time up to now, by topic and unique id. Its lock is held from the search to the note.
+
+    Memory holds a hash and a physical offset for each; the record there, which is the truth, has the rest. Ids leave in
+    two generations, so that dropping old ones costs nothing.
+    """
+
+    def __init__(self, store: MessageStore, window_ms: int, now_ms: Callable[[], int], metrics: Metrics | None) -> None:
+        """Read the sends of the last ``window_ms`` from the log."""
+        self.lock = RLock()
+        self._store = store
+        self._window_ms = window_ms
+        self._now_ms = now_ms
+        self._metrics = metrics
+        self._begin_ms = now_ms()
+        self._recent: dict[int, int] = {}
+        self._older: dict[int, int] = {}
+        self._read_log(now_ms() - window_ms)
+        if metrics is not None:
+            metrics.gauge("resend_ids", lambda: len(self._recent) + len(self._older))
+
+    def _read_log(self, begin_ms: int) -> None:
+        """Note the sends that were stored at a time or later; the first one of an id counts."""
+        log = self._store.log
+        place = log.begin
+        for start in reversed(log.sequence.starts):
+            first_ms = log.first_store_timestamp_ms(start) if start >= log.begin else None
+            if first_ms is not None and first_ms < begin_ms:
+                place = start
+                break
+        for _, _, raw in log.scan(place, check_body=False):
+            message = None if raw is None else StoredMessage(raw)
+            if message is not None and message.store_timestamp_ms >= begin_ms and message.unique_key:
+                destination = sent_to(message)
+                name = None if destination is None else (destination.topic, message.unique_key)
+                if name is not None and self._place_of(name) is None:
+                    self.note(name, message.physical_offset)
+
+    def _place_of(self, name: _Name) -> int | None:
+        key = hash(name)
+        place = self._recent.get(key)
+        return self._older.get(key) if place is None else place
+
+    def first_send(self, name: _Name) -> FirstSend | None:
+        """Return the send within the window that this one repeats; None for a new message."""
+        place = self._place_of(name)
+        if place is None:
+            return None
+        try:
+            message = self._store.message_at(place)
+        except CorruptionError:
+            return None
+        if message is None or self._now_ms() - message.store_timestamp_ms > self._window_ms:
+            return None
+        destination = sent_to(message)
+        if destination is None or (destination.topic, message.unique_key) != name:
+            return None
+        host = record.encode_host(message.store_host)
+        result = AppendResult(place, message.size, message.queue_offset, message.store_timestamp_ms, host)
+        return FirstSend(destination.queue_id, result)
+
+    def count_resend(self, name: _Name) -> None:
+        """Count a send that is not stored."""
+        if self._metrics is not None:
+            self._metrics.count("resends_dropped", topic=name[0])
+
+    def note(self, name: _Name, physical_offset: int) -> None:
+        """Note a send that was stored."""
+        now_ms = self._now_ms()
+        if now_ms - self._begin_ms >= self._window_ms or len(self._recent) >= _MOST_IDS // 2 or now_ms < self._begin_ms:
+            if self._metrics is not None and now_ms - self._begin_ms < self._window_ms and self._older:
+                self._metrics.count("resend_ids_dropped", len(self._older))
+            self._older, self._recent, self._begin_ms = self._recent, {}, now_ms
+        self._recent[hash(name)] = physical_offset

@@ -19,6 +19,7 @@ from librmq.files.interface import make_folders
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import RESERVED_PROPERTIES
 from librmq.protocol import LOCAL_HOST, QueueData, SendMessage
+from librmq.protocol.client_requests import INNER_PRODUCER
 from librmq.store.format.documents import OWN_FOLDER
 
 Policy = Literal["age", "lag", "end"]
@@ -177,7 +178,7 @@ def set_aside(broker: Broker, plan: Skip, topic: str) -> Skip:
         copy = Message(topic, message.body, flag=message.flag)
         copy.properties.update(_own_properties(message))
         host = message.born_host or LOCAL_HOST
-        broker.call(SendMessage("CLIENT_INNER_PRODUCER", copy, number % queues, message.born_timestamp_ms, host))
+        broker.call(SendMessage(INNER_PRODUCER, copy, number % queues, message.born_timestamp_ms, host))
     return skip(broker, plan._replace(aside=topic))
 
 

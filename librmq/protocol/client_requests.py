@@ -13,6 +13,10 @@ from librmq.protocol.endpoint import Endpoint, Request, value
 
 INNER_PRODUCER: Final = "CLIENT_INNER_PRODUCER"
 """Producer group of the messages that consumers and tools send for a group."""
+REPLAY_PRODUCER: Final = "librmq-replay"
+"""Producer group of `librmq replay`, which sends stored messages with their ids."""
+TOOL_PRODUCERS: Final = frozenset((INNER_PRODUCER, REPLAY_PRODUCER))
+"""The groups whose messages repeat ids on purpose."""
 MAX_SIZE_WITH_CAUSE: Final = 30_000
 """A failed message with fewer bytes of properties has room for the cause of its failure."""
 

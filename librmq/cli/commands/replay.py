@@ -25,10 +25,10 @@ from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.properties import RESERVED_PROPERTIES
 from librmq.message.topics import dead_letter_topic, is_user_topic, validate_client_topic
 from librmq.protocol import SendStatus
+from librmq.protocol.client_requests import REPLAY_PRODUCER
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
 
-_GROUP: Final = "librmq-replay"
 _TOGETHER: Final = 256  # messages
 _TOGETHER_BYTES: Final = 1 << 20
 _LARGEST: Final = (1 << 63) - 1
@@ -74,7 +74,7 @@ def _replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
         if not arguments.dry_run:
             opened.callback(progress.save)  # also if it is interrupted
             route = opened.enter_context(connect_to(arguments)) if broker is None else broker
-            batches = _Batches(opened.enter_context(Producer(route, _GROUP)), progress, arguments.to_topic)
+            batches = _Batches(opened.enter_context(Producer(route, REPLAY_PRODUCER)), progress, arguments.to_topic)
         for message, end in _messages(store, progress):
             if batches is not None:
                 batches.add_message(message, end)
