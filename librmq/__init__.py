@@ -76,3 +76,5 @@ with lazy_exports(globals()):
     from librmq.store import MessageStore as MessageStore
     from librmq.txn import TransactionConfig as TransactionConfig
     from librmq.wire.remote.remote_route import connect as connect
+    from librmq.wire.share import share as share
+    from librmq.wire.share import share_async as share_async

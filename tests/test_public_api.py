@@ -79,6 +79,8 @@ PUBLIC_NAMES = (
     "record_history",
     "select_by_consistent_hash",
     "select_by_hash",
+    "share",
+    "share_async",
     "split_batch",
 )
 PACKAGES = {

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, Final, Literal, Protocol, Self, TypeVar, Unpack, cast
 
 from librmq.broker.administration import ResetHook
@@ -62,6 +63,7 @@ from librmq.protocol import (
     Route,
     SetGroup,
 )
+from librmq.runtime.background import opened_in_thread
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
@@ -132,12 +134,8 @@ class Broker:
             CorruptionError: A file of the store or of its configuration is damaged.
             NotAStoreError: The folder holds something else.
         """
-        if config is not None and not isinstance(config, BrokerConfig):
-            which = "store_config=" if isinstance(config, StoreConfig) else "a BrokerConfig"
-            raise ConfigError(f"Broker.open(path, {type(config).__name__}(…)): expected {which}")
+        check_settings("Broker.open", path, config, name, cluster_name, metrics)
         check_kind("runner", runner, Runner, "ManualRunner() or ThreadRunner()")
-        check_kind("metrics", metrics, Metrics)
-        _check_names(path, name, cluster_name)
         if files is not None and not hasattr(files, "create"):
             raise TypeError(f"files: expected a Files such as DiskFiles(), found {files!r:.80}")
         if runner is not None and clock is not None:
@@ -175,14 +173,7 @@ class Broker:
         cls, path: str | os.PathLike[str], config: BrokerConfig | None = None, **settings: Unpack[OpenKeywords]
     ) -> Self:
         """Open like `open`, with the same settings, without blocking the event loop: a recovery can take long."""
-        import asyncio  # slow to load, and unnecessary for most programs
-
-        opening = asyncio.ensure_future(asyncio.to_thread(cls.open, path, config, **settings))
-        try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:  # the thread is not cancelled, so what it opens is closed
-            opening.add_done_callback(lambda done: done.cancelled() or done.exception() or done.result().close())
-            raise
+        return await opened_in_thread(partial(cls.open, path, config, **settings))
 
     @classmethod
     def temporary(
@@ -622,8 +613,14 @@ class Broker:
         raise TypeError(f"{self!r} can't be pickled, because one process owns a store; open consumers in that process")
 
 
-def _check_names(path: object, name: object, cluster_name: object) -> None:
-    """Refuse a path that names no folder, and names that a route or a file could not carry."""
+def check_settings(
+    call: str, path: object, config: object, name: object, cluster_name: object, metrics: object
+) -> None:
+    """Refuse what is no setting of a broker, a path that names no folder, and names that no route or file can carry."""
+    if config is not None and not isinstance(config, BrokerConfig):
+        which = "store_config=" if isinstance(config, StoreConfig) else "a BrokerConfig"
+        raise ConfigError(f"{call}(path, {type(config).__name__}(…)): expected {which}")
+    check_kind("metrics", metrics, Metrics)
     check_path("path", path, "the folder of a store")
     for what, value in (("name", name), ("cluster_name", cluster_name)):
         if not isinstance(value, str) or not value or not value.isprintable():

@@ -375,6 +375,20 @@ class ThreadRunner(Runner):
                 self._loop = loop
             return self._loop
 
+    def restart_after_fork(self) -> None:
+        """Work again, with threads of its own, in a forked child; what waited stays with the parent."""
+        for _, _, step in self._heap:
+            step.at = None
+        self._heap.clear()
+        self.ready.clear()
+        self._clock_turn, self._loop = _turn(), None
+        self._searching = self._workers = 0
+        self._is_worker_woken = self._holder_searches = self._is_watched = self._is_swift = False
+        self._clock_runs = self._is_clock_there = self._is_clock_missed = self._is_start_refused = False
+        self._sleeps_until, self._seen_ms = AT_ONCE, self.now_ms()
+        self._stopping = self.is_inherited = False
+        _runners.add(self)
+
     def shutdown(self, timeout: float | timedelta = 5) -> bool:
         """End the threads. Shut down clients first. A second call waits again.
 

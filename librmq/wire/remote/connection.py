@@ -407,6 +407,10 @@ class _Connection:
     def close(self) -> None:
         self._end_connection("it was closed")
 
+    def close_unread(self) -> None:
+        """Close the socket of a connection that no thread reads."""
+        self._stream.close()
+
     def _end_connection(self, why: str) -> None:
         with self._lock:
             if not self._is_open:
@@ -451,16 +455,35 @@ def dial_by_tcp(
         except OSError as error:
             stream.close()
             raise BrokerUnreachableError(f"{address}: TLS has failed: {error}") from error
-        connection = _Connection(stream, address, keys, requested, lost, timeout_s)
-        reader = threading.Thread(target=connection.read, name=f"librmq {address}", daemon=True)
-        try:
-            reader.start()
-        except RuntimeError as error:
-            stream.close()
-            raise BrokerUnreachableError(f"{address} can't be read: no thread can start: {error}") from error
-        return connection
+        return _begin_reading(_Connection(stream, address, keys, requested, lost, timeout_s))
 
     return dial
+
+
+def dial_locally(connect: Callable[[], socket.socket], label: str, timeout_s: float) -> Dial:
+    """Return a function that opens connections to one process of this machine, whatever the address.
+
+    ``connect`` opens a socket, and raises `BrokerUnreachableError`; ``label`` names the process in errors.
+    """
+
+    def dial(address: str, requested: Requested, lost: Callable[[Transport], None]) -> Transport:
+        connected = connect()
+        limit_time(connected, socket.SO_SNDTIMEO, timeout_s)
+        stream = FrameSocket(connected, send_s=timeout_s)
+        return _begin_reading(_Connection(stream, label, None, requested, lost, timeout_s))
+
+    return dial
+
+
+def _begin_reading(connection: _Connection) -> _Connection:
+    """Let a thread read a connection."""
+    reader = threading.Thread(target=connection.read, name=f"librmq {connection.address}", daemon=True)
+    try:
+        reader.start()
+    except RuntimeError as error:
+        connection.close_unread()
+        raise BrokerUnreachableError(f"{connection.address} can't be read: no thread can start: {error}") from error
+    return connection
 
 
 # ---- the connections of one route

@@ -347,6 +347,10 @@ class RemoteBroker:
                 )
         return all_arrived
 
+    def heartbeats(self) -> dict[str, Heartbeat]:
+        """Return the last heartbeat of each client that has not left, by id."""
+        return self._beats.copy()
+
     def client(self, client_id: str) -> Endpoint | None:
         """Return a client that has sent a heartbeat and not left."""
         beat = self._beats.get(client_id)

@@ -239,6 +239,7 @@ class RemoteRoute:
         later: Callable[[Callable[[], None]], None],
         prepare: Callable[[Iterable[str]], None],
         at_close: ExitStack,
+        poll_ms: int = POLL_MS,
     ) -> None:
         """Ask the name servers for the brokers.
 
@@ -250,6 +251,7 @@ class RemoteRoute:
             later: Runs a function under the runner's lock, soon, and without waiting.
             prepare: Called with the brokers' addresses, before anything connects to it; may wait.
             at_close: Closed with the route.
+            poll_ms: Time from one question for the brokers and the topics in use to the next.
 
         Raises:
             BrokerUnreachableError: No name server answers.
@@ -261,6 +263,7 @@ class RemoteRoute:
         self._later = later
         self._timeout_s = timeout_s
         self._at_close = at_close
+        self._poll_ms = poll_ms
         self._connections = Connections(
             dial,
             runner.clock.monotonic,
@@ -289,7 +292,7 @@ class RemoteRoute:
             raise
         with runner.lock:
             now_ms = runner.now_ms()
-            runner.wake(self._polling, now_ms + POLL_MS)
+            runner.wake(self._polling, now_ms + poll_ms)
             runner.wake(self._beating, now_ms + BEAT_MS)
 
     def __repr__(self) -> str:
@@ -330,6 +333,10 @@ class RemoteRoute:
                 self._later(self._watchers.notify)
             self._later(lambda: self._ask_soon(topic))
         return queues or ()
+
+    def known_topics(self) -> dict[str, tuple[QueueData, ...]]:
+        """Return the topics whose routes are known."""
+        return self._topics.copy()
 
     def _note_asked(self, topic: str) -> bool:
         """Note that a topic is in use, and remove others if there are too many; return whether one of them exists."""
@@ -479,7 +486,7 @@ class RemoteRoute:
                 self._states.works(("poll",), "asking the name servers")
                 self._note_routes(*answers)
             if not self._is_closed:
-                self.runner.wake(self._polling, self.runner.now_ms() + POLL_MS)
+                self.runner.wake(self._polling, self.runner.now_ms() + self._poll_ms)
 
         self.runner.submit(Work(self._polling.label, self._look, ended))
         return None

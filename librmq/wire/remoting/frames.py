@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import json
 import json.encoder
+import os
 import selectors
 import socket
 import ssl
 import struct
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
@@ -429,12 +431,31 @@ IDLE_S: Final = 120
 SEND_S: Final = 30
 
 
+_of_this_process: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
+
+
+def close_in_child(opened: socket.socket) -> socket.socket:
+    """Let a forked child close its copy of a socket, so that the other end sees when this process ends."""
+    _of_this_process.add(opened)
+    return opened
+
+
+def _after_fork() -> None:
+    for opened in list(_of_this_process):
+        opened.close()
+    _of_this_process.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 class FrameSocket:
-    """A socket that one thread reads, and any thread writes to. Thread-safe."""
+    """A socket that one thread reads, and any thread writes to; a forked child closes its copy. Thread-safe."""
 
     def __init__(self, connected: socket.socket, *, idle_s: float = IDLE_S, send_s: float = SEND_S) -> None:
         """Under TLS, reading fails after ``idle_s`` seconds of silence, and writing after ``send_s``."""
-        self._socket = connected
+        self._socket = close_in_child(connected)
         self._idle_s = idle_s
         self._send_s = send_s
         self._is_shut = False
@@ -448,7 +469,7 @@ class FrameSocket:
             server_hostname=server_name,
             do_handshake_on_connect=False,
         )
-        self._socket = connected  # before the handshake, so that `shut` can end it
+        self._socket = close_in_child(connected)  # before the handshake, so that `shut` can end it
         if self._is_shut:
             raise ConnectionAbortedError("closed before TLS began")
         connected.settimeout(_HANDSHAKE_S if server_name is None else self._send_s)

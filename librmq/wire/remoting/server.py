@@ -21,7 +21,7 @@ from librmq.clock import SystemClock
 from librmq.errors import BrokerError, ConfigError, MalformedError, RmqError
 from librmq.message.ids import Host, format_host
 from librmq.message.topics import RETRY_PREFIX, is_system_topic
-from librmq.protocol import PERM_WRITE, CreateTopic, Endpoint, QueueData, ResponseCode
+from librmq.protocol import LOCAL_HOST, PERM_WRITE, CreateTopic, Endpoint, QueueData, ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.certificates import server_context
@@ -29,7 +29,7 @@ from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
 from librmq.wire.remoting.bodies import broker_row, route_body, write_body
 from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, answer_of, answering, refused
 from librmq.wire.remoting.consumer_requests import ConsumerRequests, Pulls
-from librmq.wire.remoting.frames import IDLE_S, SEND_S, Frame, FrameReader, limit_time
+from librmq.wire.remoting.frames import IDLE_S, SEND_S, Frame, FrameReader, close_in_child, limit_time
 from librmq.wire.remoting.headers import (
     AddedTopicsHeader,
     BrokerNameHeader,
@@ -44,6 +44,7 @@ from librmq.wire.remoting.headers import (
 )
 from librmq.wire.remoting.rates import Rates
 from librmq.wire.remoting.sends import SENDS, Replies, Sends
+from librmq.wire.unix_sockets import checked_credentials, host_of_process
 
 # ---- the name server
 
@@ -388,8 +389,8 @@ class RemotingServer:
         Args:
             broker: The broker to serve. Close the server before it. Clients also connect to its ``store_host``: open
                 the store with the server's address, as ``librmq serve`` does by `listen`.
-            listening: A socket that `listen` has created, or a port on the loopback address; 0 takes a free one, which
-                `port` names.
+            listening: A socket that `listen` or `librmq.wire.unix_sockets.listen_at` has created, or a port on the
+                loopback address; 0 takes a free one, which `port` names.
             advertise: ``host:port`` for routes. None uses the address that each client has connected to.
             tls: Certificate chain and private key, in PEM; None serves plain text.
             creates_retry_topics: Whether requesting the route of a group's retry topic creates the topic. Clients ask
@@ -410,7 +411,11 @@ class RemotingServer:
         self._advertise = advertise
         self._tls = None if tls is None else server_context(*tls)
         self._listening = listen(port=listening) if isinstance(listening, int) else listening
-        self.host, self.port = self._listening.getsockname()[:2]
+        close_in_child(self._listening)
+        self._is_local = self._listening.family not in (socket.AF_INET, socket.AF_INET6)
+        own = self._listening.getsockname()
+        self.host: str = str(own) if self._is_local else own[0]
+        self.port: int = 0 if self._is_local else own[1]
         self._sessions = ClientChannels(broker, changed or (lambda *_: None))
         rates = Rates()
         self._pulls = Pulls(broker, rates, ends_holds=endpoints is None)
@@ -427,6 +432,7 @@ class RemotingServer:
         self._budgets = Budgets()
         self.refused = 0
         """Connections that were closed because they sent no valid frames, or used more than their share."""
+        self._accepted = 0
         self._is_open = True
         self._acceptor = threading.Thread(target=self._accept, name="librmq remoting", daemon=True)
         self._acceptor.start()
@@ -434,8 +440,8 @@ class RemotingServer:
 
     @property
     def address(self) -> str:
-        """``host:port`` for clients."""
-        return format_host((self.host, self.port))
+        """``host:port`` for clients, or the file of a local socket."""
+        return self.host if self._is_local else format_host((self.host, self.port))
 
     @property
     def clients(self) -> int:
@@ -498,18 +504,31 @@ class RemotingServer:
                 SystemClock().wait(threading.Event(), _REST_S)  # no free descriptor, for example
                 continue
             try:
-                self._begin_connection(connected, _host(peer))
+                self._begin_connection(connected, self._peer_of(connected, peer))
             except (OSError, RuntimeError) as error:  # the connection has already ended, or no thread is free
                 connected.close()
-                _log.debug("a connection from %(client)s was lost: %(error)s", client=peer[0], error=error)
+                _log.debug("a connection from %(client)s was lost: %(error)s", client="a client", error=error)
+
+    def _peer_of(self, connected: socket.socket, address: Any) -> Host:  # noqa: ANN401 (of any family)
+        """Return the client's address, by which `Budgets` tells clients apart.
+
+        Raises:
+            PermissionError: It is a process of another user.
+        """
+        if not self._is_local:
+            return _host(address)
+        self._accepted = self._accepted % 0xFFFF + 1
+        return host_of_process(checked_credentials(connected).process), self._accepted
 
     def _begin_connection(self, connected: socket.socket, peer: Host) -> None:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        limit_time(connected, socket.SO_RCVTIMEO, IDLE_S)
+        own_host = LOCAL_HOST
+        if not self._is_local:  # the end of a process of this machine never goes unnoticed, however idle it was
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            limit_time(connected, socket.SO_RCVTIMEO, IDLE_S)
+            own_host = _host(connected.getsockname())
         limit_time(connected, socket.SO_SNDTIMEO, SEND_S)
-        own_address = connected.getsockname()
         endpoint = self._endpoints(format_host(peer))
-        channel = Channel(connected, peer, _host(own_address), endpoint, self._advertise)
+        channel = Channel(connected, peer, own_host, endpoint, self._advertise)
         with self._lock:
             if not self._is_open:
                 connected.close()

@@ -1,0 +1,632 @@
+"""A store that several processes of one machine and user share, with no server to run.
+
+The first process owns the store. It answers the others by the protocol of 4.x (`RemotingServer`) through a Unix domain
+socket, and they are its clients like those of `librmq.connect` (`RemoteRoute`). When the owner ends, the next process
+that gets the lock opens the store, and is the owner.
+
+::
+
+    librmq/share/           of the store, 0700
+        lock                held by the owner, from before it opens the store to its end
+        owner               its socket, 0600
+        place               where the path of a socket is too long: the path of the socket, in the temporary directory
+
+    looks for an owner ── connects ──> peer ── the connection ends ──> looks for an owner
+              └────────── takes the locks, recovers ──> owner
+
+A command finds the owner by `librmq.wire.share_links.connect_to_owner`, a route to it that takes nothing over;
+`librmq.wire.unix_sockets.owner_socket` is the path of the socket.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final, Self, TypedDict, TypeVar, Unpack, cast
+
+from librmq.broker import Broker, BrokerConfig
+from librmq.broker.broker import check_settings
+from librmq.clock import SystemClock
+from librmq.config import StoreConfig, check_kind, to_seconds
+from librmq.errors import (
+    BrokerUnreachableError,
+    ConfigError,
+    NoRouteError,
+    RmqError,
+    StoreIOError,
+    StoreLockedError,
+)
+from librmq.files.disk import DiskFiles
+from librmq.files.interface import named
+from librmq.files.lock import DiskLock
+from librmq.message.message import StoredMessage, dead_letter_topic
+from librmq.message.topics import TopicType
+from librmq.metrics import Metrics
+from librmq.protocol import (
+    PERM_READ,
+    PERM_WRITE,
+    ChannelClosed,
+    CreateTopic,
+    DeleteGroup,
+    DeleteTopic,
+    Endpoint,
+    Heartbeat,
+    QueueData,
+    Request,
+    Route,
+    SendBatch,
+    SendMessage,
+    SendReply,
+    Unregister,
+)
+from librmq.protocol.endpoint import Watchers
+from librmq.runtime.background import opened_in_thread
+from librmq.runtime.event_log import EventLog, StateLog
+from librmq.runtime.locks import Lock
+from librmq.runtime.threads import ThreadRunner
+from librmq.store import MessageStore
+from librmq.store.format.directory import check_kind as check_store
+from librmq.wire.remote.connection import is_held_here
+from librmq.wire.share_links import SharedEndpoint, StoreOwner, StorePeer
+from librmq.wire.unix_sockets import is_stopped, network_file_system, share_folder
+
+R = TypeVar("R")
+T = TypeVar("T")
+_log = EventLog("librmq.wire")
+
+_AGAIN_S: Final = 0.01
+"""Between two looks for an owner."""
+_RELEASED_S: Final = 0.5
+"""The locks of a process that ends are released within this time."""
+_ENDS_S: Final = 0.1
+"""Connections of a process that ends are closed within this time, one after the other."""
+_FAILED_S: Final = 1.0
+"""Between two tries to open a store that can't be opened."""
+
+
+def _check_place(path: str) -> None:
+    """Refuse a store that can't be shared, before anything is written.
+
+    Raises:
+        ConfigError: The system has no local sockets, or the folder is on another machine.
+        NotAStoreError: The folder holds something else.
+    """
+    if sys.platform == "win32":
+        raise ConfigError(
+            "librmq.share: not for Windows yet, because it needs Unix domain sockets with the id of the process at the "
+            "other end: let one process serve the store by RemotingServer, and the others use librmq.connect"
+        )
+    kind = network_file_system(path)
+    if kind is not None:
+        raise ConfigError(
+            f"{path}: on the network file system {kind}, where processes of several machines could each own it: share "
+            "a local folder, or run a RocketMQ broker and use librmq.connect"
+        )
+    check_store(path, DiskFiles(), writable=True)
+
+
+# ---- the broker of all processes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """What a process opens the store with when it becomes the owner, and how long it waits for others."""
+
+    config: BrokerConfig | None
+    name: str
+    cluster_name: str
+    store_config: StoreConfig | None
+    metrics: Metrics | None
+    timeout_s: float
+    take_over_stopped_s: float | None
+
+
+class SharedBroker:
+    """A broker of all processes that share its store: an `Endpoint` and a `Route`, like a `Broker`. Thread-safe.
+
+    Made by `librmq.share`. Close it after its producers and consumers, or use it as a context manager. A forked child
+    connects again; producers that the parent made can be used in it, consumers stay with the parent.
+    """
+
+    def __init__(self, path: str, settings: _Settings) -> None:
+        """Share the store in a folder; see `librmq.share`."""
+        self.path = path
+        """The store's folder."""
+        self.runner: ThreadRunner = ThreadRunner()
+        """Runs the work of this process."""
+        self._settings = settings
+        self._name = settings.name
+        self._lock = Lock()
+        self._link: StoreOwner | StorePeer | None = None
+        self._settled = threading.Event()
+        self._closing = threading.Event()
+        self._watchers = Watchers()
+        self._thread: threading.Thread | None = None
+        self._beats: dict[str, Heartbeat] = {}  # of clients that wait for an owner
+        self._topics: dict[str, tuple[QueueData, ...]] = {}  # as the last owner had them
+        self._error: RmqError = BrokerUnreachableError("this process is a forked child")
+        self._states = StateLog(_log, f"share {path}")
+        self._absent = SharedEndpoint(self._call_next)
+        _shared.add(self)
+
+    @property
+    def name(self) -> str:
+        """The broker's name in routes, which the first owner has given."""
+        return self._name
+
+    @property
+    def owner(self) -> int | None:
+        """The process that owns the store; None while the next one takes over."""
+        link = self._link
+        return None if link is None else os.getpid() if isinstance(link, StoreOwner) else link.process
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this process owns the store."""
+        return isinstance(self._link, StoreOwner)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closing.is_set() else f"owner: {self.owner}"
+        return f"<SharedBroker {self._name!r} in {self.path!r}, {state}>"
+
+    def __reduce__(self) -> str:
+        raise TypeError(f"{self!r} can't be pickled: call librmq.share({self.path!r}) in the other process")
+
+    # ---- looking for an owner, and becoming it
+
+    def join(self, wait_s: float) -> None:
+        """Look for an owner, or become it, and follow what happens to it.
+
+        Raises:
+            StoreLockedError: A process that does not share has the store open for writing.
+            BrokerUnreachableError: The owner does not answer in time.
+            StoreError: The store can't be opened.
+        """
+        clock = SystemClock()
+        begin = clock.monotonic()
+        while (error := self._try_to_join()) is not None:
+            patience_s = 0.0
+            if isinstance(error, BrokerUnreachableError):
+                patience_s = wait_s
+            elif isinstance(error, StoreLockedError):
+                patience_s = _RELEASED_S
+            if clock.monotonic() - begin >= patience_s:
+                raise error
+            clock.wait(self._closing, _AGAIN_S)
+        self._begin_watching()
+
+    def _try_to_join(self) -> RmqError | None:
+        """Connect to the owner, or become it; return the error if there is none now."""
+        settings = self._settings
+        link: StoreOwner | StorePeer
+        try:
+            link = StorePeer(self.path, settings.timeout_s, self.runner, settings.take_over_stopped_s)
+        except BrokerUnreachableError as unreachable:
+            try:
+                link = self._own(unreachable)
+            except RmqError as error:
+                self._error = error
+                return error
+        self._settle(link)
+        return None
+
+    def _own(self, unreachable: BrokerUnreachableError) -> StoreOwner:
+        """Open the store, and answer the others.
+
+        Raises:
+            BrokerUnreachableError: A process that shares the store holds the lock; ``unreachable`` if it is stopped.
+            StoreError: The store can't be opened.
+        """
+        settings = self._settings
+        try:
+            lock = DiskLock(os.path.join(share_folder(self.path), "lock"))
+        except StoreLockedError as error:  # it opens the store, or has just ended
+            raise BrokerUnreachableError(f"{error}, which does not answer yet: {unreachable}") from error
+        with ExitStack() as undo, named("share", self.path):
+            undo.callback(lock.release)
+            broker = Broker.open(
+                self.path,
+                settings.config,
+                name=self._name,
+                cluster_name=settings.cluster_name,
+                store_config=settings.store_config,
+                runner=self.runner,
+                metrics=settings.metrics,
+            )
+            undo.callback(broker.close)
+            owner = StoreOwner(lock, broker)
+            undo.pop_all()
+        return owner
+
+    def _settle(self, link: StoreOwner | StorePeer) -> None:
+        """Continue with an owner: register clients there, then let all calls through."""
+        beats = self._beats.copy()
+        link.register(beats)
+        for topic in self._topics:
+            with suppress(RmqError):
+                link.route.topic_route(topic)
+        with self.runner.lock:
+            with self._lock:
+                is_closing = self._closing.is_set()
+                if not is_closing:
+                    late = {key: beat for key, beat in self._beats.items() if beats.get(key) is not beat}
+                    self._beats, self._name, self._link = {}, link.name, link
+            if not is_closing:
+                link.register(late)
+                link.route.watch(self._watchers.notify)
+                self._settled.set()
+                self._watchers.notify()
+                self._states.works(("share",), "taking the store over")
+        if is_closing:
+            link.close()
+
+    def _begin_watching(self) -> None:
+        self._thread = threading.Thread(target=self._watch_owner, name="librmq share", daemon=True)
+        self._thread.start()
+
+    def _watch_owner(self) -> None:
+        """Wait for the owner's end, and look for the next one, until this process is it."""
+        while not self._closing.is_set():
+            link = self._link
+            if isinstance(link, StoreOwner):
+                return
+            if link is not None:
+                link.wait_for_end()
+                self._lose(link)
+                link.close()
+            elif (error := self._try_to_join()) is not None:
+                if isinstance(error, BrokerUnreachableError | StoreLockedError):
+                    SystemClock().wait(self._closing, _AGAIN_S)
+                else:
+                    self._states.failing(("share",), "taking the store over", error)
+                    SystemClock().wait(self._closing, _FAILED_S)
+
+    def _lose(self, link: StorePeer) -> None:
+        """Let calls wait for the next owner."""
+        with self._lock:
+            if self._link is link and not self._closing.is_set():
+                self._beats, self._topics = link.heartbeats(), link.known_topics()
+                self._error = BrokerUnreachableError(f"its owner, process {link.process}, has ended")
+                self._settled.clear()
+                self._link = None
+
+    def _is_lost(self, link: StorePeer) -> bool:
+        """Return whether an owner that could not be reached has ended."""
+        if self._link is not link:
+            return True
+        wait_s = 0.0 if is_held_here(self.runner.lock) or is_stopped(link.process) else _ENDS_S
+        if not SystemClock().wait(link.has_ended, wait_s):
+            return False
+        self._lose(link)
+        return True
+
+    # ---- requests
+
+    def call(self, request: Request[R], /) -> R:
+        """Answer a request by the owner.
+
+        Raises:
+            BrokerError: The request is refused; ``code`` says why.
+            BrokerUnreachableError: The owner does not answer, or there is none.
+        """
+        return self.endpoint(self._name).call(request)
+
+    def _call_owner(self, link: StorePeer, endpoint: Endpoint, request: Request[Any]) -> object:
+        if self._link is not link:
+            return self._call_next(request)
+        try:
+            return endpoint.call(request)
+        except BrokerUnreachableError as error:
+            if self._is_lost(link):
+                raise BrokerUnreachableError(f"the owner of the store has ended: {error}") from error
+            raise link.explained(error) from error
+
+    def _call_next(self, request: Request[Any]) -> object:
+        """Wait for the next owner within the time of a request, and pass the request to it."""
+        self._watch_in_child()
+        if is_held_here(self.runner.lock):  # others wait for the lock, so this call must not
+            with self._lock:
+                now = self._link
+                if now is None and self._note_client(request):
+                    return None
+            if now is None:
+                raise self._absence()
+            return self._endpoint_at(now, now.name).call(request)
+        send = request.send if isinstance(request, SendReply) else request
+        timeout_s = self._settings.timeout_s
+        if isinstance(send, SendMessage | SendBatch) and send.timeout_ms is not None:
+            begin_ms, timeout_s = self.runner.now_ms(), send.timeout_ms / 1000
+            link = self._wait_for_owner(timeout_s)
+            send = replace(send, timeout_ms=max(0.0, send.timeout_ms - (self.runner.now_ms() - begin_ms)))
+            request = SendReply(cast("SendMessage", send)) if isinstance(request, SendReply) else send
+        else:
+            link = self._wait_for_owner(timeout_s)
+        return self._endpoint_at(link, link.name).call(request)
+
+    def _note_client(self, request: Request[Any]) -> bool:
+        """Note what a client says of itself for the next owner; return False for other requests."""
+        if isinstance(request, Heartbeat):
+            self._beats[request.client_id] = request
+        elif isinstance(request, Unregister | ChannelClosed):
+            self._beats.pop(request.client_id, None)
+        else:
+            return False
+        return True
+
+    def _wait_for_owner(self, timeout_s: float) -> StoreOwner | StorePeer:
+        self._check_open()
+        self._watch_in_child()
+        if self._link is None:
+            SystemClock().wait(self._settled, timeout_s)
+        link = self._link
+        if link is None:
+            raise self._absence()
+        return link
+
+    def _absence(self) -> BrokerUnreachableError:
+        """Return the error of a call that finds no owner in time."""
+        if self._closing.is_set():
+            return BrokerUnreachableError(f"{self.path}: this share was closed; make another by librmq.share")
+        return BrokerUnreachableError(f"{self.path}: no process has taken the store over yet: {self._error}")
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise self._absence()
+
+    # ---- route
+
+    def _ask(self, ask: Callable[[Route], T]) -> T:
+        """Ask the owner; if it ends meanwhile, the next one."""
+        while True:
+            link = self._wait_for_owner(self._settings.timeout_s)
+            try:
+                return ask(link.route)
+            except BrokerUnreachableError as error:
+                if isinstance(link, StoreOwner) or not self._is_lost(link):
+                    raise error if isinstance(link, StoreOwner) else link.explained(error) from error
+
+    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return the queues of a topic; empty if there is none.
+
+        Raises:
+            BrokerUnreachableError: The owner does not answer, or there is none.
+        """
+        if self._link is None and is_held_here(self.runner.lock):
+            return self._topics.get(topic, ())
+        return self._ask(lambda route: route.topic_route(topic))
+
+    def known_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return what is known of a topic's queues, without waiting, so also under the runner's lock."""
+        link = self._link
+        if link is None:
+            return self._topics.get(topic, ())
+        return link.route.known_route(topic) if isinstance(link, StorePeer) else link.route.topic_route(topic)
+
+    def broker_names(self) -> tuple[str, ...]:
+        """Return the broker's name until the share is closed."""
+        return () if self._closing.is_set() else (self._name,)
+
+    def endpoint(self, broker_name: str) -> Endpoint:
+        """Return the owner, or what waits for the next one.
+
+        Raises:
+            NoRouteError: The broker has another name.
+        """
+        link = self._link
+        if link is None:
+            if broker_name != self._name:
+                raise NoRouteError(f"unknown broker {broker_name!r}; expected {self._name!r}")
+            return self._absent
+        return self._endpoint_at(link, broker_name)
+
+    def _endpoint_at(self, link: StoreOwner | StorePeer, broker_name: str) -> SharedEndpoint:
+        if isinstance(link, StoreOwner):
+            return link.endpoint_of(broker_name)
+        return link.endpoint_of(broker_name, partial(self._call_owner, link))
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call ``changed``, under the runner's lock, when topics change, and when the store has another owner.
+
+        Return a function that ends this.
+
+        Raises:
+            BrokerUnreachableError: The share is closed.
+        """
+        self._check_open()
+        self._watch_in_child()
+        return self._watchers.watch(changed)
+
+    # ---- administration
+
+    def create_topic(
+        self,
+        topic: str,
+        queues: int = 8,
+        *,
+        write_queues: int | None = None,
+        permission: int = PERM_READ | PERM_WRITE,
+        message_type: TopicType | None = None,
+    ) -> None:
+        """Create a topic with ``queues`` queues, or change it, as `Broker.create_topic`."""
+        write = queues if write_queues is None else write_queues
+        self.call(CreateTopic(topic, queues, write, permission, message_type))
+
+    def delete_topic(self, topic: str) -> None:
+        """Delete a topic; its messages stay in the log until retention deletes them."""
+        self.call(DeleteTopic(topic))
+
+    def delete_group(self, group: str, *, keep_progress: bool = True) -> None:
+        """Delete a consumer group's settings, and its progress unless it is kept."""
+        self.call(DeleteGroup(group, not keep_progress))
+
+    def messages(self, topic: str) -> Iterator[StoredMessage]:
+        """Yield all messages of a topic, queue by queue."""
+        link = self._link
+        if isinstance(link, StoreOwner):
+            yield from link.route.messages(topic)
+            return
+        with MessageStore.open(self.path, read_only=True) as store:
+            for name, queue_id in sorted(queue for queue in store.queues if queue[0] == topic):
+                yield from store.messages(name, queue_id)
+
+    def dead_letters(self, group: str) -> list[StoredMessage]:
+        """Return a consumer group's dead letters."""
+        return list(self.messages(dead_letter_topic(group)))
+
+    # ---- life
+
+    def _watch_in_child(self) -> None:
+        """Look for the owner, at the first use in a forked child."""
+        with self._lock:
+            if self._thread is None and not self._closing.is_set():
+                self._begin_watching()
+
+    def inherited(self) -> None:
+        """Begin as a new process in a forked child, whose copies of the parent's connections are closed."""
+        link = self._link
+        self._lock = Lock()  # a thread of the parent may hold it
+        self._settled, self._thread, self._link = threading.Event(), None, None
+        self._watchers, self._beats = Watchers(), {}
+        self._absent = SharedEndpoint(self._call_next)
+        if isinstance(link, StoreOwner):
+            link.endpoint.call = self._call_next  # of producers that the parent has made
+        self.runner.restart_after_fork()
+
+    def close(self) -> None:
+        """Leave the store; the owner hands it over to another process. Shut producers and consumers down first.
+
+        A second call does nothing.
+        """
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self._closing.set()
+            link, self._link = self._link, None
+            self._settled.set()
+        if isinstance(link, StorePeer):
+            link.wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        if link is not None:
+            link.close()
+        with self.runner.lock:
+            self._watchers.notify()
+        self.runner.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.runner.offload(self.close)
+
+
+_shared: Final[weakref.WeakSet[SharedBroker]] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for shared in list(_shared):
+        shared.inherited()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class ShareKeywords(TypedDict, total=False):
+    """Keywords of `share` and `share_async`, for type checkers."""
+
+    name: str
+    cluster_name: str
+    store_config: StoreConfig | None
+    metrics: Metrics | None
+    timeout: float | timedelta
+    wait: float | timedelta
+    take_over_stopped: float | timedelta | None
+
+
+def share(  # noqa: PLR0913 (what a user may choose)
+    path: str | os.PathLike[str],
+    config: BrokerConfig | None = None,
+    *,
+    name: str = "broker-a",
+    cluster_name: str = "DefaultCluster",
+    store_config: StoreConfig | None = None,
+    metrics: Metrics | None = None,
+    timeout: float | timedelta = 3,
+    wait: float | timedelta = 10,
+    take_over_stopped: float | timedelta | None = None,
+) -> SharedBroker:
+    """Open the store in ``path`` if no process of this machine owns it, else connect to the owner.
+
+    Every process that shares a store calls this with the same settings; those of the owner count. When the owner ends,
+    another process takes over, and the clients of all processes continue there.
+
+    Args:
+        path: The store's folder, on a local disk.
+        config: Settings for its clients.
+        name: The broker's name in routes.
+        cluster_name: The cluster name in stored messages.
+        store_config: Sizes, durability and retention of the store.
+        metrics: Counts events of this process.
+        timeout: Time for each answer of the owner, in seconds or as a `timedelta`.
+        wait: Time for an owner that opens the store, and recovers it, at this moment.
+        take_over_stopped: Time after which an owner that is stopped, by Ctrl-Z or a debugger, is ended by SIGKILL so
+            that another process can take over. None leaves it alone: then sends end within their time limit by an
+            error that names it, until it continues.
+
+    Raises:
+        StoreLockedError: A process that does not share has the store open for writing.
+        BrokerUnreachableError: The owner does not answer.
+        ConfigError: A setting is invalid or contradicts the files, the folder is on a network file system, or the
+            system is Windows.
+        CorruptionError: A file of the store or of its configuration is damaged.
+        NotAStoreError: The folder holds something else.
+    """
+    check_settings("librmq.share", path, config, name, cluster_name, metrics)
+    check_kind("store_config", store_config, StoreConfig)
+    settings = _Settings(
+        config=config,
+        name=name,
+        cluster_name=cluster_name,
+        store_config=store_config,
+        metrics=metrics,
+        timeout_s=to_seconds("timeout", timeout),
+        take_over_stopped_s=None if take_over_stopped is None else to_seconds("take_over_stopped", take_over_stopped),
+    )
+    if settings.timeout_s <= 0:
+        raise ConfigError(f"timeout: expected more than 0 seconds, found {settings.timeout_s:g}")
+    wait_s = to_seconds("wait", wait)
+    folder = os.path.abspath(os.fspath(path))
+    _check_place(folder)
+    try:
+        os.makedirs(share_folder(folder), mode=0o700, exist_ok=True)
+        os.chmod(share_folder(folder), 0o700)
+    except OSError as error:
+        raise StoreIOError("make the folder", share_folder(folder), error) from error
+    shared = SharedBroker(folder, settings)
+    try:
+        shared.join(wait_s)
+    except BaseException:
+        shared.close()
+        raise
+    return shared
+
+
+async def share_async(
+    path: str | os.PathLike[str], config: BrokerConfig | None = None, **settings: Unpack[ShareKeywords]
+) -> SharedBroker:
+    """Share like `share`, with the same settings, without blocking the event loop: a recovery can take long."""
+    return await opened_in_thread(partial(share, path, config, **settings))

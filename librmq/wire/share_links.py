@@ -1,0 +1,239 @@
+"""What a process is to a store that several share: its owner, or a peer of the owner.
+
+`connect_to_owner` is for a command, which acts through the owner and takes nothing over.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+
+from librmq.broker import Broker
+from librmq.config import to_seconds
+from librmq.errors import BrokerUnreachableError, RmqError
+from librmq.files.lock import DiskLock
+from librmq.message.ids import format_host, parse_host
+from librmq.protocol import Endpoint, Heartbeat, QueueData, Request
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.threads import ThreadRunner
+from librmq.wire.remote.connection import dial_locally
+from librmq.wire.remote.remote_route import Notices, RemoteRoute
+from librmq.wire.remoting.frames import close_in_child
+from librmq.wire.remoting.server import RemotingServer
+from librmq.wire.unix_sockets import (
+    checked_credentials,
+    connect_to,
+    delete_place,
+    is_stopped,
+    listen_as_owner,
+    owner_socket,
+)
+
+_log = EventLog("librmq.wire")
+_POLL_MS: Final = 1_000
+"""A peer learns in this time of topics that others have made."""
+_STOPPED_S: Final = 0.2
+"""Between two looks whether the owner is stopped."""
+
+
+class SharedEndpoint:
+    """The owner as an `Endpoint`. Another object after each reconnection shows clients that it may have lost them."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[[Request[Any]], Any]) -> None:
+        self.call = call
+
+
+class StoreOwner:
+    """The broker of this process, and the server through which the others reach it."""
+
+    def __init__(self, lock: DiskLock, broker: Broker) -> None:
+        """Serve a broker; ``lock`` is the one of the shared folder."""
+        self.route = broker
+        self.name = broker.name
+        listening, self._files = listen_as_owner(broker.store.path)
+        self._lock = lock
+        address = format_host(parse_host(broker.store.config.store_host))
+        self.server = RemotingServer(broker, listening=listening, advertise=address)
+        self.endpoint = SharedEndpoint(broker.call)
+
+    def endpoint_of(self, name: str) -> SharedEndpoint:
+        """Return the broker; `NoRouteError` for another name."""
+        self.route.endpoint(name)
+        return self.endpoint
+
+    def register(self, beats: dict[str, Heartbeat]) -> None:
+        """Register the clients of this process, which the former owner knew."""
+        for beat in beats.values():
+            with suppress(RmqError):
+                self.route.call(beat)
+
+    def close(self) -> None:
+        """Hand the store over: end the connections first, so that no request is refused meanwhile."""
+        delete_place(self._files)
+        try:
+            self.server.close()
+            self.route.close()
+        finally:
+            self._lock.release()
+
+
+class StorePeer:
+    """A route to the owner, and a connection that ends with it."""
+
+    def __init__(
+        self, path: str, timeout_s: float, runner: ThreadRunner | None, take_over_stopped_s: float | None = None
+    ) -> None:
+        """Connect to the owner; end one that is stopped, after a time.
+
+        Raises:
+            BrokerUnreachableError: There is none, or it does not answer.
+        """
+        address = owner_socket(path)
+        self._path = path
+        self._take_over_stopped_s = take_over_stopped_s
+        self.has_ended = threading.Event()
+        self._link: tuple[Endpoint, SharedEndpoint] | None = None
+        with ExitStack() as undo:
+            self._sentinel = undo.enter_context(connect_to(address, timeout_s))
+            close_in_child(self._sentinel)
+            self.process = checked_credentials(self._sentinel).process
+            self.label = f"{path} (process {self.process})"
+            if runner is None:
+                runner = own_runner = ThreadRunner()
+                undo.callback(own_runner.shutdown)
+            notices = Notices(runner)
+            undo.callback(notices.close)
+            at_close = ExitStack()
+            try:
+                self.route = RemoteRoute(
+                    (self.label,),
+                    runner,
+                    dial_locally(partial(connect_to, address, timeout_s), self.label, timeout_s),
+                    timeout_s=timeout_s,
+                    later=notices.later,
+                    prepare=lambda addresses: None,
+                    at_close=at_close,
+                    poll_ms=_POLL_MS,
+                )
+                self.name = self.route.broker_names()[0]
+            except (BrokerUnreachableError, IndexError) as error:  # without a broker while it closes
+                explained = self.explained(error)
+                if take_over_stopped_s is not None and is_stopped(self.process):
+                    self.wait_for_end(while_stopped=True)
+                raise explained from error
+            at_close.push(undo.pop_all())
+
+    def explained(self, error: Exception) -> BrokerUnreachableError:
+        """Return the error of a request to the owner, which says whether the owner is stopped."""
+        if not is_stopped(self.process):
+            return error if isinstance(error, BrokerUnreachableError) else BrokerUnreachableError(f"{self.label} ended")
+        return BrokerUnreachableError(
+            f"{self._path}: process {self.process}, which owns the store, is stopped, by Ctrl-Z or a debugger, and "
+            f"keeps it, since it would continue to write: let it run again (kill -CONT {self.process}), or let others "
+            "end it by librmq.share(…, take_over_stopped=…)"
+        )
+
+    def endpoint_of(self, name: str, call: Callable[[Endpoint, Request[Any]], Any]) -> SharedEndpoint:
+        """Return the owner, asked through ``call``."""
+        link = self.route.endpoint(name)
+        known = self._link
+        if known is None or known[0] is not link:
+            known = self._link = link, SharedEndpoint(partial(call, link))
+        return known[1]
+
+    def register(self, beats: dict[str, Heartbeat]) -> None:
+        """Register the clients of this process, which the former owner knew."""
+        endpoint = self.route.endpoint(self.name)
+        for beat in beats.values():
+            with suppress(RmqError):
+                endpoint.call(beat)
+
+    def heartbeats(self) -> dict[str, Heartbeat]:
+        """Return the heartbeats of the clients of this process."""
+        return self.route.broker(self.name).heartbeats()
+
+    def known_topics(self) -> dict[str, tuple[QueueData, ...]]:
+        """Return the topics in use."""
+        return self.route.known_topics()
+
+    def wait_for_end(self, *, while_stopped: bool = False) -> None:
+        """Wait until the owner has ended, or continues; end one that is stopped, where the settings say so."""
+        stopped_s, most_s = 0.0, self._take_over_stopped_s
+        if most_s is not None:
+            self._sentinel.settimeout(_STOPPED_S)
+        while True:
+            try:
+                self._sentinel.recv(1)
+                break
+            except TimeoutError:
+                stopped_s = stopped_s + _STOPPED_S if is_stopped(self.process) else 0.0
+                if while_stopped and not stopped_s:
+                    return
+                if most_s is not None and stopped_s >= most_s:
+                    self._end_stopped()
+            except OSError:
+                break
+        self.has_ended.set()
+
+    def _end_stopped(self) -> None:
+        """Kill the owner, by a handle that can't mean a later process of the same number."""
+        if sys.platform != "linux":
+            return
+        with suppress(ProcessLookupError):
+            handle = os.pidfd_open(self.process)
+            try:
+                if is_stopped(self.process) and not self._is_disconnected():
+                    _log.warning(
+                        "%(path)s: its owner, process %(pid)d, is stopped, and is ended",
+                        path=self._path,
+                        pid=self.process,
+                    )
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+            finally:
+                os.close(handle)
+
+    def _is_disconnected(self) -> bool:
+        """Return whether the owner's end of the connection is closed, after which its number may be another's."""
+        try:
+            self._sentinel.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def wake(self) -> None:
+        """End `wait_for_end`."""
+        with suppress(OSError):
+            self._sentinel.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.wake()
+        self.route.close()
+
+
+def connect_to_owner(
+    path: str | os.PathLike[str], *, timeout: float | timedelta = 3, runner: ThreadRunner | None = None
+) -> RemoteRoute:
+    """Return a route to the process that owns a store; close it after its clients.
+
+    Args:
+        path: The store's folder.
+        timeout: Time for each answer, in seconds or as a `timedelta`.
+        runner: Runs listeners and steps; None makes one, which is closed with the route.
+
+    Raises:
+        BrokerUnreachableError: No process that shares the store owns it, or it does not answer.
+    """
+    return StorePeer(os.path.abspath(os.fspath(path)), to_seconds("timeout", timeout), runner).route

@@ -1,0 +1,180 @@
+"""Sockets between processes of one user on one machine: a file, and the process at the other end.
+
+A peer's host in the server is the loopback address that its process id makes (process 1234 is ``127.0.4.210``), so that
+the budgets of addresses are budgets of processes, and the log names who was cut off.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import tempfile
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from librmq.errors import BrokerUnreachableError
+from librmq.store.format.documents import OWN_FOLDER
+
+_UCRED: Final = struct.Struct("iII")
+"""``struct ucred`` of Linux: process, user, group."""
+_XUCRED: Final = struct.Struct("II")
+"""The begin of ``struct xucred`` of macOS: version, user."""
+_SOL_LOCAL, _LOCAL_PEERCRED, _LOCAL_PEERPID = 0, 1, 2
+_MOST_BYTES: Final = 100
+"""Bytes of a path that a socket can have everywhere."""
+_NETWORK_FILE_SYSTEMS: Final = frozenset(
+    (
+        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "glusterfs", "lustre", "afs", "gpfs", "beegfs"),
+        *("fuse.sshfs", "fuse.glusterfs"),
+    )
+)
+
+
+class Credentials(NamedTuple):
+    """The process at the other end of a connection."""
+
+    process: int
+    """0 if the system does not say, as for another container's."""
+    user: int
+
+
+def credentials_of(connected: socket.socket) -> Credentials:
+    """Return the process at the other end; at the client's end the one that listens."""
+    if sys.platform == "linux":
+        raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        process, user, _ = _UCRED.unpack(raw)
+    else:
+        _, user = _XUCRED.unpack(connected.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, 76)[: _XUCRED.size])
+        process = connected.getsockopt(_SOL_LOCAL, _LOCAL_PEERPID)
+    return Credentials(process, user)
+
+
+def checked_credentials(connected: socket.socket) -> Credentials:
+    """Return the process at the other end, which must belong to this process's user.
+
+    Raises:
+        PermissionError: It belongs to another one.
+    """
+    credentials = credentials_of(connected)
+    if credentials.user != os.geteuid():
+        raise PermissionError(f"process {credentials.process} belongs to user {credentials.user}: expected one's own")
+    return credentials
+
+
+def host_of_process(process: int) -> str:
+    """Return the loopback address that stands for a process."""
+    low = process & 0xFFFFFF
+    return f"127.{low >> 16}.{low >> 8 & 255}.{low & 255}"
+
+
+def process_of_host(host: str) -> int:
+    """Return the process that `host_of_process` made an address of."""
+    return int.from_bytes(socket.inet_aton(host)) & 0xFFFFFF
+
+
+def listen_at(path: str) -> socket.socket:
+    """Return a socket that listens at ``path``, in place of a former one, for this user only."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        new = path + ".new"
+        with suppress(FileNotFoundError):
+            os.unlink(new)
+        listening.bind(new)
+        os.chmod(new, 0o600)
+        listening.listen(128)
+        os.rename(new, path)  # so that a client finds a socket that answers, or the former one
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+def connect_to(path: str, timeout_s: float) -> socket.socket:
+    """Return a connection to a process of the same user that listens at ``path``.
+
+    Raises:
+        BrokerUnreachableError: No process does, or another user's.
+    """
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.settimeout(timeout_s)
+        connected.connect(path)
+        checked_credentials(connected)
+        connected.settimeout(None)
+    except BaseException as error:
+        connected.close()
+        if isinstance(error, OSError):
+            raise BrokerUnreachableError(f"{path} can't be reached: {error}") from error
+        raise
+    return connected
+
+
+# ---- the socket of a store
+
+
+def share_folder(path: str | os.PathLike[str]) -> str:
+    """Return the folder of a store that has the owner's lock and socket."""
+    return os.path.join(os.path.abspath(os.fspath(path)), OWN_FOLDER, "share")
+
+
+def owner_socket(path: str | os.PathLike[str]) -> str:
+    """Return the path of the socket at which the owner of a store answers, if it has one."""
+    folder = share_folder(path)
+    try:
+        with open(os.path.join(folder, "place"), encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return os.path.join(folder, "owner")
+
+
+def listen_as_owner(path: str) -> tuple[socket.socket, list[str]]:
+    """Return the owner's listening socket, and what to delete at its end. Under the lock of the folder."""
+    folder = share_folder(path)
+    place, beside = os.path.join(folder, "place"), os.path.join(folder, "owner")
+    delete_place([owner_socket(path), os.path.dirname(owner_socket(path)), place])  # of an owner that was killed
+    if len(os.fsencode(beside)) <= _MOST_BYTES:
+        return listen_at(beside), [beside]
+    elsewhere = tempfile.mkdtemp(prefix="librmq-")
+    named = os.path.join(elsewhere, "owner")
+    listening = listen_at(named)
+    with open(place + ".new", "w", encoding="utf-8") as file:
+        file.write(named)
+    os.rename(place + ".new", place)
+    return listening, [named, elsewhere, place]
+
+
+def delete_place(paths: list[str]) -> None:
+    """Delete files and empty folders, except the folder of a store."""
+    for path in paths:
+        with suppress(OSError):
+            if not os.path.isdir(path):
+                os.unlink(path)
+            elif os.path.basename(path).startswith("librmq-"):
+                os.rmdir(path)
+
+
+# ---- what the system says of processes and folders
+
+
+def is_stopped(process: int) -> bool:
+    """Return whether a process is stopped by a signal or a debugger; False where the system does not say."""
+    with suppress(OSError, ValueError, IndexError), open(f"/proc/{process}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    return False
+
+
+def network_file_system(path: str, mounts: str = "/proc/self/mountinfo") -> str | None:
+    """Return the name of the network file system that has a path; None if it is local, or the system does not say."""
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    device = os.stat(path).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError), open(mounts, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            mounted, _, described = line.partition(" - ")
+            if mounted.split()[2] == name:
+                kind = described.split()[0]
+                return kind if kind in _NETWORK_FILE_SYSTEMS else None
+    return None
