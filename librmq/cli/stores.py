@@ -209,9 +209,7 @@ def settle_config(store: str, files: Files, config_file: str | None) -> StoreCon
     return config
 
 
-def files_and_config(
-    arguments: argparse.Namespace, *, writable: bool = False, log_only: bool = False
-) -> tuple[Files, StoreConfig]:
+def files_and_config(arguments: argparse.Namespace, *, writable: bool = False) -> tuple[Files, StoreConfig]:
     """Return the files and settings of the store that a command names; with ``--dry-run`` changes stay in memory.
 
     Raises:
@@ -219,7 +217,7 @@ def files_and_config(
         NotAStoreError: There is no store that the command can use, as `check_kind` says.
     """
     files: Files = OverlayFiles() if getattr(arguments, "dry_run", False) else DiskFiles()
-    check_kind(arguments.store, files, writable=writable, log_only=log_only)
+    check_kind(arguments.store, files, writable=writable)
     return files, settle_config(arguments.store, files, arguments.config)
 
 

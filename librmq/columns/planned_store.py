@@ -256,7 +256,7 @@ class PlannedStore:
     def _queue(self, name: QueueName, state: QueueState | None) -> QueueRange:
         store = self._store
         differs = store is not None and store.queues.differs(name)
-        if state is not None and not differs:
+        if state is not None and not differs and (store is None or store.queues.has_files):
             folder, size = directory.queue_folder(self.path, *name), self.config.consumequeue_file_size
             if (short := ShortQueue.read(folder, size, self._files, state)) is not None:
                 begin, end = self._first_kept(short), short.max_offset

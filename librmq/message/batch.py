@@ -4,8 +4,10 @@ A message inside a batch as clients send it, big-endian::
 
     size 4 | 0 4 | 0 4 | flag 4 | body length 4 | body | properties length 2 | properties
 
-In the store each message is a record of its own, next to the others. Mirrors ``MessageBatch`` and
-``MessageDecoder.encodeMessages`` of 4.9.4. Everything here is a pure function of its arguments, and thread-safe.
+In the store each message is a record of its own, next to the others. For a topic with queues of batches, 5.x stores
+the whole batch as one record (`inner_messages`). Mirrors ``MessageBatch`` and ``MessageDecoder.encodeMessages`` of
+4.9.4, and ``MessageDecoder.decodeMessage`` of 5.3.3. Everything here is a pure function of its arguments, and
+thread-safe.
 """
 
 from __future__ import annotations
@@ -14,9 +16,25 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from librmq.errors import MessageIllegalError
-from librmq.message.message import Message, body_too_large, delayed_batch
-from librmq.message.record import PROPERTY_DELAY, PROPERTY_UNIQUE_KEY, PROPERTY_WAIT, encode_properties
+from librmq.errors import MessageIllegalError, RecordError
+from librmq.java.lang import java_int
+from librmq.message.message import Message, StoredMessage, body_too_large, delayed_batch
+from librmq.message.properties import PROPERTY_INNER_NUM
+from librmq.message.record import (
+    BODY_CRC_AT,
+    COMPRESSED,
+    COMPRESSION_MASK,
+    FLAG_AT,
+    INNER_BATCH,
+    NEED_UNWRAP,
+    PROPERTY_DELAY,
+    PROPERTY_UNIQUE_KEY,
+    PROPERTY_WAIT,
+    QUEUE_OFFSET_AT,
+    SYS_FLAG_AT,
+    body_checksum,
+    encode_properties,
+)
 
 _HEADER: Final = struct.Struct(">iiiii")  # size, magic, body crc, flag, body length
 _SHORT: Final = struct.Struct(">h")
@@ -142,3 +160,45 @@ def decode_batch(raw: bytes) -> list[BatchItem]:
         items.append(BatchItem(raw[body_at:body_end], flag, raw[body_end + 2 : end]))
         at = end
     return items
+
+
+# ---- batches in a log of 5.x
+
+_INT: Final = struct.Struct(">i")
+_LONG: Final = struct.Struct(">q")
+_OF_BATCH: Final = INNER_BATCH | NEED_UNWRAP | COMPRESSED | COMPRESSION_MASK
+
+
+def inner_messages(record: StoredMessage) -> list[StoredMessage]:
+    """Return the messages of a record: itself, or those in its body if 5.x stored a batch as one record.
+
+    These have the times, hosts and the physical offset of the record, the queue offsets from the record's on, and
+    body, flag and properties of their own.
+
+    Raises:
+        RecordError: The body is no batch, or has another number of messages than the property ``INNER_NUM``.
+    """
+    sys_flag = record.sys_flag
+    if not sys_flag & INNER_BATCH:
+        return [record]
+    try:
+        items = decode_batch(record.body)
+    except MessageIllegalError as error:
+        raise RecordError(str(error), BODY_CRC_AT) from None
+    number = record.properties.get(PROPERTY_INNER_NUM)
+    if not items or (number is not None and java_int(number) != len(items)):
+        raise RecordError(f"batch: expected {number or 'some'} messages in the body, found {len(items)}", BODY_CRC_AT)
+    raw, (body_at, body_end, _, topic_end, _, _) = record.raw, record.frame
+    topic, first = raw[body_end:topic_end], record.queue_offset
+    messages = []
+    for queue_offset, (body, flag, properties) in enumerate(items, first):
+        text = (body, topic, _SHORT.pack(len(properties)), properties)
+        head = bytearray(raw[:body_at])
+        _INT.pack_into(head, 0, body_at + sum(map(len, text)))
+        _INT.pack_into(head, BODY_CRC_AT, body_checksum(body))
+        _INT.pack_into(head, FLAG_AT, flag)
+        _LONG.pack_into(head, QUEUE_OFFSET_AT, queue_offset)
+        _INT.pack_into(head, SYS_FLAG_AT, sys_flag & ~_OF_BATCH)
+        _INT.pack_into(head, body_at - _INT.size, len(body))
+        messages.append(StoredMessage(b"".join((head, *text))))
+    return messages

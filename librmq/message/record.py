@@ -282,6 +282,9 @@ TRANSACTION_ROLLBACK: Final = 12
 BORN_HOST_V6: Final = 16
 STORE_HOST_V6: Final = 32
 HOSTS_V6: Final = BORN_HOST_V6 | STORE_HOST_V6
+NEED_UNWRAP: Final = 64
+INNER_BATCH: Final = 128
+"""5.x: the body holds several messages, one at each queue offset from the record's on."""
 
 HEADERS: Final = {
     hosts: header_struct(sys_flag=hosts, unsigned=("size", "magic", "body_crc"))

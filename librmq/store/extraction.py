@@ -171,7 +171,7 @@ def extract(
     if unknown:
         raise ConfigError(f"redact: expected bodies or properties, found {sorted(unknown)!r:.80}")
     files = files or DiskFiles()
-    directory.check_kind(path, files, log_only=True)
+    directory.check_kind(path, files)
     check_outside(path, target)
     config = _small_config(directory.infer_config(path, files), _sound(path, files, keep))
     count = size = 0
@@ -273,7 +273,7 @@ def _extract_tables(path: str, part: str, numbers: Renumbering, files: Files) ->
 
 
 def _records(path: str, files: Files, end_log: Callable[[], None]) -> Iterator[StoredMessage | Gap]:
-    directory.check_kind(path, files, log_only=True)
+    directory.check_kind(path, files)
     yield from salvage.log_records(path, files)
     end_log()
     yield from salvage.cut_records(path, files)

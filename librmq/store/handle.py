@@ -193,7 +193,16 @@ class StoreHandle:
                 # Before the log, so that a killed replica is known.
                 write_mark(path, ReplicaMark(self.replica_of, None), files)
             if self.read_only:
-                self.view = ReadOnlyView(path, config, files, self.clock, self._bitmap_of, self._use_view, self.moment)
+                self.view = ReadOnlyView(
+                    path,
+                    config,
+                    files,
+                    self.clock,
+                    self._bitmap_of,
+                    self._use_view,
+                    self.moment,
+                    derives_queues=kind.derives_queues,
+                )
             else:
                 import_numpy()
                 self._configure(config or directory.infer_config(path, files))

@@ -349,36 +349,65 @@ class LiveIndex(KeyIndex):
         return places
 
 
-class LiveParts:
-    """The parts of a store that another process writes to. One thread at a time opens it and calls its methods."""
+class FollowedParts:
+    """Parts that follow a log to which another process writes. One thread at a time opens it and calls its methods."""
+
+    parts: Parts
 
     def __init__(self, path: str, config: StoreConfig, files: Files) -> None:
-        self._path = path
-        self._files = files
         self._levels = DelayLevels.parse(config.message_delay_level)
-        checkpoint = Checkpoint.open(os.path.join(path, directory.CHECKPOINT), files=files)
+        self._checkpoint = Checkpoint.open(os.path.join(path, directory.CHECKPOINT), files=files)
         pool = MappingPool(_LOG_FILES_MAPPED)
         folder = os.path.join(path, directory.COMMITLOG)
         log = CommitLog(LiveSequence(folder, config.commitlog_file_size, files, pool, writable=False))
         self._log = log
+        self._last: tuple[int, bytes] | None = None  # place and first bytes of the last record
+        self._begin = log.begin
+        self._walk_begin = (
+            covered_start(log, self._checkpoint) if has_abort(files, path) else log.third_last_file()
+        )  # the records before it reached the device
+
+    def has_lost_end(self) -> bool:
+        """List the log's files again, and return whether its known end is deleted or cut."""
+        log = self._log
+        log.sequence.refresh()
+        for start in log.sequence.starts:
+            if start + log.file_size > log.end:  # a recovery can have deleted it and made another with its name
+                log.sequence.unmap(start)
+        if log.begin > log.end or self._last is None:
+            return log.begin > log.end
+        place, raw = self._last
+        return log.data_at(place, len(raw)) != raw
+
+    def follow_log(self) -> bool:
+        """Take in changes up to the last listing, and return whether there are any."""
+        raise NotImplementedError
+
+    def complete(self) -> None:
+        """Take in the keys too, if that was put off."""
+
+
+class LiveParts(FollowedParts):
+    """The parts of a store that another process writes to, with its files."""
+
+    def __init__(self, path: str, config: StoreConfig, files: Files) -> None:
+        super().__init__(path, config, files)
         self._index = LiveIndex(
             os.path.join(path, directory.INDEX), config.max_hash_slot_num, config.max_index_num, files
         )
-        self._queues = LiveQueues(path, config, files, log)
+        self._queues = LiveQueues(path, config, files, self._log)
         self._new: dict[QueueName, tuple[int, list[bytes]]] = {}
-        self._last: tuple[int, bytes] | None = None  # place and first bytes of the last record
-        self._begin = log.begin
         self.parts = Parts(
             self._levels,
-            log,
+            self._log,
             self._queues,
             self._index,
-            checkpoint,
+            self._checkpoint,
             Dispatcher(self._index),
             self._queues.open_queue,
             [],
         )
-        self._find_end(covered_start(log, checkpoint) if has_abort(files, path) else log.third_last_file())
+        self._find_end(self._walk_begin)
 
     def _find_end(self, begin: int) -> None:
         """Walk over the log from ``begin``, and take the entries and keys that queues and index can lack.
@@ -394,18 +423,6 @@ class LiveParts:
             self._walk_on()
         if self._last is None and walk.last_record is not None:
             self._last = walk.last_record, log.data_at(walk.last_record, GLANCE)
-
-    def has_lost_end(self) -> bool:
-        """List the log's files again, and return whether its known end is deleted or cut."""
-        log = self._log
-        log.sequence.refresh()
-        for start in log.sequence.starts:
-            if start + log.file_size > log.end:  # a recovery can have deleted it and made another with its name
-                log.sequence.unmap(start)
-        if log.begin > log.end or self._last is None:
-            return log.begin > log.end
-        place, raw = self._last
-        return log.data_at(place, len(raw)) != raw
 
     def follow_log(self) -> bool:
         """Take in changes up to the last listing, and return whether there are any."""

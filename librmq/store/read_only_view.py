@@ -6,6 +6,8 @@
     is held       the files as they are, for reading only; the log is     walks on from the log's end, lists files
                   walked through from where a recovery would begin        again, follows the log's begin
     is free       the result of a recovery, in memory                     checks whether a writer has been there
+    either        for a store of 5.x whose queues are not in files:       as beside a writer
+                  what the log says, `librmq.store.derived_queues`
 
 Nothing is locked, and no byte of a file changes. A refresh notices a writer that began or ended; replaced parts stay as
 they were. `librmq.store.live_tail` reads the files beside a writer.
@@ -35,12 +37,13 @@ from librmq.files.interface import Damage, Files
 from librmq.files.memory import OverlayFiles
 from librmq.message.delay_levels import DelayLevels
 from librmq.runtime.locks import Lock
+from librmq.store.derived_queues import DerivedParts, DerivedQueue
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
 from librmq.store.engine.store_parts import Parts, QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
-from librmq.store.live_tail import ATTEMPTS, GLANCE, LiveParts
+from librmq.store.live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
 from librmq.store.recovery.open import load
 from librmq.store.recovery.repair import RecoveryMode
 from librmq.store.recovery.salvage import find_record
@@ -169,10 +172,13 @@ class ReadOnlyView:
         bitmap_of: BitmapOf | None,
         opened: Callable[[ReadOnlyView], object],
         moment: Moment | None = None,
+        *,
+        derives_queues: bool = False,
     ) -> None:
         """Open the store in ``path``, by default as it is now.
 
-        ``opened`` is called now, and whenever ``config`` or ``parts`` are replaced.
+        ``opened`` is called now, and whenever ``config`` or ``parts`` are replaced. ``derives_queues`` is that of the
+        store's kind.
         """
         self._path = path
         self._given_config = config
@@ -181,10 +187,11 @@ class ReadOnlyView:
         self._bitmap_of = bitmap_of
         self._opened = opened
         self._moment = moment
+        self.derives_queues = derives_queues
         self._guard = Lock()
         self._is_brief = True
         self._holder: str | None = None
-        self._live: LiveParts | None = None
+        self._live: FollowedParts | None = None
         self._marks: tuple[object, ...] = ()
         self._was_closed = False
         self._inferred: tuple[bool, ...] = ()
@@ -215,6 +222,8 @@ class ReadOnlyView:
     def complete(self) -> None:
         """Compare the index with the log too, if a view of a large crashed store has put it off."""
         with self._guard:
+            if self._live is not None:
+                self._live.complete()
             if self._is_brief:
                 self._is_brief = False
                 if self.parts.walked_from is not None:
@@ -283,7 +292,11 @@ class ReadOnlyView:
         for attempt in itertools.count():
             version, parts = self.version, self.parts
             try:
-                result = read_queue(parts.log, parts.queues.find(name), queue_offset, max_messages, matching, transfer)
+                queue = parts.queues.find(name)
+                has_batches = self.derives_queues and isinstance(queue, DerivedQueue) and queue.has_batches
+                result = read_queue(
+                    parts.log, queue, queue_offset, max_messages, matching, transfer, has_batches=has_batches
+                )
             except (StoreIOError, CorruptionError):  # the parts may be outdated
                 if attempt >= ATTEMPTS or not (self.refresh() or self.version != version):
                     raise
@@ -308,7 +321,11 @@ class ReadOnlyView:
                 marks = self._read_marks()
                 inferred = self._inferable() if self._given_config is None else ()
                 config = self._given_config or directory.infer_config(self._path, self._files)
-                live = None if holder is None else LiveParts(self._path, config, self._files)
+                live: FollowedParts | None = None
+                if self.derives_queues:
+                    live = DerivedParts(self._path, config, self._files, is_written=holder is not None)
+                elif holder is not None:
+                    live = LiveParts(self._path, config, self._files)
                 parts = self._recovered(config) if live is None else live.parts
                 if self._moment is not None:
                     cut_at(parts, self._moment)
@@ -366,6 +383,7 @@ class ReadOnlyView:
     def _inferable(self) -> tuple[bool, ...]:
         """Return whether log, index and queues have files from which their settings can be inferred."""
         files, path = self._files, self._path
-        queues = (directory.queue_folder(path, *name) for name in directory.list_queues(path, files))
+        names = [] if self.derives_queues else directory.list_queues(path, files)
+        queues = (directory.queue_folder(path, *name) for name in names)
         folders = [os.path.join(path, directory.COMMITLOG)], [os.path.join(path, directory.INDEX)], queues
         return tuple(any(entry.size for folder in kind for entry in files.list(folder)) for kind in folders)

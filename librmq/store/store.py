@@ -6,6 +6,7 @@ machine too. Queue entries and keys are derived from the log and can always be r
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from datetime import datetime, timedelta
@@ -24,7 +25,15 @@ from librmq.runtime.compiled_core import CORE_STATE
 from librmq.store.engine.append import Appender, AppendFields, AppendResult, BatchFields
 from librmq.store.engine.copies import CopiedRecords, CopyWriter
 from librmq.store.engine.durability import Acknowledgement
-from librmq.store.engine.read import MessageFilter, ReadResult, find_by_id, find_by_key, read_queue, wrong_argument
+from librmq.store.engine.read import (
+    MessageFilter,
+    ReadResult,
+    find_by_id,
+    find_by_key,
+    read_queue,
+    unwrapped,
+    wrong_argument,
+)
 from librmq.store.engine.store_parts import QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint
@@ -429,6 +438,8 @@ class MessageStore:
     def message_at(self, physical_offset: int) -> StoredMessage | None:
         """Return the message whose record begins at ``physical_offset``, None if the log has nothing there.
 
+        If 5.x stored a batch as one record, this is the record; `librmq.message.batch.inner_messages` opens it.
+
         Raises:
             CorruptionError: No sound record begins there.
         """
@@ -515,7 +526,10 @@ class MessageStore:
         Raises:
             CorruptionError: A record can't be read.
         """
-        return iter(self._handle.up_to_date().log)
+        log, view = self._handle.up_to_date().log, self._handle.view
+        if view is None or not view.derives_queues:
+            return iter(log)
+        return itertools.chain.from_iterable(unwrapped(log, message) for message in log)
 
     def refresh(self) -> bool:
         """Notice changes by another process since the last call; return whether there are any.

@@ -232,17 +232,6 @@ def test_a_log_of_dledger_is_refused_by_name(run: Run, tmp_path: Path, command: 
     assert "DLedger" in err
 
 
-@pytest.mark.parametrize("command", ["queues", "queue", "query", "ask", "verify", "recover", "load"])
-def test_queues_in_rocksdb_are_refused_by_name(run: Run, tmp_path: Path, command: str) -> None:
-    (tmp_path / "commitlog").mkdir()
-    (tmp_path / "consumequeue").mkdir()
-    for name in ("CURRENT", "MANIFEST-000005"):
-        (tmp_path / "consumequeue" / name).write_bytes(b"x")
-    status, printed, err = run(command, tmp_path, *MORE.get(command, ()))
-    assert (status, printed) == (2, [])
-    assert "RocksDB" in err
-
-
 # --- files of a wrong length
 
 

@@ -64,6 +64,10 @@ def log_files(*starts: int, size: int = 1000) -> dict[str, int]:
             files_with("commitlog/", "consumequeue/CURRENT", "consumequeue/MANIFEST-000004"),
             StoreKind.V5_ROCKSDB,
         ),
+        (files_with("commitlog/", "consumequeue_rocksdb/"), StoreKind.V5_ROCKSDB),
+        (files_with("commitlog/", "consumequeue/T/0/", "consumequeue_rocksdb/CURRENT"), StoreKind.V5_MIXED),
+        (files_with("commitlog/", "batchconsumequeue/"), StoreKind.V4),
+        (files_with("commitlog/", "batchconsumequeue/T/0/"), StoreKind.V5_BATCHES),
     ],
 )
 def test_kind(files: MemoryFiles, kind: StoreKind) -> None:
@@ -108,9 +112,9 @@ def test_folders_and_the_ways_to_open_them() -> None:
     assert directory.check_kind(ROOT, nothing, writable=True) is StoreKind.NEW
     with pytest.raises(NotAStoreError, match="no folder commitlog"):
         directory.check_kind(ROOT, nothing)
-    assert directory.check_kind(ROOT, rocks, log_only=True) is StoreKind.V5_ROCKSDB
-    with pytest.raises(NotAStoreError, match="RocksDB"):
-        directory.check_kind(ROOT, rocks)
+    assert directory.check_kind(ROOT, rocks) is StoreKind.V5_ROCKSDB
+    with pytest.raises(NotAStoreError, match="RocksDB: librmq reads it"):
+        directory.check_kind(ROOT, rocks, writable=True)
 
 
 @pytest.mark.parametrize("folder", store_folders())

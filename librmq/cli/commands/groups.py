@@ -283,7 +283,7 @@ def timers(arguments: argparse.Namespace, output: Output) -> int:
     )
 
     files, store = DiskFiles(), arguments.store
-    check_kind(store, files, log_only=True)
+    check_kind(store, files)
     size = timer_log_size(store, files)
     if size:
         for position, item in TimerLog(store, size, files=files, writable=False).items():

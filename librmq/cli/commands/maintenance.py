@@ -15,7 +15,7 @@ from librmq.cli.stores import files_and_config
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError, InputError
 from librmq.files.interface import Files
-from librmq.store.format.directory import CONFIG
+from librmq.store.format.directory import CONFIG, check_kind, recognise
 from librmq.store.format.directory import broker_conf as broker_conf_of
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
     for note in verdict.notes:
         complain(f"note: {note}")
     if not verdict.sound:
-        complain(
-            "next: copy the folder, then `librmq recover STORE --dry-run` shows what a recovery would cut, and `librmq "
-            "salvage STORE --into NEW` saves every record that can be read"
-        )
+        cut = "copy the folder, then `librmq recover STORE --dry-run` shows what a recovery would cut, and "
+        if recognise(arguments.store, files).derives_queues:
+            cut = ""
+        complain(f"next: {cut}`librmq salvage STORE --into NEW` saves every record that can be read")
     return 0 if verdict.sound else DAMAGED
 
 
@@ -73,7 +73,8 @@ def _registrations(store: str, files: Files) -> Registrations | None:
 
 def broker_conf(arguments: argparse.Namespace, output: Output) -> int:
     """Print the settings with which a RocketMQ broker opens the store."""
-    _, config = files_and_config(arguments)
+    files, config = files_and_config(arguments)
+    check_kind(arguments.store, files, writable=True)
     sys.stdout.write(broker_conf_of(arguments.store, config))
     return 0
 
@@ -88,7 +89,7 @@ def salvage(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.store.recovery import salvage
 
     store = arguments.store
-    files, config = files_and_config(arguments, log_only=True)
+    files, config = files_and_config(arguments)
     if arguments.into is not None:
         with log_bar("salvage", store, 3):
             rescued = rescue(

@@ -52,7 +52,7 @@ _FILES_MAPPED: Final = 32
 
 def dump(arguments: argparse.Namespace, output: Output) -> int:
     """Print every record up to the first damage; with ``--all`` also the records behind it."""
-    files, config = files_and_config(arguments, log_only=True)
+    files, config = files_and_config(arguments)
     sequence = _log_files(arguments.store, files, config)
     levels = DelayLevels.parse(config.message_delay_level)
     damages: list[CorruptionError] = []
@@ -182,7 +182,7 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
 
 def _show_log(arguments: argparse.Namespace, selection: MessageQuery, output: Output) -> None:
     """Print the selected records of the log; no queue is opened."""
-    files, config = files_and_config(arguments, log_only=True)
+    files, config = files_and_config(arguments)
     levels = DelayLevels.parse(config.message_delay_level)
     sequence = _log_files(arguments.store, files, config)
     with ProgressBar("show", sequence.end - sequence.begin, quiet=output.is_on_terminal) as bar:

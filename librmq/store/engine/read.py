@@ -22,9 +22,10 @@ from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, Entries, entry_dtype
 from librmq.consumequeue_entries import places_and_sizes
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ExtUnit
-from librmq.errors import CorruptionError
+from librmq.errors import CorruptionError, RecordError
 from librmq.files.interface import Buffer
 from librmq.message import record
+from librmq.message.batch import inner_messages
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
 from librmq.runtime import lazy_numpy as np
@@ -129,8 +130,13 @@ def read_queue(
     max_messages: int,
     matching: MessageFilter | None,
     transfer: Transfer,
+    *,
+    has_batches: bool = False,
 ) -> ReadResult:
-    """Read up to ``max_messages`` messages from ``queue_offset`` on; see `MessageStore.read`. Thread-safe."""
+    """Read up to ``max_messages`` messages from ``queue_offset`` on; see `MessageStore.read`. Thread-safe.
+
+    With ``has_batches`` a record can be several messages, each with an entry of its own.
+    """
     if queue is None or queue.max_offset == 0:
         return ReadResult(GetStatus.NO_MESSAGE_IN_QUEUE, [], 0, 0, 0)
     low, high = queue.min_offset, queue.max_offset
@@ -140,6 +146,8 @@ def read_queue(
         return ReadResult(GetStatus.OFFSET_OVERFLOW_ONE, [], queue_offset, low, high)
     if queue_offset > high:
         return ReadResult(GetStatus.OFFSET_OVERFLOW_BADLY, [], high, low, high)
+    if has_batches:
+        return _read_batches(log, queue, queue_offset, max_messages, matching, transfer, low, high)
     if matching is None:
         result = _read_all(log, queue, queue_offset, max_messages, transfer, low, high)
         if result is not None:
@@ -300,6 +308,57 @@ def _read_candidates(
     result.next_offset += looked_at
 
 
+def _read_batches(
+    log: CommitLog,
+    queue: ConsumeQueue,
+    queue_offset: int,
+    max_messages: int,
+    matching: MessageFilter | None,
+    transfer: Transfer,
+    low: int,
+    high: int,
+) -> ReadResult:
+    """Read a queue in which a record can be several messages."""
+    result = ReadResult(GetStatus.NO_MATCHED_MESSAGE, [], queue_offset, low, high)
+    raw = queue.read(queue_offset, max(max_messages, 1))
+    entries = np.frombuffer(raw, entry_dtype())
+    candidates = set(range(len(entries)) if matching is None else _candidates(queue, entries, matching))
+    messages, last = result.messages, -1
+    for number, (physical_offset, size, _) in enumerate(ENTRY.iter_unpack(raw)):
+        max_count, max_bytes = transfer.limits(log.end, physical_offset)
+        if messages and (len(messages) >= max_count or result.total_size >= max_bytes):
+            break
+        result.next_offset += 1
+        if number not in candidates or size == HOLE_SIZE:
+            continue
+        if physical_offset != last:
+            record = log.read(physical_offset, size)
+            if record is None:
+                continue
+            stored, last = unwrapped(log, StoredMessage(record)), physical_offset
+        inner = queue_offset + number - stored[0].queue_offset if len(stored) > 1 else 0
+        message = stored[inner] if 0 <= inner < len(stored) else stored[0]
+        if matching is None or matching.match_message(message):
+            messages.append(message)
+            result.total_size += message.size
+    if messages:
+        result.status = GetStatus.FOUND
+    return result
+
+
+def unwrapped(log: CommitLog, message: StoredMessage) -> list[StoredMessage]:
+    """Return the messages of a record, as `inner_messages` does.
+
+    Raises:
+        CorruptionError: The body is no batch.
+    """
+    try:
+        return inner_messages(message)
+    except RecordError as error:
+        at = message.physical_offset
+        raise CorruptionError(log.sequence.path_at(at), at, "record", error.reason) from None
+
+
 def _first_above(sizes: Sequence[int], room: int) -> int:
     return next(at for at, size in enumerate(sizes) if size > room)
 
@@ -411,13 +470,16 @@ def find_by_key(
     for physical_offset in sorted(places):
         if exact and physical_offset == last:
             continue
-        last = physical_offset
         message = parts.log.message(physical_offset, check_body=False)
-        if message is None:
+        if message is None or (exact and message.topic != topic):
             continue
-        if exact and (message.topic != topic or (key != message.unique_key and key not in message.keys)):
-            continue
-        messages.append(message)
+        has_key = not exact or key == message.unique_key or key in message.keys
+        if message.sys_flag & record.INNER_BATCH:
+            batch = unwrapped(parts.log, message) if physical_offset != last else []
+            messages += [inner for inner in batch if has_key or key == inner.unique_key or key in inner.keys]
+        elif has_key:
+            messages.append(message)
+        last = physical_offset
     return messages
 
 
@@ -449,17 +511,18 @@ def find_by_id(parts: Parts, message_id: str, known_topics: AbstractSet[str]) ->
         except CorruptionError:
             message = None  # 32 digits can also be a unique id
         if message is not None and message.offset_id == message_id.upper():
-            return [message]
+            return unwrapped(parts.log, message)
     messages = {
-        message.physical_offset: message
+        (message.physical_offset, message.queue_offset): message
         for topic in sorted({topic for topic, _ in parts.queues} | known_topics)
         for message in find_by_key(parts, topic, message_id, 0, (1 << 63) - 1, 1 << 31, True)
         if message.unique_key == message_id
     }
-    if not messages:  # unindexed records: of a rollback, or of a topic without a queue
+    if not messages:  # unindexed records: of a rollback, or of a topic without a queue; or batches
         messages = {
-            message.physical_offset: message
-            for message in parts.log.search(b"UNIQ_KEY\1" + message_id.encode(errors="surrogatepass"))
-            if message.unique_key == message_id
+            (message.physical_offset, message.queue_offset): message
+            for stored in parts.log.search(b"UNIQ_KEY\1" + message_id.encode(errors="surrogatepass"))
+            for message in unwrapped(parts.log, stored)
+            if message_id in (message.unique_key, stored.unique_key)
         }
-    return [messages[physical_offset] for physical_offset in sorted(messages)]
+    return [messages[place] for place in sorted(messages)]

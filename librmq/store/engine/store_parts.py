@@ -42,6 +42,9 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
     Iterating and counting open no queue; `opened` returns the open ones.
     """
 
+    has_files = True
+    """Whether files have the entries, perhaps without the last ones."""
+
     def __init__(self, open_queue: OpenQueue, closed_states: Mapping[QueueName, QueueState | None]) -> None:
         """``closed_states`` are the queues at the close of the store, with their states or None."""
         self._open_queue = open_queue

@@ -11,7 +11,9 @@
     librmq/                                  librmq's own files; can be deleted without loss
     timerlog/ timerwheel compaction/ …       5.x
     dledger-ID/data, dledger-ID/index        a log replicated by DLedger, instead of commitlog/
-    consumequeue/CURRENT, MANIFEST-*         5.x with its queues in RocksDB
+    consumequeue/CURRENT, MANIFEST-*         5.x with its queues in RocksDB, perhaps beside folders of queues
+    consumequeue_rocksdb/                    the same in a folder of its own, later than 5.3.3
+    batchconsumequeue/TOPIC/ID/              5.x: entries of batches, 46 bytes each
 
 Mirrors 4.9.4's ``StorePathConfigHelper`` and the loading of ``DefaultMessageStore``; 5.3.3 for the rest.
 """
@@ -50,6 +52,8 @@ from librmq.store.format.indexfile import (
 COMMITLOG: Final = "commitlog"
 CONSUMEQUEUE: Final = "consumequeue"
 CONSUMEQUEUE_EXT: Final = "consumequeue_ext"
+CONSUMEQUEUE_ROCKSDB: Final = "consumequeue_rocksdb"
+BATCHCONSUMEQUEUE: Final = "batchconsumequeue"
 INDEX: Final = "index"
 CONFIG: Final = "config"
 CHECKPOINT: Final = "checkpoint"
@@ -63,7 +67,6 @@ _MADE_BY_5: Final = (
     TIMERLOG,
     TIMERWHEEL,
     "compaction",
-    "batchconsumequeue",
     "brokerIdentity",
     "epochFileCheckpoint",
     os.path.join(CONFIG, "timercheck"),
@@ -101,11 +104,18 @@ class StoreKind(Enum):
     V4 = "a store of RocketMQ 4"
     V5 = "a store of RocketMQ 5"
     V5_ROCKSDB = "a store of RocketMQ 5 with its queues in RocksDB"
+    V5_MIXED = "a store of RocketMQ 5 with queues in files and in RocksDB"
+    V5_BATCHES = "a store of RocketMQ 5 with queues of batches"
 
     @property
     def has_log(self) -> bool:
         """Whether it has a readable log."""
         return self is not StoreKind.NEW
+
+    @property
+    def derives_queues(self) -> bool:
+        """Whether files do not show all queues, so that they are taken from the log, and the store is only read."""
+        return self in (StoreKind.V5_ROCKSDB, StoreKind.V5_MIXED, StoreKind.V5_BATCHES)
 
 
 def recognise(path: str, files: Files) -> StoreKind:
@@ -137,12 +147,25 @@ def recognise(path: str, files: Files) -> StoreKind:
     if not log.is_folder:
         raise NotAStoreError(f"{path}: {COMMITLOG}: expected a folder, found a file")
     _refuse_part_of_log(path, files)
-    queues = {entry.name for entry in files.list(os.path.join(path, CONSUMEQUEUE)) if not entry.is_folder}
-    if "CURRENT" in queues and any(name.startswith("MANIFEST-") for name in queues):
-        return StoreKind.V5_ROCKSDB
+    derived = _kind_without_queues(path, files)
+    if derived is not None:
+        return derived
     if any(files.is_folder(place) or files.size(place) is not None for place in _paths(path, _MADE_BY_5)):
         return StoreKind.V5
     return StoreKind.V4
+
+
+def _kind_without_queues(path: str, files: Files) -> StoreKind | None:
+    """Return the kind of a store some of whose queues are not in files, None for another store."""
+    queues = files.list(os.path.join(path, CONSUMEQUEUE))
+    names = {entry.name for entry in queues if not entry.is_folder}
+    if files.is_folder(os.path.join(path, CONSUMEQUEUE_ROCKSDB)) or (
+        "CURRENT" in names and any(name.startswith("MANIFEST-") for name in names)
+    ):
+        return StoreKind.V5_MIXED if any(entry.is_folder for entry in queues) else StoreKind.V5_ROCKSDB
+    if any(entry.is_folder for entry in files.list(os.path.join(path, BATCHCONSUMEQUEUE))):
+        return StoreKind.V5_BATCHES
+    return None
 
 
 def _listed(path: str, files: Files) -> list[FolderEntry]:
@@ -176,12 +199,12 @@ def no_store(path: str) -> NotAStoreError:
     return NotAStoreError(f"{path}: no store: it has no folder {COMMITLOG}")
 
 
-def check_kind(path: str, files: Files, *, writable: bool = False, log_only: bool = False) -> StoreKind:
+def check_kind(path: str, files: Files, *, writable: bool = False) -> StoreKind:
     """Return the kind of the store in folder ``path`` if it can be opened, without changing it.
 
     Raises:
-        NotAStoreError: `recognise` raises it, there is no store and ``writable`` is false, or the queues are in RocksDB
-            and ``log_only`` is false.
+        NotAStoreError: `recognise` raises it, there is no store and ``writable`` is false, or the store is one that
+            librmq only reads and ``writable`` is true.
     """
     kind = recognise(path, files)
     if kind is StoreKind.NEW:
@@ -190,8 +213,11 @@ def check_kind(path: str, files: Files, *, writable: bool = False, log_only: boo
         foreign = [entry.name for entry in files.list(path) if entry.name not in _MAY_PRECEDE]
         if foreign:
             raise NotAStoreError(f"{path}: expected an empty folder or a store, found {foreign[0]}")
-    if kind is StoreKind.V5_ROCKSDB and not log_only:
-        raise NotAStoreError(f"{path}: {kind.value}, which librmq cannot read; it reads only the log of such a store")
+    if kind.derives_queues and writable:
+        raise NotAStoreError(
+            f"{path}: {kind.value}: librmq reads it (in Python with read_only=True), and never writes to it. Change it "
+            "through its broker, or copy its messages to a store of librmq's own with `librmq extract`"
+        )
     return kind
 
 

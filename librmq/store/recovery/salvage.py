@@ -170,7 +170,7 @@ def records(path: str, files: Files | None = None) -> Iterator[StoredMessage | G
         NotAStoreError: There is no store.
     """
     files = files or DiskFiles()
-    check_kind(path, files, log_only=True)
+    check_kind(path, files)
     yield from log_records(path, files)
     yield from cut_records(path, files)
 

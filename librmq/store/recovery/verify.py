@@ -17,12 +17,14 @@ from typing import Final, TypeVar
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
-from librmq.errors import CorruptionError
+from librmq.errors import CorruptionError, RecordError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappingPool
+from librmq.message.batch import inner_messages
 from librmq.message.delay_levels import DelayLevels
+from librmq.message.message import StoredMessage
 from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.store_parts import PartFiles, QueueName
 from librmq.store.format import directory
@@ -77,11 +79,18 @@ def verify(path: str | os.PathLike[str], config: StoreConfig | None = None, file
 
 
 def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | None = None) -> Verdict:
-    """Check with these settings; ``writer`` names the process whose log can be ahead, if any."""
+    """Check with these settings; ``writer`` names the process whose log can be ahead, if any.
+
+    Of a store that librmq only reads, only the log is checked.
+    """
     closed = writer is None and not has_abort(files, path)
-    check = _StoreCheck(path, config, files, closed=closed, written=writer is not None)
+    kind = directory.recognise(path, files)
+    options = {"closed": closed, "written": writer is not None, "log_only": kind.derives_queues}
+    check = _StoreCheck(path, config, files, **options)
     damage = check.damage()
     notes = [UNKNOWABLE]
+    if kind.derives_queues:
+        notes.append(f"this is {kind.value}: only its log was checked, because librmq reads no other file of it")
     for (topic, queue_id), count in sorted(check.left_out.items()):
         notes.append(f"queue {queue_id} of topic {topic} was deleted: {count} of its records are still in the log")
     if has_abort(files, path) and writer is None:
@@ -95,7 +104,7 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         damage = [item for item in damage if item.kind not in ("missing", "ahead", "tail")]
         for _ in range(_PASSES - 1):
             if damage:  # a second look rules out bytes of a running write
-                again = set(_StoreCheck(path, config, files, closed=False, written=True).damage())
+                again = set(_StoreCheck(path, config, files, **{**options, "closed": False}).damage())
                 damage = [item for item in damage if item in again]
     return Verdict(tuple(damage), tuple(notes))
 
@@ -103,9 +112,11 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
 class _StoreCheck:
     """One check of a store."""
 
-    def __init__(self, path: str, config: StoreConfig, files: Files, *, closed: bool, written: bool) -> None:
+    def __init__(
+        self, path: str, config: StoreConfig, files: Files, *, closed: bool, written: bool, log_only: bool
+    ) -> None:
         self.left_out: dict[QueueName, int] = {}
-        self._closed, self._written = closed, written
+        self._closed, self._written, self._log_only = closed, written, log_only
         self._path = path
         self._config = config
         self._files = files
@@ -128,6 +139,9 @@ class _StoreCheck:
                 place = log.sequence.path_at(end.physical_offset)
                 what = f"expected zeros after the last record, found {behind} bytes up to the last nonzero one"
                 self._damages.append(Damage(place, end.physical_offset, "tail", what, behind))
+        if self._log_only:
+            self._batches(log)
+            return self._damages
         if self._closed:
             self._first_files(log)
         queues = self._queues()
@@ -137,6 +151,15 @@ class _StoreCheck:
         stored = log.store_timestamp_ms(end.last_record) if end.last_record is not None else None
         self._checkpoint(max(stored or 0, 0))
         return self._damages
+
+    def _batches(self, log: CommitLog) -> None:
+        """Note batches that can't be opened."""
+        for place, size, raw in log.scan(check_body=False):
+            try:
+                if raw is not None:
+                    inner_messages(StoredMessage(raw))
+            except RecordError as error:
+                self._damages.append(Damage(log.sequence.path_at(place), place, "record", error.reason, size))
 
     def _first_files(self, log: CommitLog) -> None:
         """Note that the log has lost its first files since librmq closed it."""

@@ -1,0 +1,52 @@
+"""Make stores of RocketMQ 5 out of stores of 4.9, in the ways in which 5.x can keep queues outside of plain files.
+
+No broker of 5.x and no RocksDB takes part: the log stays as it is, queues are moved away, and a folder gets the file
+names of a RocksDB. librmq recognises such a folder by its names, and never opens its files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+_DATABASE = {
+    "CURRENT": b"MANIFEST-000005\n",
+    "MANIFEST-000005": b"\x56\xf9\xb8\xf8\x1c\x00\x01",
+    "000004.log": b"",
+    "IDENTITY": b"0b6e3ad6-31a4-4f54-9c4f-52c6e7a2a0a1",
+    "LOCK": b"",
+    "OPTIONS-000007": b"[Version]\n",
+}
+
+KINDS = ("in consumequeue", "in a folder of its own", "beside files", "beside old files")
+
+
+def keep_queues_elsewhere(store: Path, kind: str) -> None:
+    """Change the queues of a store as if it were one of `KINDS` of 5.x."""
+    queues = store / "consumequeue"
+    if kind == "beside old files":
+        for file in sorted(queues.rglob("0" * 10 + "*")):
+            data = file.read_bytes()
+            file.write_bytes(data[:20] + bytes(len(data) - 20))
+    elif kind != "beside files":
+        shutil.rmtree(queues, ignore_errors=True)
+    add_database(store / "consumequeue_rocksdb" if kind == "in a folder of its own" else queues)
+
+
+def add_database(folder: Path) -> None:
+    """Put the files of a RocksDB into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in _DATABASE.items():
+        (folder / name).write_bytes(data)
+
+
+def state_of(store: Path) -> dict[str, tuple[int, bytes]]:
+    """Return modification time and content of each file and folder."""
+    return {
+        str(path.relative_to(store)): (
+            path.stat().st_mtime_ns,
+            hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b"",
+        )
+        for path in [store, *sorted(store.rglob("*"))]
+    }
