@@ -127,10 +127,10 @@ def local_copy(arguments: argparse.Namespace, url: str) -> str:
         and getattr(arguments, "every", None) is None
         and getattr(arguments, "at", None) is None
     )
-    if not is_part:
-        store = RemoteStore.whole(store.url, store.storage_options)
-    arguments.copies = [*getattr(arguments, "copies", ()), store]
     with watching_bar("fetch", 0):
+        if not is_part or _counts_receives(store, arguments):
+            store, is_part = RemoteStore.whole(store.url, store.storage_options), False
+        arguments.copies = [*getattr(arguments, "copies", ()), store]
         path = store.path
         name_as(path, store.url)
         if is_part:
@@ -148,6 +148,16 @@ def _check_reads(arguments: argparse.Namespace, url: str) -> None:
         f"{url}: {what} needs the folder of a store, found a URL: copy the store to a folder first (from S3: "
         "aws s3 cp --recursive URL FOLDER), and name the folder"
     )
+
+
+def _counts_receives(store: RemoteStore, arguments: argparse.Namespace) -> bool:
+    """Return whether a command counts what POP holds, which is in the log."""
+    from librmq.diagnosis.view import StoreView
+
+    if arguments.command.name not in ("groups", "lag"):
+        return False
+    with StoreView.open(store.path) as view:
+        return bool(view.revive_topics)
 
 
 def _fetch_times(store: RemoteStore, arguments: argparse.Namespace) -> None:

@@ -241,19 +241,16 @@ def _rollbacks(store: MessageStore, records: Sequence[StoredMessage]) -> list[St
 
 def _receives(received: Sequence[PopEvent]) -> Iterator[StoryEvent]:
     """Yield an event for each receive of a message by POP, and for each change of its invisible time."""
-    seen: set[tuple[str, int]] = set()
+    ends_ms: dict[tuple[str, int], int] = {}
     for message, stored, content in received:
         if isinstance(content, PopCheckPoint) and not content.is_put_again:
-            group = content.name[0]
-            again = (group, message.physical_offset) in seen
-            seen.add((group, message.physical_offset))
-            yield _event(
-                stored,
-                "delivered",
-                group,
-                f"{'received again, or its invisible time changed' if again else 'received by POP'} at queue offset "
-                f"{message.queue_offset} of topic {message.topic}; invisible until {moment(content.visible_ms)}",
-            )._replace(unique_key=message.unique_key)
+            group, received_ms = content.name[0], content.name[-1]
+            end_ms = ends_ms.get((group, message.physical_offset))
+            ends_ms[group, message.physical_offset] = content.visible_ms
+            what = "received by POP" if end_ms is None or end_ms <= received_ms else "its invisible time was changed"
+            place = f"queue offset {message.queue_offset} of topic {message.topic}"
+            note = f"{what}, {place}; invisible until {moment(content.visible_ms)}"
+            yield _event(stored, "delivered", group, note)._replace(unique_key=message.unique_key)
 
 
 def _group_events(

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig
+from librmq.files.disk import DiskFiles
 from tests.cli.stand import Shell
+from tests.pop_store import PopStore
 from tests.s3_server import serving
 from tests.stores import from_disk
 
@@ -101,6 +103,17 @@ def test_a_url_has_the_rows_of_the_folder(shell: Shell, words: str) -> None:
     there = shell(*words.replace("STORE", URL).split())
     assert (there.status, there.out) == (here.status, here.out)
     assert there.said == here.said.replace("store is", f"{URL} is")
+
+
+@pytest.mark.parametrize("command", ["lag", "groups", "pending"])
+def test_what_pop_holds_is_fetched_too(shell: Shell, command: str) -> None:
+    store = PopStore(str(shell.folder / "pop"), DiskFiles())
+    store.send("orders", 3)
+    store.receive("G", "orders", [0, 1])
+    store.close()
+    there = shell(command, put(shell.folder / "pop"))
+    assert there.out == shell(command, "pop").out
+    assert [row.get("in_flight") or row["kind"] for row in there.rows] in ([2], ["pop", "pop"])
 
 
 @pytest.mark.parametrize("words", ["lag STORE", "groups STORE", "topics STORE", "queues STORE", "queue STORE A 0"])

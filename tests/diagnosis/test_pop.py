@@ -295,7 +295,12 @@ def test_the_story_of_a_changed_invisible_time(pop: PopStore) -> None:
     pop.advance(10)
     changed = pop.change(receive, 0, 100)
     view = StoreView.over(pop.store, pop.tables)
-    assert [event.event for event in story(view, "orders0")] == ["stored", "delivered", "delivered", "not_passed"]
+    events = story(view, "orders0")
+    assert [event.event for event in events] == ["stored", "delivered", "delivered", "not_passed"]
+    assert [event.note.partition(",")[0] for event in events[1:3]] == [
+        "received by POP",
+        "its invisible time was changed",
+    ]
     pop.acknowledge(changed, 0)
     events = story(StoreView.over(pop.store, pop.tables), "orders0")
     assert [event.event for event in events] == ["stored", "delivered", "delivered", "passed"]
