@@ -11,6 +11,7 @@ with lazy_exports(globals()):
     from librmq.idempotence.inbox import Transactional as Transactional
     from librmq.idempotence.inbox import purge_messages as purge_messages
     from librmq.idempotence.inbox import transactional as transactional
+    from librmq.idempotence.local_transactions import LocalTransactions as LocalTransactions
     from librmq.idempotence.outbox import Outbox as Outbox
     from librmq.idempotence.outbox import OutboxSender as OutboxSender
     from librmq.idempotence.sqltables import upgrade_tables as upgrade_tables

@@ -94,7 +94,7 @@ class SqlDedupStore:
     def create(self) -> SqlDedupStore:
         """Create the table, or upgrade it; call it at every start."""
         try:
-            upgrade_tables(self.engine, dedup=self.table, messages=None, outbox=None)
+            upgrade_tables(self.engine, dedup=self.table, messages=None, transactions=None, outbox=None)
         except SQLAlchemyError as error:
             raise DedupStoreError(f"{self.table}: {error}") from error
         return self

@@ -13,6 +13,11 @@
         dedup_key              VARCHAR(255)  PRIMARY KEY   as above
         expires_timestamp_ms   BIGINT        from then on the row may be purged; indexed
 
+    rmq_transactions                                 one row for each local transaction that has ended
+        transaction_id         VARCHAR(255)  PRIMARY KEY   the unique id of its message
+        state                  SMALLINT      1 committed, 2 rolled back
+        expires_timestamp_ms   BIGINT        from then on the row may be purged; indexed
+
     rmq_outbox                                       one row for each message to send
         id                     BIGINT        PRIMARY KEY, counts up: the order of sending
         order_key              VARCHAR(255)  rows of one key are sent one after the other; NULL: in any order
@@ -257,6 +262,21 @@ _MESSAGES: Final[_Steps] = {
     ),
 }
 
+_TRANSACTIONS: Final[_Steps] = {
+    "": (
+        "CREATE TABLE IF NOT EXISTS {table} ("
+        "transaction_id VARCHAR(255) NOT NULL PRIMARY KEY, state SMALLINT NOT NULL, "
+        "expires_timestamp_ms BIGINT NOT NULL){options}",
+        "CREATE INDEX IF NOT EXISTS {plain}_expires ON {table} (expires_timestamp_ms)",
+    ),
+    "mysql": (
+        "CREATE TABLE IF NOT EXISTS {table} ("
+        "transaction_id VARCHAR(255) NOT NULL PRIMARY KEY, state SMALLINT NOT NULL, "
+        "expires_timestamp_ms BIGINT NOT NULL, INDEX {plain}_expires (expires_timestamp_ms)"
+        ") ENGINE=InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin",
+    ),
+}
+
 _OUTBOX_COLUMNS: Final = (
     "order_key VARCHAR(255), topic VARCHAR(255) NOT NULL, properties {text} NOT NULL, flag INTEGER NOT NULL, "
     "body {bytes} NOT NULL, state SMALLINT NOT NULL, owner VARCHAR(64) NOT NULL, attempts INTEGER NOT NULL, "
@@ -285,6 +305,7 @@ _TYPES: Final[Mapping[str, Mapping[str, str]]] = {
 VERSIONS: Final[Mapping[str, Sequence[_Steps]]] = {
     "dedup": (_DEDUP,),
     "messages": (_MESSAGES,),
+    "transactions": (_TRANSACTIONS,),
     "outbox": (_OUTBOX,),
 }
 """Statements that lead from one version of a table to the next, by kind of table; the first create it."""
@@ -295,6 +316,7 @@ def upgrade_tables(
     *,
     dedup: str | None = "rmq_dedup",
     messages: str | None = "rmq_messages",
+    transactions: str | None = "rmq_transactions",
     outbox: str | None = "rmq_outbox",
     versions: str = "rmq_tables",
 ) -> dict[str, int]:
@@ -302,15 +324,16 @@ def upgrade_tables(
 
     Args:
         connection: A SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection; it is committed.
-        dedup: Name of the guard's table; None omits the table, as for the next two.
+        dedup: Name of the guard's table; None omits the table, as for the next three.
         messages: Name of the inbox's table.
+        transactions: Name of the table of `librmq.idempotence.LocalTransactions`.
         outbox: Name of the outbox's table.
         versions: Name of the table of versions.
 
     Raises:
         ConfigError: A newer librmq created a table, or a name would have to be quoted.
     """
-    named = {"dedup": dedup, "messages": messages, "outbox": outbox}
+    named = {"dedup": dedup, "messages": messages, "transactions": transactions, "outbox": outbox}
     kinds = {check_name(name): kind for kind, name in named.items() if name is not None}
     check_name(versions)
     with linked(connection) as link:

@@ -277,7 +277,7 @@ class SqliteDedupStore:
             try:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute(f"PRAGMA synchronous = {'FULL' if durability == 'sync' else 'NORMAL'}")
-                upgrade_tables(connection, dedup=table, messages=None, outbox=None)
+                upgrade_tables(connection, dedup=table, messages=None, transactions=None, outbox=None)
             except BaseException:
                 connection.close()
                 raise

@@ -116,7 +116,7 @@ def test_senders_that_are_killed_send_all_in_order(
     where = database(base)
     for seed in slow_budget.rounds(20, "rounds of three killed senders"):
         group = f"kills_{base}_{next(_groups)}"
-        upgrade_tables(where.engine, dedup=None, messages=None, outbox=group)
+        upgrade_tables(where.engine, dedup=None, messages=None, transactions=None, outbox=group)
         outbox, total = Outbox(table=group), 4 * COUNT
         with where.engine.begin() as connection:
             for number in range(total):

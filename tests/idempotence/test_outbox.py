@@ -60,7 +60,7 @@ class Post:
         self.clock = ManualClock()
         self.outbox = Outbox(table=table, clock=self.clock)
         self.producer = Recorder()
-        upgrade_tables(self.engine, dedup=None, messages=None, outbox=table)
+        upgrade_tables(self.engine, dedup=None, messages=None, transactions=None, outbox=table)
 
     def add(self, *bodies: str, order_key: str | None = None) -> None:
         with self.engine.begin() as connection:

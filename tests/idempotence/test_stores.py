@@ -597,9 +597,9 @@ def engine(
 
 
 def test_tables_are_made_once(engine: sqlalchemy.Engine) -> None:
-    names = {"dedup": "d1", "messages": "m1", "outbox": "o1", "versions": "v1"}
-    assert upgrade_tables(engine, **names) == {"d1": 1, "m1": 1, "o1": 1}
-    assert upgrade_tables(engine, **names) == {"d1": 1, "m1": 1, "o1": 1}
+    names = {"dedup": "d1", "messages": "m1", "transactions": "t1", "outbox": "o1", "versions": "v1"}
+    assert upgrade_tables(engine, **names) == {"d1": 1, "m1": 1, "t1": 1, "o1": 1}
+    assert upgrade_tables(engine, **names) == {"d1": 1, "m1": 1, "t1": 1, "o1": 1}
     with engine.begin() as connection:
         connection.execute(sqlalchemy.text("UPDATE v1 SET version = 9 WHERE table_name = 'o1'"))
     with pytest.raises(ConfigError, match="o1 is of version 9, this librmq knows 1"):
@@ -611,7 +611,7 @@ def test_tables_are_brought_up_to_date_by_one_of_many(
     engine: sqlalchemy.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several processes may create the schema at the same time; a later version is reached from the present one."""
-    names = {"dedup": "d2", "messages": "m2", "outbox": "o2", "versions": "v2"}
+    names = {"dedup": "d2", "messages": "m2", "transactions": "t2", "outbox": "o2", "versions": "v2"}
 
     def all_start() -> None:
         together(*[partial(upgrade_tables, engine, **names)] * 3)
@@ -622,7 +622,7 @@ def test_tables_are_brought_up_to_date_by_one_of_many(
     further = {"": ["ALTER TABLE {table} ADD COLUMN note VARCHAR(10)"]}
     monkeypatch.setitem(sqltables.VERSIONS, "dedup", [*sqltables.VERSIONS["dedup"], further])
     all_start()
-    assert upgrade_tables(engine, **names) == {"d2": 2, "m2": 1, "o2": 1}
+    assert upgrade_tables(engine, **names) == {"d2": 2, "m2": 1, "t2": 1, "o2": 1}
     with engine.connect() as connection:
         found = connection.execute(sqlalchemy.text("SELECT dedup_key, note FROM d2")).all()
         assert [tuple(row) for row in found] == [("k", None)]

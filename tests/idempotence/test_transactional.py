@@ -274,7 +274,7 @@ def test_records_are_purged_when_they_expire(database: Callable[[str], Database]
 
 def test_the_table_can_be_chosen(tmp_path: Path, name: str) -> None:
     engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path / 'x.db'}")
-    assert upgrade_tables(engine, dedup=None, outbox=None, messages="seen") == {"seen": 1}
+    assert upgrade_tables(engine, dedup=None, transactions=None, outbox=None, messages="seen") == {"seen": 1}
     for expected in (True, False):
         with (
             Session(engine) as session,

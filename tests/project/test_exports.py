@@ -121,6 +121,7 @@ EXPORTS = {
         "Claim",
         "DedupRecord",
         "DedupStore",
+        "LocalTransactions",
         "MemoryDedupStore",
         "Outbox",
         "OutboxSender",

@@ -1,0 +1,170 @@
+"""The state table of local transactions: written with the business change, read when the broker asks.
+
+::
+
+    with local.transaction(producer, message, session):     half message, then the row COMMITTED
+        session.execute(...)                                commits with the row, or not at all
+                                                            then the end of the half message
+    check:  row COMMITTED → commit      row ROLLED_BACK → rollback
+            no row → write ROLLED_BACK, which waits for a local transaction that has written its row
+
+The first row of a transaction decides: if a check writes it first, a late local transaction fails. So a message is
+delivered if and only if its change was committed, whatever process dies.
+"""
+
+# ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Final
+
+from librmq.client.transactions import CheckedMessage, OpenTransaction, TransactionProducer
+from librmq.clock import Clock, SystemClock
+from librmq.errors import ConfigError, TransactionRefusedError
+from librmq.idempotence.sqltables import Link, check_name, is_integrity_error, is_temporary_error, linked
+from librmq.idempotence.stores import to_milliseconds
+from librmq.message.message import Message
+from librmq.protocol import TransactionState
+from librmq.runtime.event_log import EventLog
+
+_log = EventLog("librmq.producer")
+
+_COMMITTED: Final = 1
+_ROLLED_BACK: Final = 2
+_TRANSACTION_REFUSED: Final = 1
+
+
+class LocalTransactions:
+    """The states of local transactions in a table of the application's database. Thread-safe.
+
+    `check` is the check of a `TransactionProducer`; `transaction` runs the business change. Rows are kept for ``keep``,
+    which must be longer than a broker keeps half messages (72 hours); `purge` deletes older rows.
+    `librmq.idempotence.upgrade_tables` creates ``table``.
+    """
+
+    def __init__(
+        self,
+        database: Any,
+        *,
+        table: str = "rmq_transactions",
+        keep: float | timedelta = timedelta(days=7),
+        clock: Clock | None = None,
+    ) -> None:
+        """Take the database in which checks look: a SQLAlchemy ``Engine``, or a function that opens a connection.
+
+        Raises:
+            ConfigError: ``database`` is neither, the table's name would have to be quoted, or ``keep`` is no duration.
+        """
+        if not (hasattr(database, "dialect") and hasattr(database, "connect")) and not callable(database):
+            raise ConfigError(f"database: expected an Engine or a function, found {database!r:.100}")
+        self._database = database
+        self._table = check_name(table)
+        self._keep_ms = to_milliseconds("keep", keep)
+        self._clock = clock or SystemClock()
+
+    @contextmanager
+    def transaction(self, producer: TransactionProducer, message: Message, session: Any) -> Iterator[OpenTransaction]:
+        """Send a half message, then run the block in a transaction of ``session`` that also writes the state.
+
+        ``session`` is a SQLAlchemy ``Session`` or ``Connection``, or a DB-API connection, without an open transaction.
+        Leaving the block commits both. An exception, or `OpenTransaction.rollback`, rolls both back; it propagates. If
+        the outcome of the database's commit is unknown because it raised, the broker asks `check`, and the error
+        propagates too.
+
+        Raises:
+            ConfigError: The session has an open transaction, or commits each statement; nothing is sent.
+            ClientError: The half message could not be stored; the block does not run.
+            TransactionRefusedError: A check has ended the transaction before its row was written; the block does not
+                run.
+        """
+        link = Link(session)
+        if link.in_transaction:
+            raise ConfigError("expected no open transaction: commit or roll back first, because the state comes first")
+        link.check_transactions()
+        link.rollback()  # SQLAlchemy has begun a transaction to show its connection
+        failure: Exception | None = None
+        with producer.transaction(message) as opened:
+            try:
+                if not self._write(link, opened.sent.message_id, _COMMITTED):
+                    raise TransactionRefusedError(
+                        _TRANSACTION_REFUSED, f"transaction {opened.sent.message_id}: a check has rolled it back before"
+                    )
+                yield opened
+            except BaseException:
+                link.rollback()
+                raise
+            if opened.state is TransactionState.ROLLBACK:
+                link.rollback()
+                return
+            try:
+                link.commit()
+            except Exception as error:
+                opened.unknown()
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def check(self, message: CheckedMessage) -> TransactionState:
+        """Return the state of a transaction; one without a row is rolled back for good.
+
+        Waits for a local transaction that is running, as long as the database waits for a row; then, and if the
+        database can't be reached, the state is UNKNOWN, and the broker asks again.
+        """
+        connection = None if hasattr(self._database, "dialect") else self._database()
+        try:
+            with linked(connection or self._database) as link:
+                try:
+                    return self._state(link, message.message_id)
+                finally:
+                    link.rollback()
+        except Exception as error:
+            if not is_temporary_error(error):
+                raise
+            _log.warning(
+                "transaction %(message_id)s: its state can't be read, and the broker asks again: %(error)s",
+                message_id=message.message_id,
+                error=error,
+            )
+            return TransactionState.UNKNOWN
+        finally:
+            if connection is not None:
+                connection.close()
+
+    def _state(self, link: Link, transaction_id: str) -> TransactionState:
+        select = f"SELECT state FROM {self._table} WHERE transaction_id = :id"
+        rows = link.execute(select, id=transaction_id).rows
+        if not rows:
+            link.rollback()  # a later SELECT of this transaction would not see rows of others
+            if self._write(link, transaction_id, _ROLLED_BACK):
+                link.commit()
+                return TransactionState.ROLLBACK
+            rows = link.execute(select, id=transaction_id).rows
+        return TransactionState.COMMIT if rows and int(rows[0][0]) == _COMMITTED else TransactionState.ROLLBACK
+
+    def _write(self, link: Link, transaction_id: str, state: int) -> bool:
+        """Insert the row of a transaction; return False, with nothing open, if there is one."""
+        insert = (
+            f"INSERT INTO {self._table} (transaction_id, state, expires_timestamp_ms) VALUES (:id, :state, :expires)"
+        )
+        try:
+            link.execute(insert, id=transaction_id, state=state, expires=self._clock.now_ms() + self._keep_ms)
+        except BaseException as error:
+            link.rollback()
+            if is_integrity_error(error):
+                return False
+            raise
+        return True
+
+    def purge(self, connection: Any) -> int:
+        """Delete the rows that are older than ``keep``, and commit; return their number.
+
+        ``connection`` is a SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection.
+        """
+        purge = f"DELETE FROM {self._table} WHERE expires_timestamp_ms <= :now_ms"
+        with linked(connection) as link:
+            purged = link.execute(purge, now_ms=self._clock.now_ms()).changed
+            link.commit()
+            return purged
