@@ -22,7 +22,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files
 from librmq.files.memory import OverlayFiles
 from librmq.store.format.checkpoint import has_abort
-from librmq.store.format.directory import COMMITLOG, CONFIG, check_config, check_kind, infer_config
+from librmq.store.format.directory import COMMITLOG, CONFIG, check_config, check_kind, infer_config, tables_database
 
 if TYPE_CHECKING:  # commands that read the log alone need none of these
     from librmq.broker import Broker
@@ -295,10 +295,22 @@ def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
     if arguments.config is None and getattr(arguments, "at", None) is None:
         with StoreView.open(arguments.store) as view:
             check_opened(arguments, view.store)
+            _note_unknown_progress(view)
             yield view
     else:
         with open_store(arguments) as store:
-            yield StoreView.over(store)
+            view = StoreView.over(store)
+            _note_unknown_progress(view)
+            yield view
+
+
+def _note_unknown_progress(view: StoreView) -> None:
+    folder = os.path.join(view.store.path, CONFIG)
+    if tables_database(folder, view.store.files) is not None and not view.tables.knows_progress:
+        complain(
+            "note: the broker keeps the progress of groups in RocksDB, which librmq does not read, so it is unknown: "
+            f"mqadmin rocksDBConfigToJson -p {folder} -t consumerOffsets -e {folder}/consumerOffsets.json exports it"
+        )
 
 
 @contextmanager

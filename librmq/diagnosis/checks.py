@@ -91,6 +91,23 @@ def not_verified(subject: str, limit: int) -> Finding:
     )  # fmt: skip
 
 
+def progress_findings(view: StoreView) -> list[Finding]:
+    """Return a finding if the progress of groups is in RocksDB, so that no lag is known."""
+    tables = view.tables
+    if tables.knows_progress:
+        return []
+    folder = os.path.relpath(tables.database or "", view.store.path)
+    return [
+        Finding(
+            "unknown-progress", "info", f"store {view.store.path}",
+            f"The broker keeps the progress of groups in RocksDB ({folder}), which librmq does not read.",
+            {"folder": folder},
+            "Write an export beside it: mqadmin rocksDBConfigToJson -p STORE/config -t consumerOffsets -e "
+            "STORE/config/consumerOffsets.json.",
+        )
+    ]  # fmt: skip
+
+
 def missing_log_findings(view: StoreView) -> list[Finding]:
     """Return a finding if the log lacks its first files, though not because retention deleted them.
 
@@ -352,6 +369,8 @@ def _clock_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
 
 def _retry_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield the topics in which a group has retries, but no progress."""
+    if not view.tables.knows_progress:
+        return
     groups = set(view.groups)
     for retry_topic in [topic for topic in view.topics if topic.startswith(RETRY_PREFIX)]:
         group = group_of_retries(retry_topic, groups, view.topics)
@@ -411,6 +430,7 @@ def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: boo
             [
                 *damage_findings(view, check),
                 *missing_log_findings(view),
+                *progress_findings(view),
                 *unlisted_topic_findings(view),
                 *lag_findings(view, limits, group_lag=group_lag),
                 *consistency_findings(view, limits, group_lag=group_lag),

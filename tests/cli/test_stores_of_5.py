@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from librmq.errors import NotAStoreError
 from librmq.store import MessageStore
 from tests.cli.stand import Shell
 from tests.reference import existing
-from tests.stores_of_5 import KINDS, keep_queues_elsewhere, state_of
+from tests.stores_of_5 import KINDS, add_database, keep_queues_elsewhere, state_of
 
 READING = (
     "count STORE --by topic --all",
@@ -146,3 +147,49 @@ def test_kind_and_log_are_verified(shell: Shell, kind: str) -> None:
     status, out, said = shell("verify", "store")
     assert (status, [damage["kind"] for damage in json.loads(out)["damage"]]) == (1, ["record"])
     assert "next: `librmq salvage STORE" in said
+
+
+# --- progress of groups
+
+
+PROGRESS = ("groups STORE", "lag STORE", "diagnose STORE --no-verify", "expiring STORE --reserved 1ms --within 1ms")
+
+
+def test_progress_in_rocksdb_is_unknown_unless_exported(shell: Shell) -> None:
+    keep_queues_elsewhere(shell.folder / "store", KINDS[0])
+    commands = [["store" if word == "STORE" else word for word in words.split()] for words in PROGRESS]
+    expected = [shell(*words) for words in commands]
+    config = shell.folder / "store" / "config"
+    for name in ("consumerOffsets", "topics", "subscriptionGroups"):
+        add_database(config / name)
+    before = state_of(shell.folder / "store")
+    groups, lag, diagnosis, expiring = [shell(*words) for words in commands]
+    assert all(
+        "note: the broker keeps the progress of groups in RocksDB" in one.said for one in (groups, lag, expiring)
+    )
+    assert (lag.out, expiring.out) == ("", "")
+    assert [row["group"] for row in groups.rows] == [row["group"] for row in expected[0].rows]
+    assert {row["lag"] for row in groups.rows} == {None}
+    findings = {row["finding"] for row in diagnosis.rows}
+    assert "unknown-progress" in findings
+    assert not findings & {"backlog", "old-messages", "retries-without-progress", "progress-beyond-end"}
+    assert state_of(shell.folder / "store") == before
+
+    # the file that mqadmin rocksDBConfigToJson -t consumerOffsets -e writes
+    table = json.loads(re.sub(r"(\d+):", r'"\1":', (config / "consumerOffset.json").read_text()))
+    (config / "consumerOffsets.json").write_text(json.dumps({"offsetTable": table["offsetTable"]}, indent=1))
+    (config / "consumerOffset.json").write_text("{}")
+    assert [shell(*words) for words in commands] == expected
+
+
+@pytest.mark.parametrize("folder", ["rdb", "consumerOffsets", "metadata"])
+def test_a_broker_with_tables_in_rocksdb_keeps_them(shell: Shell, folder: str) -> None:
+    add_database(shell.folder / "store" / "config" / folder)
+    before = state_of(shell.folder / "store")
+    (shell.folder / "LINES").write_text("{}\n")
+    for words in CHANGING:
+        status, _, said = shell(*("store" if word == "STORE" else word for word in words.split()))
+        why = "a snapshot can't copy" if words.startswith("snapshot") else "topics, groups and progress in RocksDB"
+        assert (status, why in said) == (2, True), words
+    assert state_of(shell.folder / "store") == before
+    assert shell("verify", "store").status == 0

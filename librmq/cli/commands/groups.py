@@ -96,6 +96,8 @@ def _queue_rows(columns: TopicProgress) -> Iterable[Row]:
 
 def _no_lag_reason(view: StoreView) -> str:
     """Return why a store has the lag of no group in some topics."""
+    if not view.tables.knows_progress:
+        return "the progress of groups is unknown"
     path = os.path.join(view.store.path, directory.CONFIG, "consumerOffset.json")
     if view.store.files.size(path) is None:
         return f"there is no {path}, so the progress of no group is known: copy the folder config too"

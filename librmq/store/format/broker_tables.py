@@ -8,6 +8,10 @@
     delayOffset.json         offsetTable             delay level -> queue offset in its queue
     consumerFilter.json      filterDataByTopic       topic -> group -> filter
     *.json.bak               the previous content of the file
+    consumerOffsets.json     an export of ``mqadmin rocksDBConfigToJson``, which a person puts there
+
+5.x can keep the first three in RocksDB, in ``consumerOffsets/`` or another folder here. Then ``consumerOffset.json``
+can be from an earlier time, so progress comes from the export, or is unknown.
 
 Mirrors ``ConfigManager`` and its subclasses ``TopicConfigManager``, ``SubscriptionGroupManager``,
 ``ConsumerOffsetManager``, ``ScheduleMessageService`` and ``ConsumerFilterManager``. Other
@@ -27,6 +31,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
 from librmq.java import json as java_json
 from librmq.message.topics import TOPIC_TYPES, TopicType
+from librmq.store.format.directory import tables_database
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations
@@ -57,8 +62,13 @@ class BrokerTables:
             "subscriptionGroup.json", "subscriptionGroupTable", partial(_check_numbers, _GROUP_NUMBERS), versioned=True
         )
         """Rows as `group_row` makes them, by consumer group."""
-        self.offsets = self._table("consumerOffset.json", "offsetTable", _check_offsets_by_text)
-        """Queue offsets by queue id, by ``topic@group``."""
+        self.database = tables_database(folder, files)
+        """The folder of a RocksDB that has the progress; None if the files here have it."""
+        offsets = "consumerOffset.json" if self.database is None else "consumerOffsets.json"
+        self.knows_progress = self.database is None or bool(files.size(os.path.join(folder, offsets)))
+        """Whether the progress of groups is in a file that can be read."""
+        self.offsets = self._table(offsets, "offsetTable", _check_offsets_by_text)
+        """Queue offsets by queue id, by ``topic@group``; empty if `knows_progress` is false."""
         self.delays = self._table("delayOffset.json", "offsetTable", _check_offsets)
         """Queue offsets by delay level."""
         self.filter_table = self._table("consumerFilter.json", "filterDataByTopic", _check_objects)

@@ -28,7 +28,7 @@ import json
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, Final
 
@@ -150,9 +150,15 @@ def recognise(path: str, files: Files) -> StoreKind:
     derived = _kind_without_queues(path, files)
     if derived is not None:
         return derived
-    if any(files.is_folder(place) or files.size(place) is not None for place in _paths(path, _MADE_BY_5)):
-        return StoreKind.V5
-    return StoreKind.V4
+    return StoreKind.V5 if _has_any(path, _MADE_BY_5, files) else StoreKind.V4
+
+
+def _has_any(path: str, names: Iterable[str], files: Files) -> bool:
+    """Return whether a store has tables in RocksDB, or any file or folder of these names."""
+    return tables_database(os.path.join(path, CONFIG), files) is not None or any(
+        files.is_folder(place) or files.size(place) is not None
+        for place in (os.path.join(path, name) for name in names)
+    )
 
 
 def _kind_without_queues(path: str, files: Files) -> StoreKind | None:
@@ -182,8 +188,7 @@ def is_4_with_timers(path: str, files: Files) -> bool:
     """Return whether all files of RocketMQ 5 in the store belong to a timer."""
     if recognise(path, files) is not StoreKind.V5:
         return False
-    others = set(_MADE_BY_5) - set(_OF_TIMERS)
-    return not any(files.is_folder(place) or files.size(place) is not None for place in _paths(path, tuple(others)))
+    return not _has_any(path, set(_MADE_BY_5) - set(_OF_TIMERS), files)
 
 
 # Allowed in the folder of a new store: remains of a killed maker, files of the broker's tools or of a file system.
@@ -203,8 +208,8 @@ def check_kind(path: str, files: Files, *, writable: bool = False) -> StoreKind:
     """Return the kind of the store in folder ``path`` if it can be opened, without changing it.
 
     Raises:
-        NotAStoreError: `recognise` raises it, there is no store and ``writable`` is false, or the store is one that
-            librmq only reads and ``writable`` is true.
+        NotAStoreError: `recognise` raises it, there is no store and ``writable`` is false, or ``writable`` is true and
+            queues or the broker's tables are in RocksDB, or queues have batches.
     """
     kind = recognise(path, files)
     if kind is StoreKind.NEW:
@@ -218,16 +223,26 @@ def check_kind(path: str, files: Files, *, writable: bool = False) -> StoreKind:
             f"{path}: {kind.value}: librmq reads it (in Python with read_only=True), and never writes to it. Change it "
             "through its broker, or copy its messages to a store of librmq's own with `librmq extract`"
         )
+    if writable and (database := tables_database(os.path.join(path, CONFIG), files)) is not None:
+        raise NotAStoreError(
+            f"{path}: its broker keeps topics, groups and progress in RocksDB ({database}): librmq reads the store (in "
+            "Python with read_only=True), and never writes to it. Change it through its broker"
+        )
     return kind
+
+
+def tables_database(folder: str, files: Files) -> str | None:
+    """Return the folder of a RocksDB in a ``config`` folder that has progress of groups, None without one."""
+    for name in files.names(folder):
+        path = os.path.join(folder, name)
+        if name not in ("topics", "subscriptionGroups") and files.size(os.path.join(path, "CURRENT")):
+            return path
+    return None
 
 
 def lock_path(path: str) -> str:
     """Return the path of the file whose lock makes a writer the owner of the store."""
     return os.path.join(path, LOCK)
-
-
-def _paths(path: str, names: tuple[str, ...]) -> Iterator[str]:
-    return (os.path.join(path, name) for name in names)
 
 
 def _refuse_part_of_log(path: str, files: Files) -> None:
