@@ -25,7 +25,15 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
 
-__all__ = ["EXT_FILE_SIZE", "LAST_EXT_ADDRESS", "ConsumeQueueExt", "ExtUnit", "is_ext_address", "pack_unit"]
+__all__ = [
+    "EXT_FILE_SIZE",
+    "LAST_EXT_ADDRESS",
+    "ConsumeQueueExt",
+    "ExtUnit",
+    "check_bitmap",
+    "is_ext_address",
+    "pack_unit",
+]
 
 EXT_FILE_SIZE: Final = 48 << 20
 
@@ -68,6 +76,20 @@ def pack_unit(tags_code: int, store_timestamp_ms: int, bitmap: bytes | None) -> 
     except struct.error as error:
         what = f"{tags_code}, {store_timestamp_ms} and a bitmap of {len(bitmap)} bytes"
         raise ValueError(f"no unit can hold {what}: {error}") from None
+
+
+def check_bitmap(bit_count: int, file_size: int) -> None:
+    """Refuse bitmaps whose units fit into no extension file.
+
+    Raises:
+        ConfigError: The file is too small.
+    """
+    size = _UNIT.size + (bit_count + 7) // 8 + _END_ROOM
+    if size > file_size:
+        raise ConfigError(
+            f"bitmaps of {bit_count} bits do not fit into extension files of {file_size} bytes: lower "
+            f"expected_consumers or raise bloom_error, or open the store with consumequeue_ext_file_size={size} or more"
+        )
 
 
 class ConsumeQueueExt:

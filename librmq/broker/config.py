@@ -31,6 +31,10 @@ class BrokerConfig(Config):
     """Whether a consumer creates its missing group."""
     default_topic_queues: Annotated[int, Between(1, 1 << 16)] = 8
     """Largest number of queues of a topic that a send creates."""
+    expected_consumers: Annotated[int, Between(1, 8192)] = 32
+    """Groups with SQL filters for which the bitmap of a message has room; 4.9's ``expectConsumerNumUseFilter``."""
+    bloom_error: Annotated[int, Between(1, 99)] = 20
+    """Percent of messages that a full bitmap does not spare a group from reading; ``maxErrorRateOfBloomFilter``."""
     sweep_pulls_every_s: Annotated[float, Seconds()] = 5
     """Interval at which held pulls are answered if only messages that do not match were stored."""
     lock_expiry_s: Annotated[float, Seconds()] = 60

@@ -19,6 +19,7 @@ from librmq.broker.send_handler import SendHandler
 from librmq.broker.transactions import BrokerTransactions
 from librmq.clock import moves_by_itself
 from librmq.config import StoreConfig
+from librmq.consumequeue_ext import check_bitmap
 from librmq.errors import BrokerError
 from librmq.files.interface import Files
 from librmq.message.topics import HALF_TOPIC
@@ -111,7 +112,10 @@ class BrokerParts:
         self._metrics = metrics
         by_hand = not moves_by_itself(runner.clock)
         tables = BrokerTables.open(os.path.join(path, "config"), files=files)
-        registrations = tables.registrations(runner.now_ms())
+        from librmq.filter import BloomFilter  # loads a grammar that a client does without
+
+        bloom = BloomFilter(config.bloom_error, config.expected_consumers)
+        registrations = tables.registrations(runner.now_ms(), bloom)
         was_killed = has_abort(files, path)
         store = self.store = MessageStore.open(
             path,
@@ -124,6 +128,8 @@ class BrokerParts:
         )
         self._is_replica = config.replica_of is not None
         try:
+            if store.config.enable_consumequeue_ext:
+                check_bitmap(bloom.bit_count, store.config.consumequeue_ext_file_size)
             context = self.context = BrokerContext(
                 steps,
                 cluster_name,

@@ -116,20 +116,32 @@ class Producer(Startable):
         self._unwatch: Callable[[], None] | None = None
         self.config = config
 
+    def configure(self, **settings: Unpack[ProducerKeywords]) -> None:
+        """Change settings while the producer runs; sends that begin later use them.
+
+        Raises:
+            ConfigError: There is no such setting, or its value is refused. Then nothing has changed.
+        """
+        self.config = self.config.with_settings(settings)
+
     @property
     def config(self) -> ProducerConfig:
-        """The settings; new ones count from the next send on."""
+        """The settings; assigning others changes them, like `configure`."""
         return self._config
 
     @config.setter
     def config(self, config: ProducerConfig) -> None:
-        self._config = self._sender.config = config
-        self._timeout_ms = 1000 * config.timeout
-        self._routes.default_topic_queues = config.default_topic_queues
+        if not isinstance(config, ProducerConfig):
+            raise ConfigError(f"config: expected a ProducerConfig, found {type(config).__name__}")
         if config.nearby and self.client.site is None:
             raise ConfigError(
                 "nearby: the client has no site: make the producer on cluster.at(site), or with Client(route, site=…)"
             )
+        with self._runner.lock:
+            self._config = config
+            self._sender.configure(config)
+            self._timeout_ms = 1000 * config.timeout
+            self._routes.default_topic_queues = config.default_topic_queues
 
     # ------------------------------------------------------------------------------------------------------------ life
 

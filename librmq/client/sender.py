@@ -290,16 +290,24 @@ class Sender:
         """``start()`` starts a new producer, and raises if it was shut down."""
         self._client = routes.client
         self._group = routes.group
-        self.config = config
         self._life = life
         self._start = start
         self._hooks = hooks
         self._metrics = metrics
         self._runner = self._client.runner
         self._now_ms = self._runner.now_ms
-        self._latencies = BrokerLatencies(self._now_ms) if config.avoid_slow_brokers else None
+        self._latencies: BrokerLatencies | None = None
+        self.configure(config)
         self._routes = routes
         self._topics, self._endpoints = routes.topics, routes.endpoints  # asked by every send
+
+    def configure(self, config: ProducerConfig) -> None:
+        """Use these settings for sends that begin later."""
+        self.config = config
+        if not config.avoid_slow_brokers:
+            self._latencies = None
+        elif self._latencies is None:
+            self._latencies = BrokerLatencies(self._now_ms)
 
     def queues(self, topic: str) -> TopicQueues:
         """Return the queues of a topic, for which the producer has to run.

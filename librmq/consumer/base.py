@@ -17,12 +17,12 @@ from librmq.client.client import Client, LifeCycle, Startable, State, client_of
 from librmq.client.recorder import ConsumerRecorder
 from librmq.config import to_seconds
 from librmq.consumer.assignment import AssignedQueue
-from librmq.consumer.config import ConsumerConfig
+from librmq.consumer.config import ConsumerConfig, fixed_because
 from librmq.consumer.instance import instance_state
 from librmq.consumer.listeners import check_at_brokers, make_subscription
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
 from librmq.consumer.rebalancing import Rebalancing, next_from_first, readable_queues
-from librmq.errors import ClientStateError, RmqError
+from librmq.errors import ClientStateError, ConfigError, RmqError
 from librmq.filter import TagFilter
 from librmq.message.message import MessageQueue
 from librmq.message.topics import retry_topic, validate_group
@@ -63,7 +63,7 @@ class Consumer(Startable, Generic[C]):
         validate_group(group)
         self.client = client_of(route, type(self).__name__, client, instance_name)
         self.group = group
-        self.config = config
+        self._config = config
         self.route = route
         self.runner: Runner = route.runner
         name = self.client.client_id.partition("@")[2] if self.client.has_stable_name else ""
@@ -91,6 +91,41 @@ class Consumer(Startable, Generic[C]):
         self._times_removed = self.client.times_removed
         if (noted := getattr(route, "noted_consumer", None)) is not None:  # a route that records, or a test's
             noted(self)
+
+    # ---- settings
+
+    @property
+    def config(self) -> C:
+        """The settings; assigning others changes those that differ, like ``configure``."""
+        return self._config
+
+    @config.setter
+    def config(self, config: C) -> None:
+        kind = type(self._config)
+        if type(config) is not kind:
+            raise ConfigError(f"config: expected a {kind.__name__}, found {type(config).__name__}")
+        self._change_settings(config)
+
+    def _change_settings(self, config: C) -> None:
+        """Use other settings from now on, or refuse them all."""
+        with self.runner.lock:
+            before = self._config
+            for name in before.names():
+                reason = fixed_because(name, self.kind)
+                if reason is not None and getattr(config, name) != getattr(before, name):
+                    raise ConfigError(
+                        f"{name}: {self._life.what} can't change it from {getattr(before, name)!r:.80} to "
+                        f"{getattr(config, name)!r:.80}, because {reason}: make another consumer"
+                    )
+            self._check_settings(config)
+            self._config = config
+            self._settings_changed()
+
+    def _check_settings(self, config: C) -> None:
+        """Refuse settings that do not fit the subscriptions."""
+
+    def _settings_changed(self) -> None:
+        """Apply new settings to what is running. Under the lock."""
 
     # ---- queues
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Annotated, TypedDict
+from typing import Annotated, Final, TypedDict
 
 from librmq.client.allocation import AllocationStrategy, allocate_averagely
 from librmq.config import Between, Config, Seconds
@@ -80,6 +80,41 @@ class PullConsumerConfig(ConsumerConfig):
     """Time that a poll waits for the first message."""
     auto_commit: bool = True
     """Whether each poll commits the messages of earlier polls."""
+
+
+_FIXED: Final = {
+    "model": "the group's instances agree on it, and it says where progress is kept",
+    "consume_from": "it says where the group starts, and queues were taken by it",
+    "consume_from_timestamp_ms": "it says where the group starts, and queues were taken by it",
+    "strategy": "all instances of the group share the queues by one strategy",
+    "guard": "it is checked at the start",
+    "orderly": "messages that are held now were pulled for the other kind of delivery",
+    "lock_queues": "queues that are held now were taken with or without locks",
+    "offsets_folder": "the progress is there",
+    "files": "the progress was opened by them",
+}
+_FOR_LISTENERS: Final = frozenset(
+    (
+        "threads",
+        "batch_size",
+        "max_reconsume_times",
+        "consume_timeout",
+        "suspend_time",
+        "pull_interval",
+        "max_held_messages",
+        "max_held_bytes",
+        "max_held_messages_of_topic",
+        "max_held_bytes_of_topic",
+        "max_span",
+    )
+)
+
+
+def fixed_because(name: str, kind: str) -> str | None:
+    """Return why a setting of a ``push`` or ``pull`` consumer can't change after its making; None if it can."""
+    if kind == "pull" and name in _FOR_LISTENERS:
+        return "a pull consumer has no listeners and holds no messages"
+    return _FIXED.get(name)
 
 
 class ConsumerKeywords(TypedDict, total=False):

@@ -36,6 +36,7 @@ class Delivery:
     def __init__(self, consumer: PushInstance) -> None:
         self.consumer = consumer
         self.config = consumer.config
+        """The present settings."""
         self.runner = consumer.runner
         self.running = 0
         """The listeners that run or are about to."""
@@ -105,6 +106,16 @@ class Delivery:
 
     def line_up(self) -> None:
         """Arrange the messages that wait by the present listeners and settings."""
+
+    def configure(self, now_ms: int) -> None:
+        """Continue with the consumer's new settings."""
+        self.config = self.consumer.config
+        self.line_up()
+        self._begin_waiting(now_ms)
+
+    def _begin_waiting(self, now_ms: int) -> None:
+        """Begin what waits, as far as threads are free."""
+        raise NotImplementedError
 
     def blocked(self) -> list[BlockedQueue]:
         """Return the queues that rest because their first message keeps failing."""
@@ -378,9 +389,18 @@ class ConcurrentDelivery(Delivery):
         self._backlog = Backlog()
         self._postponed: deque[tuple[int, _Pulled]] = deque()
         self._resting: list[_Pulled] = []
-        self._timeout_ms = max(1, round(self.config.consume_timeout * 1000))
         self._expiring = Step(f"{consumer.label} consume timeout", self._expire, consumer.client)
         self._redelivery = Step(f"{consumer.label} deliver again", self._deliver_postponed, consumer.client)
+
+    @property
+    def _timeout_ms(self) -> int:
+        return max(1, round(self.config.consume_timeout * 1000))
+
+    def configure(self, now_ms: int) -> None:
+        """Continue with the consumer's new settings."""
+        super().configure(now_ms)
+        if self._expiring.at is not None:  # the timeout can be shorter now
+            self.runner.wake(self._expiring, next_from_first(now_ms, self.started_ms, self._timeout_ms))
 
     def max_times(self) -> int | None:
         """Return the number of redeliveries before a message becomes a dead letter."""
@@ -393,7 +413,8 @@ class ConcurrentDelivery(Delivery):
 
     def _enqueue(self, pulled: _Pulled, *, is_first: bool = False) -> None:
         """Add messages to the backlog: by listener if these have weights."""
-        if not self.consumer.listeners.are_weighted:
+        is_weighted = self.consumer.listeners.are_weighted
+        if pulled.messages is None and not is_weighted:
             self._backlog.append(pulled, 1, is_first=is_first)
             return
         self._take(pulled)
@@ -402,7 +423,7 @@ class ConcurrentDelivery(Delivery):
             listener = self.listener_for(pulled.assigned, message)
             by_listener.setdefault(id(listener), (listener, []))[1].append(message)
         batches = [
-            (batch, listener.weight or 1)
+            (batch, (listener.weight or 1) if is_weighted else 1)
             for listener, messages in by_listener.values()
             for batch in _batches(pulled.assigned, messages, self.config.batch_size if listener.as_list else 1)
         ]
@@ -421,9 +442,16 @@ class ConcurrentDelivery(Delivery):
         if self.consumer.listeners.are_weighted:
             for pulled in self._resting:
                 self._take(pulled)
+        former: _Pulled | None = None
         for pulled in backlog:
-            if not pulled.assigned.released:
-                self._enqueue(pulled)
+            if former is not None and former.assigned is pulled.assigned and former.messages and pulled.messages:
+                former.messages += pulled.messages  # batches of another size
+                continue
+            if former is not None:
+                self._enqueue(former)
+            former = None if pulled.assigned.released else pulled
+        if former is not None:
+            self._enqueue(former)
 
     def try_begin(self, assigned: AssignedQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int) -> bool:
         """Add and begin a message if nothing precedes it: the fast path of a consumer that keeps up."""

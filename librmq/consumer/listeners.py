@@ -222,6 +222,13 @@ class Listeners:
         rest = by_tag.get(None)
         return rest if rest is not None and len(by_tag) == 1 else by_tag.get(message.tags, rest)
 
+    def without_batches(self) -> str | None:
+        """Return a topic with a listener for single messages; None if all listeners get lists."""
+        for topic, by_tag in self._by_topic.items():
+            if not all(listener.as_list for listener in by_tag.values()):
+                return topic
+        return None
+
     def share_batches(self, topic: str, is_retry: bool) -> bool:
         """Return whether one listener gets all messages of a queue, so that they can share a batch."""
         if is_retry:  # a retry topic has messages of all topics

@@ -61,11 +61,14 @@ class OrderlyDelivery(Delivery):
     def __init__(self, consumer: PushInstance) -> None:
         super().__init__(consumer)
         self._locks = self.config.lock_queues and self.config.model is MessageModel.CLUSTERING
-        self._suspend_ms = round(self.config.suspend_time * 1000)
         self._waiting: deque[AssignedQueue] = deque()  # for a listener
         self._resting: dict[MessageQueue, Step] = {}
         self._unlocking: dict[MessageQueue, Step] = {}
         self._renewing = Step(f"{consumer.label} locks", self._renew, consumer.client)
+
+    @property
+    def _suspend_ms(self) -> int:
+        return round(self.config.suspend_time * 1000)
 
     def max_times(self) -> int | None:
         """Return the number of redeliveries before a message becomes a dead letter, None without a limit."""

@@ -107,6 +107,15 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._polling = Lock()
         self._rests = Rests(self, self._end_rest)
 
+    def configure(self, **settings: Unpack[PullConsumerKeywords]) -> None:
+        """Change settings while the consumer runs; the next poll uses them.
+
+        Raises:
+            ConfigError: There is no such setting, its value is refused, it is for listeners, or it can't change after
+                the consumer was made. Then nothing has changed.
+        """
+        self._change_settings(self.config.with_settings(settings))
+
     # ---- which queues
 
     def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None:

@@ -71,9 +71,9 @@ class Fetcher:
     def __init__(self, consumer: PushConsumer) -> None:
         self._consumer = consumer
         self._is_clustering = consumer.config.model is MessageModel.CLUSTERING
-        self._interval_ms = round(consumer.config.pull_interval * 1000)
-        self.max_messages = consumer.config.max_held_messages
-        self.max_bytes = consumer.config.max_held_bytes
+        self._interval_ms = 0
+        self.max_messages = self.max_bytes = 0
+        self.share_limits()
 
     def start(self, assigned: AssignedQueue) -> None:
         """Begin to pull."""
@@ -85,6 +85,8 @@ class Fetcher:
     def share_limits(self) -> None:
         """Divide the limits of a topic among the assigned queues of all topics, as in 4.9."""
         config, count = self._consumer.config, max(1, len(self._consumer.assigned))
+        self._interval_ms = round(config.pull_interval * 1000)
+        self.max_messages, self.max_bytes = config.max_held_messages, config.max_held_bytes
         if config.max_held_messages_of_topic is not None:
             self.max_messages = max(1, config.max_held_messages_of_topic // count)
         if config.max_held_bytes_of_topic is not None:
@@ -105,6 +107,15 @@ class Fetcher:
         if not self.is_full(assigned):
             assigned.throttled = False
             self._consumer.runner.wake(assigned.pull)
+
+    def configure(self) -> None:
+        """Pull by the consumer's new settings: queues that they throttle no more, and those that rest between pulls."""
+        self.share_limits()
+        for assigned in self._consumer.assigned.values():
+            if assigned.throttled:
+                self.resume_throttled(assigned)
+            elif assigned.pull.at is not None:
+                self._consumer.runner.wake(assigned.pull)
 
     def wake_all(self) -> None:
         """Pull all queues again."""
@@ -310,6 +321,32 @@ class PushConsumer(Consumer[ConsumerConfig]):
         """The predicates of its listeners, which count their answers, by topic."""
         self.fetcher = Fetcher(self)
         self.delivery: Delivery = OrderlyDelivery(self) if self.config.orderly else ConcurrentDelivery(self)
+
+    # ---- settings
+
+    def configure(self, **settings: Unpack[ConsumerKeywords]) -> None:
+        """Change settings while the consumer runs, at once and without losing a message.
+
+        Running listeners end first: with fewer ``threads`` or a smaller ``batch_size`` only later calls differ. What is
+        held beyond a lower limit is delivered before the next pull.
+
+        Raises:
+            ConfigError: There is no such setting, its value is refused, or it can't change after the consumer was made.
+                Then nothing has changed.
+        """
+        self._change_settings(self.config.with_settings(settings))
+
+    def _check_settings(self, config: ConsumerConfig) -> None:
+        topic = self.listeners.without_batches()
+        if config.batch_size > 1 and topic is not None:
+            raise ConfigError(
+                f"batch_size: expected 1, because the listener of topic {topic!r} takes single messages, found "
+                f"{config.batch_size}: subscribe it with batch=True"
+            )
+
+    def _settings_changed(self) -> None:
+        self.fetcher.configure()
+        self.delivery.configure(self.runner.now_ms())
 
     # ---- subscribing
 

@@ -83,6 +83,15 @@ class BloomFilter:
         object.__setattr__(self, "hash_count", hashes)
         object.__setattr__(self, "bit_count", min(8 * math.ceil(bits / 8), _INT_MAX))
 
+    @classmethod
+    def of_size(cls, hash_count: int, bit_count: int) -> BloomFilter:
+        """Return a filter with these numbers of bits, and the error rate and strings for which they serve."""
+        error_percent = max(100 * 0.5**hash_count, 1e-9)
+        bloom = cls(error_percent, max(1, int(bit_count * math.log(2) / hash_count)))
+        object.__setattr__(bloom, "hash_count", hash_count)
+        object.__setattr__(bloom, "bit_count", bit_count)
+        return bloom
+
     def positions(self, text: str) -> tuple[int, ...]:
         """Return the bits that ``text`` sets; it can contain duplicates."""
         data = text.encode("utf-8", "replace")
@@ -125,6 +134,19 @@ class BloomFilter:
 
 BROKER_BLOOM: Final = BloomFilter(20, 32)
 """A broker's default: 3 bits of 112."""
+
+
+def bloom_of(filters: Mapping[str, Any]) -> BloomFilter:
+    """Return the bloom filter with which a broker wrote the rows of ``consumerFilter.json``, by the first of them."""
+    for entry in filters.values():
+        groups = entry.get("groupFilterData") if isinstance(entry, dict) else None
+        for row in groups.values() if isinstance(groups, dict) else ():
+            data = row.get("bloomFilterData") if isinstance(row, dict) else None
+            if isinstance(data, dict):
+                bit_count, positions = data.get("bitNum"), data.get("bitPos")
+                if isinstance(positions, list) and type(bit_count) is int and 0 < bit_count <= _INT_MAX and positions:
+                    return BloomFilter.of_size(len(positions), bit_count)
+    return BROKER_BLOOM
 
 
 SQL92: Final = "SQL92"

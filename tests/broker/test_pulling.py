@@ -43,8 +43,10 @@ from librmq.protocol import (
     ViewMessage,
 )
 from librmq.runtime.runner import ManualRunner
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.testing import Kit
 from tests.broker.parties import beat, opened, pull, send
+from tests.reference import document, existing
 
 
 class Bell:
@@ -354,6 +356,44 @@ def test_sql_filters_are_registered_kept_and_die() -> None:
         assert refusal(pull, broker, "T", subscription=None) == ResponseCode.FILTER_DATA_NOT_EXIST
         beat(broker, Subscription("T", "a < 5", "SQL92", 9))
         assert [message.body for message in pull(broker, "T", subscription=None).messages] == [b"4"]
+
+
+def test_bloom_settings_make_the_bits_of_4_9() -> None:
+    cases = document(existing("bloom.json"))["filters"]
+    tried = [case for case in cases if isinstance(case["f"], int) and case["n"] <= 8192]
+    assert (20, 32) in [(case["f"], case["n"]) for case in tried]
+    store = StoreConfig.tiny(enable_consumequeue_ext=True, consumequeue_ext_file_size=64 << 10)
+    for case in tried:
+        files, runner = MemoryFiles(), ManualRunner()
+        settings = {"expected_consumers": case["n"], "bloom_error": case["f"]}
+        with opened(files, runner, store=store, **settings) as broker:
+            beat(broker, Subscription("T", "a > 5", "SQL92", 7))
+            for value in ("4", "6"):
+                send(broker, "T", properties={"a": value})
+            assert len(pull(broker, "T", subscription=None).messages) == 1
+            assert broker.store.filters is not None
+            bloom = broker.store.filters.bloom
+            assert (bloom.hash_count, bloom.bit_count) == (case["k"], case["m"])
+            assert all(list(bloom.positions(row["str"])) == row["bits"] for row in case["positions"])
+        saved = java_json.loads(files.read("/b/config/consumerFilter.json"))
+        data = saved["filterDataByTopic"]["T"]["groupFilterData"]["g"]["bloomFilterData"]
+        assert (len(data["bitPos"]), data["bitNum"]) == (case["k"], case["m"])
+        read = BrokerTables.open("/b/config", files=files).registrations(runner.now_ms())  # as a diagnosis reads it
+        assert [entry.expression for entry in read] == ["a > 5"]
+        assert (read.bloom.hash_count, read.bloom.bit_count) == (case["k"], case["m"])
+        with opened(files, runner, store=store) as broker:  # with the defaults: other bits, and the same messages
+            beat(broker, Subscription("T", "a > 5", "SQL92", 8))
+            assert len(pull(broker, "T", subscription=None).messages) == 1
+
+
+def test_bitmaps_that_fit_into_no_file_are_refused() -> None:
+    files, runner = MemoryFiles(), ManualRunner()
+    store = StoreConfig.tiny(enable_consumequeue_ext=True)
+    with pytest.raises(ConfigError, match="bitmaps of 26800 bits do not fit into extension files of 1024 bytes: lower"):
+        opened(files, runner, expected_consumers=8000, store=store)
+    for settings in ({"expected_consumers": 0}, {"bloom_error": 0}, {"bloom_error": 100}, {"bloom_error": 2.5}):
+        with pytest.raises(ConfigError, match=r"expected_consumers|bloom_error"):
+            BrokerConfig(**settings)
 
 
 # ---- progress

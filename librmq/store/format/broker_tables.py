@@ -34,7 +34,7 @@ from librmq.message.topics import TOPIC_TYPES, TopicType
 from librmq.store.format.directory import tables_database
 
 if TYPE_CHECKING:
-    from librmq.filter import Registrations
+    from librmq.filter import BloomFilter, Registrations
 
 Rows = dict[Any, Any]
 
@@ -141,15 +141,15 @@ class BrokerTables:
         """Filters registered by consumer groups, by topic, as `librmq.filter.Registrations` reads them."""
         return self.filter_table.rows
 
-    def registrations(self, now_ms: int) -> Registrations:
-        """Return these filters for the bitmaps of a store.
+    def registrations(self, now_ms: int, bloom: BloomFilter | None = None) -> Registrations:
+        """Return these filters for the bitmaps of a store, with the bits of ``bloom``; None: with those of the file.
 
         Raises:
             ConfigError: A filter is malformed.
         """
-        from librmq.filter.registrations import Registrations  # loads a grammar that few callers need
+        from librmq.filter.registrations import Registrations, bloom_of  # loads a grammar that few callers need
 
-        registrations = Registrations()
+        registrations = Registrations(bloom_of(self.filters) if bloom is None else bloom)
         registrations.load({"filterDataByTopic": self.filters}, now_ms)
         return registrations
 
