@@ -234,6 +234,10 @@ class _Call(Work):
         self.delivery.apply_result(self._held, self._messages, self._listener, result, error)
 
     @property
+    def group(self) -> str:  # type: ignore[override]
+        return self.delivery.consumer.group
+
+    @property
     def label(self) -> str:  # type: ignore[override]
         return f"{self.delivery.consumer.label} {self._held.label} {self._messages[0].queue_offset}"
 

@@ -85,6 +85,8 @@ class Work:
 
     __slots__ = ("about", "call", "cancel", "done", "label", "loop", "owner")
 
+    group: str = ""
+    """The consumer group whose listener is called; the worker that calls it has its name."""
     cancel: Callable[[], object]
     """Cancels the coroutine that ``call`` has returned, in its loop; set when it starts."""
 

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from librmq.clock import Clock, SystemClock
@@ -44,6 +45,9 @@ class ThreadRunner(Runner):
     due work wakes a worker only if no other is already searching or woken. If listeners are fast, a worker that leaves
     ready work behind wakes none either, because waking a thread takes longer than the work. The clock thread then
     checks every few milliseconds that the work does not wait for a slow listener.
+
+    A worker that calls a listener is named after its group, ``ConsumeMessageThread_<group>_<number>`` as in RocketMQ,
+    so that a dump of all threads can be searched by group. It keeps the name until it does something else.
 
     A signal handler can raise in the main thread at any point. So waking a thread only releases the lock that it waits
     for, which is safe to repeat. Only the threads themselves change the counts.
@@ -137,7 +141,8 @@ class ThreadRunner(Runner):
 
     def _start_worker(self) -> None:
         try:
-            self._start(self._run_worker, f"worker-{self._workers + 1}")
+            number = self._workers + 1
+            self._start(partial(self._run_worker, number), f"worker-{number}")
         except RuntimeError as error:
             if not self._workers:
                 raise
@@ -242,8 +247,8 @@ class ThreadRunner(Runner):
                 self._is_watched = self._is_swift = False
                 self._wake_worker()
 
-    def _run_worker(self) -> None:
-        turn = _turn()
+    def _run_worker(self, number: int) -> None:
+        turn, thread, group = _turn(), threading.current_thread(), ""
         with self.lock:
             self._is_worker_woken = False
             self._searching += 1
@@ -251,6 +256,9 @@ class ThreadRunner(Runner):
         while work is not None:
             result: object = None
             error: Exception | None = None
+            if work.group != group:
+                group = work.group
+                thread.name = f"ConsumeMessageThread_{group}_{number}" if group else f"librmq-worker-{number}"
             try:
                 result = work.call()
             except Exception as raised:

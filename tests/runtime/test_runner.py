@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from librmq import Broker, ConsumeFrom, Producer, PushConsumer
 from librmq.clock import ManualClock, SystemClock
 from librmq.errors import RunnerError
 from librmq.runtime.runner import ManualRunner, Step, Work
@@ -295,3 +296,28 @@ def test_a_step_runs_whenever_the_clock_is_set_back(reading: int) -> None:
         runner.wake(Step("later", run_due), SystemClock().now_ms() + 40)
     assert has_run.wait(20)
     runner.shutdown()
+
+
+def test_a_worker_is_named_after_its_group() -> None:
+    names: dict[str, str] = {}
+    ended = threading.Semaphore(0)
+    with Broker.temporary() as broker:
+        for group in ("billing", "shipping"):
+            consumer = PushConsumer(broker, group, consume_from=ConsumeFrom.FIRST)
+
+            def note(_: object, group: str = group) -> None:
+                names[group] = threading.current_thread().name
+                ended.release()
+
+            consumer.subscribe("orders", note)
+            consumer.start()
+        Producer(broker, "shop").send("orders", b"one coat")
+        for _ in range(2):
+            assert ended.acquire(timeout=20)
+        broker.runner.submit(Work("other", lambda: note(None, "other"), lambda result, error: None))
+        assert ended.acquire(timeout=20)
+    assert {group: name.rpartition("_")[0] for group, name in names.items() if group != "other"} == {
+        "billing": "ConsumeMessageThread_billing",
+        "shipping": "ConsumeMessageThread_shipping",
+    }
+    assert names["other"].startswith("librmq-worker-")
