@@ -282,7 +282,8 @@ class _Receives:
         if isinstance(parsed, PopCheckPoint):
             key = parsed.name, parsed.broker_name
             self._broker_names.setdefault(*key)
-            if key not in self._points or self._points[key][0] != parsed:  # a copy of the same record changes nothing
+            # The timer's progress can be older than what it has delivered. A record that it delivers again counts anew.
+            if message.topic != TIMER_TOPIC or key not in self._points or self._points[key][0] != parsed:
                 self._points[key] = parsed, place, set(parsed.offsets) - parsed.acknowledged
             return
         point = self._points.get((parsed.name, parsed.broker_name or self._broker_names.get(parsed.name, "")))

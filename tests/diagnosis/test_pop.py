@@ -173,6 +173,41 @@ def test_fields_that_older_and_newer_brokers_write(pop: PopStore) -> None:
     assert holds(pop) == PopHolds()
 
 
+def record(**fields: Any) -> bytes:
+    return json.dumps(POINT | fields).encode()
+
+
+ACK = json.dumps(NAME | {"ao": 0}).encode()
+LATE = START_MS + 59_000
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([("ck", record(), LATE), ("ack", ACK, LATE + 1)], [(1, 60)]),
+        ([("ck", record(bn="broker-a"), LATE), ("ack", ACK, LATE + 1)], [(1, 60)]),
+        # Another broker's check point has the same name.
+        ([("ck", record(bn="a"), LATE), ("ck", record(bn="b"), LATE), ("ack", ACK, LATE + 1)], [(0, 60), (1, 60)]),
+        # The timer's progress is old: the record is in the revive topic too.
+        ([("ck", record(), 0), ("ack", ACK, 0), ("ck", record(), LATE)], [(1, 60)]),
+        # A timer that delivers again makes the broker forget.
+        ([("ck", record(), 0), ("ack", ACK, 0), ("ck", record(), 0)], [(0, 60), (1, 60)]),
+        # Put again to be revived later, in place of the first.
+        ([("ck", record(), 0), ("ck", record(n=1, d=[0], it=90_000, rp="1"), 0)], [(0, 90)]),
+        ([("ck", record(), 0), ("ck", record(n=1, d=[0], it=90_000, rp="1"), LATE)], [(0, 90)]),
+        # Both will be revived, so the first end counts.
+        ([("ck", record(it=90_000), 0), ("ck", record(pt=START_MS - 1), 0)], [(0, 59), (1, 59)]),
+        ([("ck", record(pt=START_MS - 1), 0), ("ck", record(it=90_000), 0)], [(0, 59), (1, 59)]),
+    ],
+)
+def test_what_records_mean_together(
+    pop: PopStore, records: list[tuple[str, bytes, int]], expected: list[tuple[int, int]]
+) -> None:
+    for tag, body, deliver_ms in records:
+        pop.put(tag, body, deliver_ms)
+    assert [row[2:] for row in places(holds(pop).held)] == expected
+
+
 def test_an_acknowledgement_of_another_message_is_reported(pop: PopStore) -> None:
     receive = pop.receive("G", "orders", [0])
     pop.acknowledge(receive, 9)
@@ -305,6 +340,21 @@ def test_the_story_of_a_changed_invisible_time(pop: PopStore) -> None:
     events = story(StoreView.over(pop.store, pop.tables), "orders0")
     assert [event.event for event in events] == ["stored", "delivered", "delivered", "passed"]
     assert events[-1].at_ms == START_MS + 10_000
+
+
+def test_the_story_of_a_message_that_is_revived_after_a_change(pop: PopStore) -> None:
+    receive = pop.receive("G", "orders", [0])
+    pop.advance(1)
+    changed = pop.change(receive, 0, 10)
+    pop.put("ck", record(it=20_000, n=1, d=[0], rp="1", pt=changed.received_ms), START_MS + 19_000)
+    pop.advance(30)
+    pop.revive()
+    events = story(StoreView.over(pop.store, pop.tables), "orders0")
+    names = ["stored", "delivered", "delivered", "retried", "passed", "not_passed"]
+    assert [event.event for event in events] == names
+    assert [event.note for event in events if event.event == "passed"] == [
+        "it failed, and came again as a retry; its progress is 1"
+    ]
 
 
 def test_findings_and_report(folder: Path) -> None:
