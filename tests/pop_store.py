@@ -99,6 +99,20 @@ class PopStore:
         self.acknowledge(receive, offset)
         return changed
 
+    def receive_in_order(
+        self, group: str, topic: str, offsets: Sequence[int], *, done: Sequence[int] = (), changed: str = "", **row: Any
+    ) -> None:
+        """Write the file of receives in order, as after a receive for 60 s; ``done`` are acknowledged."""
+        self.tables.set_group(group, retry_max_times=16)
+        first, now_ms = offsets[0], self.clock.now_ms()
+        bits = sum(1 << at for at, offset in enumerate(offsets) if offset in done)
+        row = {"a": "attempt", "cm": bits, "i": 60_000, "l": now_ms, "o": [first, *(o - first for o in offsets[1:])],
+               "popTime": now_ms, **row}  # fmt: skip
+        text = json.dumps(row)[:-1] + f',"ot":{{{changed}}}}}'
+        files, folder = self.store.files, f"{self.store.path}/config"
+        files.make_folder(folder)
+        files.write(f"{folder}/consumerOrderInfo.json", f'{{"table":{{"{topic}@{group}":{{0:{text}}}}}}}'.encode())
+
     def advance(self, seconds: float) -> None:
         """Let time pass for the timer."""
         end_ms = self.clock.now_ms() + round(1000 * seconds)

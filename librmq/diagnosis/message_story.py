@@ -300,7 +300,7 @@ class _Outcomes:
 
         self._view = view
         self._records = records
-        self._held = {held[:4]: held for held in pop_holds(view).held} if received else {}
+        self._held = {held[:4]: held for held in pop_holds(view).held}
         self._acknowledged_ms = _acknowledgements(received)
         self._skips = skipped(view)
         now_ms = (view.now_ms or 0) + DEAD_ON_LOAD_MS  # so that a group that lived at the last save counts as alive

@@ -119,8 +119,10 @@ def received_messages(view: StoreView, holds: PopHolds) -> Iterator[PendingMessa
     """Yield the messages that POP holds, in the order of `PopHolds.held`."""
     for held in holds.held:
         message = view.message(held.topic, held.queue_id, held.queue_offset)
-        key, place = (None, held.physical_offset) if message is None else (message.unique_key, message.physical_offset)
-        yield PendingMessage("pop", held.original_topic, held.revived_topic, held.visible_ms, key, place, 0)
+        place = held.physical_offset if message is None else message.physical_offset
+        if place is not None:
+            key = None if message is None else message.unique_key
+            yield PendingMessage("pop", held.original_topic, held.revived_topic, held.visible_ms, key, place, 0)
 
 
 def _pending(kind: Kind, due_ms: int | None, message: StoredMessage) -> PendingMessage:

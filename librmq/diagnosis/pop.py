@@ -18,9 +18,15 @@
 A change of the invisible time is a new check point for one message, and an acknowledgement of the old one. An
 acknowledgement without a check point in front of it has no effect: the check point is done, or the broker had it only
 in memory (``enablePopBufferMerge``). Topics are those of the receive, so those of messages that came again are retry
-topics. Messages that are received in order, and the records of 5.x's ``popConsumerKVServiceEnable``, are elsewhere.
+topics. The records of a broker with ``popConsumerKVServiceEnable`` are in RocksDB.
 
-Mirrors 5.3.3's ``PopCheckPoint``, ``AckMsg``, ``BatchAckMsg`` and ``PopReviveService``.
+Messages that are received in order have no records. The last receive from each queue is in a file::
+
+    config/consumerOrderInfo.json  table: topic@group -> queue id -> popTime, i invisible time (ms), o first queue
+                                   offset and the others less it, cm bits of acknowledged ones, ot queue offset -> time
+                                   (ms) from which it is visible, if that was changed
+
+Mirrors 5.3.3's ``PopCheckPoint``, ``AckMsg``, ``BatchAckMsg``, ``PopReviveService`` and ``ConsumerOrderInfoManager``.
 """
 
 from __future__ import annotations
@@ -37,12 +43,14 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from librmq.diagnosis.findings import Finding, Thresholds, counted
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.view import Source, StoreView, viewed
-from librmq.errors import MalformedError, MessageIllegalError
+from librmq.errors import CorruptionError, MalformedError, MessageIllegalError
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import RETRY_PREFIX, receive_retry_topic, validate_topic
 from librmq.scheduling.timer_config import TIMER_TOPIC
 from librmq.scheduling.timer_wheel import waiting_timers
+from librmq.store.format.broker_tables import ConfigTable
+from librmq.store.format.directory import CONFIG
 
 REVIVE_GROUP: Final = "CID_RMQ_SYS_REVIVE_GROUP"
 _CHECK_POINT: Final = "ck"
@@ -53,6 +61,7 @@ _LONGEST: Final = 255
 _INT32: Final = 1 << 31
 _INT64: Final = 1 << 63
 _ROCKSDB: Final = "kvStore"
+_IN_ORDER: Final = os.path.join(CONFIG, "consumerOrderInfo.json")
 
 ReceiveName: TypeAlias = tuple[str, str, int, int, int]
 """Names a receive from a queue: group, topic, queue id, first queue offset, time of the receive (ms)."""
@@ -186,13 +195,17 @@ class HeldMessage(NamedTuple):
     """Time of the receive, or of the last change of the invisible time."""
     visible_ms: int
     """Time from which it is visible again: it is overdue from then on until the broker stores it in a retry topic."""
-    physical_offset: int
-    """The place of the check point in the log."""
+    physical_offset: int | None
+    """The place of the check point in the log; None for a message that was received in order.
+
+    Lag counts such a message too, and it stays in its queue. It is in flight as long as it is invisible."""
 
     @property
     def revived_topic(self) -> str:
-        """The topic in which the broker stores it again, without ``enableRetryTopicV2``."""
-        return self.topic if self.topic.startswith(RETRY_PREFIX) else receive_retry_topic(self.group, self.topic)
+        """The topic in which the group gets it again, without ``enableRetryTopicV2``."""
+        if self.physical_offset is None or self.topic.startswith(RETRY_PREFIX):
+            return self.topic
+        return receive_retry_topic(self.group, self.topic)
 
     @property
     def original_topic(self) -> str:
@@ -202,10 +215,10 @@ class HeldMessage(NamedTuple):
 
 
 class UnusableRecord(NamedTuple):
-    """A record of a revive topic that says nothing about a message."""
+    """A record of a revive topic, or a row of the file of receives in order, that says nothing about a message."""
 
-    physical_offset: int
-    """Its place in the log."""
+    physical_offset: int | None
+    """Its place in the log; None for a row."""
     what: str
     """What is wrong with it."""
 
@@ -221,7 +234,7 @@ class PopHolds:
     lone_acknowledgements: int = 0
     """Acknowledged messages without a check point; they are not in `held` either."""
 
-    def counts(self) -> Counter[tuple[str | int, ...]]:
+    def counts(self) -> Counter[tuple[str | int | None, ...]]:
         """Return the numbers of held messages by ``(group,)``, ``(group, topic)`` and ``(group, topic, queue_id)``."""
         return Counter(message[:length] for message in self.held for length in (1, 2, 3))
 
@@ -231,9 +244,9 @@ class PopHolds:
         notes = []
         if self.unusable:
             place, what = self.unusable[0]
+            first = "the first" if place is None else f"the first at {place}"
             notes.append(
-                f"{counted(len(self.unusable), 'record')} of POP can't be used and do not count, the first at {place}: "
-                f"{what}"
+                f"{counted(len(self.unusable), 'record')} of POP can't be used and do not count, {first}: {what}"
             )
         if self.lone_acknowledgements:
             notes.append(
@@ -261,7 +274,15 @@ def pop_holds(source: Source) -> PopHolds:
             for message in _waiting_records(view, topics) if past_ms is None else _stored_records(view, topics, 0):
                 receives.add_record(message)
             receives.end(-1 if past_ms is None else past_ms)
-        return receives.holds
+        holds = receives.holds
+        if view.store.past_ms is None:
+            for row in _receives_in_order(view):
+                if isinstance(row, UnusableRecord):
+                    holds.unusable.append(row)
+                elif row.visible_ms > (view.now_ms or 0):
+                    holds.held.append(row)
+        holds.held.sort(key=lambda message: (message.visible_ms, message[:4]))
+        return holds
 
 
 class _Receives:
@@ -282,7 +303,7 @@ class _Receives:
         if isinstance(parsed, PopCheckPoint):
             key = parsed.name, parsed.broker_name
             self._broker_names.setdefault(*key)
-            # The timer's progress can be older than what it has delivered. A record that it delivers again counts anew.
+            # The timer's progress can be older than what it has delivered. A second delivery is a new check point.
             if message.topic != TIMER_TOPIC or key not in self._points or self._points[key][0] != parsed:
                 self._points[key] = parsed, place, set(parsed.offsets) - parsed.acknowledged
             return
@@ -308,7 +329,49 @@ class _Receives:
                 earlier = first.setdefault(message[:4], message)
                 if message.visible_ms < earlier.visible_ms:
                     first[message[:4]] = message
-        self.holds.held = sorted(first.values(), key=lambda message: (message.visible_ms, message))
+        self.holds.held = list(first.values())
+
+
+def _receives_in_order(view: StoreView) -> Iterator[HeldMessage | UnusableRecord]:
+    """Yield the messages of the last receive in order from each queue that are not acknowledged."""
+    path = os.path.join(view.store.path, _IN_ORDER)
+    try:
+        rows = ConfigTable(path, "table", dict, False, view.store.files).rows
+    except CorruptionError as error:
+        yield UnusableRecord(None, str(error))
+        return
+    for name, queues in rows.items():
+        topic, _, group = str(name).rpartition("@")
+        for queue_id, row in queues.items() if isinstance(queues, dict) else [(None, queues)]:
+            try:
+                for message in _in_order(group, topic, queue_id, row):
+                    if message.queue_offset >= view.progress.get((group, topic), {}).get(message.queue_id, 0):
+                        yield message
+            except MalformedError as error:
+                yield UnusableRecord(None, f"{_IN_ORDER}: {name!s:.80}: {error}")
+
+
+def _in_order(group: str, topic: str, queue_id: object, row: object) -> list[HeldMessage]:
+    if not isinstance(row, dict):
+        raise MalformedError(f"expected an object for each queue, found {row!r:.80}")
+    received_ms, gaps, bits, times = (
+        _number("popTime", row.get("popTime")),
+        row.get("o"),
+        row.get("cm", 0),
+        row.get("ot"),
+    )
+    if not isinstance(gaps, list) or type(bits) is not int or not isinstance(times or {}, dict):
+        raise MalformedError("o, cm, ot: expected a list, a number and an object")
+    gaps = [_number("o", gap) for gap in gaps]
+    offsets = [_number("o", gap if not at else gaps[0] + gap) for at, gap in enumerate(gaps)]
+    ends = {str(offset): end for offset, end in (times or {}).items()}
+    end_ms = _number("popTime and i", received_ms + _number("i", row.get("i") or 0))
+    name = _text("group", group), _text("topic", topic), _number("queue id", queue_id, _INT32)
+    return [
+        HeldMessage(*name, offset, received_ms, _number("ot", ends.get(str(offset), end_ms)), None)
+        for at, offset in enumerate(offsets)
+        if not bits >> at & 1
+    ]
 
 
 def _waiting_records(view: StoreView, topics: Collection[str]) -> Iterator[StoredMessage]:

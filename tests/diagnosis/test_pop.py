@@ -254,6 +254,47 @@ def test_a_broker_agrees_at_every_step() -> None:
         assert pop_holds(StoreView.over(store.store, store.tables)).held == []
 
 
+# ---- receives in order
+
+
+def test_a_message_that_was_received_in_order(pop: PopStore) -> None:
+    pop.tables.set_consumer_offset("orders", "F", 0, 3)
+    pop.receive_in_order("F", "orders", [2, 3, 5, 6], done=[5], changed=f"6:{START_MS + 90_000}")
+    for now_s, expected in ((0, [(3, 60), (6, 90)]), (70, [(6, 90)]), (90, [])):
+        found = holds(pop, START_MS + 1000 * now_s)
+        assert [row[2:] for row in places(found.held)] == expected
+        assert found.unusable == []
+    view = StoreView.over(pop.store, pop.tables)
+    listed = [
+        (one.kind, one.topic, one.target_topic, one.unique_key) for one in pending_messages(pop.store, pop.tables)
+    ]
+    assert listed == [("pop", "orders", "orders", "orders3"), ("pop", "orders", "orders", "orders6")]
+    (end,) = [event for event in story(view, "orders3") if event.group == "F"]
+    assert (end.event, "invisible until" in end.note) == ("not_passed", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (b'{"table":', "config"),
+        (b'{"table":[]}', "table"),
+        (b'{"table":{"orders@F":7}}', "object for each queue"),
+        (b'{"table":{"orders@F":{0:[]}}}', "object for each queue"),
+        (b'{"table":{"orders@F":{0:{}}}}', "popTime"),
+        (b'{"table":{"orders@F":{0:{"popTime":1,"o":[-1]}}}}', "o: "),
+        (b'{"table":{"orders@F":{0:{"popTime":1,"o":[1],"cm":"x"}}}}', "cm"),
+        (b'{"table":{"orders@F":{0:{"popTime":1,"o":[1],"ot":{1:-5}}}}}', "ot: "),
+        (b'{"table":{"orders@F":{-1:{"popTime":1,"o":[1]}}}}', "queue id: "),
+        (b'{"table":{"orders":{0:{"popTime":1,"o":[1]}}}}', "topic: "),
+    ],
+)
+def test_rows_of_receives_in_order_that_no_broker_writes(pop: PopStore, text: bytes, what: str) -> None:
+    pop.store.files.make_folder("/store/config")
+    pop.store.files.write("/store/config/consumerOrderInfo.json", text)
+    ((place, why),) = holds(pop).unusable
+    assert (place, what in why) == (None, True), why
+
+
 # ---- commands
 
 
