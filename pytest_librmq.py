@@ -33,6 +33,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="let requests of clients in tests with the fixture rmq cross a TCP connection, as frames of RocketMQ 4.x",
     )
+    parser.getgroup("librmq").addoption(
+        "--rmq-shrink",
+        metavar="TRIES",
+        type=int,
+        default=200,
+        help="after a failure of a test that begins with a store, run it up to so many times with fewer messages "
+        "(default: 200, 0: never)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,7 +49,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "rmq_explore(runs=200, lines=False): run the test under this many legal schedules, and show the shortest that "
         "fails; with lines, other turns can interrupt listeners at any line",
     )
-    config.addinivalue_line("markers", "rmq(on_disk=False, **settings): settings of the fixture rmq")
+    config.addinivalue_line(
+        "markers",
+        "rmq(on_disk=False, store=None, topics=None, groups=None, **settings): settings of the fixture rmq; store is "
+        "the folder of a broker with whose messages the test begins",
+    )
 
 
 @pytest.fixture
@@ -79,12 +91,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    if item.get_closest_marker("rmq_explore") is None:
-        return None
-    from librmq.testing.plugin import explore_item
+    if item.get_closest_marker("rmq_explore") is not None:
+        from librmq.testing.plugin import explore_item
 
-    explore_item(item, nextitem)
-    return True
+        explore_item(item, nextitem)
+        return True
+    if (marker := item.get_closest_marker("rmq")) is not None and marker.kwargs.get("store") is not None:
+        from librmq.testing.plugin import shrink_item
+
+        shrink_item(item, nextitem)
+        return True
+    return None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -173,20 +173,38 @@ def extract(
     files = files or DiskFiles()
     directory.check_kind(path, files)
     check_outside(path, target)
-    config = _small_config(directory.infer_config(path, files), _sound(path, files, keep))
+    config = small_config(directory.infer_config(path, files), _sound(path, files, keep))
+    tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
+    return make_store(target, _sound(path, files, keep), tables, config, redact=redact, files=files)
+
+
+def make_store(
+    target: str,
+    messages: Iterable[StoredMessage],
+    tables: BrokerTables,
+    config: StoreConfig,
+    *,
+    topics: Collection[str] = (),
+    redact: Collection[Redaction] = (),
+    files: Files,
+) -> Extracted:
+    """Create a store in ``target``, as `extract` does, from records of another in the order of its log.
+
+    ``tables`` are those of the other store. Their rows of the records' topics are copied, and those of ``topics``.
+    """
     count = size = 0
     places: dict[int, int] = {}
     with growing_store(target, files) as part:
         log = PartFiles(part, config, files).open_log(writable=True)
         numbers = Renumbering()
-        for message in _sound(path, files, keep):
+        for message in messages:
             copied = StoredMessage(_redacted(message.raw, message.topic, redact)) if redact else message
             places[message.physical_offset], _ = _append(log, copied, numbers, places)
             count, size = count + 1, size + copied.size
         log.close()
         numbers.end_log()
         write_kept_config(part, config, files)
-        _extract_tables(path, part, numbers, files)
+        _copy_tables(tables, part, numbers, numbers.topics() | set(topics), files)
         settle(part, config, files, SystemClock())
     return Extracted(target, count, size)
 
@@ -199,7 +217,7 @@ def _sound(path: str, files: Files, keep: Callable[[StoredMessage], bool]) -> It
             yield item
 
 
-def _small_config(config: StoreConfig, messages: Iterable[StoredMessage]) -> StoreConfig:
+def small_config(config: StoreConfig, messages: Iterable[StoredMessage]) -> StoreConfig:
     """Return the settings with the smallest files that hold the messages, and a few more."""
     size = largest = keys = 0
     entries: Counter[tuple[str, int]] = Counter()
@@ -210,7 +228,7 @@ def _small_config(config: StoreConfig, messages: Iterable[StoredMessage]) -> Sto
     slots = _power_of_two(max(16, keys // 2))
     return dataclasses.replace(
         config,
-        commitlog_file_size=min(_power_of_two(max(16 << 10, size + 2 * largest)), 1 << 30),
+        commitlog_file_size=min(_power_of_two(max(4 << 10, size + 2 * largest)), 1 << 30),
         consumequeue_file_size=ENTRY_SIZE * _power_of_two(max(64, *entries.values(), 0)),
         max_hash_slot_num=slots,
         max_index_num=4 * slots,  # so that both follow from the file's length
@@ -246,13 +264,11 @@ def _is_rocketmqs(name: bytes) -> bool:
     )
 
 
-def _extract_tables(path: str, part: str, numbers: Renumbering, files: Files) -> None:
-    """Write the rows of the topics that were copied."""
-    tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
+def _copy_tables(tables: BrokerTables, part: str, numbers: Renumbering, topics: set[str], files: Files) -> None:
+    """Write the rows of topics."""
     folder = os.path.join(part, directory.CONFIG)
     make_folders(files, folder)
     kept = BrokerTables.open(folder, files=files)
-    topics = numbers.topics()
     groups = {topic.removeprefix(prefix) for prefix in (RETRY_PREFIX, DEAD_LETTER_PREFIX) for topic in topics}
     for name, offsets in tables.offsets.rows.items():
         topic, _, group = name.rpartition("@")

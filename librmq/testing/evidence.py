@@ -23,6 +23,7 @@ from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, dead_letter_topic, i
 from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription
 from librmq.runtime.runner import Work
 from librmq.testing.faults import Faults
+from librmq.testing.from_store import StoreStart
 from librmq.testing.history import Call, DeliveryAttempt, History, show
 from librmq.testing.kit_runner import KitRunner, current_work
 from librmq.testing.network import Network
@@ -120,7 +121,7 @@ def _why_none_of(
     if not passing:
         return f"its filter {expression!r} matches none of the {len(messages):,} there: {why}"
     if all(message.queue_offset < next_offset(subscriber.group, message) for message in passing):
-        return f"{_are(passing)} older than the group, which started at the end of its queues (consume_from)"
+        return f"{_are(passing)} older than the group, which started behind them (consume_from, or its progress)"
     idle = f"{fixture}.run_until_idle()" if fixture == "rmq" else f"{fixture}.settle()"
     return f"{_are(passing)} not delivered yet: end the test with {idle} or {fixture}.advance(…)"
 
@@ -138,6 +139,7 @@ class _Scene(Protocol):
 
     network: Network
     runner: KitRunner
+    start: StoreStart | None
 
     def brokers(self) -> Sequence[Broker]: ...
 

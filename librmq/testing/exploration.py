@@ -26,7 +26,7 @@ from librmq.clock import ManualClock
 from librmq.errors import InputError
 from librmq.files.disk import TemporaryFolder
 from librmq.testing.explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explorer, Place, Strategy, Trace
-from librmq.testing.kit import Kit, KitKeywords
+from librmq.testing.kit import Kit, KitKeywords, starting_store
 from librmq.testing.process import LIBRARY
 
 MOST_SHRINKING_RUNS: Final = 300
@@ -45,10 +45,12 @@ class Attempt(NamedTuple):
     @property
     def signature(self) -> tuple[type, str, int] | None:
         """Identity of the failure: its type and the line of the user's code; None where nothing failed."""
-        if self.error is None:
-            return None
-        file, line = _place(self.error.__traceback__)
-        return type(self.error), file, line
+        return None if self.error is None else signature_of(self.error)
+
+
+def signature_of(error: BaseException) -> tuple[type, str, int]:
+    """Return the identity of a failure: its type and the line of the user's code."""
+    return type(error), *_place(error.__traceback__)
 
 
 Run = Callable[[Explorer], BaseException | None]
@@ -323,7 +325,7 @@ class _Search:
 
     def _attempt(self, strategy: Strategy, on_disk: bool = False) -> Attempt:
         gc.collect(0)  # between runs, so that each run reuses the memory of the one before
-        result, explorer = self.result, Explorer(strategy, ManualClock())
+        result, explorer = self.result, Explorer(strategy, ManualClock(0))  # the kit moves it to the begin
         explorer.is_first, explorer.switches_at_lines, explorer.on_disk = not result.runs, self._lines, on_disk
         error = self._run(explorer)
         trace = explorer.trace
@@ -435,6 +437,10 @@ def explore(
     path of a file that contains it, runs only that schedule; any other string varies the random choices. With ``lines``
     a listener can also pause at each line of its own file, which is slower and hides those lines from coverage.
     """
+    start = starting_store(
+        settings.get("store"), settings.pop("topics", None), settings.pop("groups", None), settings.get("store_config")
+    )
+    settings["store"] = start  # read once
 
     def run(explorer: Explorer) -> BaseException | None:
         with explored_kit(explorer, **settings) as kit:

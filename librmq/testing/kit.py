@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from datetime import timedelta
 from traceback import format_exception
 from types import TracebackType
@@ -26,9 +26,10 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.testing.evidence import Evidence, KitObserver, UndeliveredWarning
 from librmq.testing.faults import Faults
+from librmq.testing.from_store import DEFAULT_NOW_MS, FOLDER, GroupNames, StoreStart
 from librmq.testing.history import DeliveryAttempt, History
 from librmq.testing.kit_runner import Driver, Elapsed, KitRunner, current_work
-from librmq.testing.network import Network, broker_names
+from librmq.testing.network import SMALL_FILES, Network, broker_names
 from librmq.testing.process import A_PROCESS, ConsumerArguments, Process, ProducerArguments
 from librmq.testing.process_table import ProcessStateError, ProcessTable
 from librmq.testing.replica import KitReplica, open_replica
@@ -37,22 +38,28 @@ from librmq.testing.verdict import HistoryAnomalyError, check_kinds, history_pro
 _T = TypeVar("_T")
 
 _SETTLE_MS: Final = 120_000
-SMALL_FILES: Final = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=512 << 10)
-"""The settings of a kit's store by default."""
 
 
 class UnsoundStoreError(AssertionError):
     """The store that the broker left at the end of a test is damaged."""
 
 
-class KitKeywords(TypedDict, total=False):
-    """The settings of a `Kit`, as `librmq.testing.explore` and the marker ``rmq`` take them."""
+class BrokerKeywords(TypedDict, total=False):
+    """The settings of a `Kit` that say nothing of messages."""
 
-    path: str | os.PathLike[str] | None
     broker_config: BrokerConfig | None
     store_config: StoreConfig | None
     now_ms: int
     over_tcp: bool
+
+
+class KitKeywords(BrokerKeywords, total=False):
+    """The settings of a `Kit`, as `librmq.testing.explore` and the marker ``rmq`` take them."""
+
+    path: str | os.PathLike[str] | None
+    store: str | os.PathLike[str] | StoreStart | None
+    topics: Collection[str] | None
+    groups: GroupNames | None
 
 
 class Kit:
@@ -63,29 +70,42 @@ class Kit:
     `run_for` take all turns in the calling thread. Not thread-safe.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what a test may choose)
         self,
         path: str | os.PathLike[str] | None = None,
         *,
+        store: str | os.PathLike[str] | StoreStart | None = None,
+        topics: Collection[str] | None = None,
+        groups: GroupNames | None = None,
         broker_config: BrokerConfig | None = None,
         store_config: StoreConfig | None = None,
-        now_ms: int = 1_700_000_000_000,
+        now_ms: int | None = None,
         over_tcp: bool = False,
         runner: KitRunner | None = None,
         check: bool = True,
     ) -> None:
         """The broker is open from now on.
 
-        With ``over_tcp`` requests of clients cross a TCP connection as frames of 4.x. With ``check`` False the store is
-        not verified at the end.
+        With ``store`` it begins with ``topics`` and ``groups`` of another store, see `from_store`. With ``over_tcp``
+        requests of clients cross a TCP connection as frames of 4.x. With ``check`` False the store is not verified at
+        the end.
         """
-        self.clock: ManualClock = runner.manual_clock if runner is not None else ManualClock(now_ms)
+        start = starting_store(store, topics, groups, store_config)
+        begin_ms = begin_of(start, now_ms)
+        self.clock: ManualClock = runner.manual_clock if runner is not None else ManualClock(begin_ms)
         """The time, which `advance` moves."""
+        self.clock.move_to(max(begin_ms, self.clock.now_ms()))
         self.runner = runner or KitRunner(self.clock)
         self.runner.kit = self
-        self.files: Files = MemoryFiles() if path is None else DiskFiles()
-        self.path: str = os.path.join(os.sep, "rmq") if path is None else os.fspath(path)
+        self.start: StoreStart | None = start
+        """What the kit's store began with; None for an empty one."""
+        self.files: Files = DiskFiles()
+        self.path: str = FOLDER if path is None else os.fspath(path)
         """The store's folder."""
+        if path is None:
+            self.files = MemoryFiles() if start is None else start.files()
+        elif start is not None:
+            start.copy_to(self.path)
         self.faults: Faults = Faults(self)
         """Faults on request."""
         self._check = check
@@ -102,13 +122,43 @@ class Kit:
         self._evidence = Evidence(self, self._history)
         self.observer: KitObserver = KitObserver(self, self._history, self._evidence, self._process_table, self._start)
         """What runner, processes and replicas report to."""
-        self.network = Network(
-            self.path, self.files, self.runner, broker_config, store_config or SMALL_FILES, self._note_broker, over_tcp
-        )
+        config = store_config or (SMALL_FILES if start is None else start.config)
+        self.network = Network(self.path, self.files, self.runner, broker_config, config, self._note_broker, over_tcp)
         self._watch_resets()
         self._test = self._process_table.make("test", lambda process: None)
         self._test.is_test = True
         self._tests: dict[str | None, Process] = {None: self._test}
+
+    @classmethod
+    def from_store(
+        cls,
+        path: str | os.PathLike[str],
+        topics: Collection[str] | None = None,
+        groups: GroupNames | None = None,
+        **settings: Unpack[BrokerKeywords],
+    ) -> Self:
+        """Return a kit that begins with messages of the store in ``path``, which is only read.
+
+        The store can be a broker's folder, in use or not, a snapshot, or one that `librmq.store.extract` made. Its
+        messages are copied into a small store, with other physical offsets, and queue offsets from 0 on. The clock
+        stands behind the store's last message.
+
+        Args:
+            path: The folder of the store.
+            topics: The topics whose messages are there; None means all topics of producers, without dead letters.
+            groups: The groups that continue from their recorded progress, with their retries and the delayed messages
+                that wait; in a queue without progress they begin with its first message. A mapping gives a group other
+                progress: ``"begin"``, ``"end"``, a time with a time zone, a queue offset of the source, or such
+                offsets by topic and queue id; then its earlier retries are left out. None means all groups.
+            settings: Those of the class. The sizes of files follow from the messages.
+
+        Raises:
+            NotAStoreError: There is no store, or one of another kind.
+            CorruptionError: The store is damaged where messages are needed, or ends before sound records.
+            ConfigError: The store has no such topic, or a progress or a setting is wrong.
+            MessageIllegalError: A group's name is not valid.
+        """
+        return cls(store=path, topics=topics, groups=groups, **settings)
 
     def name_fixture(self, name: str) -> None:
         """Let warnings advise calls of another fixture than ``rmq``."""
@@ -140,6 +190,8 @@ class Kit:
             ProcessStateError: The test has made clients already, or has a cluster.
         """
         names = broker_names(brokers, sites)
+        if self.start is not None:
+            raise ProcessStateError("a test that begins with a store has the one broker of that store: no rmq.cluster")
         if self.network.is_cluster or self.network.copies or self._has_clients():
             raise ProcessStateError("rmq.cluster replaces the broker: call it once, before clients and topics are made")
         cluster = self.network.make_cluster(names)
@@ -609,6 +661,38 @@ class Kit:
             self.abandon()
         else:
             self.close()
+
+
+def starting_store(
+    store: str | os.PathLike[str] | StoreStart | None,
+    topics: Collection[str] | None,
+    groups: GroupNames | None,
+    store_config: StoreConfig | None,
+) -> StoreStart | None:
+    """Return what a kit begins with; None without a store.
+
+    Raises:
+        ConfigError: Topics or groups are named without a store.
+    """
+    if store is not None:
+        return store if isinstance(store, StoreStart) else StoreStart.read(store, topics, groups, store_config)
+    if topics is not None or groups is not None:
+        raise ConfigError("topics and groups: expected store= with them, the folder of the store that has them")
+    return None
+
+
+def begin_of(start: StoreStart | None, now_ms: int | None) -> int:
+    """Return the time at which a kit begins.
+
+    Raises:
+        ConfigError: It is before the last message of the store.
+    """
+    earliest_ms = DEFAULT_NOW_MS if start is None else start.now_ms
+    if start is not None and now_ms is not None and now_ms < earliest_ms:
+        raise ConfigError(
+            f"now_ms: expected a time after the store's last message, from {earliest_ms} on, found {now_ms}"
+        )
+    return earliest_ms if now_ms is None else now_ms
 
 
 def to_milliseconds(hours: float, minutes: float, seconds: float, ms: int) -> int:

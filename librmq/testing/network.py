@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from librmq.testing.frame_links import FrameLinks
 
 MOST_BROKERS: Final = len(ascii_lowercase)
+SMALL_FILES: Final = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=512 << 10)
+"""The settings of a kit's store by default."""
 
 
 def broker_names(brokers: int | Iterable[str], sites: Sequence[str]) -> list[str]:

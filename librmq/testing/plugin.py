@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Generator, Iterator
+import shutil
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +19,19 @@ from librmq.clock import SystemClock
 from librmq.errors import ConfigError, InputError
 from librmq.message.ids import format_host
 from librmq.scheduling.timer_config import TimerConfig
-from librmq.testing.exploration import Exploration, explored_kit, read_seed, schedule_document, search
+from librmq.testing.exploration import (
+    Exploration,
+    explored_kit,
+    read_seed,
+    schedule_document,
+    search,
+    signature_of,
+)
 from librmq.testing.explorer import Explorer
 from librmq.testing.explorer import end_threads as end_threads
-from librmq.testing.kit import SMALL_FILES, Kit, KitKeywords
+from librmq.testing.from_store import Shrunk, StoreStart, shrink
+from librmq.testing.kit import Kit, KitKeywords
+from librmq.testing.network import SMALL_FILES
 from librmq.testing.verdict import HistoryAnomalyError
 
 if TYPE_CHECKING:
@@ -29,6 +40,8 @@ if TYPE_CHECKING:
 _KIT: Final = pytest.StashKey[Kit]()
 _EXPLORER: Final = pytest.StashKey[Explorer | None]()
 _ERROR: Final = pytest.StashKey[BaseException | None]()
+_START: Final = pytest.StashKey[StoreStart]()
+"""What the kit of a run begins with."""
 
 
 def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
@@ -89,11 +102,24 @@ def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
     names = ["on_disk", *KitKeywords.__annotations__]
     if unknown := sorted(settings.keys() - set(names)):
         raise ConfigError(f"the marker rmq has no setting {', '.join(unknown)}; its settings are {', '.join(names)}")
+    if settings.get("store") is not None:
+        topics, groups = settings.pop("topics", None), settings.pop("groups", None)
+        if _START not in request.node.stash:
+            path = _store_path(settings["store"], request.path.parent)
+            request.node.stash[_START] = StoreStart.read(path, topics, groups, settings.get("store_config"))
+        start = settings["store"] = request.node.stash[_START]
+        settings["store_config"] = start.config
     if settings.pop("on_disk", False):
         folder = request.getfixturevalue("tmp_path") / "broker"
         folder.mkdir()
         settings["path"] = folder
     return settings
+
+
+def _store_path(path: str | os.PathLike[str], beside: Path) -> str | os.PathLike[str]:
+    """Return the folder of a store, which a relative path names from the test's file on, or else from the cwd on."""
+    near = beside / path
+    return near if near.exists() else path
 
 
 @contextmanager
@@ -145,33 +171,73 @@ def check_explored(item: pytest.Item, marker: pytest.Mark) -> None:
         )
 
 
+class _Repetition:
+    """Repeats the whole protocol of a test with its own fixtures, and reports one run."""
+
+    def __init__(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        self.reports: list[pytest.TestReport] = []
+        """The reports of the last run, or of the one to show."""
+        self._item = item
+        self._nextitem = nextitem
+
+    def run(self) -> BaseException | None:
+        """Run the test once; return its failure."""
+        item = self._item
+        item.stash[_ERROR] = None
+        item._report_sections.clear()  # output and log lines of earlier runs
+        # Name the parent as the next item, so that fixtures of wider scope stay.
+        self.reports = runtestprotocol(item, log=False, nextitem=item.parent)  # type: ignore[arg-type]
+        return item.stash[_ERROR]
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the last run was skipped."""
+        return any(report.skipped and not hasattr(report, "wasxfail") for report in self.reports)
+
+    def report(self, run_all: Callable[[], None]) -> None:
+        """Do all runs, and then report."""
+        item = self._item
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+
+        def tear_down() -> None:
+            item.stash[_ERROR] = None
+            item.stash[_EXPLORER] = None
+            if _START in item.stash:
+                del item.stash[_START]
+            item.session._setupstate.teardown_exact(self._nextitem)
+
+        phases: list[tuple[Callable[[], None], Literal["call", "teardown"]]]
+        phases = [(run_all, "call"), (tear_down, "teardown")]
+        for phase, when in phases:  # an error fails this test, and later ones run
+            ended = pytest.CallInfo.from_call(phase, when, (pytest.exit.Exception, KeyboardInterrupt))
+            if ended.excinfo is not None:
+                self.reports.append(item.ihook.pytest_runtest_makereport(item=item, call=ended))
+        for report in self.reports:
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+
 def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Repeat the whole protocol of a test with its own fixtures, and report the most informative run."""
-    config = item.config
+    """Run a test under many schedules, and report the most informative run."""
     marker = item.get_closest_marker("rmq_explore")
     assert marker is not None
     runs = marker.args[0] if marker.args else marker.kwargs.get("runs", 200)
-    option = config.getoption("rmq_seed")
+    option = item.config.getoption("rmq_seed")
     seed = str(option if option is not None else marker.kwargs.get("seed", "0"))
     try:
         replay = read_seed(seed)
     except InputError as error:
         raise pytest.UsageError(f"--rmq-seed: {error}") from error
-    reports: list[pytest.TestReport] = []
     failed: dict[int, list[pytest.TestReport]] = {}
-    parent = item.parent
-    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    repetition = _Repetition(item, nextitem)
 
     def run(explorer: Explorer) -> BaseException | None:
-        item.stash[_EXPLORER], item.stash[_ERROR] = explorer, None
-        item._report_sections.clear()  # output and log lines of earlier runs
-        # Name the parent as the next item, so that fixtures of wider scope stay.
-        reports[:] = runtestprotocol(item, log=False, nextitem=parent)  # type: ignore[arg-type]
-        if any(report.skipped and not hasattr(report, "wasxfail") for report in reports):
+        item.stash[_EXPLORER] = explorer
+        error = repetition.run()
+        if repetition.was_skipped:
             raise _NothingToExplore
-        error = item.stash[_ERROR]
         if error is not None:
-            failed[id(explorer.trace)] = list(reports)
+            failed[id(explorer.trace)] = repetition.reports
         return error
 
     def search_all() -> None:
@@ -180,36 +246,95 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
         except _NothingToExplore:
             return
         if result.found is not None:
-            reports[:] = failed[id(result.found.trace)]
-            _describe(item, reports, result)
-        reports[-1].user_properties.append(("rmq_explored", result.summary()))
+            repetition.reports = failed[id(result.found.trace)]
+            _describe(item, repetition.reports, result)
+        repetition.reports[-1].user_properties.append(("rmq_explored", result.summary()))
 
-    def tear_down() -> None:
-        item.stash[_ERROR] = None
-        item.stash[_EXPLORER] = None
-        item.session._setupstate.teardown_exact(nextitem)
+    repetition.report(search_all)
 
-    phases: list[tuple[Callable[[], None], Literal["call", "teardown"]]]
-    phases = [(search_all, "call"), (tear_down, "teardown")]
-    for phase, when in phases:  # an error fails this test, and later ones run
-        ended = pytest.CallInfo.from_call(phase, when, (pytest.exit.Exception, KeyboardInterrupt))
-        if ended.excinfo is not None:
-            reports.append(item.ihook.pytest_runtest_makereport(item=item, call=ended))
+
+def shrink_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Run a test that begins with a store; if it fails, look for the fewest messages with which it fails so."""
+    is_repeatable = "rmq" in getattr(item, "fixturenames", ())  # unlike the order in which official clients act
+    most_tries = item.config.getoption("rmq_shrink") if is_repeatable else 0
+    repetition = _Repetition(item, nextitem)
+
+    def run_all() -> None:
+        error = repetition.run()
+        original = repetition.reports
+        if error is None or not most_tries or not any(report.failed for report in original) or original[0].failed:
+            return
+        signature = signature_of(error)
+        smallest: list[pytest.TestReport] = []
+
+        def fails(start: StoreStart) -> bool:
+            nonlocal smallest
+            item.stash[_START] = start
+            failure = repetition.run()
+            is_same = failure is not None and signature_of(failure) == signature
+            if is_same:
+                smallest = repetition.reports
+            return is_same
+
+        start = item.stash[_START]
+        shrunk = shrink(start, fails, most_tries)
+        repetition.reports = smallest if shrunk is not None and shrunk.start.messages else original
+        _add_section(repetition.reports, "shrunk (rmq)", _described(item, start, shrunk))
+
+    repetition.report(run_all)
+
+
+def _described(item: pytest.Item, start: StoreStart, shrunk: Shrunk | None) -> str:
+    """Save the smallest store, and return what the test's failure says of it."""
+    count = len(start.messages)
+    if shrunk is None:
+        return (
+            f"the test does not fail in this way again with its {count:,} messages in a store of their own: not shrunk"
+        )
+    if not shrunk.start.messages:
+        return f"the test fails in this way without any of the {count:,} messages"
+    left = len(shrunk.start.messages)
+    few = f"{left:,} of the {count:,} messages {'makes' if left == 1 else 'make'} the test fail in this way"
+    if shrunk.is_cut:
+        result = f"the search ended after {shrunk.tries} tries, and --rmq-shrink={10 * shrunk.tries} may find fewer"
+    else:
+        result = f"{shrunk.tries} tries" if left == 1 else f"and none of them can be left out, {shrunk.tries} tries"
+    lines = [f"{few} ({result}):", *shrunk.lines()]
+    folder = _cache_file(item, "-store")
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        shrunk.start.save(str(folder))
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        names = f"topics={list(start.topics)!r}, groups={list(start.groups)!r}"
+        lines += [
+            f"they are saved as a store of {size / 1024:.0f} KiB: {folder}",
+            "copy it beside the test, which then begins with it:",
+            f"cp -r {folder} {item.path.parent / 'failing-store'}",
+            f"@pytest.mark.rmq(store='failing-store', {names})",
+        ]
+    return "\n".join(lines)
+
+
+def _cache_file(item: pytest.Item, ending: str) -> Path | None:
+    """Return a place in pytest's cache for what a failing test leaves; None without a cache."""
+    cache = getattr(item.config, "cache", None)
+    return None if cache is None else Path(cache.mkdir("rmq")) / (re.sub(r"[^\w.-]+", "-", item.nodeid)[-150:] + ending)
+
+
+def _add_section(reports: Sequence[pytest.TestReport], title: str, text: str) -> None:
+    """Add a section to the report of the failure."""
     for report in reports:
-        item.ihook.pytest_runtest_logreport(report=report)
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        if report.failed or hasattr(report, "wasxfail"):
+            report.sections.append((title, text))
+            break
 
 
 def _describe(item: pytest.Item, reports: list[pytest.TestReport], result: Exploration) -> None:
     """Add the schedule to the report, and save it in a file."""
     assert result.found is not None
     text = result.report()
-    cache = getattr(item.config, "cache", None)
-    if cache is not None and result.found.decisions:
-        path = Path(cache.mkdir("rmq")) / (re.sub(r"[^\w.-]+", "-", item.nodeid)[-150:] + ".json")
+    path = _cache_file(item, ".json") if result.found.decisions else None
+    if path is not None:
         path.write_text(schedule_document(item.nodeid, result.found), "utf-8")
         text += f"\nor from the file {path}:\npytest {item.nodeid!r} --rmq-seed={path}"
-    for report in reports:
-        if report.failed or hasattr(report, "wasxfail"):
-            report.sections.append(("explored (rmq)", text))
-            break
+    _add_section(reports, "explored (rmq)", text)

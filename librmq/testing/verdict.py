@@ -21,6 +21,7 @@ from librmq.protocol import PERM_READ, Heartbeat, MessageModel
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer_config import TIMER_TOPIC
 from librmq.testing.anomalies import KINDS, check_history
+from librmq.testing.from_store import StoreStart, earlier_attempts
 from librmq.testing.history import History, HistoryLine
 from librmq.testing.history_events import span_of
 from librmq.testing.kit_runner import KitRunner
@@ -38,6 +39,7 @@ class _Scene(Protocol):
 
     network: Network
     runner: KitRunner
+    start: StoreStart | None
 
     def brokers(self) -> Sequence[Broker]: ...
 
@@ -86,18 +88,21 @@ class Facts:
         sent = {event["id"] for event in events if event["event"] == "send"}
         topics_by_id = {event["id"]: event["topic"] for event in events if event["event"] == "deliver"}
         topics_by_id.update((event["id"], topic) for event, topic in letters)
-        for name in [
-            name for name in topics_by_id if name not in sent
-        ]:  # in the store before, or sent to the broker without the kit's route
-            yield {
-                "event": "send",
-                "process": "outside",
-                "id": name,
-                "topic": topics_by_id[name],
-                "begin_ms": self._history.begin_ms,
-                "end_ms": self._history.begin_ms,
-                "outcome": "unknown",
-            }
+        start, begin_ms = self._scene.start, self._history.begin_ms
+        for name, topic in topics_by_id.items():  # in the store before, or sent to the broker without the kit's route
+            copies = 0 if start is None else start.copies(name)
+            for _ in range(copies or name not in sent):
+                yield {
+                    "event": "send",
+                    "process": "outside",
+                    "id": name,
+                    "topic": topic,
+                    "begin_ms": begin_ms,
+                    "end_ms": begin_ms,
+                    "outcome": "unknown",
+                }
+        if start is not None:
+            yield from earlier_attempts(events, sent)
         for name in network.by_name:
             store = network.store(name)
             if (CHECK_MAX_TIME_TOPIC, 0) in store.queues:

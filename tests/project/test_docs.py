@@ -47,6 +47,7 @@ def name_of(document: Path) -> str:
 COMMAND_MARKS = {
     "README.md": [pytest.mark.slow],
     "cli.md": [pytest.mark.slow],
+    "testing.md": [pytest.mark.slow],
     "tutorials/investigate.md": [pytest.mark.slow],
     "tutorials/queue.md": [pytest.mark.slow],
     "tutorials/testing.md": [pytest.mark.slow],

@@ -213,7 +213,7 @@ def test_settings_of_the_marker(pytester: pytest.Pytester) -> None:
     result = run(pytester)
     result.assert_outcomes(passed=1, errors=2)
     result.stdout.fnmatch_lines(
-        ["E *the marker rmq has no setting timers; its settings are on_disk, path, broker_config, *"] * 2
+        ["E *the marker rmq has no setting timers; its settings are on_disk, broker_config, *"] * 2
     )
 
 
