@@ -24,6 +24,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import pyarrow as pa
@@ -31,7 +32,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.client import allocation
 from librmq.errors import AllocationError, ConfigError, FilterError
-from librmq.filter import BloomFilter, FilterWarning, SqlFilter, TagFilter
+from librmq.filter import BROKER_BLOOM, BloomFilter, FilterWarning, SqlFilter, TagFilter
 from librmq.filter.arrow_backend import match_arrow
 from librmq.filter.filters import compiled
 from librmq.filter.parser import Dialect
@@ -154,7 +155,7 @@ def match_sql_udf(expression: str, *, dialect: Dialect = "4.9") -> Callable[...,
         FilterSyntaxError: The expression does not compile.
     """
     SqlFilter(expression, dialect=dialect)
-    return _arrow(partial(_match_one, expression, dialect), "boolean")
+    return _arrow("match_sql", partial(_match_one, expression, dialect), "boolean")
 
 
 def _match_one(expression: str, dialect: Dialect, properties: pa.Array) -> pa.Array:
@@ -174,9 +175,8 @@ def match_tags(tags: Column | str, expression: str) -> Column:
     """
     column = F.col(tags) if isinstance(tags, str) else tags
     filter_ = TagFilter(expression)
-    if not filter_.tags:
-        return F.lit(True)
-    return F.coalesce(column.isin(*sorted(filter_.tags)), F.lit(False))
+    matches = F.coalesce(column.isin(*sorted(filter_.tags)), F.lit(False)) if filter_.tags else F.lit(True)
+    return matches.alias("match_tags")
 
 
 def _match_tags(tags: pa.Array, expressions: pa.Array) -> pa.Array:
@@ -209,23 +209,33 @@ def _by_value(values: pa.Array, what: str, answer: Callable[[str, pa.Array], pa.
 
 def tags_code(tags: Column | str) -> Column:
     """Return the tags code of a queue entry for these tags: their Java hash as a bigint, 0 for none."""
-    return _arrow(tags_codes, "bigint")(tags)
+    return _arrow("tags_code", tags_codes, "bigint")(tags).alias("tags_code")
 
 
-def bloom_positions(text: Column | str, error_percent: float = 20, expected: int = 32) -> Column:
+def bloom_positions(
+    text: Column | str,
+    error_percent: float = BROKER_BLOOM.error_percent,
+    expected: int = BROKER_BLOOM.expected,
+) -> Column:
     """Return the bits that a text (``group#topic``) sets in a broker's bitmaps, as array<int>; null for null.
 
     Raises:
         ConfigError: The error rate or the number of texts is out of range.
     """
     BloomFilter(error_percent, expected)
-    return _arrow(_bloom_positions, "array<int>")(text, F.lit(float(error_percent)), F.lit(expected))
+    positions = _arrow("bloom_positions", _bloom_positions, "array<int>")
+    return positions(text, F.lit(float(error_percent)), F.lit(expected)).alias("bloom_positions")
 
 
-def _bloom_positions(texts: pa.Array, rates: pa.Array, numbers: pa.Array) -> pa.Array:
+def _bloom_positions(texts: pa.Array, rates: pa.Array | None = None, numbers: pa.Array | None = None) -> pa.Array:
+    rows = zip(
+        texts.to_pylist(),
+        repeat(BROKER_BLOOM.error_percent) if rates is None else rates.to_pylist(),
+        repeat(BROKER_BLOOM.expected) if numbers is None else numbers.to_pylist(),
+        strict=False,
+    )
     positions = [
-        None if text is None else list(_bloom(float(rate), number).positions(text))
-        for text, rate, number in zip(texts.to_pylist(), rates.to_pylist(), numbers.to_pylist(), strict=True)
+        None if text is None else list(_bloom(float(rate), number).positions(text)) for text, rate, number in rows
     ]
     return pa.array(positions, pa.list_(pa.int32()))
 
@@ -238,7 +248,8 @@ def dedup_key(application: str, group: str, topic: Column | str, tags: Column | 
 
     Use it to compare a lake table with a guard's store: which messages were consumed, and which were not.
     """
-    return _arrow(_dedup_key, "string")(F.lit(application), topic, F.lit(group), tags, key)
+    keys = _arrow("dedup_key", _dedup_key, "string")
+    return keys(F.lit(application), topic, F.lit(group), tags, key).alias("dedup_key")
 
 
 def _dedup_key(applications: pa.Array, topics: pa.Array, groups: pa.Array, tags: pa.Array, keys: pa.Array) -> pa.Array:
@@ -289,8 +300,10 @@ def allocate(
     if isinstance(strategy, str):
         strategy_of(strategy)
     if client is None:
-        return _arrow(partial(_shares, strategy), f"map<string,array<{QUEUE}>>")(queues, clients)
-    return _arrow(partial(_share, strategy), f"array<{QUEUE}>")(queues, clients, client)
+        column = _arrow("allocate", partial(_shares, strategy), f"map<string,array<{QUEUE}>>")(queues, clients)
+    else:
+        column = _arrow("allocate", partial(_share, strategy), f"array<{QUEUE}>")(queues, clients, client)
+    return column.alias("allocate")
 
 
 def _function(strategy: str | allocation.AllocationStrategy) -> allocation.AllocationStrategy:
@@ -351,8 +364,8 @@ def register_functions(spark: SparkSession) -> None:
     ``allocate``. The first three check a literal expression while Spark analyses the text, and become native columns.
     With Spark Connect, and for expressions that differ from row to row, they run over Arrow.
 
-    In SQL ``dedup_key`` has the arguments application, topic, group, tags and key; ``bloom_positions`` also needs the
-    error rate in percent and the number of texts (a broker's are 20 and 32).
+    In SQL ``dedup_key`` has the arguments application, topic, group, tags and key; ``bloom_positions`` takes the error
+    rate in percent and the number of texts too, by default a broker's 20 and 32.
     """
     for name, function, result in (
         ("match_sql", partial(_match_sql, "4.9"), "boolean"),
@@ -363,7 +376,7 @@ def register_functions(spark: SparkSession) -> None:
         ("dedup_key", _dedup_key, "string"),
         ("allocate", _shares_by_name, f"map<string,array<{QUEUE}>>"),
     ):
-        registered = spark.udf.register(name, _arrow(function, result))
+        registered = spark.udf.register(name, _arrow(name, function, result))
         if name in _BUILT:
             register_builder(spark, name, registered, _BUILT[name])
 
@@ -376,14 +389,14 @@ _BUILT: Final[Mapping[str, Callable[[Any, str], Column]]] = {
 """Functions that with a literal expression are the same columns in SQL text as in Python."""
 
 
-def _arrow(function: Callable[..., pa.Array], result: str) -> Callable[..., Column]:
-    """Return a function of Arrow arrays as one of Spark."""
+def _arrow(name: str, function: Callable[..., pa.Array], result: str) -> Callable[..., Column]:
+    """Return a function of Arrow arrays as one of Spark, with its name in plans and results."""
     from pyspark.sql.pandas.functions import arrow_udf
 
     def called(*arrays: Any) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FilterWarning)
-            return function(*(_one_array(array) for array in arrays))
+            return function(*(_one_array(array) for array in arrays if array is not None))
 
     # Spark recognises the kind of a function by the number and types of its arguments, which a partial hides.
     names = ("a", "b", "c", "d", "e")
@@ -396,6 +409,8 @@ def _arrow(function: Callable[..., pa.Array], result: str) -> Callable[..., Colu
         lambda a, b, c, d, e: called(a, b, c, d, e),
     ]
     wrapped = of_count[count - 1]
+    wrapped.__name__ = name
+    wrapped.__defaults__ = getattr(function, "__defaults__", None)
     wrapped.__annotations__ = dict.fromkeys((*names[:count], "return"), pa.Array)
     udf: Callable[..., Column] = cast(Any, arrow_udf)(wrapped, result)
     return udf

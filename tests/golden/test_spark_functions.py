@@ -27,6 +27,7 @@ from librmq.message.message import MessageQueue  # noqa: E402
 from librmq.spark import register  # noqa: E402
 from librmq.spark.functions import (  # noqa: E402
     allocate,
+    bloom_positions,
     dedup_key,
     match_sql,
     match_sql_udf,
@@ -241,3 +242,24 @@ def test_dedup_keys(spark: Any) -> None:
     assert [row[0] for row in found] == wanted
     found = spark.sql("select dedup_key('shop', topic, 'billing', tags, key) from orders").collect()
     assert [row[0] for row in found] == wanted
+
+
+def test_columns_have_the_names_of_their_functions(spark: Any) -> None:
+    register_functions(spark)
+    frame = spark.createDataFrame(
+        [({"a": "7"}, "paid", "G#T")], "properties map<string,string>, tags string, text string"
+    )
+    columns = [
+        match_sql("properties", "a > 5"),
+        match_tags("tags", "paid"),
+        tags_code("tags"),
+        bloom_positions("text"),
+        dedup_key("shop", "billing", "text", "tags", "text"),
+    ]
+    names = ["match_sql", "match_tags", "tags_code", "bloom_positions", "dedup_key"]
+    assert frame.select(*columns).columns == names
+    in_sql = frame.selectExpr("bloom_positions(text)", "bloom_positions(text, 20, 32)", "tags_code(tags)")
+    assert in_sql.columns == ["bloom_positions(text)", "bloom_positions(text, 20, 32)", "tags_code(tags)"]
+    row = in_sql.first()
+    assert row is not None
+    assert row[0] == row[1] == frame.select(bloom_positions("text")).first()[0]  # type: ignore[index]
