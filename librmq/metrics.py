@@ -72,6 +72,11 @@ METRICS: Final[Mapping[str, Metric]] = {
     "consumed": _counter("{message}", "topic group result", "messages by result of their listener"),
     "consume_seconds": _counter("s", "topic group", "total time in listeners"),
     "rests": _counter("{rest}", "topic group", "rests of a consumer or a queue because downstream is down"),
+    "predicate_calls": _counter(
+        "{message}",
+        "topic group outcome",
+        "messages judged by a consumer's predicate: match, no match, error, slow",
+    ),
     "flow_controls": _counter("{pull}", "topic group", "pulls postponed because too much waits in memory"),
     "rebalances": _counter("{rebalance}", "topic group", "rebalances that changed the assigned queues"),
     "queues": _gauge("{queue}", "topic group", "assigned queues now"),

@@ -14,15 +14,16 @@ from typing import Final, Unpack
 
 from librmq.client.client import Client
 from librmq.clock import wait_async
-from librmq.config import to_seconds, to_timestamp_ms
+from librmq.config import check_kind, to_seconds, to_timestamp_ms
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords
 from librmq.consumer.failures import Rests
-from librmq.consumer.listeners import DeliveredMessage
+from librmq.consumer.listeners import DeliveredMessage, Predicate, TopicPredicate
 from librmq.errors import ClientStateError, ConfigError, RmqError
 from librmq.listener import DownstreamDown
 from librmq.message.message import MessageQueue
+from librmq.metrics import Metrics
 from librmq.protocol import (
     MaxOffset,
     MinOffset,
@@ -81,6 +82,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         client: Client | None = None,
         instance_name: str | None = None,
         config: PullConsumerConfig | None = None,
+        metrics: Metrics | None = None,
         **settings: Unpack[PullConsumerKeywords],
     ) -> None:
         """It joins its group at `start` or in a ``with`` block.
@@ -91,6 +93,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             client: The identity; by default one of its own.
             instance_name: Makes the client's id the same from run to run.
             config: Settings.
+            metrics: Counts rebalances and the answers of predicates.
             **settings: Single settings of `PullConsumerConfig`, in place of those in ``config``.
 
         Raises:
@@ -98,6 +101,9 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             TypeError: ``route`` is no route.
         """
         super().__init__(route, group, PullConsumerConfig.of(config, settings), client, instance_name)
+        check_kind("metrics", metrics, Metrics)
+        self.metrics = metrics
+        self._predicates: dict[str, TopicPredicate[DeliveredMessage]] = {}
         self._assigned: tuple[MessageQueue, ...] | None = None
         self._paused: set[MessageQueue] = set()
         self._turn = 0
@@ -118,8 +124,18 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     # ---- which queues
 
-    def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None:
-        """Subscribe to a topic by ``tags`` separated by ``||`` (None: all), or by an SQL92 expression."""
+    def subscribe(
+        self,
+        topic: str,
+        *,
+        tags: str | None = None,
+        sql: str | None = None,
+        predicate: Predicate[DeliveredMessage] | None = None,
+    ) -> None:
+        """Subscribe to a topic by ``tags`` separated by ``||`` (None: all), or by an SQL92 expression.
+
+        Polls pass over messages for which ``predicate``, a function or a `WatchedPredicate`, is false.
+        """
         if self._assigned is not None:
             raise ClientStateError(
                 f"{self._life.what} has queues assigned: subscribe and assign exclude each other; make another consumer"
@@ -132,21 +148,43 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 f"topic {topic!r} is subscribed already, with {before.expression!r}: give all its tags at once, "
                 "as tags='a || b'"
             )
+        own = self._own_predicate(topic, predicate)
         self._set_subscription(subscription, tag_filter)
+        self._predicates = {name: judge for name, judge in self._predicates.items() if name != topic} | own
         with self.runner.lock:
             if self.is_running:
                 self.rebalancing.run_due(self.runner.now_ms())
 
-    def assign(self, queues: Iterable[MessageQueue], *, tags: str | None = None, sql: str | None = None) -> None:
-        """Read exactly these queues, even if other instances read them; this replaces the queues assigned before."""
+    def _own_predicate(
+        self, topic: str, predicate: Predicate[DeliveredMessage] | None
+    ) -> dict[str, TopicPredicate[DeliveredMessage]]:
+        if predicate is None:
+            return {}
+        return {topic: TopicPredicate(topic, self.group, predicate, self.runner.clock, self.metrics)}
+
+    def assign(
+        self,
+        queues: Iterable[MessageQueue],
+        *,
+        tags: str | None = None,
+        sql: str | None = None,
+        predicate: Predicate[DeliveredMessage] | None = None,
+    ) -> None:
+        """Read exactly these queues, even if other instances read them; this replaces the queues assigned before.
+
+        Filters as in `subscribe`.
+        """
         if self._assigned is None and self.subscriptions:
             raise ClientStateError(
                 f"{self._life.what} has subscribed: subscribe and assign exclude each other; make another consumer"
             )
         unique_queues = tuple(dict.fromkeys(_check_queues(queues)))
+        topics = list(dict.fromkeys(queue.topic for queue in unique_queues))
+        own = [self._own_predicate(topic, predicate) for topic in topics]
         self._assigned = unique_queues
-        for topic in dict.fromkeys(queue.topic for queue in unique_queues):
+        for topic in topics:
             self._set_subscription(*self._subscription(topic, tags, sql))
+        self._predicates = {topic: judge for entry in own for topic, judge in entry.items()}
         with self.runner.lock:
             if self.is_running:
                 self._take_assigned()
@@ -234,6 +272,10 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         The list is empty when the time has passed; the next poll then continues after the messages that the filter
         skipped. With a manual clock the call returns immediately. It waits for a poll in another thread.
 
+        A predicate with ``on_error=Policy.STOP`` ends the list before the message on which it raised; the poll that
+        begins with that message raises its error, and so do later ones of that queue, while other queues have their
+        turns.
+
         Raises:
             ClientStateError: `poll_async` runs in this event loop.
         """
@@ -307,23 +349,61 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """
         while messages := self._poll(None, one_by_one=True):
             for message, next_offset in self._with_next_offsets(messages):
-                if not self._advance(message, next_offset):
+                is_wanted = self._is_wanted(message)
+                if not self._advance(message, next_offset, is_wanted):
                     break  # the position has changed meanwhile
-                yield message
+                if is_wanted:
+                    yield message
 
     async def __aiter__(self) -> AsyncIterator[DeliveredMessage]:
         """Hand out messages like ``for`` while other coroutines of the event loop run."""
         while messages := await self._poll_async(None, one_by_one=True):
             for message, next_offset in self._with_next_offsets(messages):
-                if not self._advance(message, next_offset):
+                is_wanted = self._is_wanted(message)
+                if not self._advance(message, next_offset, is_wanted):
                     break
-                yield message
+                if is_wanted:
+                    yield message
 
     def _with_next_offsets(self, messages: list[DeliveredMessage]) -> list[tuple[DeliveredMessage, int]]:
         """Pair each message with the queue offset of the next read after it."""
         return list(zip(messages, [*(message.queue_offset for message in messages[1:]), self._pulled_end], strict=True))
 
-    def _advance(self, message: DeliveredMessage, next_offset: int) -> bool:
+    def _is_wanted(self, message: DeliveredMessage) -> bool:
+        """Ask the topic's predicate, without the lock."""
+        predicate = self._predicates.get(message.queue.topic)
+        return predicate is None or predicate.matches(message)
+
+    def _wanted(self, messages: list[DeliveredMessage]) -> list[DeliveredMessage]:
+        """Return the pulled messages for which the topic's predicate is true, up to one on which it stops."""
+        wanted: list[DeliveredMessage] = []
+        if messages[0].queue.topic not in self._predicates:
+            wanted = messages
+        else:
+            for message in messages:
+                try:
+                    is_wanted = self._is_wanted(message)
+                except Exception:  # its policy is to stop
+                    self._stop_before(message)
+                    if wanted:
+                        break
+                    self._last = None  # what precedes it has been passed over
+                    raise
+                if is_wanted:
+                    wanted.append(message)
+        if wanted and self.recorder is not None:
+            self.recorder.hands_out(messages[0].queue, wanted)
+        return wanted
+
+    def _stop_before(self, message: DeliveredMessage) -> None:
+        """Pull from this message on again, unless the position has changed since its pull."""
+        with self.runner.lock:
+            if self._last is not None and self._last[0].next_offset == self._last[2]:
+                assigned, before, _ = self._last
+                assigned.next_offset = message.queue_offset
+                self._last = assigned, before, message.queue_offset
+
+    def _advance(self, message: DeliveredMessage, next_offset: int, is_wanted: bool) -> bool:
         """Move the position past one message; return False if the position has changed meanwhile."""
         with self.runner.lock:
             assigned = self.assigned.get(message.queue)
@@ -335,7 +415,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             self._last = assigned, message.queue_offset, next_offset
             if self.recorder is not None:
                 self.recorder.passes()
-                self.recorder.hands_out(message.queue, [message])
+                if is_wanted:
+                    self.recorder.hands_out(message.queue, [message])
             return True
 
     def _begin_poll(self) -> None:
@@ -361,7 +442,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """Pull the queues in turn; the brokers hold the pulls of queues without messages."""
         self._arrived.clear()
         with self.runner.lock:
-            return ([], False) if self.stopping else self._pull_in_turn(one_by_one)
+            messages, has_moved = ([], False) if self.stopping else self._pull_in_turn(one_by_one)
+        return (messages if one_by_one or not messages else self._wanted(messages)), has_moved
 
     def _pull_in_turn(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
         """Pull each queue up to the first with messages; return also whether a position moved without any."""
@@ -380,8 +462,6 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                     self._pulled_end = queues[at].next_offset
                     queues[at].next_offset = messages[0].queue_offset
                     self._last = queues[at], before, messages[0].queue_offset
-                elif self.recorder is not None:
-                    self.recorder.hands_out(queues[at].queue, messages)
                 self._turn = at + 1
                 return messages, True
             has_moved |= queues[at].next_offset != before

@@ -33,6 +33,8 @@ from librmq.consumer.listeners import (
     Listener,
     Listeners,
     MessageListener,
+    Predicate,
+    TopicPredicate,
     check_weight,
     is_coroutine_function,
     refuse_generator,
@@ -40,7 +42,7 @@ from librmq.consumer.listeners import (
 )
 from librmq.consumer.orderly import OrderlyDelivery
 from librmq.errors import BrokerError, ConfigError, RmqError
-from librmq.filter import WatchedPredicate
+from librmq.filter import Policy, WatchedPredicate
 from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -258,9 +260,6 @@ class Fetcher:
 F = TypeVar("F", bound=MessageListener | BatchListener)
 R = TypeVar("R")
 
-PREDICATE_BUDGET_S: Final = 1.0
-"""Seconds above which a call of a predicate is logged."""
-
 RESET_MS: Final = 10_000
 """Time that running listeners have to end when a group is reset."""
 
@@ -358,7 +357,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         *,
         tags: str | None = None,
         sql: str | None = None,
-        predicate: Callable[[DeliveredMessage], object] | None = None,
+        predicate: Predicate[DeliveredMessage] | None = None,
         batch: bool | None = None,
         must_return: bool = False,
         weight: int | None = None,
@@ -372,7 +371,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         *,
         tags: str | None = None,
         sql: str | None = None,
-        predicate: Callable[[DeliveredMessage], object] | None = None,
+        predicate: Predicate[DeliveredMessage] | None = None,
         batch: bool | None = None,
         must_return: bool = False,
         weight: int | None = None,
@@ -385,7 +384,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         *,
         tags: str | None = None,
         sql: str | None = None,
-        predicate: Callable[[DeliveredMessage], object] | None = None,
+        predicate: Predicate[DeliveredMessage] | None = None,
         batch: bool | None = None,
         must_return: bool = False,
         weight: int | None = None,
@@ -400,7 +399,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
             listener: A function, or coroutine function, of a `DeliveredMessage`.
             tags: Tags separated by ``||``; None: all messages.
             sql: An SQL92 expression over properties.
-            predicate: A function of the message, run before the listener; False counts the message as consumed.
+            predicate: A function of the message, run before the listener in its thread; False counts the message as
+                consumed. A `WatchedPredicate` has its own budget and policies.
             batch: Pass a list of up to ``batch_size`` messages; the default if ``batch_size`` is more than one. Such a
                 listener can return the index of the last consumed message.
             must_return: Nothing counts as consumed unless the listener returns True, or such an index.
@@ -433,9 +433,14 @@ class PushConsumer(Consumer[ConsumerConfig]):
             refuse_generator(function, f"topic {topic!r}: ")
             called: Callable[..., Any] = function
             if predicate is not None:
-                watched = WatchedPredicate(predicate, clock=self.runner.clock, budget=PREDICATE_BUDGET_S)
-                called = with_predicate(function, watched, as_list)
-                self.predicates.append((topic, watched))
+                own = TopicPredicate(topic, self.group, predicate, self.runner.clock, self.metrics)
+                if as_list and own.watched.on_error is Policy.STOP:
+                    raise ConfigError(
+                        f"topic {topic!r}: predicate: on_error=STOP lets one message fail, so its listener takes "
+                        "single messages: subscribe it with batch=False, or choose another policy"
+                    )
+                called = with_predicate(function, own, as_list)
+                self.predicates.append((topic, own.watched))
             listener_tags = tag_filter.tags if tag_filter is not None else frozenset[str]()
             with self.runner.lock:
                 is_async = is_coroutine_function(function)
@@ -462,6 +467,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             self.subscriptions.pop(topic, None)
             self.listeners.unregister(topic)
             self._subscribed = [entry for entry in self._subscribed if entry[0] != topic]
+            self.predicates = [entry for entry in self.predicates if entry[0] != topic]
             self.filters.pop(topic, None)
             self.delivery.line_up()
             if self.is_running:

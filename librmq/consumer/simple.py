@@ -15,11 +15,18 @@ from typing import Any, Final, Self, TypeVar, cast
 
 from librmq.client.client import Client, LifeCycle, Startable, client_of
 from librmq.clock import wait_async
-from librmq.config import to_seconds, wrong_kind
-from librmq.consumer.listeners import DeliveredMessage, check_at_brokers, make_subscription
-from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, NoRouteError, ReceiptError
+from librmq.config import check_kind, to_seconds, wrong_kind
+from librmq.consumer.listeners import (
+    DeliveredMessage,
+    Predicate,
+    TopicPredicate,
+    check_at_brokers,
+    make_subscription,
+)
+from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, NoRouteError, ReceiptError, RmqError
 from librmq.message.message import MessageQueue
 from librmq.message.topics import validate_group
+from librmq.metrics import Metrics
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
     MAX_RECEIVED,
@@ -115,7 +122,13 @@ class SimpleConsumer(Startable):
     """
 
     def __init__(
-        self, route: Route, group: str, *, client: Client | None = None, instance_name: str | None = None
+        self,
+        route: Route,
+        group: str,
+        *,
+        client: Client | None = None,
+        instance_name: str | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         """It joins its group at `start` or in a ``with`` block.
 
@@ -124,6 +137,7 @@ class SimpleConsumer(Startable):
             group: The consumer group. It must have no push or pull consumers: both move one progress.
             client: The identity; by default a new one.
             instance_name: Keeps the client's id the same from run to run.
+            metrics: Counts the answers of predicates.
 
         Raises:
             ConfigError: Both ``client`` and ``instance_name`` are given, the client belongs to another route, or the
@@ -142,15 +156,27 @@ class SimpleConsumer(Startable):
         """By topic."""
         self._life = LifeCycle(f"simple consumer of group {group!r}")
         self._states = StateLog(_log.with_fields(group=group), group)
+        check_kind("metrics", metrics, Metrics)
+        self.metrics = metrics
+        self._predicates: dict[str, TopicPredicate[ReceivedMessage]] = {}
         self._waits: set[_Wait] = set()
         self._turn = 0
 
     # ---- life
 
-    def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None:
+    def subscribe(
+        self,
+        topic: str,
+        *,
+        tags: str | None = None,
+        sql: str | None = None,
+        predicate: Predicate[ReceivedMessage] | None = None,
+    ) -> None:
         """Subscribe to a topic by ``tags`` separated by ``||`` (None: all), or by an SQL92 expression.
 
-        A second subscription of a topic replaces the first.
+        Receives acknowledge messages for which ``predicate``, a function or a `WatchedPredicate`, is false, and do not
+        return them. Where it raises and its policy is STOP, the message is neither returned nor acknowledged. A second
+        subscription of a topic replaces the first.
 
         Raises:
             BrokerError: A broker does not serve the SQL subscription.
@@ -159,9 +185,15 @@ class SimpleConsumer(Startable):
             MessageIllegalError: The name of the topic is invalid.
         """
         subscription, _ = make_subscription(topic, tags, sql, self.runner.now_ms())
+        own: TopicPredicate[ReceivedMessage] | None = None
+        if predicate is not None:
+            own = TopicPredicate(topic, self.group, predicate, self.runner.clock, self.metrics)
         check_at_brokers(self.client, self.group, subscription)
         with self.runner.lock:
             self.subscriptions[topic] = subscription
+            self._predicates.pop(topic, None)
+            if own is not None:
+                self._predicates[topic] = own
             if self._life.is_running:
                 self.client.beat()
                 self._wake_all()
@@ -224,10 +256,13 @@ class SimpleConsumer(Startable):
         with self._waiting(arrived.set) as waits:
             while True:
                 arrived.clear()
-                messages = self._receive_once(waits, max_messages, invisible_ms)
+                received = self._receive_once(waits, max_messages, invisible_ms)
+                messages = self._wanted(received)
                 remaining = deadline - clock.monotonic()
-                if messages or not self._life.is_running or remaining <= 0 or not clock.wait(arrived, remaining):
+                if messages or not self._life.is_running or remaining <= 0:
                     return messages
+                if not received and not clock.wait(arrived, remaining):
+                    return []
 
     async def receive_async(
         self,
@@ -248,11 +283,12 @@ class SimpleConsumer(Startable):
         with self._waiting(wake) as waits:
             while True:
                 arrived.clear()
-                messages = self._receive_once(waits, max_messages, invisible_ms)
+                received = self._receive_once(waits, max_messages, invisible_ms)
+                messages = self._wanted(received)
                 remaining = deadline - clock.monotonic()
                 if messages or not self._life.is_running or remaining <= 0:
                     return messages
-                if not await wait_async(clock, arrived, remaining):
+                if not received and not await wait_async(clock, arrived, remaining):
                     return []
 
     def _check_receive(self, call: str, invisible: float | timedelta, wait: float | timedelta) -> tuple[int, float]:
@@ -308,6 +344,22 @@ class SimpleConsumer(Startable):
             if received:
                 return [ReceivedMessage(message, name) for message in received]
         return []
+
+    def _wanted(self, received: list[ReceivedMessage]) -> list[ReceivedMessage]:
+        """Return the messages for which their topic's predicate is true, and acknowledge those for which it is not."""
+        wanted: list[ReceivedMessage] = []
+        unwanted: list[ReceivedMessage] = []
+        for message in received:
+            predicate = self._predicates.get(message.topic)
+            try:
+                is_wanted = predicate is None or predicate.matches(message)
+            except Exception:  # its policy is to stop: the message comes again after its invisible time
+                continue
+            (wanted if is_wanted else unwanted).append(message)
+        if unwanted:
+            with suppress(RmqError):  # they come again, and are judged again
+                self.ack(*unwanted)
+        return wanted
 
     # ---- outcomes of a message
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache, partial
 from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
-from librmq.clock import Clock
+from librmq.clock import Clock, SystemClock
 from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.filter import interpreter
 from librmq.filter.explain import Explanation, Lint, explain, lint
@@ -233,6 +233,9 @@ class Policy(Enum):
     """Count as no match, as the broker does for an expression that raises."""
     DELIVER = "deliver"
     """Count as a match."""
+    STOP = "stop"
+    """Raise the predicate's error. A consumer keeps the message from its application, and delivers it again later: a
+    listener's message fails, and a poll does not get past it. Only for a predicate that raised."""
     AS_ANSWERED = "as answered"
     """Follow the answer; only for a predicate that took too long."""
 
@@ -255,23 +258,35 @@ class PredicateCounts:
     """Seconds of the longest call."""
 
 
+class Judgment(NamedTuple):
+    """The answer of a predicate about one message, with its policies applied."""
+
+    match: bool
+    """Whether to deliver."""
+    error: Exception | None
+    """What the predicate raised."""
+    is_over_budget: bool
+    """Whether the call took longer than the budget."""
+
+
 class WatchedPredicate(Generic[M]):
     """A predicate on messages with a time budget and a policy for errors. Thread-safe.
 
     ``budget`` is in seconds for each message. It is measured, not enforced, because Python cannot stop a call from
-    outside. A call over budget is counted and logged, and ``over_budget`` decides about its message. ``on_error`` (SKIP
-    or DELIVER) decides about a message on which the predicate raised an error. The predicate's answer need not be a
-    bool; its truth value counts.
+    outside. A call over budget is counted and logged, and ``over_budget`` decides about its message. ``on_error``
+    (SKIP, DELIVER or STOP) decides about a message on which the predicate raised an error. The predicate's answer need
+    not be a bool; its truth value counts. ``clock`` is the system's by default.
 
     Raises:
-        ConfigError: The budget is not positive, the predicate cannot be called, or ``on_error`` is AS_ANSWERED.
+        ConfigError: The budget is not positive, the predicate cannot be called, ``on_error`` is AS_ANSWERED, or
+            ``over_budget`` is STOP.
     """
 
     def __init__(
         self,
         predicate: Callable[[M], object],
         *,
-        clock: Clock,
+        clock: Clock | None = None,
         budget: float,
         over_budget: Policy = Policy.AS_ANSWERED,
         on_error: Policy = Policy.SKIP,
@@ -282,12 +297,15 @@ class WatchedPredicate(Generic[M]):
         if iscoroutinefunction(answers) or not callable(answers):
             raise ConfigError(f"predicate: expected a plain function, not a coroutine's, found {predicate!r:.100}")
         if on_error is Policy.AS_ANSWERED:
-            raise ConfigError("on_error: expected SKIP or DELIVER, since a predicate that raised has no answer")
+            raise ConfigError("on_error: expected SKIP, DELIVER or STOP, since a predicate that raised has no answer")
+        if over_budget is Policy.STOP:
+            raise ConfigError("over_budget: expected SKIP, DELIVER or AS_ANSWERED: a slow predicate has raised nothing")
         self._predicate: Final = predicate
-        self._clock: Final = clock
+        self._clock: Final[Clock] = clock or SystemClock()
         self._budget: Final = budget
         self._over_budget: Final = over_budget
-        self._on_error: Final = on_error
+        self.on_error: Final = on_error
+        """What becomes of a message on which the predicate raised."""
         self._lock: Final = Lock()
         self._counts = PredicateCounts()
 
@@ -297,16 +315,26 @@ class WatchedPredicate(Generic[M]):
         return self._counts
 
     def matches(self, message: M, address: object = None) -> bool:
-        """Return whether to deliver; the log names the message by ``address``. Never raises an `Exception`."""
-        failed = False
+        """Return whether to deliver; the log names the message by ``address``.
+
+        Raises an `Exception` only with ``on_error=Policy.STOP``: the predicate's.
+        """
+        judgment = self.judge(message, address)
+        if judgment.error is not None and self.on_error is Policy.STOP:
+            raise judgment.error
+        return judgment.match
+
+    def judge(self, message: M, address: object = None) -> Judgment:
+        """Return the answer with what happened in the call, which never raises an `Exception`."""
+        error: Exception | None = None
         begun = self._clock.monotonic()
         try:
             match = bool(self._predicate(message))
-        except Exception:
-            failed = True
-            match = self._on_error is Policy.DELIVER
+        except Exception as raised:
+            error = raised
+            match = self.on_error is Policy.DELIVER
             _log.exception(
-                "predicate raised on message %(message)s: %(_policy)s", message=address, _policy=self._on_error.value
+                "predicate raised on message %(message)s: %(_policy)s", message=address, _policy=self.on_error.value
             )
         seconds = self._clock.monotonic() - begun
         is_over_budget = seconds > self._budget
@@ -317,16 +345,16 @@ class WatchedPredicate(Generic[M]):
                 message=address,
                 budget_s=self._budget,
             )
-            if not failed and self._over_budget is not Policy.AS_ANSWERED:
+            if error is None and self._over_budget is not Policy.AS_ANSWERED:
                 match = self._over_budget is Policy.DELIVER
         with self._lock:
             before = self._counts
             self._counts = PredicateCounts(
                 calls=before.calls + 1,
                 matched=before.matched + match,
-                failed=before.failed + failed,
+                failed=before.failed + (error is not None),
                 over_budget=before.over_budget + is_over_budget,
                 seconds=before.seconds + seconds,
                 slowest=max(before.slowest, seconds),
             )
-        return match
+        return Judgment(match, error, is_over_budget)

@@ -57,7 +57,7 @@ def test_other_batches_of_what_waits(one_queue: Kit, weights: tuple[int | None, 
     send(one_queue, *map(str, range(30)))
     one_queue.advance(seconds=20)
     calls = [size for size in sizes if size > 1]
-    assert calls[0] == 4
+    assert calls[0] <= 4
     assert calls[1] == 2
     assert max(calls) > 4
     assert sum(sizes) == 31

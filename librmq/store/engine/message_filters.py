@@ -14,7 +14,7 @@ from librmq.clock import Clock
 from librmq.config import wrong_kind
 from librmq.consumequeue_ext import ExtUnit
 from librmq.errors import ConfigError
-from librmq.filter import Registration, Registrations, SqlFilter, TagFilter, WatchedPredicate
+from librmq.filter import Policy, Registration, Registrations, SqlFilter, TagFilter, WatchedPredicate
 from librmq.message.message import StoredMessage
 from librmq.store.engine.read import MessageFilter
 
@@ -108,6 +108,8 @@ def message_filter(
     if predicate is not None:
         if not isinstance(predicate, WatchedPredicate):
             predicate = WatchedPredicate(predicate, clock=clock, budget=0.01)
+        if predicate.on_error is Policy.STOP:
+            raise ConfigError("predicate: on_error: expected SKIP or DELIVER for reads of a store, found STOP")
         return ByPredicate(predicate)
     if (sql is not None or registration is not None) and not sql_allowed:
         raise ConfigError("SQL filters are switched off: open the store with StoreConfig(enable_property_filter=True)")
