@@ -43,7 +43,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from librmq.diagnosis.findings import Finding, Thresholds, counted
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.view import Source, StoreView, viewed
-from librmq.errors import CorruptionError, MalformedError, MessageIllegalError
+from librmq.errors import BodyCompressionError, CorruptionError, MalformedError, MessageIllegalError
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import RETRY_PREFIX, receive_retry_topic, validate_topic
@@ -109,7 +109,7 @@ def parse_record(message: StoredMessage) -> PopCheckPoint | PopAcknowledgement:
         raise MalformedError(f"tag: expected ck, ack or bAck, found {tag!r:.80}")
     try:
         row = json.loads(message.body.decode())
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, BodyCompressionError) as error:
         raise MalformedError(f"body: expected a JSON object: {error!s:.120}") from None
     if not isinstance(row, dict):
         raise MalformedError(f"body: expected a JSON object, found {row!r:.80}")
@@ -259,23 +259,22 @@ class PopHolds:
 def pop_holds(source: Source) -> PopHolds:
     """Return what POP holds: the messages that were received and not acknowledged.
 
-    Of a store at an earlier moment, messages that were visible again count as revived, because the progress of the
-    revive group back then is unknown.
+    Messages that are visible again count as revived if the progress of the revive group is unknown: in a store at an
+    earlier moment, or if RocksDB has it.
 
     Raises:
         NotAStoreError: The folder holds no store.
         CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
-        topics = view.revive_topics
-        receives = _Receives()
+        topics, receives = view.revive_topics, _Receives()
+        is_past = view.store.past_ms is not None
         if topics:
-            past_ms = view.store.past_ms
-            for message in _waiting_records(view, topics) if past_ms is None else _stored_records(view, topics, 0):
+            for message in _stored_records(view, topics, 0) if is_past else _waiting_records(view, topics):
                 receives.add_record(message)
-            receives.end(-1 if past_ms is None else past_ms)
+            receives.end(-1 if view.tables.knows_progress and not is_past else view.now_ms or 0)
         holds = receives.holds
-        if view.store.past_ms is None:
+        if not is_past:
             for row in _receives_in_order(view):
                 if isinstance(row, UnusableRecord):
                     holds.unusable.append(row)

@@ -26,6 +26,7 @@ from librmq.files.interface import Files
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.lag import queue_lag
 from librmq.message.message import StoredMessage
+from librmq.message.record import PROPERTY_REAL_TOPIC
 from librmq.message.topics import (
     DEAD_LETTER_PREFIX,
     HALF_TOPIC,
@@ -35,6 +36,7 @@ from librmq.message.topics import (
     group_of_retries,
     is_system_topic,
 )
+from librmq.scheduling.timer_config import TIMER_TOPIC
 from librmq.store import MessageStore
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format import directory
@@ -340,6 +342,10 @@ class StoreView:
     def revive_topics(self) -> list[str]:
         """The topics of what POP of 5.x holds; empty for a broker that does not know POP."""
         topics = self.topics.keys() | self.tables.topics.rows.keys()
+        if not self.tables.topics.rows and TIMER_TOPIC in self.topics:
+            from librmq.scheduling.timer_wheel import waiting_timers  # loads what few stores need
+
+            topics |= {message.properties.get(PROPERTY_REAL_TOPIC, "") for _, message in waiting_timers(self.store)}
         return sorted(topic for topic in topics if topic.startswith(REVIVE_PREFIX))
 
     @property

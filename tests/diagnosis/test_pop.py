@@ -15,12 +15,14 @@ from librmq.diagnosis import StoreView, Thresholds, diagnose, pending_messages, 
 from librmq.diagnosis.pop import REVIVE_GROUP, PopHolds
 from librmq.files.disk import DiskFiles
 from librmq.message.message import Message
+from librmq.message.record import COMPRESSED
 from librmq.message.topics import group_of_retries
 from librmq.scheduling.timer_config import DELIVER_MS
 from librmq.store import MessageStore
 from tests.budget import some
 from tests.pop_store import REVIVE_TOPIC, PopStore, places
 from tests.stores import START_MS
+from tests.stores_of_5 import KINDS, add_database, keep_queues_elsewhere
 
 
 def holds(store: PopStore, now_ms: int | None = None) -> PopHolds:
@@ -163,6 +165,13 @@ def test_records_that_no_broker_writes_are_reported(pop: PopStore, tag: str, bod
         pop.advance(10)
     (finding,) = [one for one in diagnose(StoreView.over(pop.store, pop.tables)) if "pop" in one.kind]
     assert (finding.kind, finding.evidence["records"]) == ("unusable-pop-records", 1)
+
+
+def test_a_body_that_cannot_be_decompressed_is_reported(pop: PopStore) -> None:
+    message = Message(REVIVE_TOPIC, b"no zlib", tags="ck")
+    place = pop.store.append(message, sys_flag=COMPRESSED).physical_offset
+    assert [one.physical_offset for one in holds(pop).unusable] == [place]
+    assert story(StoreView.over(pop.store, pop.tables), "orders0")
 
 
 def test_fields_that_older_and_newer_brokers_write(pop: PopStore) -> None:
@@ -396,6 +405,32 @@ def test_the_story_of_a_message_that_is_revived_after_a_change(pop: PopStore) ->
     assert [event.note for event in events if event.event == "passed"] == [
         "it failed, and came again as a retry; its progress is 1"
     ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_with_queues_in_a_database(folder: Path, kind: str) -> None:
+    before, events = pop_holds(folder), story(folder, "orders3")
+    keep_queues_elsewhere(folder, kind)
+    assert (pop_holds(folder), story(folder, "orders3")) == (before, events)
+    assert len(before.held) == 2
+
+
+def test_a_store_with_its_progress_in_a_database(folder: Path) -> None:
+    """What the broker has revived is unknown, so only messages in flight are held."""
+    (folder / "config" / "topics.json").unlink()
+    add_database(folder / "config" / "consumerOffsets")
+    assert places(pop_holds(folder).held) == [("G", "orders", 1, 3620)]
+
+
+def test_a_store_without_a_table_of_topics(pop: PopStore) -> None:
+    """The revive topic, which has no record before a receive ends, is known by those that wait in the timer."""
+    pop.receive("G", "orders", [0])
+    pop.save()
+    for name in ("topics.json", "topics.json.bak"):
+        if pop.store.files.size(f"/store/config/{name}") is not None:
+            pop.store.files.delete(f"/store/config/{name}")
+    with StoreView.open("/store", files=pop.store.files) as view:
+        assert places(pop_holds(view).held) == [("G", "orders", 0, 60)]
 
 
 def test_findings_and_report(folder: Path) -> None:
