@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from librmq.cli.selection import MessageQuery
 from librmq.diagnosis.view import QueueProgress, groups_of_topics, is_listed, kind_of_topic
@@ -57,21 +57,29 @@ def connect_to(arguments: argparse.Namespace) -> RemoteRoute:
         BrokerUnreachableError: No name server answers there.
         InputError: A file can't be read, or has no key.
     """
-    keys = _keys(arguments)
-    ca_file = arguments.tls_ca or os.environ.get("LIBRMQ_TLS_CA")
+    access = access_of(arguments)
+    is_tls, ca_file = access.pop("tls"), access.pop("ca_file")
     tls = None
-    if arguments.tls or ca_file:
+    if is_tls:
         try:
             tls = ssl.create_default_context(cafile=ca_file)
         except OSError as error:  # an SSLError is one
             raise InputError(f"--tls-ca {ca_file}: {error.strerror or error}: expected certificates in PEM") from None
-    return connect(
-        arguments.route,
-        tls=tls,
-        access_key=keys.get("accessKey"),
-        secret_key=keys.get("secretKey"),
-        security_token=keys.get("securityToken"),
-    )
+    return connect(**access, tls=tls)
+
+
+def access_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return address, keys and TLS of the cluster in ``--route``: ``tls`` is whether, ``ca_file`` whom to trust."""
+    keys = _keys(arguments)
+    ca_file = arguments.tls_ca or os.environ.get("LIBRMQ_TLS_CA")
+    return {
+        "address": arguments.route,
+        "access_key": keys.get("accessKey"),
+        "secret_key": keys.get("secretKey"),
+        "security_token": keys.get("securityToken"),
+        "tls": bool(arguments.tls or ca_file),
+        "ca_file": ca_file,
+    }
 
 
 def _keys(arguments: argparse.Namespace) -> dict[str, str]:

@@ -645,6 +645,38 @@ _TOOLS: Final = (
         output=OUTPUT[:1],
     ),
     Command(
+        "soak",
+        "soak",
+        "send and consume with kills and cuts, and judge what happened",
+        "copy --for 2s --every 1s",
+        (
+            option("--serve", action="store_true", help="serve the store, with clients in processes of their own"),
+            option("--for", metavar="TIME", type=duration, default=30.0, help="how long messages are sent (30s)"),
+            option("--rate", metavar="N", type=POSITIVE, help="messages a second (100), at most 2,000"),
+            option("--loads", metavar="LIST", type=names, help="some of plain,ordered,delayed,halves (all)"),
+            option("--workers", metavar="N", type=POSITIVE, help="processes of clients (2), at most 16"),
+            option("--faults", metavar="LIST", type=names, help="some of kill,crash,cut, or none (all possible ones)"),
+            option("--every", metavar="TIME", type=duration, default=5.0, help="time between two faults (5s)"),
+            option(
+                "--settle",
+                metavar="TIME",
+                type=duration,
+                default=120.0,
+                help="a message that has not come after so long without any other is lost (2m)",
+            ),
+            option("--name", metavar="NAME", help="the end of the names of its topics and groups (a random one)"),
+            option("-o", "--out", metavar="FILE", help="the file of the history (librmq_soak_NAME.jsonl)"),
+        ),
+        description="Sends and consumes messages, orders, delays and transactions in topics of its own, kills and cuts "
+        "off the processes that do it, and checks the history of all of them. Against a store, which is created if "
+        "it does not exist; with --serve against the store over TCP; with --route against a running cluster, whose "
+        "brokers are not killed. At most 200,000 messages. Exit status: 0 no anomaly, 1 some, 2 bad input, 130 "
+        "interrupted.",
+        takes_route=True,
+        makes_store=True,
+        output=OUTPUT[:1],
+    ),
+    Command(
         "doctor",
         "diagnosis",
         "report what is installed: Python, core, Spark, Java",

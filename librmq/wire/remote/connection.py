@@ -75,6 +75,8 @@ class Transport(Protocol):
 
 Requested = Callable[[Transport, Frame], None]
 """Gets a request of the server. Must not wait."""
+OpenSocket = Callable[[tuple[str, int], float], socket.socket]
+"""Opens a connection to host and port within a time in seconds. Raises `OSError`."""
 Dial = Callable[[str, Requested, Callable[[Transport], None]], Transport]
 """Opens a connection to ``host:port``; ``lost(transport)`` is called once at its end.
 
@@ -425,7 +427,11 @@ class _Connection:
 
 
 def dial_by_tcp(
-    tls: ssl.SSLContext | None, keys: AccessKeys | None, timeout_s: float, find: Callable[[str], tuple[str, ...]]
+    tls: ssl.SSLContext | None,
+    keys: AccessKeys | None,
+    timeout_s: float,
+    find: Callable[[str], tuple[str, ...]],
+    open_socket: OpenSocket = socket.create_connection,
 ) -> Dial:
     """Return a function that opens connections over TCP, with TLS and signed requests if wanted.
 
@@ -436,8 +442,8 @@ def dial_by_tcp(
         *others, last = find(host)
         for other in others:
             with suppress(OSError):
-                return socket.create_connection((other, port), timeout=timeout_s)
-        return socket.create_connection((last, port), timeout=timeout_s)
+                return open_socket((other, port), timeout_s)
+        return open_socket((last, port), timeout_s)
 
     def dial(address: str, requested: Requested, lost: Callable[[Transport], None]) -> Transport:
         host, port = split_address(address)

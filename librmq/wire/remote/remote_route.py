@@ -29,6 +29,7 @@ from librmq.wire.remote.connection import (
     Connections,
     Dial,
     HostNames,
+    OpenSocket,
     Transport,
     dial_by_tcp,
     is_held_here,
@@ -595,6 +596,7 @@ def connect(
     secret_key: str | None = None,
     security_token: str | None = None,
     runner: Runner | None = None,
+    open_socket: OpenSocket = socket.create_connection,
 ) -> RemoteRoute:
     """Return a route to a cluster, which producers and consumers take like a `Broker`; close it after them.
 
@@ -606,6 +608,7 @@ def connect(
         secret_key: Its secret.
         security_token: A temporary token that belongs to the key.
         runner: Runs listeners and steps; None makes one, which is closed with the route.
+        open_socket: ``open_socket((host, port), timeout)`` opens each connection; another one can go through a proxy.
 
     Raises:
         BrokerUnreachableError: No name server answers.
@@ -632,7 +635,7 @@ def connect(
         notices = Notices(runner)
         stack.callback(notices.close)
         names = HostNames(timeout_s, runner.clock)
-        dial = dial_by_tcp(tls, keys, timeout_s, names.resolve)
+        dial = dial_by_tcp(tls, keys, timeout_s, names.resolve, open_socket)
         opened = ExitStack()
         route = RemoteRoute(
             addresses,

@@ -1,0 +1,916 @@
+"""A soak: processes send and consume for a time while they are killed and cut off; then their history is judged.
+
+`Soak` starts and harms the processes, each of which runs `main` with a `Load` of its own, and writes one history of
+what they recorded. ``docs/histories.md`` describes a run and its limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import secrets
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import IO, Any, Final, Self, cast
+
+from librmq.broker import Broker, BrokerConfig
+from librmq.client import CheckedMessage, Producer, TransactionProducer
+from librmq.client.queue_selectors import select_by_remainder
+from librmq.client.recorded_route import record_history
+from librmq.client.recorder import Event
+from librmq.clock import SystemClock
+from librmq.config import StoreConfig
+from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
+from librmq.errors import ConfigError, InputError, RmqError
+from librmq.listener import ReconsumeLater
+from librmq.message.message import Message
+from librmq.message.topics import dead_letter_topic, retry_topic
+from librmq.protocol import ConsumeFrom, Route, TransactionState
+from librmq.runtime.locks import Lock
+from librmq.scheduling.timer_config import TimerConfig
+from librmq.scheduling.transaction_check import TransactionConfig
+from librmq.testing.anomalies import Anomaly, find_anomalies
+from librmq.testing.history_events import HistoryEvents
+from librmq.wire.remote import ClusterAdmin, RemoteRoute, connect
+from librmq.wire.remote.connection import OpenSocket
+from librmq.wire.remoting import RemotingServer, listen
+
+PREFIX: Final = "librmq_soak_"
+"""Of all topics and groups of a soak."""
+LOADS: Final = ("plain", "ordered", "delayed", "halves")
+"""Messages and batches for concurrent listeners and polls, messages of ordered queues, delays, transactions."""
+FAULTS: Final = ("kill", "crash", "cut")
+"""Of a client's process, of the process that owns the store, and of connections."""
+MAX_RATE: Final = 2_000
+MAX_SECONDS: Final = 86_400
+MAX_MESSAGES: Final = 200_000
+"""Their events are about a million, which the checker holds in some hundred MB."""
+MAX_WORKERS: Final = 16
+_QUEUES: Final = 4
+_START_S: Final = 60.0
+_END_S: Final = 60.0
+_REPORT_S: Final = 0.2
+_BEHIND_S: Final = 1.0
+"""Messages that are further behind the rate are not sent."""
+_AGAIN_S: Final = 0.1
+"""Until the next send after one that failed."""
+_DECISION: Final = "soak_decision"
+_FAILS: Final = "soak_fails"
+
+
+@dataclass(frozen=True)
+class ClusterAccess:
+    """A cluster, and how to reach it."""
+
+    address: str
+    access_key: str | None = None
+    secret_key: str | None = None
+    security_token: str | None = None
+    tls: bool = False
+    ca_file: str | None = None
+
+    def connect(self, open_socket: OpenSocket = socket.create_connection) -> RemoteRoute:
+        """Connect.
+
+        Raises:
+            BrokerUnreachableError: No name server answers.
+        """
+        tls = ssl.create_default_context(cafile=self.ca_file) if self.tls else None
+        return connect(
+            self.address,
+            tls=tls,
+            access_key=self.access_key,
+            secret_key=self.secret_key,
+            security_token=self.security_token,
+            open_socket=open_socket,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakPlan:
+    """What a soak does."""
+
+    store: str | None = None
+    """The folder of the store; None for a cluster."""
+    cluster: ClusterAccess | None = None
+    """The cluster; None for a store."""
+    is_served: bool = False
+    """Whether clients reach the store over TCP, in processes of their own."""
+    seconds: float = 30.0
+    """How long messages are sent."""
+    rate: int = 100
+    """Messages a second, of all processes together."""
+    loads: Sequence[str] = LOADS
+    """Some of `LOADS`."""
+    workers: int = 2
+    """Processes of clients; an embedded store has one."""
+    faults: Sequence[str] | None = None
+    """Some of `FAULTS`, which come in turn; None: all that the target allows."""
+    fault_every_s: float = 5.0
+    """Seconds between two faults."""
+    settle_s: float = 120.0
+    """After so long without a message that was missing, what is missing is lost."""
+    name: str = field(default_factory=lambda: secrets.token_hex(4))
+    """The end of the names of topics and groups."""
+    history: str | None = None
+    """The file of the history; None: `PREFIX`, the name, and ``.jsonl``."""
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: One is refused.
+        """
+        if not hasattr(os, "WUNTRACED"):
+            raise ConfigError("it stops and kills processes by POSIX signals, which this system does not have")
+        if (self.store is None) == (self.cluster is None):
+            raise ConfigError("expected either a store or a cluster")
+        if not re.fullmatch("[A-Za-z0-9_-]{1,32}", self.name):
+            raise ConfigError(f"name: expected 1 to 32 letters, digits, _ and -, found {self.name!r:.80}")
+        for name, value, smallest, largest in (
+            ("seconds", self.seconds, 0.001, MAX_SECONDS),
+            ("rate", self.rate, 1, MAX_RATE),
+            ("workers", self.workers, 1, MAX_WORKERS),
+            ("fault_every_s", self.fault_every_s, 0.05, MAX_SECONDS),
+            ("settle_s", self.settle_s, 0, MAX_SECONDS),
+        ):
+            if not smallest <= value <= largest:
+                raise ConfigError(f"{name}: expected {smallest:g} to {largest:,g}, found {value:g}")
+        if self.rate * self.seconds > MAX_MESSAGES:
+            raise ConfigError(
+                f"expected at most {MAX_MESSAGES:,} messages, whose events the checker can hold, found "
+                f"{self.rate} a second for {self.seconds:g} s: lower the rate or the time"
+            )
+        for name, words, possible in (
+            ("loads", self.loads, LOADS),
+            ("faults", self.faults or (), self.possible_faults()),
+        ):
+            if others := [word for word in words if word not in possible]:
+                raise ConfigError(f"{name}: expected some of {', '.join(possible)} here, found {others[0]!r:.80}")
+        if not self.loads:
+            raise ConfigError(f"loads: expected some of {', '.join(LOADS)}, found none")
+
+    def possible_faults(self) -> tuple[str, ...]:
+        """Return the faults that this target allows."""
+        if self.cluster is not None:
+            return "kill", "cut"
+        return FAULTS if self.is_served else ("crash",)
+
+
+# ---- the load
+
+
+_MIX: Final = ("plain", "plain", "batch", "ordered", "delayed", "plain", "ordered", "halves", "plain", "ordered")
+"""Kinds of messages as they follow each other; a batch is of the plain ones."""
+_CONSUMED: Final = {"push": ("plain", "delayed", "halves"), "in_order": ("ordered",), "pull": ("plain",)}
+"""The loads of each group."""
+
+
+@dataclass(frozen=True)
+class SoakNames:
+    """The topics and groups of a soak."""
+
+    base: str
+    loads: Sequence[str] = LOADS
+
+    def topic(self, load: str) -> str:
+        """Return the topic of a load."""
+        return f"{self.base}_{load}"
+
+    @property
+    def topics(self) -> dict[str, list[str]]:
+        """The topics that each group consumes; groups without one are left out."""
+        return {
+            f"{self.base}_{group}": topics
+            for group, loads in _CONSUMED.items()
+            if (topics := [self.topic(load) for load in loads if load in self.loads])
+        }
+
+
+class Load:
+    """The producers and consumers of one process: one thread sends, another one polls."""
+
+    def __init__(self, route: Route, names: SoakNames) -> None:
+        self.counts: Counter[str] = Counter()
+        """Messages that were sent, that failed, and that were consumed."""
+        self.error = ""
+        """Of the last send that failed."""
+        self._names = names
+        self._mix = [kind for kind in _MIX if (kind if kind != "batch" else "plain") in names.loads]
+        self._lock = Lock()
+        self._producer = Producer(route, f"{names.base}_shop")
+        self._bank = TransactionProducer(route, f"{names.base}_bank", _decision_of)
+        self._consumers: dict[str, PushConsumer | PullConsumer] = {}
+        for group, topics in names.topics.items():
+            if group.endswith("_pull"):
+                self._consumers[group] = pull = PullConsumer(route, group, consume_from=ConsumeFrom.FIRST)
+                pull.subscribe(*topics)
+                continue
+            is_ordered = group.endswith("_in_order")
+            push = PushConsumer(
+                route, group, orderly=is_ordered, suspend_time=0.1, consume_from=ConsumeFrom.FIRST, threads=4
+            )
+            self._consumers[group] = push
+            for topic in topics:
+                push.subscribe(topic, self._consume)
+
+    def start(self) -> None:
+        """Start the consumers."""
+        for consumer in self._consumers.values():
+            consumer.start()
+
+    def _consume(self, message: DeliveredMessage) -> None:
+        if message.properties.get(_FAILS) and not message.reconsume_times:
+            raise ReconsumeLater("as the soak asks", delay_level=1)
+        self._count("consumed", 1)
+
+    def poll(self, timeout: float) -> bool:
+        """Poll once; return whether there is a consumer that polls."""
+        consumer = self._consumers.get(f"{self._names.base}_pull")
+        if isinstance(consumer, PullConsumer):
+            self._count("consumed", len(consumer.poll(timeout)))
+        return consumer is not None
+
+    def send(self, number: int) -> int:
+        """Send the message of a number, which decides its kind, or a batch; return their number, 0 on an error."""
+        kind = self._mix[number % len(self._mix)]
+        topic = self._names.topic("plain" if kind == "batch" else kind)
+        delay_level = 1 if kind == "delayed" else None
+        message = Message(topic, b"soak %d" % number, keys=str(number), delay_level=delay_level)
+        if number % 13 == 5:
+            message.properties[_FAILS] = "1"
+        messages = 1
+        try:
+            if kind == "batch":
+                messages = 3
+                self._producer.send_batch([Message(topic, b"soak %d" % number, keys=str(number))] * messages)
+            elif kind == "ordered":
+                self._producer.send(message, selector=select_by_remainder, arg=number)
+            elif kind == "halves":
+                self._send_half(message, number)
+            else:
+                self._producer.send(message)
+        except RmqError as error:
+            self.error = str(error)
+            self._count("failed", messages)
+            return 0
+        self._count("sent", messages)
+        return messages
+
+    def _send_half(self, message: Message, number: int) -> None:
+        decision = TransactionState.ROLLBACK if number % 3 == 0 else TransactionState.COMMIT
+        message.properties[_DECISION] = decision.name
+        state = TransactionState.UNKNOWN if number // 10 % 5 == 0 else decision  # then the broker asks
+        self._bank.send_in_transaction(message, execute=lambda _, __: state)
+
+    def _count(self, what: str, messages: int) -> None:
+        with self._lock:
+            self.counts[what] += messages
+
+    def shutdown(self) -> None:
+        """Shut all clients down."""
+        for client in (self._producer, self._bank, *self._consumers.values()):
+            client.shutdown()
+
+
+def _decision_of(half: CheckedMessage) -> TransactionState:
+    return TransactionState[half.properties[_DECISION]]
+
+
+# ---- a process
+
+
+def main() -> None:
+    """Run a process of a soak until standard input ends or says so; its first line has the settings, as JSON."""
+    settings = json.loads(sys.stdin.readline())
+    orders = {order: threading.Event() for order in ("stop", "end")}
+    threading.Thread(target=_read_orders, args=(orders,), daemon=True).start()
+    with ExitStack() as stack:
+        if settings["role"] == "server":
+            listening = stack.enter_context(listen(port=settings["port"]))
+            host = "{}:{}".format(*listening.getsockname())
+            broker = stack.enter_context(_open_broker(settings["store"], store_host=host))
+            stack.callback(RemotingServer(broker, listening=listening).close)
+            _report(ready=host)
+            orders["end"].wait()
+            return
+        route: Route
+        if settings["role"] == "embedded":
+            route = stack.enter_context(_open_broker(settings["store"]))
+        else:
+            open_socket = partial(_open_by_proxy, settings["proxy"])
+            route = stack.enter_context(ClusterAccess(**settings["cluster"]).connect(open_socket))
+        recorded = stack.enter_context(record_history(route, settings["history"], process=settings["process"]))
+        load = Load(recorded, SoakNames(settings["base"], settings["loads"]))
+        stack.callback(load.shutdown)
+        load.start()
+        _report(ready=None)
+        threads = [
+            threading.Thread(target=_send, args=(load, settings["rate"], settings["seed"], orders["stop"])),
+            threading.Thread(target=_poll, args=(load, orders["end"])),
+        ]
+        for thread in threads:
+            thread.start()
+        while not orders["end"].wait(_REPORT_S):
+            _report(counts=load.counts, error=load.error)
+        for thread in threads:
+            thread.join()
+    _report(counts=load.counts, error=load.error)
+
+
+def _open_broker(store: str, **settings: str) -> Broker:
+    """Open a store whose checks of transactions and locks of queues are soon over, because their clients are killed."""
+    config = BrokerConfig(timers=TimerConfig(), transactions=TransactionConfig(timeout_s=1, interval_s=1))
+    return Broker.open(store, config, store_config=StoreConfig(**cast(Any, settings)) if settings else None)
+
+
+def _read_orders(orders: Mapping[str, threading.Event]) -> None:
+    for line in sys.stdin:
+        orders[line.strip()].set()
+    os._exit(1)  # the soak has died
+
+
+def _report(**row: object) -> None:
+    os.write(1, json.dumps(row).encode() + b"\n")
+
+
+def _send(load: Load, rate: float, seed: int, stop: threading.Event) -> None:
+    clock, number = SystemClock(), seed
+    due = clock.monotonic()
+    while not clock.wait(stop, max(0.0, due - clock.monotonic())):
+        messages = load.send(number)
+        due = max(due, clock.monotonic() - _BEHIND_S) + messages / rate if messages else clock.monotonic() + _AGAIN_S
+        number += 1
+
+
+def _poll(load: Load, end: threading.Event) -> None:
+    while not end.is_set():
+        with suppress(RmqError):  # a poll that fails comes again
+            if not load.poll(_REPORT_S):
+                return
+
+
+def _open_by_proxy(proxy: int, address: tuple[str, int], timeout: float) -> socket.socket:
+    connected = socket.create_connection(("127.0.0.1", proxy), timeout=timeout)
+    connected.sendall("{1} {0}\n".format(*address).encode())
+    return connected
+
+
+class CuttingProxy:
+    """Passes connections on to the port and host in their first line, and cuts them. A context manager."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="librmq soak proxy", daemon=True)
+        self._thread.start()
+        self._open: set[asyncio.StreamWriter] = set()
+        starting = asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
+        self.port: int = self._server.sockets[0].getsockname()[1]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers = [writer]
+        try:
+            port, host = (await reader.readline()).decode().split()
+            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+            writers.append(far_writer)
+            self._open.add(writer)
+            await asyncio.wait(
+                [asyncio.create_task(_pass_on(*ends)) for ends in ((reader, far_writer), (far_reader, writer))],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        except (OSError, ValueError):  # nothing listens there, or the connection ended at once
+            pass
+        finally:
+            self._open.discard(writer)
+            for end in writers:
+                end.transport.abort()
+
+    def cut(self, rng: random.Random) -> int:
+        """Cut about half of the connections, in the middle of what they carry; return their number."""
+
+        async def cut() -> int:
+            writers = [writer for writer in self._open if rng.random() < 0.5] or list(self._open)[:1]
+            for writer in writers:
+                writer.transport.abort()
+            return len(writers)
+
+        return asyncio.run_coroutine_threadsafe(cut(), self._loop).result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        async def end_tasks() -> None:
+            self._server.close()
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(end_tasks(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while part := await reader.read(1 << 16):
+            writer.write(part)
+            await writer.drain()
+
+
+# ---- the soak
+
+
+class _Process:
+    """A process that runs `main`."""
+
+    def __init__(self, name: str, settings: Mapping[str, object], folder: str) -> None:
+        self.name = name
+        self.counts: Counter[str] = Counter()
+        self.error = ""
+        self.address: str | None = None
+        self._log = os.path.join(folder, f"{name}.log")
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", "from librmq.testing.soak import main; main()"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the soak alone
+            )
+        self._is_ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, name=f"librmq soak {name}", daemon=True)
+        self._reader.start()
+        self.ask(json.dumps(settings))
+
+    def _read(self) -> None:
+        for line in cast(IO[bytes], self._process.stdout):
+            row = json.loads(line)
+            if "ready" in row:
+                self.address = row["ready"]
+                self._is_ready.set()
+            else:
+                self.counts, self.error = Counter(row["counts"]), row["error"]
+        self._is_ready.set()
+
+    def ask(self, order: str) -> None:
+        """Send a line."""
+        with suppress(BrokenPipeError):  # it has ended
+            file = cast(IO[bytes], self._process.stdin)
+            file.write(f"{order}\n".encode())
+            file.flush()
+
+    def wait_until_ready(self) -> Self:
+        """Wait until its clients have started.
+
+        Raises:
+            InputError: It has ended, or is not ready in time.
+        """
+        if not self._is_ready.wait(_START_S):
+            raise InputError(f"the process {self.name} did not start within {_START_S:g} s")
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Refuse an end that the soak did not ask for.
+
+        Raises:
+            InputError: It has ended.
+        """
+        if (status := self._process.poll()) is not None:
+            with open(self._log, encoding="utf-8", errors="replace") as log:
+                last = next((line.strip() for line in reversed(log.readlines()) if line.strip()), "no message")
+            raise InputError(f"the process {self.name} ended by itself with status {status}: {last:.500}")
+
+    def kill(self) -> int:
+        """Kill it, and return the time of its last step: it is stopped first."""
+        self.check()
+        os.kill(self._process.pid, signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)
+        killed_ms = SystemClock().now_ms()
+        self._process.kill()
+        self._close()
+        return killed_ms
+
+    def end(self) -> None:
+        """Wait for the end of a process that was asked for it, and kill it if that takes too long."""
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._close()
+
+    def _close(self) -> None:
+        self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(BrokenPipeError):
+                cast(IO[bytes], pipe).close()
+
+
+@dataclass(frozen=True)
+class SoakResult:
+    """How a soak ended."""
+
+    anomalies: list[Anomaly]
+    history: str
+    """The file of the history."""
+    counts: Mapping[str, int]
+    """Sends and deliveries by their outcome, and faults by their kind."""
+    left: Mapping[str, str]
+    """Topics and groups that could not be deleted, and why."""
+    is_interrupted: bool
+
+
+class Soak:
+    """One run."""
+
+    def __init__(self, plan: SoakPlan) -> None:
+        self._plan = plan
+        self.names = SoakNames(PREFIX + plan.name, plan.loads)
+        """Its topics and groups."""
+        self.history: str = plan.history or f"{self.names.base}.jsonl"
+        """The file of the history."""
+        self._parts = f"{self.history}.parts"
+        self._cluster = plan.cluster
+        self._port = 0
+        self._clock = SystemClock()
+        self._random = random.Random(plan.name)
+        self._server: _Process | None = None
+        self._workers: list[_Process] = []
+        self._lives = 0
+        self._ended: Counter[str] = Counter()
+        self._events: list[Event] = []
+        self._proxy: CuttingProxy | None = None
+        self._broker_name = ""
+        self._created: list[tuple[str, str]] = []
+        self._faults: Counter[str] = Counter(dict.fromkeys(plan.possible_faults(), 0))
+
+    def run(self, wait: Callable[[float], bool], show: Callable[[Mapping[str, object]], None]) -> SoakResult:
+        """Run to the end.
+
+        Args:
+            wait: Waits so many seconds; returns whether the run is interrupted.
+            show: Called each second with what was done so far.
+
+        Raises:
+            ConfigError: The file of the history exists.
+            InputError: A topic or group exists that is not this soak's, no message was taken, or a process ended by
+                itself.
+            RmqError: The store or the cluster refuses something.
+        """
+        for path in (self.history, self._parts):
+            if os.path.lexists(path):
+                raise ConfigError(f"{path}: exists: each soak writes a history of its own")
+        with self._administration() as brokers:
+            self._create_topics(brokers)
+        try:
+            os.mkdir(self._parts)
+            with CuttingProxy() as self._proxy:
+                try:
+                    is_interrupted = self._run_processes(wait, show)
+                finally:
+                    self._end_processes()
+            anomalies, counts = self._write_history()
+        finally:
+            left = self._delete_topics()
+        shutil.rmtree(self._parts)
+        if not counts["sent"] and not is_interrupted:
+            raise InputError(f"no message was acknowledged; the last error: {self._last_error()}")
+        return SoakResult(anomalies, self.history, counts, left, is_interrupted)
+
+    # ---- topics and groups
+
+    @contextmanager
+    def _administration(self) -> Iterator[Broker | ClusterAdmin]:
+        if self._plan.store is not None:
+            with Broker.open(self._plan.store) as broker:
+                self._broker_name = broker.name
+                yield broker
+        else:
+            with cast(ClusterAccess, self._plan.cluster).connect() as route:
+                yield ClusterAdmin(route)
+
+    def _create_topics(self, brokers: Broker | ClusterAdmin) -> None:
+        """Create topics and groups, unless one of them exists."""
+        topics, groups = [self.names.topic(load) for load in self._plan.loads], list(self.names.topics)
+        for kind, names, existing in (("topic", topics, brokers.topics()), ("group", groups, brokers.groups())):
+            if others := sorted(set(names) & set(existing)):
+                raise InputError(
+                    f"{kind} {others[0]!r} exists, so it is not this soak's: choose another --name, or delete "
+                    "what an earlier soak has left"
+                )
+        for topic in topics:
+            self._created.append(("topic", topic))
+            brokers.create_topic(topic, _QUEUES)
+        for group in groups:
+            self._created.append(("group", group))
+            brokers.set_group(group)
+
+    def _delete_topics(self) -> dict[str, str]:
+        """Delete what was created, and what consumers have caused; return what remains, and why."""
+        left: dict[str, str] = {}
+        try:
+            with self._administration() as brokers:
+                existing = brokers.topics()
+                deletions: dict[str, Callable[[], None]] = {}
+                for kind, name in self._created:
+                    if kind == "group":
+                        deletions[name] = partial(_delete_group, brokers, name)
+                    for topic in [name] if kind == "topic" else [retry_topic(name), dead_letter_topic(name)]:
+                        if topic in existing:
+                            deletions[topic] = partial(brokers.delete_topic, topic)
+                for name, delete in deletions.items():
+                    try:
+                        delete()
+                    except RmqError as error:
+                        left[name] = str(error)
+                if isinstance(brokers, Broker):
+                    brokers.clean_unused_topics()
+        except RmqError as error:
+            left |= {name: str(error) for _, name in self._created}
+        return left
+
+    # ---- processes
+
+    def _run_processes(self, wait: Callable[[float], bool], show: Callable[[Mapping[str, object]], None]) -> bool:
+        """Send for the planned time, and wait until all is consumed; return whether the run was interrupted."""
+        plan = self._plan
+        faults = plan.possible_faults() if plan.faults is None else tuple(plan.faults)
+        if plan.is_served:
+            self._start_server()
+        self._workers = [self._start_worker() for _ in range(1 if plan.store and not plan.is_served else plan.workers)]
+        for worker in self._workers:
+            worker.wait_until_ready()
+        begin = self._clock.monotonic()
+        fault_at, shown_at, number = begin + plan.fault_every_s, begin + 1, 0
+        while (now := self._clock.monotonic()) < begin + plan.seconds:
+            if now >= shown_at:
+                shown_at = max(shown_at + 1, now)
+                show(self._progress(now - begin))
+            if faults and now >= fault_at:
+                self._make_fault(faults[number % len(faults)])
+                fault_at, number = self._clock.monotonic() + plan.fault_every_s, number + 1
+            due = [begin + plan.seconds, shown_at, *([fault_at] if faults else [])]
+            if wait(max(0.0, min(due) - self._clock.monotonic())):
+                return True
+            for process in self._processes():
+                process.check()
+        for worker in self._workers:
+            worker.ask("stop")
+        return self._settle(wait, lambda: show(self._progress(self._clock.monotonic() - begin)))
+
+    def _processes(self) -> list[_Process]:
+        return [*self._workers, *([self._server] if self._server is not None else [])]
+
+    def _start_server(self) -> None:
+        settings = {"role": "server", "store": self._plan.store, "port": self._port}
+        self._server = _Process(f"server-{self._faults['crash']}", settings, self._parts).wait_until_ready()
+        address = cast(str, self._server.address)
+        self._port = int(address.rpartition(":")[2])
+        self._cluster = ClusterAccess(address)
+
+    def _start_worker(self) -> _Process:
+        self._lives += 1
+        name = f"worker-{self._lives}"
+        workers = 1 if self._cluster is None else self._plan.workers
+        settings: dict[str, object] = {
+            "role": "embedded" if self._cluster is None else "client",
+            "store": self._plan.store,
+            "cluster": None if self._cluster is None else asdict(self._cluster),
+            "proxy": cast(CuttingProxy, self._proxy).port,
+            "history": os.path.join(self._parts, f"{name}.jsonl"),
+            "process": name,
+            "base": self.names.base,
+            "loads": self._plan.loads,
+            "rate": self._plan.rate / workers,
+            "seed": self._random.randrange(1_000_000),
+        }
+        return _Process(name, settings, self._parts)
+
+    def _make_fault(self, fault: str) -> None:
+        if fault == "cut":
+            cast(CuttingProxy, self._proxy).cut(self._random)
+        elif fault == "crash" and self._server is not None:
+            self._add_crash(self._server.kill(), broker=self._broker_name)
+            self._start_server()
+        else:
+            place = self._random.randrange(len(self._workers))
+            worker = self._workers[place]
+            killed_ms = worker.kill()
+            self._ended += worker.counts
+            self._add_crash(killed_ms, process=worker.name)
+            if fault == "crash":
+                self._add_crash(killed_ms, broker=self._broker_name)
+            self._workers[place] = self._start_worker().wait_until_ready()
+        self._faults[fault] += 1
+
+    def _add_crash(self, at_ms: int, **who: str) -> None:
+        self._events.append({"event": "crash", **who, "at_ms": at_ms})
+
+    def _progress(self, seconds: float) -> dict[str, object]:
+        counts = sum((worker.counts for worker in self._workers), self._ended)
+        row: dict[str, object] = {"type": "progress", "seconds": round(seconds)}
+        return row | {what: counts[what] for what in ("sent", "failed", "consumed")} | self._faults
+
+    def _last_error(self) -> str:
+        return next((worker.error for worker in self._workers if worker.error), "none")
+
+    def _settle(self, wait: Callable[[float], bool], show: Callable[[], None]) -> bool:
+        """Wait until nothing is missing, or nothing that was missing has come for some time."""
+        fewest, since = None, self._clock.monotonic()
+        while True:
+            begin = self._clock.monotonic()
+            marks = [{"event": "drained", "group": group, "at_ms": self._clock.now_ms()} for group in self.names.topics]
+            history = HistoryEvents()
+            history.read(self._lines([*self._events, *marks]), self.history)
+            missing = sum(anomaly.anomaly in ("lost", "undecided") for anomaly in find_anomalies(history))
+            now = self._clock.monotonic()
+            if fewest is None or missing < fewest:
+                fewest, since = missing, now
+            if not missing or now - since >= self._plan.settle_s:
+                self._events += marks
+                return False
+            show()
+            if wait(max(0.5, now - begin)):
+                return True
+            for process in self._processes():
+                process.check()
+
+    def _end_processes(self) -> None:
+        """End the clients, then the server; kill what does not end."""
+        for processes in (self._workers, [self._server] if self._server is not None else []):
+            for process in processes:
+                process.ask("stop")
+                process.ask("end")
+            for process in processes:
+                process.end()
+
+    # ---- the history
+
+    def _lines(self, events: Sequence[Event]) -> Iterator[bytes]:
+        """Yield the lines of all processes so far, and those of ``events``; each group is described once."""
+        decided, handovers = self._decided(), self._handovers()
+        groups = set()
+        for process, number, line in self._recorded_lines():
+            kind = _kind(line)
+            if kind == "group":
+                name = json.loads(line)["group"]
+                if name in groups:
+                    continue
+                groups.add(name)
+            elif kind == "end_transaction" and _id(line) in decided:
+                line = line.replace(b'"outcome":"unknown"', b'"outcome":"ok"')
+            elif kind == "commit" and (process, number) in handovers.commits:
+                continue
+            elif kind == "deliver" and handovers.shared and (mark := handovers.mark(json.loads(line))) is not None:
+                yield _line(mark)
+            yield line + b"\n"
+        yield from map(_line, events)
+
+    def _decided(self) -> set[bytes]:
+        """Return the transactions whose end had no answer, and is known anyway.
+
+        A commit is known where the message was delivered. A rollback shows only in that the broker does not ask any
+        more, so it counts as done.
+        """
+        unknown = {
+            _id(line): b'"decision":"commit"' in line
+            for _, _, line in self._recorded_lines()
+            if _kind(line) == "end_transaction" and b'"outcome":"unknown"' in line
+        }
+        lines = self._recorded_lines() if unknown else ()
+        delivered = {_id(line) for _, _, line in lines if _kind(line) == "deliver"}
+        return {name for name, is_commit in unknown.items() if not is_commit or name in delivered}
+
+    def _handovers(self) -> _Handovers:
+        marks: dict[_Queue, list[tuple[int, str, str, int, int]]] = defaultdict(list)
+        for process, number, line in self._recorded_lines():
+            if (kind := _kind(line)) in ("assign", "commit", "revoke"):
+                event = json.loads(line)
+                mark = event["at_ms"], kind, process, event.get("queue_offset", 0), number
+                marks[_queue_of(event)].append(mark)
+        for event in self._events:
+            for queue_marks in marks.values() if "process" in event else ():
+                queue_marks.append((event["at_ms"], "revoke", event["process"], 0, 0))
+        return _Handovers(marks)
+
+    def _recorded_lines(self) -> Iterator[tuple[str, int, bytes]]:
+        """Yield what the processes have recorded so far, each with its number, without incomplete last lines."""
+        for life in range(1, self._lives + 1):
+            process = f"worker-{life}"
+            with suppress(FileNotFoundError), open(os.path.join(self._parts, f"{process}.jsonl"), "rb") as file:
+                for number, line in enumerate(file):
+                    if line.endswith(b"\n"):
+                        yield process, number, line.strip()
+
+    def _write_history(self) -> tuple[list[Anomaly], Counter[str]]:
+        """Write the history, check it, and count its events."""
+        counts = Counter({**dict.fromkeys(_COUNTED.values(), 0), **self._faults})
+        with open(self.history, "xb") as file:
+            for line in self._lines(self._events):
+                file.write(line)
+                if (kind := _kind(line)) in ("send", "deliver"):
+                    counts[_COUNTED[kind, json.loads(line).get("outcome", "died")]] += 1
+        history = HistoryEvents()
+        with open(self.history, "rb") as file:
+            history.read(file, self.history)
+        return find_anomalies(history), counts
+
+
+_Queue = tuple[str, str, str, int]
+"""A group, and a queue that it reads."""
+
+
+class _Handovers:
+    """Queues that changed hands while they were read.
+
+    A new owner begins at the progress that it reads, and the former one saves its own after that: such a commit of the
+    new owner, below the last one, is left out. A process that was cut off, and does not know that its queues have
+    another owner, reads on when it is back: then each `mark` says who reads.
+    """
+
+    def __init__(self, marks: Mapping[_Queue, Sequence[tuple[int, str, str, int, int]]]) -> None:
+        self.commits: set[tuple[str, int]] = set()
+        """Process and number of the commits that are left out."""
+        self.shared: dict[_Queue, list[tuple[int, float]]] = {}
+        """When queues had two owners."""
+        for queue, queue_marks in marks.items():
+            owners: dict[str, int] = {}
+            begins: dict[str, int] = {}
+            times: list[int] = []
+            highest, owner, saved_ms = 0, "", 0
+            for at_ms, kind, process, queue_offset, number in sorted(queue_marks):
+                was_shared = len(owners) > 1
+                if kind == "assign":
+                    owners[process] = begins[process] = at_ms
+                elif kind == "revoke":
+                    owners.pop(process, None)
+                elif queue_offset < highest and process != owner and begins.get(process, at_ms) <= saved_ms:
+                    self.commits.add((process, number))
+                else:
+                    highest, owner, saved_ms = queue_offset, process, at_ms
+                if was_shared != (len(owners) > 1):
+                    times.append(at_ms)
+            if times and not queue[0].endswith("_in_order"):  # whose queues have locks
+                self.shared[queue] = list(zip(times[::2], [*times[1::2], float("inf")], strict=False))
+
+    def mark(self, delivery: Event) -> Event | None:
+        """Return the event that a process reads a queue, for a delivery from one that another process reads too."""
+        queue, begin_ms = _queue_of(delivery), delivery["begin_ms"]
+        if not any(begin <= begin_ms <= end for begin, end in self.shared.get(queue, ())):
+            return None
+        fields = dict(zip(("group", "topic", "broker", "queue_id"), queue, strict=True))
+        return {"event": "assign", "process": delivery["process"], **fields, "at_ms": begin_ms}
+
+
+def _queue_of(event: Event) -> _Queue:
+    return event["group"], event.get("stored_in") or event["topic"], event["broker"], event["queue_id"]
+
+
+def _line(event: Event) -> bytes:
+    return json.dumps(event, separators=(",", ":")).encode() + b"\n"
+
+
+_COUNTED: Final = {
+    ("send", "ok"): "sent",
+    ("send", "failed"): "refused",
+    ("send", "unknown"): "unknown",
+    ("deliver", "ok"): "consumed",
+    ("deliver", "retry"): "retried",
+    ("deliver", "died"): "died",
+}
+"""What is counted of sends and deliveries, by their outcome."""
+
+
+def _kind(line: bytes) -> str:
+    """Return the kind of an event that a process has recorded."""
+    return line[10 : line.index(b'"', 10)].decode()  # after {"event":"
+
+
+def _id(line: bytes) -> bytes:
+    """Return the name of a message in a recorded event."""
+    return line.partition(b'"id":"')[2].partition(b'"')[0]
+
+
+def _delete_group(brokers: Broker | ClusterAdmin, group: str) -> None:
+    if isinstance(brokers, Broker):
+        brokers.delete_group(group, keep_progress=False)
+    else:
+        brokers.delete_group(group, removes_progress=True)

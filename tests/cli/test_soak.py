@@ -1,0 +1,281 @@
+"""Soaks: what their clients do, each fault, broken brokers that the verdict finds, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import Broker, BrokerError, ConfigError, ManualClock, ManualRunner, record_history
+from librmq.errors import InputError
+from librmq.message.record import PROPERTY_DELAY
+from librmq.protocol import DeleteTopic, EndTransaction, SendMessage, SendPlain, TransactionState
+from librmq.store import verify
+from librmq.testing import check_history
+from librmq.testing.soak import LOADS, PREFIX, ClusterAccess, Load, Soak, SoakNames, SoakPlan, SoakResult
+from librmq.wire.remoting import RemotingServer
+from tests.cli.stand import Shell
+from tests.programs import POSIX, environment
+
+pytestmark = POSIX
+NAMES = SoakNames(f"{PREFIX}test")
+
+
+def lines(path: Path | str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_bytes().splitlines()]
+
+
+def anomalies_of(broker: Broker, path: Path, messages: int) -> set[str]:
+    """Let the clients of a soak send by a moved clock; return the kinds of anomalies of their history."""
+    runner = broker.runner
+    assert isinstance(runner, ManualRunner)
+    with record_history(broker, path) as route:
+        load = Load(route, NAMES)
+        load.start()
+        for number in range(messages):
+            load.send(number)
+            runner.advance(10)
+            load.poll(0)
+        for _ in range(20):
+            runner.advance(10_000)
+            load.poll(0)
+        load.shutdown()
+    drained = [{"event": "drained", "group": group, "at_ms": runner.now_ms()} for group in NAMES.topics]
+    return {anomaly.anomaly for anomaly in check_history([*lines(path), *drained])}
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with Broker.temporary(runner=ManualRunner(ManualClock(1_700_000_000_000))) as broker:
+        for load in LOADS:
+            broker.create_topic(NAMES.topic(load), 4)
+        yield broker
+
+
+def test_the_load_has_all_that_the_checker_judges(broker: Broker, tmp_path: Path) -> None:
+    assert anomalies_of(broker, tmp_path / "history", 300) == set()
+    events = lines(tmp_path / "history")
+    kinds = Counter((event["event"], event.get("outcome")) for event in events)
+    assert kinds["deliver", "retry"] > 10
+    assert kinds["end_transaction", "ok"] == 30
+    sends = [event for event in events if event["event"] == "send"]
+    assert len(sends) == 360
+    assert sum("not_before_ms" in event for event in sends) == sum("half" in event for event in sends) == 30
+    assert {event["group"] for event in events if event.get("ordered")} == {f"{NAMES.base}_in_order"}
+
+
+# ---- broken brokers
+
+
+def forgets(request: Any, call: Callable[[Any], Any], number: int) -> Any:
+    """Acknowledge a message that is not stored."""
+    if isinstance(request, SendMessage) and request.message.body.endswith(b"3"):
+        request.message.topic = f"{PREFIX}elsewhere"
+        return replace(call(request), queue_id=1_000, queue_offset=number)
+    return call(request)
+
+
+def hurries(request: Any, call: Callable[[Any], Any], number: int) -> Any:
+    """Forget that a message has a delay."""
+    if isinstance(request, SendMessage):
+        request.message.properties.pop(PROPERTY_DELAY, None)
+    return call(request)
+
+
+def commits(request: Any, call: Callable[[Any], Any], number: int) -> Any:
+    """Commit what is to be rolled back."""
+    if isinstance(request, EndTransaction):
+        object.__setattr__(request, "state", TransactionState.COMMIT)
+    return call(request)
+
+
+def break_broker(broker: Broker, how: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, numbers = broker.call, iter(range(1_000_000))
+
+    def call(request: Any) -> Any:
+        if isinstance(request, SendPlain):  # then each is sent alone
+            return []
+        return how(request, whole, next(numbers))
+
+    monkeypatch.setattr(broker, "call", call)
+
+
+@pytest.mark.parametrize(("how", "anomaly"), [(forgets, "lost"), (hurries, "early"), (commits, "aborted")])
+def test_a_broken_broker_is_found(
+    broker: Broker, how: Callable[..., Any], anomaly: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_broker(broker, how, monkeypatch)
+    assert anomaly in anomalies_of(broker, tmp_path / "history", 100)
+
+
+# ---- whole runs
+
+
+def soak(plan: SoakPlan, interrupted: Callable[[], bool] = lambda: False) -> tuple[SoakResult, list[Any]]:
+    rows: list[Any] = []
+    never = threading.Event()
+    result = Soak(plan).run(lambda seconds: never.wait(seconds) or interrupted(), rows.append)
+    assert not result.left
+    return result, rows
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_served"),
+    [
+        ("crash", False),
+        pytest.param("crash", True, marks=pytest.mark.slow),
+        pytest.param("kill", True, marks=pytest.mark.slow),
+        ("cut", True),
+    ],
+)
+def test_what_a_fault_does_explains_itself(
+    fault: str, is_served: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = SoakPlan(
+        store="store", is_served=is_served, seconds=1.5, rate=200, faults=[fault], fault_every_s=0.4,
+        loads=["plain", "delayed", "halves"],
+    )  # fmt: skip
+    result, rows = soak(plan)
+    assert result.anomalies == check_history(lines(result.history)) == []
+    assert result.counts[fault] >= 1
+    assert result.counts["sent"] > 50
+    assert [row["type"] for row in rows] == ["progress"] * len(rows)
+    assert verify(tmp_path / "store").sound
+    assert sorted(path.name for path in tmp_path.iterdir()) == [result.history, "store"]
+    with Broker.open("store") as broker:
+        assert not any(PREFIX in name for name in (*broker.topics(), *broker.groups()))
+
+
+@contextmanager
+def serving(broker: Broker) -> Iterator[str]:
+    with RemotingServer(broker) as server:
+        yield server.address
+
+
+def test_the_verdict_on_a_broken_cluster(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Broker.temporary() as broker:
+        break_broker(broker, forgets, monkeypatch)
+        with serving(broker) as address:
+            answer = shell(
+                "soak", "--route", address, "--for", "1s", "--rate", "200", "--loads", "plain", "--workers", "1",
+                "--faults", "none", "--settle", "1s", "-o", "history",
+            )  # fmt: skip
+    *_, verdict = answer.rows
+    assert answer.status == 1
+    found = [row for row in answer.rows if row["type"] == "anomaly"]
+    assert verdict["anomalies"] == len(found) > 0
+    assert {row["anomaly"] for row in found} == {"lost"}
+    again = shell("check-history", "history")
+    assert (again.status, [{"type": "anomaly", **row} for row in again.rows]) == (1, found)
+
+
+def test_what_could_not_be_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(request: Any, call: Callable[[Any], Any], number: int) -> Any:
+        if isinstance(request, DeleteTopic):
+            raise BrokerError(1, "topics are not deleted today")
+        return call(request)
+
+    with Broker.temporary() as broker:
+        break_broker(broker, refuses, monkeypatch)
+        with serving(broker) as address:
+            plan = SoakPlan(
+                cluster=ClusterAccess(address), seconds=0.5, loads=["plain"], workers=1, faults=(), name="x",
+                history=str(tmp_path / "history"),
+            )  # fmt: skip
+            result = Soak(plan).run(lambda seconds: threading.Event().wait(seconds), lambda row: None)
+    assert result.left.keys() == {f"{PREFIX}x_plain", f"%RETRY%{PREFIX}x_push", f"%RETRY%{PREFIX}x_pull"}
+    assert all("not deleted today" in why for why in result.left.values())
+
+
+def test_an_interrupt_leaves_a_history_with_its_verdict(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "librmq", "soak", "store", "--for", "60s", "--rate", "100", "-o", "history"]
+    with subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["type"] == "progress"
+        process.send_signal(signal.SIGINT)
+        out, said = process.communicate(timeout=60)
+    verdict = json.loads(out.splitlines()[-1])
+    assert (process.returncode, said) == (130, "")
+    assert (verdict["type"], verdict["interrupted"], verdict["anomalies"]) == ("verdict", True, 0)
+    assert verdict["sent"] == sum(
+        event["event"] == "send" and event["outcome"] == "ok" for event in lines(tmp_path / "history")
+    )
+    with Broker.open(tmp_path / "store") as broker:
+        assert [name for name in broker.topics() if PREFIX in name] == []
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"rate": 2_001}, "rate: expected 1 to 2,000, found 2001"),
+        ({"seconds": 0}, "seconds: expected"),
+        ({"seconds": 86_401}, "seconds: expected"),
+        ({"seconds": 3_600}, "at most 200,000 messages"),
+        ({"workers": 17}, "workers: expected 1 to 16"),
+        ({"fault_every_s": 0}, "fault_every_s"),
+        ({"faults": ["kill"]}, "faults: expected some of crash here, found 'kill'"),
+        ({"cluster": ClusterAccess("h:1"), "store": None, "faults": ["crash"]}, "some of kill, cut here"),
+        ({"loads": ["plain", "plane"]}, "loads: .* found 'plane'"),
+        ({"loads": []}, "found none"),
+        ({"name": "a/b"}, "name: "),
+        ({"cluster": ClusterAccess("h:1")}, "either a store or a cluster"),
+    ],
+)
+def test_plans_that_are_refused(settings: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        SoakPlan(**{"store": "store", "rate": 100, **settings})
+
+
+@pytest.mark.parametrize("kind", ["topic", "group", "history"])
+def test_what_is_not_its_own_is_refused_before_any_write(kind: str, shell: Shell) -> None:
+    with Broker.open("own") as broker:
+        broker.create_topic("orders", 1)
+        if kind == "topic":
+            broker.create_topic(f"{PREFIX}x_plain", 1)
+        elif kind == "group":
+            broker.set_group(f"{PREFIX}x_pull")
+        before = broker.topics().keys(), broker.groups(), broker.store.log.end
+    if kind == "history":
+        (shell.folder / "history").touch()
+    listing = sorted(os.listdir())
+    answer = shell("soak", "own", "--name", "x", "-o", "history", "--for", "1s")
+    assert answer.status == 2
+    assert "exists" in answer.said
+    assert sorted(os.listdir()) == listing
+    with Broker.open("own") as broker:
+        assert (broker.topics().keys(), broker.groups(), broker.store.log.end) == before
+
+
+def test_a_cluster_that_takes_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuses(request: Any, call: Callable[[Any], Any], number: int) -> Any:
+        if isinstance(request, SendMessage):
+            raise BrokerError(16, "no permission to write")
+        return call(request)
+
+    with Broker.temporary() as broker:
+        break_broker(broker, refuses, monkeypatch)
+        with serving(broker) as address:
+            plan = SoakPlan(
+                cluster=ClusterAccess(address), seconds=0.5, loads=["ordered"], workers=1, faults=(),
+                history=str(tmp_path / "history"),
+            )  # fmt: skip
+            with pytest.raises(InputError, match=r"no message .* no permission to write"):
+                soak(plan)
+        assert [name for name in broker.topics() if PREFIX in name] == []
