@@ -87,7 +87,7 @@ class Recorder:
     """Turns requests of clients, and what consumers tell, into events. Thread-safe if its sink is."""
 
     def __init__(self, now_ms: Callable[[], int], sink: EventSink, *, describes_groups: bool = True) -> None:
-        """``describes_groups`` False leaves the events of groups to the caller."""
+        """``describes_groups`` False leaves groups and their dead letters to the caller, who sees the stores."""
         self.levels: DelayLevels = DEFAULT_LEVELS
         """The delay levels of the brokers."""
         self.now_ms = now_ms
@@ -287,6 +287,10 @@ class Recorder:
         if flight is not None:
             self._end(flight[0], outcome, at_ms)
 
+    def has_committed(self, group: str, queue: MessageQueue) -> bool:
+        """Return whether a broker has saved progress of a group in a queue, since it last crashed."""
+        return (group, *queue) in self._committed
+
     # ---- deliveries
 
     def delivered(
@@ -358,6 +362,10 @@ class Recorder:
         """Record that processes have crashed, with which their deliveries end."""
         for process in sorted(processes):
             self.add("crash", process=process, at_ms=self.now_ms())
+        self.died(processes)
+
+    def died(self, processes: Collection[str]) -> None:
+        """Record the end of the deliveries that still ran in processes."""
         for key, (event, _) in list(self._running.items()):
             if event["process"] in processes:
                 del self._running[key]
@@ -404,8 +412,9 @@ class Recorder:
         self.add("group", group=group, topics=topics, **fields)
 
     def dead_letter(self, group: str, name: str) -> None:
-        """Record a dead letter."""
-        self.add("dead_letter", group=group, id=name, at_ms=self.now_ms())
+        """Record a dead letter, as the broker says."""
+        if self._describes_groups:
+            self.add("dead_letter", group=group, id=name, at_ms=self.now_ms())
 
     def reset(self, group: str, topic: str) -> None:
         """Record that the progress of a group was moved."""
@@ -448,7 +457,7 @@ class ConsumerRecorder:
     def takes(self, queue: MessageQueue, start: int, stored: int | None) -> None:
         """Record a queue that the consumer reads from ``start`` on; ``stored`` is the group's progress."""
         self._recorder.joined(self._consumer)
-        if stored is None and start > 0:
+        if stored is None and start > 0 and not self._recorder.has_committed(self._group, queue):
             self._recorder.reset(self._group, queue.topic)
         self._recorder.assigned("assign", self._process, self._group, queue)
 

@@ -381,6 +381,7 @@ class Kit:
             )
         self.note("fault", f"{process.label} shuts down and starts again")
         process.shut_down()
+        self.recorder.died(process.names())
         return self._again(process)
 
     def join(self, process: Process) -> Process:

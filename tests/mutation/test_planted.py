@@ -1,0 +1,44 @@
+"""Each planted bug is found by the history of a program, which has no anomaly without the bug."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.mutation.planted import BUGS, Bug
+from tests.mutation.programs import PROGRAMS, anomalies_of
+from tests.reference import CHECKOUT
+
+QUICK = ("progress-of-last", "late-commit", "queue-not-rebuilt", "replica-ahead")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_keeps_all_promises(name: str) -> None:
+    assert anomalies_of(name) == []
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_has_its_place(bug: Bug) -> None:
+    for edit in bug.edits:
+        compile(edit.source(), edit.file, "exec")
+
+
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, id=bug.name, marks=[pytest.mark.slow] * (bug.name not in QUICK)) for bug in BUGS]
+)
+def test_a_history_finds_a_planted_bug(bug: Bug) -> None:
+    command = [sys.executable, "-m", "tests.mutation.planted", bug.name]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert bug.anomaly in json.loads(done.stdout)
+
+
+def test_the_page_lists_what_rocketmq_had() -> None:
+    page = (CHECKOUT / "docs" / "histories.md").read_text("utf-8")
+    rows = re.findall(r"^\| \[(\S+)\].*\| `(\S+)` \| `(\S+)` \|$", page, re.MULTILINE)
+    assert sorted(rows) == sorted((bug.issue, bug.name, bug.anomaly) for bug in BUGS if bug.issue)
+    assert len(rows) >= 10
