@@ -166,7 +166,7 @@ def _broker_name(row: dict[str, Any]) -> str:
 
 
 def _text(what: str, value: object) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= _LONGEST:
+    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= _LONGEST:
         raise MalformedError(f"{what}: expected a name, found {value!r:.80}")
     return value
 
@@ -210,8 +210,10 @@ class HeldMessage(NamedTuple):
     @property
     def original_topic(self) -> str:
         """The topic of the send."""
-        prefix = RETRY_PREFIX + self.group
-        return self.topic[len(prefix) + 1 :] if self.topic.startswith(prefix) else self.topic
+        retries = (receive_retry_topic(self.group, "", v2=v2) for v2 in (False, True))
+        return next(
+            (self.topic.removeprefix(prefix) for prefix in retries if self.topic.startswith(prefix)), self.topic
+        )
 
 
 class UnusableRecord(NamedTuple):

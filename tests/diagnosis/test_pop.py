@@ -12,7 +12,7 @@ import pytest
 
 from librmq.cli import main
 from librmq.diagnosis import StoreView, Thresholds, diagnose, pending_messages, pop_holds, report, story
-from librmq.diagnosis.pop import REVIVE_GROUP, PopHolds
+from librmq.diagnosis.pop import REVIVE_GROUP, HeldMessage, PopHolds
 from librmq.files.disk import DiskFiles
 from librmq.message.message import Message
 from librmq.message.record import COMPRESSED
@@ -130,6 +130,8 @@ POINT = NAME | {"it": 60_000, "n": 2, "d": [0, 1]}
         ("ck", {}, "c: expected a name, found None"),
         ("ck", POINT | {"t": "a/b"}, "t: "),
         ("ck", POINT | {"c": ["G"]}, "c: "),
+        ("ck", POINT | {"c": "\ud800"}, "c: "),
+        ("ck", POINT | {"c": "\x1b[2J"}, "c: "),
         ("ck", POINT | {"bn": 7}, "bn: "),
         ("ck", POINT | {"q": -1}, "q: "),
         ("ck", POINT | {"q": True}, "q: "),
@@ -469,6 +471,21 @@ def test_an_earlier_moment(pop: PopStore, tmp_path: Path) -> None:
             found = pop_holds(StoreView.over(past))
             assert [one.queue_offset for one in found.held] == expected, seconds
             assert len(list(pending_messages(past, kind="pop"))) == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("topic", "original", "revived"),
+    [
+        ("orders", "orders", "%RETRY%G_orders"),
+        ("%RETRY%G_orders", "orders", "%RETRY%G_orders"),
+        ("%RETRY%G+orders", "orders", "%RETRY%G+orders"),
+        ("%RETRY%G", "%RETRY%G", "%RETRY%G"),
+        ("%RETRY%H_orders", "%RETRY%H_orders", "%RETRY%H_orders"),
+    ],
+)
+def test_the_topics_of_a_held_message(topic: str, original: str, revived: str) -> None:
+    held = HeldMessage("G", topic, 0, 0, 0, 0, 0)
+    assert (held.original_topic, held.revived_topic) == (original, revived)
 
 
 @pytest.mark.parametrize(
