@@ -208,24 +208,38 @@ class Load:
         """Messages that were sent, that failed, and that were consumed."""
         self.error = ""
         """Of the last send that failed."""
+        self._route = route
         self._names = names
         self._mix = [kind for kind in _MIX if (kind if kind != "batch" else "plain") in names.loads]
         self._lock = Lock()
         self._producer = Producer(route, f"{names.base}_shop")
         self._bank = TransactionProducer(route, f"{names.base}_bank", _decision_of)
+        self._guest: PushConsumer | None = None
         self._consumers: dict[str, PushConsumer | PullConsumer] = {}
         for group, topics in names.topics.items():
             if group.endswith("_pull"):
                 self._consumers[group] = pull = PullConsumer(route, group, consume_from=ConsumeFrom.FIRST)
                 pull.subscribe(*topics)
                 continue
-            is_ordered = group.endswith("_in_order")
-            push = PushConsumer(
-                route, group, orderly=is_ordered, suspend_time=0.1, consume_from=ConsumeFrom.FIRST, threads=4
-            )
-            self._consumers[group] = push
-            for topic in topics:
-                push.subscribe(topic, self._consume)
+            self._consumers[group] = self._push(group)
+
+    def _push(self, group: str) -> PushConsumer:
+        is_ordered = group.endswith("_in_order")
+        push = PushConsumer(
+            self._route, group, orderly=is_ordered, suspend_time=0.1, consume_from=ConsumeFrom.FIRST, threads=4
+        )
+        for topic in self._names.topics[group]:
+            push.subscribe(topic, self._consume)
+        return push
+
+    def _change_members(self) -> None:
+        """Let a second instance of the group of concurrent listeners come or go."""
+        group = f"{self._names.base}_push"
+        if self._guest is not None:
+            self._guest.shutdown()
+            self._guest = None
+        elif group in self._consumers:
+            self._guest = self._push(group).start()
 
     def start(self) -> None:
         """Start the consumers."""
@@ -254,6 +268,8 @@ class Load:
             message.properties[_FAILS] = "1"
         messages = 1
         try:
+            if number % 89 == 0:
+                self._change_members()
             if kind == "batch":
                 messages = 3
                 self._producer.send_batch([Message(topic, b"soak %d" % number, keys=str(number))] * messages)
@@ -282,8 +298,9 @@ class Load:
 
     def shutdown(self) -> None:
         """Shut all clients down."""
-        for client in (self._producer, self._bank, *self._consumers.values()):
-            client.shutdown()
+        for client in (self._producer, self._bank, *self._consumers.values(), self._guest):
+            if client is not None:
+                client.shutdown()
 
 
 def _decision_of(half: CheckedMessage) -> TransactionState:
@@ -508,13 +525,17 @@ class _Process:
         self._close()
         return killed_ms
 
-    def end(self) -> None:
-        """Wait for the end of a process that was asked for it, and kill it if that takes too long."""
+    def end(self) -> str:
+        """Wait for the end that was asked for, and kill the process if that takes too long; return what failed."""
+        problem = ""
         try:
-            self._process.wait(_END_S)
+            if status := self._process.wait(_END_S):
+                problem = f"it ended with status {status}"
         except subprocess.TimeoutExpired:
             self._process.kill()
+            problem = f"it was killed, because it did not end within {_END_S:g} s"
         self._close()
+        return problem
 
     def _close(self) -> None:
         self._process.wait()
@@ -534,7 +555,7 @@ class SoakResult:
     counts: Mapping[str, int]
     """Sends and deliveries by their outcome, and faults by their kind."""
     left: Mapping[str, str]
-    """Topics and groups that could not be deleted, and why."""
+    """Topics and groups that could not be deleted, and processes that did not end, with the reason."""
     is_interrupted: bool
 
 
@@ -560,6 +581,7 @@ class Soak:
         self._proxy: CuttingProxy | None = None
         self._broker_name = ""
         self._created: list[tuple[str, str]] = []
+        self._left: dict[str, str] = {}
         self._faults: Counter[str] = Counter(dict.fromkeys(plan.possible_faults(), 0))
 
     def run(self, wait: Callable[[float], bool], show: Callable[[Mapping[str, object]], None]) -> SoakResult:
@@ -589,11 +611,11 @@ class Soak:
                     self._end_processes()
             anomalies, counts = self._write_history()
         finally:
-            left = self._delete_topics()
+            self._delete_topics()
         shutil.rmtree(self._parts)
         if not counts["sent"] and not is_interrupted:
             raise InputError(f"no message was acknowledged; the last error: {self._last_error()}")
-        return SoakResult(anomalies, self.history, counts, left, is_interrupted)
+        return SoakResult(anomalies, self.history, counts, self._left, is_interrupted)
 
     # ---- topics and groups
 
@@ -623,9 +645,8 @@ class Soak:
             self._created.append(("group", group))
             brokers.set_group(group)
 
-    def _delete_topics(self) -> dict[str, str]:
-        """Delete what was created, and what consumers have caused; return what remains, and why."""
-        left: dict[str, str] = {}
+    def _delete_topics(self) -> None:
+        """Delete what was created, and what consumers have caused; note what remains, and why."""
         try:
             with self._administration() as brokers:
                 existing = brokers.topics()
@@ -640,12 +661,11 @@ class Soak:
                     try:
                         delete()
                     except RmqError as error:
-                        left[name] = str(error)
+                        self._left[name] = str(error)
                 if isinstance(brokers, Broker):
                     brokers.clean_unused_topics()
         except RmqError as error:
-            left |= {name: str(error) for _, name in self._created}
-        return left
+            self._left |= {name: str(error) for _, name in self._created}
 
     # ---- processes
 
@@ -760,7 +780,8 @@ class Soak:
                 process.ask("stop")
                 process.ask("end")
             for process in processes:
-                process.end()
+                if problem := process.end():
+                    self._left[f"process {process.name}"] = problem
 
     # ---- the history
 

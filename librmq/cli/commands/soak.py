@@ -42,7 +42,7 @@ def soak(arguments: argparse.Namespace, output: Output) -> int:
     with end_signals() as signals:
         result = run.run(signals.wait, show)
     for name, why in result.left.items():
-        complain(f"note: {name} could not be deleted: {why}")
+        complain(f"note: {name} is left: {why}")
     for anomaly in result.anomalies[:_SHOWN]:
         output.row({"type": "anomaly", **anomaly.row()})
     if len(result.anomalies) > _SHOWN:
