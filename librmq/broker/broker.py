@@ -482,6 +482,14 @@ class Broker:
         """Remove a lost client from all its groups. Its queue locks expire by themselves."""
         self.call(ChannelClosed(client_id))
 
+    def await_members(self, seconds: float) -> None:
+        """Let no group share its queues out for a time, in which the clients of a former broker register.
+
+        Otherwise those that come first would take the queues of those that come later.
+        """
+        with self._locked():
+            self._context.clients.await_members(round(1000 * seconds))
+
     def client_ids(self) -> tuple[str, ...]:
         """Return the ids of all known clients, sorted."""
         with self._locked():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from librmq.broker.groups import Groups, comparable, describe_differences
 from librmq.broker.long_polling import HeldRequests
 from librmq.broker.topics import Topics
-from librmq.errors import RmqError
+from librmq.errors import BrokerError, RmqError
 from librmq.message.message import MessageQueue, retry_topic
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -33,12 +33,13 @@ from librmq.protocol import (
     LockQueues,
     MessageModel,
     Request,
+    ResponseCode,
     Subscription,
     UnlockQueues,
     Unregister,
 )
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.runner import Runner
+from librmq.runtime.runner import Runner, Step
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations
@@ -126,6 +127,7 @@ class Clients:
         self._differences: dict[str, str] = {}  # by group, as last logged
         self._compared: dict[str, dict[str, dict[str, str]]] = {}  # the subscriptions of its members, by group
         self._settings: dict[str, set[str]] = {}  # by group, those that were logged
+        self._awaits_members = False
 
     def register_client(self, request: Heartbeat) -> None:
         """Register a client; make the groups of its consumers, and their retry topics."""
@@ -252,8 +254,26 @@ class Clients:
             self._call(client, ClientRemoved(self._broker_name))
         self._notify_members(changed)
 
+    def await_members(self, ms: int) -> None:
+        """Let the clients of a former broker register before any group shares its queues out."""
+        self._awaits_members = True
+        self._runner.wake(Step(f"{self._broker_name} members", self._end_wait), self._runner.now_ms() + ms)
+
+    def _end_wait(self, now_ms: int) -> None:
+        self._awaits_members = False
+        for name in list(self.consumers):
+            self.notify_group(name, ConsumersChanged(name))
+
     def consumer_ids(self, request: ConsumerIds) -> tuple[str, ...]:
-        """Return the members of a consumer group."""
+        """Return the members of a consumer group.
+
+        Raises:
+            BrokerError: The broker has just opened, and awaits those of a former one; it will notify all.
+        """
+        if self._awaits_members:
+            raise BrokerError(
+                ResponseCode.SERVICE_NOT_AVAILABLE, f"{self._broker_name} has just opened and awaits the members"
+            )
         group = self.consumers.get(request.group)
         return () if group is None else tuple(group.clients)
 

@@ -21,7 +21,7 @@ from librmq.runtime.runner import Runner, Step
 from librmq.wire.remote.connection import Connections, Ended, Requested, Transport
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remoting.channels import Channel, ClientChannels
-from librmq.wire.remoting.consumer_requests import Pulls
+from librmq.wire.remoting.consumer_requests import ChannelReceives, Pulls
 from librmq.wire.remoting.frames import Frame, FrameReader, encode
 from librmq.wire.remoting.rates import Rates
 from librmq.wire.remoting.sends import SENDS
@@ -75,7 +75,7 @@ class _Server:
         self.broker = broker
         self.sessions = ClientChannels(broker, lambda *_: None)
         self.pulls = Pulls(broker, rates, ends_holds=False)  # otherwise a test would never be idle
-        self.answers = FrameAnswers(broker, self.sessions, self.pulls, rates)
+        self.answers = FrameAnswers(broker, self.sessions, self.pulls, ChannelReceives(broker), rates)
 
 
 class _TurnChannel(Channel):

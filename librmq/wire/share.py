@@ -57,10 +57,12 @@ from librmq.protocol import (
     DeleteGroup,
     DeleteTopic,
     Endpoint,
+    ForwardToDeadLetters,
     Heartbeat,
     QueueData,
     Request,
     Route,
+    SendBack,
     SendBatch,
     SendMessage,
     SendReply,
@@ -75,7 +77,7 @@ from librmq.store import MessageStore
 from librmq.store.format.directory import check_kind as check_store
 from librmq.wire.remote.connection import is_held_here
 from librmq.wire.share_links import SharedEndpoint, StoreOwner, StorePeer
-from librmq.wire.unix_sockets import is_stopped, network_file_system, share_folder
+from librmq.wire.unix_sockets import is_stopped, network_file_system, owner_socket, share_folder
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -87,8 +89,14 @@ _RELEASED_S: Final = 0.5
 """The locks of a process that ends are released within this time."""
 _ENDS_S: Final = 0.1
 """Connections of a process that ends are closed within this time, one after the other."""
+_MEMBERS_S: Final = 1.0
+"""The clients of other processes register with a new owner in this time."""
 _FAILED_S: Final = 1.0
 """Between two tries to open a store that can't be opened."""
+
+
+_STORES: Final = frozenset((SendMessage, SendBatch, SendReply, SendBack, ForwardToDeadLetters))
+"""Requests that an owner may have carried out when it ended, so that only their caller can repeat them."""
 
 
 def _check_place(path: str) -> None:
@@ -151,6 +159,7 @@ class SharedBroker:
         self._thread: threading.Thread | None = None
         self._beats: dict[str, Heartbeat] = {}  # of clients that wait for an owner
         self._topics: dict[str, tuple[QueueData, ...]] = {}  # as the last owner had them
+        self._was_peer = False
         self._error: RmqError = BrokerUnreachableError("this process is a forked child")
         self._states = StateLog(_log, f"share {path}")
         self._absent = SharedEndpoint(self._call_next)
@@ -241,6 +250,8 @@ class SharedBroker:
                 metrics=settings.metrics,
             )
             undo.callback(broker.close)
+            if self._was_peer or os.path.exists(owner_socket(self.path)):  # there are peers of a former owner
+                broker.await_members(_MEMBERS_S)
             owner = StoreOwner(lock, broker)
             undo.pop_all()
         return owner
@@ -293,6 +304,7 @@ class SharedBroker:
         with self._lock:
             if self._link is link and not self._closing.is_set():
                 self._beats, self._topics = link.heartbeats(), link.known_topics()
+                self._was_peer = True
                 self._error = BrokerUnreachableError(f"its owner, process {link.process}, has ended")
                 self._settled.clear()
                 self._link = None
@@ -324,9 +336,11 @@ class SharedBroker:
         try:
             return endpoint.call(request)
         except BrokerUnreachableError as error:
-            if self._is_lost(link):
+            if not self._is_lost(link):
+                raise link.explained(error) from error
+            if type(request) in _STORES:
                 raise BrokerUnreachableError(f"the owner of the store has ended: {error}") from error
-            raise link.explained(error) from error
+            return self._call_next(request)
 
     def _call_next(self, request: Request[Any]) -> object:
         """Wait for the next owner within the time of a request, and pass the request to it."""

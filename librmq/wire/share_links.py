@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
@@ -21,7 +21,7 @@ from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, RmqError
 from librmq.files.lock import DiskLock
 from librmq.message.ids import format_host, parse_host
-from librmq.protocol import Endpoint, Heartbeat, QueueData, Request
+from librmq.protocol import ConsumerOffsets, Endpoint, Heartbeat, MessageModel, QueueData, Request, UpdateOffset
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.connection import dial_locally
@@ -38,10 +38,23 @@ from librmq.wire.unix_sockets import (
 )
 
 _log = EventLog("librmq.wire")
-_POLL_MS: Final = 1_000
-"""A peer learns in this time of topics that others have made."""
 _STOPPED_S: Final = 0.2
 """Between two looks whether the owner is stopped."""
+
+
+def _register(owner: Endpoint, beats: Mapping[str, Heartbeat]) -> None:
+    """Register clients, and store their progress, because the owner may know an earlier one.
+
+    It must be there before their groups share the queues out, since the next reader of a queue begins there.
+    """
+    for beat in beats.values():
+        with suppress(RmqError):  # the owner has ended too, or the client is leaving
+            owner.call(beat)
+            for data in beat.consumers:
+                if data.model is MessageModel.CLUSTERING:
+                    for topic in data.subscriptions:
+                        for queue, offset in beat.client.call(ConsumerOffsets(data.group, topic)).items():
+                            owner.call(UpdateOffset(data.group, topic, queue.queue_id, offset))
 
 
 class SharedEndpoint:
@@ -73,9 +86,7 @@ class StoreOwner:
 
     def register(self, beats: dict[str, Heartbeat]) -> None:
         """Register the clients of this process, which the former owner knew."""
-        for beat in beats.values():
-            with suppress(RmqError):
-                self.route.call(beat)
+        _register(self.route, beats)
 
     def close(self) -> None:
         """Hand the store over: end the connections first, so that no request is refused meanwhile."""
@@ -123,7 +134,7 @@ class StorePeer:
                     later=notices.later,
                     prepare=lambda addresses: None,
                     at_close=at_close,
-                    poll_ms=_POLL_MS,
+                    is_shared=True,
                 )
                 self.name = self.route.broker_names()[0]
             except (BrokerUnreachableError, IndexError) as error:  # without a broker while it closes
@@ -153,10 +164,7 @@ class StorePeer:
 
     def register(self, beats: dict[str, Heartbeat]) -> None:
         """Register the clients of this process, which the former owner knew."""
-        endpoint = self.route.endpoint(self.name)
-        for beat in beats.values():
-            with suppress(RmqError):
-                endpoint.call(beat)
+        _register(self.route.endpoint(self.name), beats)
 
     def heartbeats(self) -> dict[str, Heartbeat]:
         """Return the heartbeats of the clients of this process."""
@@ -206,7 +214,7 @@ class StorePeer:
         """Return whether the owner's end of the connection is closed, after which its number may be another's."""
         try:
             self._sentinel.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
-        except BlockingIOError:
+        except (BlockingIOError, TimeoutError):
             return False
         except OSError:
             return True

@@ -1,7 +1,7 @@
 """A process that shares a store: it sends numbered messages, consumes them, and writes a history.
 
 Words: the store, the process's name, the folder of histories, and options as JSON: ``rate`` of sends a second,
-``group`` to consume in, ``share``, the settings of `librmq.share`. Prints a line ``ready``, then ``sent`` or
+``group`` to consume in, ``share`` and ``producer``, the settings of both. Prints a line ``ready``, then ``sent`` or
 ``refused`` with the seconds and the error for each send. A line of input ends its sends, the end of the input the
 process.
 """
@@ -12,18 +12,19 @@ import json
 import os
 import sys
 import threading
+from typing import Any
 
 import librmq
 from librmq.clock import SystemClock
 
 
-def main(store: str, name: str, folder: str, options: dict[str, object]) -> None:
+def main(store: str, name: str, folder: str, options: dict[str, Any]) -> None:
     """Work until the input ends."""
     ending, clock = threading.Event(), SystemClock()
-    shared = librmq.share(store, **options.get("share", {}))  # type: ignore[arg-type]
+    shared = librmq.share(store, **options.get("share", {}))
     history = librmq.record_history(shared, os.path.join(folder, f"{name}.jsonl"), process=name)
     group, rate = options.get("group"), options.get("rate", 0)
-    with shared, history, librmq.Producer(history, "shop") as producer:
+    with shared, history, librmq.Producer(history, "shop", **options.get("producer", {})) as producer:
         consumer = None
         if group:
             consumer = librmq.PushConsumer(history, str(group), consume_from=librmq.ConsumeFrom.FIRST)

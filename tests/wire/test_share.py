@@ -2,24 +2,62 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import signal
+import socket
+import stat
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import librmq
+from librmq import (
+    Broker,
+    BrokerConfig,
+    BrokerUnreachableError,
+    ConfigError,
+    ConsumeFrom,
+    DeliveredMessage,
+    DownstreamDown,
+    Message,
+    Producer,
+    PullConsumer,
+    PushConsumer,
+    ReceiptError,
+    SimpleConsumer,
+    StoreConfig,
+    StoreLockedError,
+    TimerConfig,
+    TransactionProducer,
+    TransactionState,
+)
 from librmq.clock import SystemClock
+from librmq.errors import NotAStoreError
 from librmq.protocol import QueryOffset
 from librmq.testing import check_history
-from librmq.wire import unix_sockets
-from librmq.wire.unix_sockets import connect_to, owner_socket
-from tests.programs import Process, environment
+from librmq.wire.remote import ClusterAdmin
+from librmq.wire.remoting.codec import frame_of
+from librmq.wire.remoting.frames import encode
+from librmq.wire.remoting.headers import RequestCode
+from librmq.wire.share import SharedBroker
+from librmq.wire.share_links import StoreOwner, connect_to_owner
+from librmq.wire.unix_sockets import (
+    connect_to,
+    credentials_of,
+    is_stopped,
+    network_file_system,
+    owner_socket,
+    share_folder,
+)
+from tests.programs import Process, environment, in_child, start_program
 from tests.wire.stub import wait_until
 
 pytestmark = pytest.mark.skipif("sys.platform == 'win32'", reason="no Unix domain sockets with credentials")
@@ -39,7 +77,7 @@ class Worker:
         self.lines: list[str] = []
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
-        self._scene = scene
+        self.scene = scene
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -61,15 +99,22 @@ class Worker:
         wait_until(lambda: len(self.sends) >= count, f"{self.name} sends", 60)
 
     def kill(self) -> None:
+        self.scene.crashed(self.name, CLOCK.now_ms())
         self.process.kill()
-        self.process.wait()
-        self._scene.crashed(self.name)
+        self.scene.crashed(self.name, CLOCK.now_ms() + 2)  # before another process owns the store
+        del self.scene.workers[self.name]
         self.end()
 
     def stop_sending(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
+
+    def leave(self) -> None:
+        """Let it shut down; its messages are the others'."""
+        del self.scene.workers[self.name]
+        self.end()
+        assert self.process.returncode == 0
 
     def end(self) -> None:
         """End its input, and wait until it has shut down."""
@@ -102,14 +147,12 @@ class Scene:
         """Return the process that owns the store."""
         connected = connect_to(owner_socket(self.store), 5)
         with connected:
-            pid = unix_sockets.credentials_of(connected).process
+            pid = credentials_of(connected).process
         return next(worker for worker in self.workers.values() if worker.process.pid == pid)
 
-    def crashed(self, name: str) -> None:
-        at_ms = CLOCK.now_ms()
+    def crashed(self, name: str, at_ms: int) -> None:
         self._events.append({"event": "crash", "process": name, "at_ms": at_ms})
         self._events.append({"event": "crash", "broker": "broker-a", "at_ms": at_ms})
-        del self.workers[name]
 
     def drain(self, group: str) -> None:
         """Stop all sends, and wait until a group has consumed everything."""
@@ -145,22 +188,315 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
             worker.end()
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_owners_lose_nothing(scene: Scene, kills: int) -> None:
+def end_by_kill(owner: Worker) -> None:
+    owner.kill()
+
+
+def end_stopped(owner: Worker) -> None:
+    """Stop the owner; another process ends it."""
+    owner.process.send_signal(signal.SIGSTOP)
+    owner.scene.crashed(owner.name, CLOCK.now_ms() + 100)  # before another process ends it
+    assert owner.process.wait(60) == -signal.SIGKILL
+    owner.kill()
+
+
+def end_cleanly(owner: Worker) -> None:
+    owner.leave()
+
+
+WAYS = {"kill": (end_by_kill, 3, 200), "stopped": (end_stopped, 1, 50), "clean": (end_cleanly, 3, 50)}
+
+
+@pytest.mark.parametrize(
+    ("way", "times"),
+    [(way, few) for way, (_, few, _) in WAYS.items()]
+    + [pytest.param(way, many, marks=pytest.mark.slow) for way, (_, _, many) in WAYS.items()],
+)
+def test_owners_that_end_lose_nothing(scene: Scene, way: str, times: int, figure: Callable[[str], None]) -> None:
+    end, slowest = WAYS[way][0], 0.0
+    settings = {"timeout": 2, "take_over_stopped": 0.2} if way == "stopped" else {}
+
+    def start() -> None:
+        scene.start(rate=100, group="billing", share=settings).wait_ready()
+
     for _ in range(3):
-        scene.start(rate=100, group="billing").wait_ready()
-    slowest = 0.0
-    for _ in range(kills):
+        start()
+    for _ in range(times):
+        owner = scene.owner()
         before = {name: len(worker.sends) for name, worker in scene.workers.items()}
-        scene.owner().kill()
+        end(owner)
         for worker in scene.workers.values():
             worker.wait_sends(20)
         outcomes = [send for name, worker in scene.workers.items() for send in worker.sends[before[name] :]]
-        assert {outcome for outcome, _ in outcomes} == {"sent"}
+        assert {outcome for outcome, _ in outcomes} == {"sent"}, [worker.lines for worker in scene.workers.values()]
         slowest = max(slowest, *(seconds for _, seconds in outcomes))
-        scene.start(rate=100, group="billing").wait_ready()
+        start()
     scene.drain("billing")
     for worker in list(scene.workers.values()):
-        worker.end()
+        worker.leave()
     assert check_history(scene.events()) == []
-    print("slowest", slowest)
+    figure(f"the longest send over {times} ends of owners, {way}: {slowest:.2f} s")
+
+
+def test_a_stopped_owner_keeps_the_store(scene: Scene) -> None:
+    scene.start().wait_ready()
+    owner = scene.owner()
+    peer = scene.start(rate=20, producer={"timeout": 1}, share={"timeout": 1}).wait_ready()
+    peer.wait_sends(5)
+    owner.process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: any(line.startswith("refused") for line in peer.lines), "a send is refused", 30)
+    refused = next(line for line in peer.lines if line.startswith("refused"))
+    assert f"process {owner.process.pid}, which owns the store, is stopped" in refused
+    assert 0.9 < float(refused.split()[1]) < 2
+    with pytest.raises(BrokerUnreachableError, match=f"process {owner.process.pid}, which owns the store, is stopped"):
+        librmq.share(scene.store, timeout=0.2, wait=0.5)
+    assert is_stopped(owner.process.pid)
+    owner.process.send_signal(signal.SIGCONT)
+    peer.wait_sends(5)
+    assert peer.sends[-1][0] == "sent"
+
+
+# ---- in this process: it is an owner and a peer
+
+
+@contextmanager
+def pair(folder: Path, **settings: Any) -> Iterator[tuple[SharedBroker, SharedBroker]]:
+    """Share a store twice; the first one owns it."""
+    with librmq.share(folder / "store", **settings) as owner, librmq.share(folder / "store", **settings) as peer:
+        assert (owner.is_owner, peer.is_owner, peer.owner) == (True, False, os.getpid())
+        yield owner, peer
+
+
+def test_clients_of_all_kinds_at_a_peer(tmp_path: Path) -> None:
+    with pair(tmp_path, config=BrokerConfig(timers=TimerConfig())) as (owner, peer):
+        peer.create_topic("orders", 2)
+        with Producer(peer, "shop") as producer, Producer(owner, "shop") as own_producer:
+            for number in range(4):
+                producer.send("orders", b"%d" % number, keys=f"k{number}", tags="paid")
+                own_producer.send("orders", b"own %d" % number)
+            producer.send("orders", b"later", delay=0.05)
+            producer.send_batch([Message("orders", b"a"), Message("orders", b"b")])
+        got: list[bytes] = []
+        with PullConsumer(peer, "audit", consume_from=ConsumeFrom.FIRST) as consumer:
+            consumer.subscribe("orders")
+            while len(got) < 11:
+                got += [message.body for message in consumer.poll(10)]
+        assert sorted(got) == sorted(
+            [b"%d" % n for n in range(4)] + [b"own %d" % n for n in range(4)] + [b"later", b"a", b"b"]
+        )
+        heard: list[bytes] = []
+        consumer_push = PushConsumer(peer, "billing", consume_from=ConsumeFrom.FIRST)
+
+        @consumer_push.subscribe("orders", sql="TAGS = 'paid'")
+        def charge(message: DeliveredMessage) -> None:
+            if not message.reconsume_times and message.keys == ("k0",):
+                raise DownstreamDown
+            heard.append(message.body)
+
+        with consumer_push:
+            wait_until(lambda: len(heard) >= 3, "messages are heard", 30)
+        with TransactionProducer(peer, "bank", lambda message: TransactionState.UNKNOWN) as bank:
+            bank.send_in_transaction(
+                Message("orders", b"committed"), execute=lambda message, arg: TransactionState.COMMIT
+            )
+        assert b"committed" in [message.body for message in peer.messages("orders")]
+
+
+def test_receives_at_a_peer(tmp_path: Path) -> None:
+    with (
+        pair(tmp_path) as (owner, peer),
+        Producer(owner, "shop") as producer,
+        SimpleConsumer(peer, "mailer") as consumer,
+    ):
+        consumer.subscribe("orders")
+        assert consumer.receive(wait=0) == []
+        threading.Timer(0.05, lambda: producer.send("orders", b"one")).start()
+        (first,) = consumer.receive(wait=30)
+        consumer.extend(first, 0)
+        (again,) = consumer.receive(wait=30)
+        assert (again.body, again.attempt) == (b"one", 2)
+        with pytest.raises(ReceiptError):
+            consumer.ack(first)
+        with pytest.raises(ReceiptError, match="no longer in flight"):
+            consumer.extend(first, 5)
+        consumer.dead_letter(again, "broken")
+        assert [letter.body for letter in peer.dead_letters("mailer")] == [b"one"]
+        producer.send("orders", b"two")
+        consumer.ack(*consumer.receive(wait=30))
+        (state,) = owner_clients(owner)
+        assert state.consumer_groups == ("mailer",)
+
+
+def owner_clients(shared: SharedBroker) -> list[Any]:
+    broker = cast("StoreOwner", shared._link).route
+    return [client for client in broker.clients() if client.consumer_groups]
+
+
+def test_the_last_one_hands_over_to_none(tmp_path: Path) -> None:
+    with librmq.share(tmp_path / "store") as first:
+        with Producer(first, "shop") as producer:
+            producer.send("orders", b"kept")
+        folder = Path(share_folder(tmp_path / "store"))
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE((folder / "owner").stat().st_mode) == 0o600
+    assert sorted(entry.name for entry in folder.iterdir()) == ["lock"]
+    with pytest.raises(BrokerUnreachableError, match="closed; make another"):
+        first.call(QueryOffset("g", "orders", 0))
+    with Broker.open(tmp_path / "store") as broker:
+        assert [message.body for message in broker.messages("orders")] == [b"kept"]
+        with pytest.raises(StoreLockedError, match=f"pid {os.getpid()}"):
+            librmq.share(tmp_path / "store")
+
+
+def test_a_command_reaches_the_owner(tmp_path: Path) -> None:
+    with pytest.raises(BrokerUnreachableError, match="can't be reached"):
+        connect_to_owner(tmp_path / "store")
+    with librmq.share(tmp_path / "store") as shared, connect_to_owner(tmp_path / "store") as route:
+        ClusterAdmin(route).create_topic("orders", 3)
+        assert shared.topic_route("orders")[0].read_queues == 3
+
+
+def test_a_long_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    deep = tmp_path / ("d" * 100)
+    for _ in range(2):  # the second time after an owner that was killed
+        with pair(deep) as (_, peer):
+            place = Path(owner_socket(deep / "store"))
+            assert len(bytes(place)) < 100 < len(bytes(deep))
+            with Producer(peer, "shop") as producer:
+                producer.send("orders", b"x")
+        assert not place.exists()
+        assert not place.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"config": StoreConfig()}, ConfigError, "expected store_config="),
+        ({"store_config": BrokerConfig()}, (ConfigError, TypeError), "store_config"),
+        ({"name": "\n"}, ConfigError, "name"),
+        ({"timeout": 0}, ConfigError, "timeout"),
+        ({"take_over_stopped": -1}, ConfigError, "take_over_stopped"),
+        ({"path": 3}, (ConfigError, TypeError), "path"),
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path: Path, settings: dict[str, Any], error: Any, match: str) -> None:
+    with pytest.raises(error, match=match):
+        librmq.share(**{"path": tmp_path / "store", **settings})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_places_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(NotAStoreError):
+            librmq.share(path)
+    device = tmp_path.stat().st_dev
+    mounts = tmp_path / "mountinfo"
+    lines = {"nfs4": "nfs4 server:/data rw", "ext4": "ext4 /dev/sda1 rw", "fuse.sshfs": "fuse.sshfs host: rw"}
+    for kind, line in lines.items():
+        mounts.write_text(f"36 35 {os.major(device)}:{os.minor(device)} / /data rw shared:1 - {line}\n")
+        wanted = None if kind == "ext4" else kind
+        assert network_file_system(str(tmp_path / "not" / "yet"), str(mounts)) == wanted
+    monkeypatch.setattr("librmq.wire.share.network_file_system", lambda path: "nfs4")
+    with pytest.raises(ConfigError, match="network file system nfs4"):
+        librmq.share(tmp_path / "store")
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ConfigError, match="not for Windows yet"):
+        librmq.share(tmp_path / "store")
+    monkeypatch.undo()
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_hostile_peer_stops_no_other(tmp_path: Path) -> None:
+    with pair(tmp_path) as (owner, peer), Producer(peer, "shop") as producer, ExitStack() as hostile:
+        server = cast("StoreOwner", owner._link).server
+        for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00", b"\x7f\xff\xff\xff" + bytes(1000), b""):
+            connected = hostile.enter_context(connect_to(owner_socket(peer.path), 5))
+            connected.sendall(junk)
+        for _ in range(20):  # a peer that reads no answers
+            connected = hostile.enter_context(connect_to(owner_socket(peer.path), 5))
+            connected.setblocking(False)
+            with suppress(BlockingIOError, BrokenPipeError):
+                while True:
+                    connected.send(encode(frame_of(RequestCode.GET_ALL_TOPIC_CONFIG)) * 100)
+        for number in range(100):
+            producer.send("orders", b"%d" % number)
+        assert server.refused == 2
+
+
+def test_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with librmq.share(tmp_path / "store"):
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        with pytest.raises(BrokerUnreachableError, match=r"belongs to user .*: expected one's own"):
+            connect_to(owner_socket(tmp_path / "store"), 5)
+        with socket.socket(socket.AF_UNIX) as connected:
+            connected.connect(owner_socket(tmp_path / "store"))
+            assert connected.recv(1) == b""
+
+
+def test_shared_without_blocking_the_event_loop(tmp_path: Path) -> None:
+    async def run() -> bytes:
+        async with await librmq.share_async(tmp_path / "store") as owner:
+            async with await librmq.share_async(tmp_path / "store") as peer, Producer(peer, "shop") as producer:
+                await producer.send_async("orders", b"x")
+            return next(owner.messages("orders")).body
+
+    assert asyncio.run(run()) == b"x"
+
+
+# ---- forks
+
+
+@pytest.mark.parametrize("of_owner", [True, False])
+def test_a_forked_child_connects_again(tmp_path: Path, of_owner: bool) -> None:
+    with pair(tmp_path) as shared:
+        parent, other = shared if of_owner else shared[::-1]
+        with Producer(parent, "shop") as before:
+            before.send("orders", b"parent")
+
+            def check() -> None:
+                before.send("orders", b"by the parent's producer")
+                assert not parent.is_owner
+                with Producer(parent, "shop") as producer:
+                    producer.send("orders", b"child")
+                with PullConsumer(parent, "audit", consume_from=ConsumeFrom.FIRST) as consumer:
+                    consumer.subscribe("orders")
+                    got = {message.body for _ in range(3) for message in consumer.poll(1)}
+                assert got >= {b"child", b"by the parent's producer", b"parent"}
+                parent.close()
+
+            in_child(check)
+            before.send("orders", b"parent again")
+        assert len(list(other.messages("orders"))) == 4
+
+
+def test_a_child_takes_over_from_its_parent(scene: Scene) -> None:
+    """As with gunicorn's ``preload``: the children inherit an owner, and one of them is the next."""
+    program = """
+        import os, sys, librmq
+        shared = librmq.share(sys.argv[1])
+        producer = librmq.Producer(shared, "shop")
+        producer.send("orders", b"parent")
+        if os.fork() == 0:
+            producer.send("orders", b"child")
+            print("sent", flush=True)
+            sys.stdin.readline()
+            producer.send("orders", b"heir")
+            print("owner", shared.owner == os.getpid(), flush=True)
+            shared.close()
+            os._exit(0)
+        os.wait()
+    """
+    with start_program(program, scene.store) as parent:
+        assert parent.stdout is not None
+        assert parent.stdin is not None
+        assert parent.stdout.readline() == "sent\n"
+        parent.kill()
+        parent.wait()
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        assert parent.stdout.readline() == "owner True\n"
+    with librmq.share(scene.store) as shared:
+        assert sorted(message.body for message in shared.messages("orders")) == [b"child", b"heir", b"parent"]

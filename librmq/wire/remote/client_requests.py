@@ -45,6 +45,7 @@ from librmq.wire.remoting.headers import (
     ClientStatusHeader,
     ConsumerGroupHeader,
     DirectConsumeHeader,
+    HoldHeader,
     PushedReplyHeader,
     RequestCode,
     ResetOffsetHeader,
@@ -64,18 +65,25 @@ class ClientRequests:
     """Answers one broker's requests to the clients of a route. Thread-safe."""
 
     def __init__(
-        self, broker_name: str, client: Callable[[str], Heartbeat | None], later: _Later, name_servers: tuple[str, ...]
+        self,
+        broker_name: str,
+        client: Callable[[str], Heartbeat | None],
+        notify_receive: Callable[[int], None],
+        later: _Later,
+        name_servers: tuple[str, ...],
     ) -> None:
         """Answer for clients.
 
         Args:
             broker_name: Names the broker.
             client: Returns the last heartbeat of a client; None if it has left.
+            notify_receive: Lets the receive with this number ask again.
             later: Runs a function under the runner's lock, soon.
             name_servers: Addresses, which a client's description names.
         """
         self._broker_name = broker_name
         self._client = client
+        self._notify_receive = notify_receive
         self._later = later
         self._name_servers = name_servers
         self._lock = Lock()
@@ -88,6 +96,7 @@ class ClientRequests:
             RequestCode.GET_CONSUMER_RUNNING_INFO: self._describe,
             RequestCode.CONSUME_MESSAGE_DIRECTLY: self._consume,
             RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT: self._reply,
+            RequestCode.NOTIFY_RECEIVE: self._receive_again,
         }
 
     def requested(self, client_id: str, transport: Transport, frame: Frame) -> None:
@@ -199,6 +208,9 @@ class ClientRequests:
 
         name = header.broker_name or self._broker_name
         beat.client.call(ConsumeDirectly(header.consumer_group, message, name, ended))
+
+    def _receive_again(self, beat: Heartbeat, header: HoldHeader, frame: Frame, send: _Send) -> None:
+        self._notify_receive(header.hold)
 
     def _reply(self, beat: Heartbeat, header: PushedReplyHeader, frame: Frame, send: _Send) -> None:
         reply = Message._from_parts(header.topic, frame.body, header.flag, decode_properties(header.properties))

@@ -10,16 +10,27 @@ So a step under the runner's lock never waits for a pull. Mirrors ``PullAPIWrapp
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
 from librmq.message.message import StoredMessage
-from librmq.protocol import PullMessage, PullResponse, PullStatus, UpdateOffset
+from librmq.protocol import CancelReceive, PullMessage, PullResponse, PullStatus, Receive, ReceiveResponse, UpdateOffset
 from librmq.runtime.locks import Lock
 from librmq.wire.remote.connection import Transport
-from librmq.wire.remoting.codec import FORMS, pull_frame, pull_status, read_pulled, refusal
+from librmq.wire.remoting.codec import (
+    FORMS,
+    frame_of,
+    pull_frame,
+    pull_status,
+    read_pulled,
+    read_received,
+    receive_frame,
+    refusal,
+)
 from librmq.wire.remoting.frames import Frame
+from librmq.wire.remoting.headers import HoldHeader, RequestCode
 
 SUSPEND_MS: Final = 15_000
 _ANSWER_WITHIN_MS: Final = 30_000
@@ -235,3 +246,61 @@ def _check_found(request: PullMessage, messages: Sequence[StoredMessage], next_o
 
 def _asked(request: PullMessage) -> tuple[object, ...]:
     return request.queue_offset, request.max_messages, request.subscription
+
+
+# ---- receives, which only an owner of a shared store answers
+
+
+class HeldReceives:
+    """The receives at one broker that wait for messages, by numbers that the broker repeats. Thread-safe."""
+
+    def __init__(self, broker_name: str, connect: Callable[[str], Transport], timeout_s: float) -> None:
+        """``connect(client_id)`` returns the connection of a client; ``timeout_s`` is the time for an answer."""
+        self._broker_name = broker_name
+        self._connect = connect
+        self._timeout_s = timeout_s
+        self._lock = Lock()
+        self._numbers = itertools.count(1)
+        self._held: dict[int, tuple[str, Callable[[], None]]] = {}
+
+    def receive(self, request: Receive) -> ReceiveResponse:
+        """Return messages, or hold the request until the broker calls its ``notify``.
+
+        Raises:
+            BrokerError: The broker refuses the receive.
+            BrokerUnreachableError: It can't be reached, or its answer can't be read.
+        """
+        transport, notify, hold = self._connect(request.client_id), request.notify, 0
+        if notify is not None:
+            with self._lock:
+                hold = next(self._numbers)
+                self._held[hold] = request.client_id, notify  # before the answer, which a message can overtake
+        is_held = False
+        try:
+            response = read_received(transport.request(receive_frame(request, hold), self._timeout_s))
+            is_held = response.is_held
+        except MalformedError as error:
+            raise BrokerUnreachableError(f"{self._broker_name}: the answer to a receive: {error}") from error
+        finally:
+            if not is_held:
+                self._remove(hold)
+        return response
+
+    def notify(self, hold: int) -> None:
+        """Let the client ask again. Under the runner's lock."""
+        held = self._remove(hold)
+        if held is not None:
+            held[1]()
+
+    def cancel(self, request: CancelReceive) -> None:
+        """Remove a held receive; a lost connection has removed it too."""
+        with self._lock:
+            holds = [hold for hold, (_, notify) in self._held.items() if notify is request.notify]
+        for hold in holds:
+            held = self._remove(hold)
+            if held is not None:
+                self._connect(held[0]).send_one_way(frame_of(RequestCode.CANCEL_RECEIVE, HoldHeader(hold)))
+
+    def _remove(self, hold: int) -> tuple[str, Callable[[], None]] | None:
+        with self._lock:
+            return self._held.pop(hold, None)

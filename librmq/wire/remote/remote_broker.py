@@ -25,17 +25,22 @@ from librmq.message.properties import PROPERTY_DELAY
 from librmq.protocol import (
     MEMBERSHIP,
     REPLICA_READS,
+    Acknowledge,
+    CancelReceive,
+    ChangeInvisible,
     ChannelClosed,
     CheckSubscription,
     ConsumerData,
     Endpoint,
     EndTransaction,
+    ForwardToDeadLetters,
     GroupSubscriptions,
     Heartbeat,
     LockQueues,
     PullMessage,
     PullResponse,
     PullStatus,
+    Receive,
     Request,
     ResponseCode,
     SendBack,
@@ -57,7 +62,7 @@ from librmq.runtime.runner import Runner, Step
 from librmq.scheduling.timer_config import time_properties
 from librmq.wire.remote.client_requests import ClientRequests
 from librmq.wire.remote.connection import Connections, Transport
-from librmq.wire.remote.long_pulls import LongPulls
+from librmq.wire.remote.long_pulls import HeldReceives, LongPulls
 from librmq.wire.remoting.bodies import group_clients_of, read_body, table_in
 from librmq.wire.remoting.codec import FORMS, check, frame_of, heartbeat_frame, read_sent, send_frame
 from librmq.wire.remoting.frames import Frame
@@ -121,6 +126,7 @@ class BrokerDelays(NamedTuple):
 R = TypeVar("R")
 _log = EventLog("librmq.wire")
 _SENDS: Final = (SendMessage, SendBatch, SendReply)
+_OF_RECEIVES: Final = (Acknowledge, ChangeInvisible, ForwardToDeadLetters)
 _NOT_SENT: Final = -1
 _REST_MS: Final = 3_000
 
@@ -164,7 +170,10 @@ class RemoteBroker:
         self._delays: tuple[Transport, BrokerDelays] | None = None  # what it said on which connection
         self._retries: dict[str, tuple[Transport, int | None]] = {}  # of groups, and on which connection it said so
         self._silent_until_ms = 0
-        self._requests = ClientRequests(name, self._beats.get, later, name_servers)
+        self.has_receives = False
+        """Whether the broker is librmq's, which has receives with an invisible time."""
+        self._receives = HeldReceives(name, self._of_client, timeout_s)
+        self._requests = ClientRequests(name, self._beats.get, self._receives.notify, later, name_servers)
         self._pulls = LongPulls(name, runner.now_ms, self._of_client, later, timeout_s, self._run_at)
 
     def _run_at(self, call: Callable[[], None], due_ms: int) -> None:
@@ -190,7 +199,7 @@ class RemoteBroker:
             self._note_heartbeat(cast("Heartbeat", request))
             return cast("R", None)
         form = FORMS.get(kind)
-        if form is None or kind is TopicGroups:  # whose result takes further requests
+        if form is None or kind is TopicGroups or (kind in _OF_RECEIVES and not self.has_receives):
             return cast("R", self._call_otherwise(request))
         frame = form.write(request)
         if kind is EndTransaction:
@@ -398,6 +407,11 @@ class RemoteBroker:
                 self._knows.pop(request.client_id, None)
             self._pulls.drop_client(request.client_id)
             self._connections.drop(request.client_id, self.address)
+            return None
+        if self.has_receives and isinstance(request, Receive):
+            return self._receives.receive(request)
+        if self.has_receives and isinstance(request, CancelReceive):
+            self._receives.cancel(request)
             return None
         if isinstance(request, GroupSubscriptions):
             return self._subscriptions(request)

@@ -172,12 +172,19 @@ def _usable_route(body: Mapping[str, Any]) -> LearntRoute:
 # ---- the route
 
 POLL_MS: Final = 30_000
+_SHARED_POLL_MS: Final = 1_000
 BEAT_MS: Final = 30_000
 REVIVE_MS: Final = 1_000
 FORGET_MS: Final = 600_000
 """After this time a topic that does not exist is asked for only if a client uses it again."""
 MOST_TOPICS: Final = 10_000
 """The topics whose routes are known; those asked for first are forgotten first, and asked for again when used."""
+
+
+_LACKS_RECEIVES: Final = (
+    "brokers of RocketMQ 4.x have no receives with an invisible time, so this route can't serve it: "
+    "use PullConsumer (poll, commit) or PushConsumer (a listener, with retries)"
+)
 
 
 class _Link:
@@ -224,12 +231,6 @@ class RemoteRoute:
     Producers and consumers take it like a `Broker`. Close it after them.
     """
 
-    lacks_receives: Final = (
-        "brokers of RocketMQ 4.x have no receives with an invisible time, so this route can't serve it: "
-        "use PullConsumer (poll, commit) or PushConsumer (a listener, with retries)"
-    )
-    """Why a `SimpleConsumer` refuses the route."""
-
     def __init__(
         self,
         addresses: Sequence[str],
@@ -240,7 +241,7 @@ class RemoteRoute:
         later: Callable[[Callable[[], None]], None],
         prepare: Callable[[Iterable[str]], None],
         at_close: ExitStack,
-        poll_ms: int = POLL_MS,
+        is_shared: bool = False,
     ) -> None:
         """Ask the name servers for the brokers.
 
@@ -252,7 +253,8 @@ class RemoteRoute:
             later: Runs a function under the runner's lock, soon, and without waiting.
             prepare: Called with the brokers' addresses, before anything connects to it; may wait.
             at_close: Closed with the route.
-            poll_ms: Time from one question for the brokers and the topics in use to the next.
+            is_shared: Whether the only broker owns a store that processes of this machine share: it has receives with
+                an invisible time, and is asked for topics every second.
 
         Raises:
             BrokerUnreachableError: No name server answers.
@@ -261,10 +263,12 @@ class RemoteRoute:
         self.runner: Runner = runner
         self.own_host: str | None = None
         """This machine's address towards the cluster, with which the ids of clients begin."""
+        self.lacks_receives: str | None = None if is_shared else _LACKS_RECEIVES
+        """Why a `SimpleConsumer` refuses the route, unless None."""
         self._later = later
         self._timeout_s = timeout_s
         self._at_close = at_close
-        self._poll_ms = poll_ms
+        self._poll_ms = _SHARED_POLL_MS if is_shared else POLL_MS
         self._connections = Connections(
             dial,
             runner.clock.monotonic,
@@ -293,7 +297,7 @@ class RemoteRoute:
             raise
         with runner.lock:
             now_ms = runner.now_ms()
-            runner.wake(self._polling, now_ms + poll_ms)
+            runner.wake(self._polling, now_ms + self._poll_ms)
             runner.wake(self._beating, now_ms + BEAT_MS)
 
     def __repr__(self) -> str:
@@ -446,7 +450,7 @@ class RemoteRoute:
         return is_new
 
     def _broker_at(self, name: str, address: str) -> RemoteBroker:
-        return RemoteBroker(
+        broker = RemoteBroker(
             name,
             address,
             self._connections,
@@ -456,6 +460,8 @@ class RemoteRoute:
             self._timeout_s,
             self.name_servers.addresses,
         )
+        broker.has_receives = self.lacks_receives is None
+        return broker
 
     def _stored(self, topic: str) -> None:
         """Ask for the route of a topic that a send has created, for consumers that wait for it."""

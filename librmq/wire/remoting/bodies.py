@@ -23,6 +23,8 @@ MOST_REQUEST_ELEMENTS: Final = 200_000
 _MOST_QUEUES: Final = 100_000
 """Of a topic, and in each number of a route."""
 _PULLS = ("CONSUME_ACTIVELY", 0)
+_KIND, _SIMPLE = "librmqKind", "simple"
+"""A member of librmq's own of a consumer that receives, which 4.x does not have."""
 _BROADCASTS = ("BROADCASTING", 0)
 _FIRST = ("CONSUME_FROM_FIRST_OFFSET", 4)
 _TIMESTAMP = ("CONSUME_FROM_TIMESTAMP", 5)
@@ -304,7 +306,7 @@ def _consumer_of(group: str, row: Mapping[str, Any], subscriptions: Iterable[Sub
     begin = row.get("consumeFromWhere")
     return ConsumerData(
         group,
-        "pull" if row.get("consumeType") in _PULLS else "push",
+        _SIMPLE if row.get(_KIND) == _SIMPLE else "pull" if row.get("consumeType") in _PULLS else "push",
         MessageModel.BROADCASTING if row.get("messageModel") in _BROADCASTS else MessageModel.CLUSTERING,
         ConsumeFrom.FIRST if begin in _FIRST else ConsumeFrom.TIMESTAMP if begin in _TIMESTAMP else ConsumeFrom.LAST,
         {subscription.topic: subscription for subscription in subscriptions},
@@ -324,6 +326,7 @@ def heartbeat_body(heartbeat: Heartbeat) -> bytes:
     consumers = [
         {
             **_consumer_row(data, is_active=data.kind == "pull"),
+            **({_KIND: _SIMPLE} if data.kind == _SIMPLE else {}),
             "groupName": data.group,
             "subscriptionDataSet": [subscription_row(subscription) for subscription in data.subscriptions.values()],
             "unitMode": False,

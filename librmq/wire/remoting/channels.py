@@ -22,6 +22,7 @@ from librmq.errors import (
     DiskFullError,
     MalformedError,
     MessageIllegalError,
+    ReceiptError,
     RmqError,
     StoreFullError,
 )
@@ -299,7 +300,7 @@ def refused(frame: Frame, error: Exception, header: object = None, *, code: int 
     """Return the bytes of the answer to a failed request; ``code`` replaces the code of an error of librmq."""
     if isinstance(error, RmqError):
         fields = {} if header is None else to_fields(header)
-        for kind in (DiskFullError, StoreFullError):
+        for kind in (DiskFullError, StoreFullError, ReceiptError):
             if isinstance(error, kind):
                 fields[ERROR_FIELD] = kind.__name__
         return encode(answer_to(frame, _code_of(error) if code is None else code, str(error), fields=fields))

@@ -11,6 +11,7 @@ and the processors of the broker.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -21,6 +22,7 @@ from librmq.errors import (
     BrokerError,
     BrokerStoreFullError,
     MalformedError,
+    ReceiptError,
 )
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.ids import parse_offset_message_id
@@ -28,6 +30,8 @@ from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.properties import PROPERTY_WAIT, encode_properties
 from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol import (
+    Acknowledge,
+    ChangeInvisible,
     CheckSubscription,
     CleanUnusedTopics,
     ConsumerIds,
@@ -36,6 +40,7 @@ from librmq.protocol import (
     DeleteGroup,
     DeleteTopic,
     EndTransaction,
+    ForwardToDeadLetters,
     Heartbeat,
     LockQueues,
     MaxOffset,
@@ -46,6 +51,9 @@ from librmq.protocol import (
     QueryMessages,
     QueryOffset,
     QueueOffsetAt,
+    Receive,
+    Received,
+    ReceiveResponse,
     ResetGroup,
     ResponseCode,
     SendBack,
@@ -90,16 +98,23 @@ from librmq.wire.remoting.headers import (
     SEND_CODES,
     EndTransactionHeader,
     FoundByKeyHeader,
+    NewReceiptHeader,
     PulledHeader,
     PullHeader,
     QueueOffsetHeader,
+    ReceivedHeader,
+    ReceiveHeader,
     RequestCode,
     SendBackHeader,
     SentHeader,
 )
 
 _STATUSES: Final[dict[int, SendStatus]] = {code: status for status, code in SEND_CODES.items()}
-_ERRORS: Final = {"DiskFullError": BrokerDiskFullError, "StoreFullError": BrokerStoreFullError}
+_ERRORS: Final[Mapping[str, type[BrokerError]]] = {
+    "DiskFullError": BrokerDiskFullError,
+    "StoreFullError": BrokerStoreFullError,
+    "ReceiptError": ReceiptError,
+}
 _DISK_USED: Final = re.compile(r"disk is full \[CL: *(\d+\.\d+)")
 """Used part of the log's disk, in a broker's remark of a refused send, which names other possible causes too."""
 _REFUSING_FROM: Final = 0.9  # a broker's default
@@ -308,6 +323,21 @@ def _read_moved(request: ResetGroup, answer: Frame) -> dict[MessageQueue, int]:
     return offsets_of(read_body(check(answer).body, "a reset").get("offsetTable") or {})
 
 
+def _reply_acknowledged(request: Acknowledge, are_valid: tuple[bool, ...]) -> Reply:
+    return Reply(body=write_body({"acknowledged": list(are_valid)}))
+
+
+def _read_acknowledged(request: Acknowledge, answer: Frame) -> tuple[bool, ...]:
+    are_valid = read_body(check(answer).body, "acknowledgements").get("acknowledged")
+    if not isinstance(are_valid, list) or len(are_valid) != len(request.receipts):
+        raise MalformedError(f"acknowledged: expected {len(request.receipts)} truth values, found {are_valid!r:.80}")
+    return tuple(map(bool, are_valid))
+
+
+def _read_receipt(request: ChangeInvisible, answer: Frame) -> str:
+    return from_fields(NewReceiptHeader, check(answer).fields).receipt
+
+
 _NOTHING: Final = _Result(_reply_nothing, _read_nothing)
 _NO_QUEUES: Final = _Result(_reply_nothing, _read_no_queues)
 _OFFSET: Final = _Result(lambda request, queue_offset: Reply(QueueOffsetHeader(queue_offset)), _read_offset)
@@ -319,6 +349,8 @@ _LOCKED: Final = _Result(_reply_locked, _read_locked)
 _VIEWED: Final = _Result(_reply_viewed, _read_viewed)
 _MESSAGES: Final = _Result(_reply_messages, _read_messages)
 _MOVED: Final = _Result(_reply_moved, _read_moved)
+_ACKNOWLEDGED: Final = _Result(_reply_acknowledged, _read_acknowledged)
+_RECEIPT: Final = _Result(lambda request, receipt: Reply(NewReceiptHeader(receipt)), _read_receipt)
 
 
 # ---- requests whose fields differ from their attributes
@@ -409,6 +441,17 @@ def _parse_group(body: dict[str, Any]) -> SetGroup:
     return SetGroup(name, {**group_row(name), **body})
 
 
+def _acknowledge_row(request: Acknowledge) -> dict[str, object]:
+    return {"group": request.group, "topic": request.topic, "receipts": list(request.receipts)}
+
+
+def _parse_acknowledge(body: dict[str, Any]) -> Acknowledge:
+    receipts = body.get("receipts")
+    if not isinstance(receipts, list):
+        raise MalformedError(f"receipts: expected a list, found {receipts!r:.80}")
+    return Acknowledge(text_in(body, "group"), text_in(body, "topic"), tuple(map(str, receipts)))
+
+
 # ---- the table
 
 _C = RequestCode
@@ -465,8 +508,18 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         "topic group timestamp=timestamp_ms is_force=force",
         _MOVED,
     ),
+    Acknowledge: _by_body(_C.ACKNOWLEDGE, _acknowledge_row, _parse_acknowledge, _ACKNOWLEDGED),
+    ChangeInvisible: _by_fields(
+        ChangeInvisible,
+        _C.CHANGE_INVISIBLE,
+        "consumer_group=group topic receipt invisible_ms keeps_receipt",
+        _RECEIPT,
+    ),
+    ForwardToDeadLetters: _by_fields(
+        ForwardToDeadLetters, _C.FORWARD_TO_DEAD_LETTERS, "consumer_group=group topic receipt cause", _NOTHING
+    ),
 }
-"""By class of request. Heartbeats, sends and pulls, which need a connection's state, have functions of their own."""
+"""By class of request. Heartbeats, sends, pulls and receives, which need a connection's state, have their own."""
 
 
 # ---- heartbeats
@@ -627,3 +680,66 @@ def read_pulled(answer: Frame) -> tuple[PullResponse, int]:
         suggests_replica=suggested != 0,
     )
     return response, suggested
+
+
+# ---- receives
+
+
+def receive_frame(request: Receive, hold: int) -> Frame:
+    """Return the frame of a receive, which the broker holds under this number unless it is 0."""
+    subscription = request.subscription or Subscription(request.topic)
+    header = ReceiveHeader(
+        request.client_id,
+        request.group,
+        request.topic,
+        request.max_messages,
+        request.invisible_ms,
+        hold,
+        request.attempt_id,
+        subscription.expression,
+        subscription.expression_type,
+        subscription.version,
+        request.max_attempts,
+    )
+    return frame_of(RequestCode.RECEIVE, header)
+
+
+def parse_receive(header: ReceiveHeader, notify: Callable[[], None] | None) -> Receive:
+    """Return the request of a client."""
+    return Receive(
+        header.client_id,
+        header.consumer_group,
+        header.topic,
+        header.max_messages,
+        header.invisible_ms,
+        Subscription(header.topic, header.subscription, header.expression_type, header.sub_version),
+        header.attempt_id,
+        header.max_attempts,
+        notify,
+    )
+
+
+def received_reply(response: ReceiveResponse) -> Reply:
+    """Return the answer to a receive."""
+    rows = [[part.topic, part.receipt, part.attempt, part.visible_timestamp_ms] for part in response.messages]
+    body = records_body(part.message for part in response.messages)
+    return Reply(ReceivedHeader(response.is_held, write_body(rows).decode()), body)
+
+
+def read_received(answer: Frame) -> ReceiveResponse:
+    """Return the response in the answer to a receive.
+
+    Raises:
+        BrokerError: The receive was refused.
+        MalformedError: This is no such answer.
+    """
+    header = from_fields(ReceivedHeader, check(answer).fields)
+    try:
+        rows = json.loads(header.deliveries)
+        messages = [
+            Received(message, str(topic), str(receipt), int(attempt), int(visible_ms))
+            for message, (topic, receipt, attempt, visible_ms) in zip(messages_of(answer.body), rows, strict=True)
+        ]
+    except (ValueError, TypeError) as error:
+        raise MalformedError(f"deliveries: {error}") from error
+    return ReceiveResponse(messages, header.is_held)

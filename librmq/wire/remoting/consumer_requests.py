@@ -7,14 +7,19 @@ Mirrors ``ClientManageProcessor``, ``ConsumerManageProcessor``, the queue offset
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
 from librmq.broker import Broker
-from librmq.errors import RmqError
+from librmq.errors import BrokerError, BrokerUnreachableError, RmqError
 from librmq.protocol import (
+    Acknowledge,
+    CancelReceive,
+    ChangeInvisible,
     CheckSubscription,
     ConsumerIds,
+    ForwardToDeadLetters,
     LockQueues,
     MaxOffset,
     MessageModel,
@@ -24,22 +29,27 @@ from librmq.protocol import (
     PullStatus,
     QueryOffset,
     QueueOffsetAt,
+    ResponseCode,
     SendBack,
     UnlockQueues,
     UpdateOffset,
 )
 from librmq.runtime.deadlines import Deadlines
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Step
 from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served
-from librmq.wire.remoting.codec import FORMS, parse_pull, pulled_remark
+from librmq.wire.remoting.codec import FORMS, parse_pull, parse_receive, pulled_remark, received_reply
+from librmq.wire.remoting.frames import Frame, to_fields
 from librmq.wire.remoting.headers import (
     PULL_CODES,
     PULL_WAITS,
+    HoldHeader,
     LeavingClientHeader,
     PulledHeader,
     PullHeader,
     QueueOfTopicHeader,
+    ReceiveHeader,
     RequestCode,
     TimestampHeader,
 )
@@ -225,10 +235,76 @@ def _request(call: RemotingCall, notify: Callable[[], None] | None = None, *, co
     return parse_pull(call.header, client_id, notify, commits=commits)
 
 
+class ChannelReceives:
+    """The held receives of one server's clients. Thread-safe.
+
+    A receive that finds nothing is answered at once. When the client should ask again, it gets NOTIFY_RECEIVE with the
+    receive's number.
+    """
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._lock = Lock()
+        self._held: dict[Channel, dict[int, Callable[[], None]]] = {}
+
+    def receive(self, call: RemotingCall) -> bytes:
+        """Answer a receive, and hold it if there is no message."""
+        header: ReceiveHeader = call.header
+        channel, hold = call.channel, header.hold
+        if not hold:
+            reply = received_reply(call.call_broker(parse_receive(header, None)))
+            return call.answer(reply.header, body=reply.body)
+
+        def notify() -> None:
+            self._remove(channel, hold)
+            channel.send_one_way(Frame(RequestCode.NOTIFY_RECEIVE, to_fields(HoldHeader(hold))))
+
+        with self._lock:
+            held = self._held.setdefault(channel, {})
+            if len(held) >= _MOST_HELD:
+                raise BrokerError(ResponseCode.SYSTEM_BUSY, f"a client with more than {_MOST_HELD:,} held receives")
+            held[hold] = notify
+        is_held = False
+        try:
+            response = call.call_broker(parse_receive(header, notify))
+            is_held = response.is_held
+        finally:
+            if not is_held:
+                self._remove(channel, hold)
+        reply = received_reply(response)
+        return call.answer(reply.header, body=reply.body)
+
+    def cancel(self, call: RemotingCall) -> bytes:
+        """Remove a held receive."""
+        header: HoldHeader = call.header
+        notify = self._remove(call.channel, header.hold)
+        if notify is not None:
+            call.call_broker(CancelReceive(notify))
+        return call.answer()
+
+    def drop_receives(self, channel: Channel) -> None:
+        """Remove the receives of a connection that has ended."""
+        with self._lock:
+            held = self._held.pop(channel, {})
+        for notify in held.values():
+            with suppress(BrokerUnreachableError):
+                channel.endpoint.call(CancelReceive(notify))
+
+    def _remove(self, channel: Channel, hold: int) -> Callable[[], None] | None:
+        with self._lock:
+            held = self._held.get(channel, {})
+            notify = held.pop(hold, None)
+            if not held:
+                self._held.pop(channel, None)
+        return notify
+
+
 class ConsumerRequests:
     """The consumers of one server. Thread-safe."""
 
-    def __init__(self, broker: Broker, sessions: ClientChannels, pulls: Pulls, rates: Rates) -> None:
+    def __init__(
+        self, broker: Broker, sessions: ClientChannels, pulls: Pulls, receives: ChannelReceives, rates: Rates
+    ) -> None:
         self._broker = broker
         self._rates = rates
         self._sessions = sessions
@@ -240,7 +316,9 @@ class ConsumerRequests:
             RequestCode.CONSUMER_SEND_MSG_BACK: self._send_back,
             RequestCode.CHECK_CLIENT_CONFIG: self._check_subscription,
             RequestCode.GET_EARLIEST_MSG_STORETIME: self._earliest,
-            **served(None, UpdateOffset),
+            RequestCode.RECEIVE: receives.receive,
+            RequestCode.CANCEL_RECEIVE: receives.cancel,
+            **served(None, UpdateOffset, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
             **served(broker.call, QueryOffset, ConsumerIds, LockQueues, UnlockQueues),
             **served(broker.call, QueueOffsetAt, MaxOffset, MinOffset),
         }

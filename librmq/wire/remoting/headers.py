@@ -112,6 +112,13 @@ class RequestCode(enum.IntEnum):
     ADD_WRITE_PERM_OF_BROKER = 327
     GET_ALL_PRODUCER_INFO = 328
     DELETE_EXPIRED_COMMITLOG = 329
+    # librmq's own, for processes that share a store: receives, which 4.x lacks and 5.x has in another form
+    RECEIVE = 31_001
+    CANCEL_RECEIVE = 31_002
+    NOTIFY_RECEIVE = 31_003
+    ACKNOWLEDGE = 31_004
+    CHANGE_INVISIBLE = 31_005
+    FORWARD_TO_DEAD_LETTERS = 31_006
 
 
 @value
@@ -548,6 +555,60 @@ class ConfigVersionHeader:
     version: str | None = None
 
 
+# ---- receives, librmq's own
+
+
+@value
+class ReceiveHeader:
+    """A receive; ``hold`` is its number at the client, 0 for one that is not to be held."""
+
+    client_id: str
+    consumer_group: str
+    topic: str
+    max_messages: int
+    invisible_ms: int
+    hold: int = 0
+    attempt_id: str = ""
+    subscription: str = "*"
+    expression_type: str = "TAG"
+    sub_version: int = 0
+    max_attempts: int | None = None
+
+
+@value
+class ReceivedHeader:
+    """The answer: whether the receive is held, and as JSON the topic, receipt, attempt and time of each message."""
+
+    is_held: bool
+    deliveries: str
+
+
+@value
+class HoldHeader:
+    """The number of a held receive."""
+
+    hold: int
+
+
+@value
+class ReceiptHeader:
+    """A received message, and what becomes of it."""
+
+    consumer_group: str
+    topic: str
+    receipt: str
+    invisible_ms: int = 0
+    keeps_receipt: bool = False
+    cause: str = ""
+
+
+@value
+class NewReceiptHeader:
+    """The receipt of a message that stays invisible for another time."""
+
+    receipt: str
+
+
 # ---- the table
 
 
@@ -613,4 +674,8 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.SEND_REPLY_MESSAGE_V2: RequestForm(SendHeader, SentHeader, by_letters=True),
     RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT: RequestForm(PushedReplyHeader),
     RequestCode.ADD_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader, AddedTopicsHeader),
+    RequestCode.RECEIVE: RequestForm(ReceiveHeader, ReceivedHeader),
+    **dict.fromkeys((RequestCode.CANCEL_RECEIVE, RequestCode.NOTIFY_RECEIVE), RequestForm(HoldHeader)),
+    RequestCode.CHANGE_INVISIBLE: RequestForm(ReceiptHeader, NewReceiptHeader),
+    RequestCode.FORWARD_TO_DEAD_LETTERS: RequestForm(ReceiptHeader),
 }

@@ -28,7 +28,7 @@ from librmq.wire.certificates import server_context
 from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
 from librmq.wire.remoting.bodies import broker_row, route_body, write_body
 from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, answer_of, answering, refused
-from librmq.wire.remoting.consumer_requests import ConsumerRequests, Pulls
+from librmq.wire.remoting.consumer_requests import ChannelReceives, ConsumerRequests, Pulls
 from librmq.wire.remoting.frames import IDLE_S, SEND_S, Frame, FrameReader, close_in_child, limit_time
 from librmq.wire.remoting.headers import (
     AddedTopicsHeader,
@@ -295,6 +295,7 @@ class FrameAnswers:
         broker: Broker,
         sessions: ClientChannels,
         pulls: Pulls,
+        receives: ChannelReceives,
         rates: Rates,
         *,
         creates_retry_topics: bool = False,
@@ -308,7 +309,7 @@ class FrameAnswers:
             NameServer(broker, creates_retry_topics),
             self._sends,
             Replies(broker, sessions, self._sends),
-            ConsumerRequests(broker, sessions, pulls, rates),
+            ConsumerRequests(broker, sessions, pulls, receives, rates),
             AdminRequests(broker, sessions, rates),
         ]
         self._handlers = answering(part.handlers for part in parts)
@@ -419,11 +420,13 @@ class RemotingServer:
         self._sessions = ClientChannels(broker, changed or (lambda *_: None))
         rates = Rates()
         self._pulls = Pulls(broker, rates, ends_holds=endpoints is None)
+        self._receives = ChannelReceives(broker)
         self._endpoints = endpoints or (lambda _: broker)
         self._answers = FrameAnswers(
             broker,
             self._sessions,
             self._pulls,
+            self._receives,
             rates,
             creates_retry_topics=creates_retry_topics,
             allows_admin=allows_admin,
@@ -594,6 +597,7 @@ class RemotingServer:
             channel.close()
             self._budgets.remove_connection(channel)
             self._pulls.drop_pulls(channel)
+            self._receives.drop_receives(channel)
             self._sessions.closed(channel)
             channel.close_socket()
 

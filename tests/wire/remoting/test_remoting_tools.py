@@ -23,7 +23,12 @@ from librmq.wire.remoting.headers import RequestCode as Code
 from tests.wire.remoting.conftest import BEGIN_MS
 from tests.wire.remoting_client import RawClient
 
-TO_CLIENTS = {Code.CHECK_TRANSACTION_STATE, Code.NOTIFY_CONSUMER_IDS_CHANGED, Code.RESET_CONSUMER_CLIENT_OFFSET}
+TO_CLIENTS = {
+    Code.NOTIFY_RECEIVE,
+    Code.CHECK_TRANSACTION_STATE,
+    Code.NOTIFY_CONSUMER_IDS_CHANGED,
+    Code.RESET_CONSUMER_CLIENT_OFFSET,
+}
 TO_CLIENTS |= {Code.PUSH_REPLY_MESSAGE_TO_CLIENT}
 """What only a broker asks, and only of its clients."""
 
