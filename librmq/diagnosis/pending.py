@@ -83,13 +83,19 @@ class PendingMessage(NamedTuple):
 
 
 def pending_messages(
-    store: MessageStore, tables: BrokerTables | None = None, *, kind: Kind | None = None, topic: str | None = None
+    store: MessageStore,
+    tables: BrokerTables | None = None,
+    *,
+    kind: Kind | None = None,
+    topic: str | None = None,
+    holds: PopHolds | None = None,
 ) -> Iterator[PendingMessage]:
     """Yield the messages that wait in a store, grouped by kind; delayed messages and timers are sorted by time.
 
     ``kind`` and ``topic`` select. ``tables`` are the broker's tables, by default those in the store's folder. Their
     progress can be some seconds behind a running broker, so messages that were just delivered can still be listed.
     Retries are those that wait in the schedule topic for their next attempt, sorted by time with the delayed messages.
+    ``holds`` is what POP holds, if already known.
 
     Raises:
         CorruptionError: A file is unreadable.
@@ -110,12 +116,12 @@ def pending_messages(
                 if kind in (None, pending.kind) and topic in (None, pending.topic, pending.target_topic):
                     yield pending
     if kind in (None, "pop"):
-        for pending in received_messages(view, pop_holds(view)):
+        for pending in _received(view, holds or pop_holds(view)):
             if topic in (None, pending.topic, pending.target_topic):
                 yield pending
 
 
-def received_messages(view: StoreView, holds: PopHolds) -> Iterator[PendingMessage]:
+def _received(view: StoreView, holds: PopHolds) -> Iterator[PendingMessage]:
     """Yield the messages that POP holds, in the order of `PopHolds.held`."""
     for held in holds.held:
         message = view.message(held.topic, held.queue_id, held.queue_offset)

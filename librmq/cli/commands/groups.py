@@ -251,11 +251,10 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.diagnosis.pending import pending_messages
 
     with open_store(arguments, all_in_memory=True) as store:
-        messages = pending_messages(store, kind=arguments.kind, topic=arguments.topic)
+        holds = _pop_holds(StoreView.over(store)) if arguments.kind in (None, "pop") else None
+        messages = pending_messages(store, kind=arguments.kind, topic=arguments.topic, holds=holds)
         output.rows_of(message._asdict() for message in messages)
         note_topic_of(store, arguments.topic, output)
-        if arguments.kind in (None, "pop"):
-            _pop_holds(StoreView.over(store))
     return 0
 
 
