@@ -1,14 +1,29 @@
 """Make stores of RocketMQ 5 out of stores of 4.9, in the ways in which 5.x can keep queues outside of plain files.
 
 No broker of 5.x and no RocksDB takes part: the log stays as it is, queues are moved away, and a folder gets the file
-names of a RocksDB. librmq recognises such a folder by its names, and never opens its files.
+names of a RocksDB. librmq recognises such a folder by its names, and never opens its files. Batches and light queues
+are written as the sources of 5.3.3 say (``SendMessageProcessor``, ``BatchConsumeQueue``, ``LmqDispatch``).
 """
 
 from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+from librmq.commitlog import CommitLog
+from librmq.message.batch import BatchItem, encode_batch
+from librmq.message.record import (
+    INNER_BATCH,
+    NEED_UNWRAP,
+    Record,
+    body_checksum,
+    decode_properties,
+    encode_properties,
+    encode_record,
+)
 
 _DATABASE = {
     "CURRENT": b"MANIFEST-000005\n",
@@ -50,3 +65,25 @@ def state_of(store: Path) -> dict[str, tuple[int, bytes]]:
         )
         for path in [store, *sorted(store.rglob("*"))]
     }
+
+
+def write_log(store: Path, records: Iterable[Record], file_size: int = 1 << 16) -> None:
+    """Make a store of a log alone; the records get their places and checksums."""
+    with CommitLog.open(store / "commitlog", file_size) as log:
+        for record in records:
+            place = log.claim(record.size)
+            log.append(encode_record(replace(record, physical_offset=place, body_crc=body_checksum(record.body))))
+
+
+def batch_record(record: Record, messages: Sequence[BatchItem]) -> Record:
+    """Return the record in which 5.x stores messages of a topic with queues of batches; see ``SendMessageProcessor``.
+
+    It begins at the queue offset of ``record``; the next record of its queue is to follow after all messages.
+    """
+    properties = {**decode_properties(record.properties_raw), "INNER_NUM": str(len(messages))}
+    return replace(
+        record,
+        sys_flag=record.sys_flag | INNER_BATCH | NEED_UNWRAP,
+        body=encode_batch(messages),
+        properties_raw=encode_properties({**properties, "INNER_BASE": str(record.queue_offset)}),
+    )

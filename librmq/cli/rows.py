@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from librmq.cli.output import complain
 from librmq.consumequeue_ext import is_ext_address
-from librmq.errors import BodyCompressionError, MissingExtraError
+from librmq.errors import BodyCompressionError, MissingExtraError, RecordError
 from librmq.java.lang import java_decode
 from librmq.message import record
+from librmq.message.batch import inner_messages
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import derived_tags_code
@@ -66,6 +67,8 @@ def message_row(message: StoredMessage, levels: DelayLevels, physical_offset: in
         "msg_id": message.offset_id,
         "body_b64": _base64(_body(message)),
     }
+    if message.sys_flag & record.INNER_BATCH:
+        row["inner_messages"] = _count_inner(message)
     if message.sys_flag & record.COMPRESSED:
         row["stored_body_b64"] = _base64(message.stored_body)
     row |= {
@@ -78,6 +81,14 @@ def message_row(message: StoredMessage, levels: DelayLevels, physical_offset: in
         "raw_sha1": hashlib.sha1(message.raw, usedforsecurity=False).hexdigest(),
     }
     return row
+
+
+def _count_inner(message: StoredMessage) -> int | None:
+    """Return the number of messages in a batch of 5.x, None if it can't be opened."""
+    try:
+        return len(inner_messages(message))
+    except RecordError:
+        return None
 
 
 def _body(message: StoredMessage) -> bytes | None:

@@ -27,6 +27,7 @@ from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
     FlushFailedError,
+    NotAStoreError,
     ReplicaError,
     RmqError,
     StoreClosedError,
@@ -79,6 +80,11 @@ class StoredMaster:
         self.path = os.fspath(path)
         self._files = files or DiskFiles()
         self._store = MessageStore.open(self.path, read_only=True, files=self._files, clock=clock or SystemClock())
+        if not self._store.queues.has_files:
+            raise NotAStoreError(
+                f"{self.path}: expected a store with its queues in files, because a copy of its log makes them again: "
+                "`librmq extract` copies the messages of this one"
+            )
 
     def call(self, request: Request[R], /) -> R:
         """Answer a replica's request.

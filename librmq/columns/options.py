@@ -209,6 +209,8 @@ class Part:
     """Entries to read, by queue."""
     walk: tuple[int, int] | None = None
     """Section of the log to read, as physical offsets of begin and end; None without one."""
+    has_batches: bool = False
+    """Whether a record can be a batch of messages."""
     damage: tuple[Damage, ...] = ()
     """Damage that planning found and that does not raise."""
     remote: RemoteLog | None = None

@@ -228,6 +228,11 @@ class PlannedStore:
                         self.damage.append(_damage_of(error))
 
     @property
+    def has_batches(self) -> bool:
+        """Whether a record of the log can be a batch of messages."""
+        return self._store is not None and not self._store.queues.has_files
+
+    @property
     def is_cut_short(self) -> bool:
         """Whether the log ends here although sound records, or entries of queues, follow."""
         return self._cut is not None or (self._store is not None and self._store.cut_short is not None)

@@ -161,7 +161,14 @@ def _slice(store: PlannedStore, name: QueueName, offsets: range) -> Slice:
 
 
 def _part(store: PlannedStore, slices: tuple[Slice, ...]) -> Part:
-    return Part(store.path, store.config.commitlog_file_size, store.config.consumequeue_file_size, slices)
+    config = store.config
+    return Part(
+        store.path,
+        config.commitlog_file_size,
+        config.consumequeue_file_size,
+        slices,
+        has_batches=store.has_batches,
+    )
 
 
 def _portable(part: Part, store: PlannedStore, files: RemoteFiles) -> Part:

@@ -27,12 +27,14 @@ from librmq.columns.remote import RemoteFiles, RemoteStore, fetch
 from librmq.config import ENTRY_SIZE
 from librmq.consumequeue import entry_dtype
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
-from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
+from librmq.errors import CorruptionError, NotAStoreError, RecordError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, File, Files
 from librmq.files.rolling import file_name
 from librmq.message import record
+from librmq.message.batch import inner_messages
 from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.message import StoredMessage
 from librmq.runtime.event_log import EventLog
 from librmq.store.format import directory
 
@@ -299,7 +301,7 @@ class _Task:
             if len(matching):
                 yield self._batch(matching, None)
 
-    def _messages(self, rows: Rows, start: int) -> Iterator[pa.RecordBatch]:
+    def _messages(self, rows: Rows, start: int) -> Iterator[pa.RecordBatch]:  # noqa: C901 (one test after another)
         """Yield the rows of one chunk, which is within one log file."""
         raw = self._log_file(start)
         if raw is None:
@@ -307,7 +309,12 @@ class _Task:
                 name = file_name(start)
                 raise DataLossError(f"{self._store()}: commitlog/{name} was deleted; {REST}")
             return
-        block = Block(raw, rows.places - start, rows.sizes if self._part.walk is None else None, frames=self._frames)
+        at = rows.places - start
+        if self._part.has_batches:
+            rows, raw, at, unreadable = self._unwrapped(rows, raw, at)
+            if unreadable:
+                yield from self.malformed.records(*unreadable)
+        block = Block(raw, at, rows.sizes if self._part.walk is None else None, frames=self._frames)
         if not block.sound.all():
             wrong = np.flatnonzero(~block.sound)
             yield from self.malformed.records(rows.take(wrong), [block.reason(int(at)).reason for at in wrong])
@@ -332,6 +339,47 @@ class _Task:
             rows, block, bodies = self._matching(rows, block, bodies)
         if len(rows):
             yield self._batch(rows, block, bodies)
+
+    def _unwrapped(
+        self, rows: Rows, raw: npt.NDArray[np.uint8], at: Ints
+    ) -> tuple[Rows, npt.NDArray[np.uint8], Ints, tuple[Rows, list[str]] | None]:
+        """Return rows for the messages of batches in place of their records, with bytes and the places in them.
+
+        The last item has the rows of batches that can't be opened, which are left out, and the reasons.
+        """
+        flags_at = at + record.SYS_FLAG_AT + 3
+        inside = (at >= 0) & (flags_at < len(raw))
+        is_batch = inside & (raw[np.where(inside, flags_at, 0)] & record.INNER_BATCH > 0)
+        if not is_batch.any():
+            return rows, raw, at, None
+        numbers_of: list[int] = []
+        pieces: list[bytes] = []
+        wrong: dict[int, str] = {}
+        last, messages = -1, [b""]
+        for number, (place, batch) in enumerate(zip(at.tolist(), is_batch.tolist(), strict=True)):
+            size = int.from_bytes(raw[place : place + 4].tobytes(), "big", signed=True)
+            if not batch:
+                pieces.append(raw[place : place + max(size, 0)].tobytes())
+                numbers_of.append(number)
+                continue
+            try:
+                if place != last:
+                    stored = StoredMessage(raw[place : place + size].tobytes())
+                    last, messages = place, [message.raw for message in inner_messages(stored)]
+            except RecordError as error:
+                wrong[number] = error.reason
+                continue
+            those = messages
+            if self._part.walk is None:
+                inner = int(rows.queue_offsets[number]) - StoredMessage(messages[0]).queue_offset
+                those = messages[max(inner, 0) : max(inner, 0) + 1] or messages[:1]
+            pieces += those
+            numbers_of += [number] * len(those)
+        unwrapped = rows.take(np.array(numbers_of, np.int64))
+        lengths = np.array(list(map(len, pieces)), np.int64)
+        unwrapped.sizes = np.where(is_batch[numbers_of], lengths, unwrapped.sizes) if len(lengths) else lengths
+        unreadable = (rows.take(np.array(list(wrong), np.int64)), list(wrong.values())) if wrong else None
+        return unwrapped, np.frombuffer(b"".join(pieces), np.uint8), np.cumsum(lengths) - lengths, unreadable
 
     def _matching(self, rows: Rows, block: Block | None, bodies: pa.Array | None) -> tuple[Rows, Any, pa.Array | None]:
         """Return the rows that the predicate selects; only the columns that it reads are decoded."""

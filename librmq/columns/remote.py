@@ -217,6 +217,11 @@ class RemoteStore:
             return
         logs, index = by_part.pop(directory.COMMITLOG, []), by_part.pop(directory.INDEX, [])
         queues = by_part.pop(directory.CONSUMEQUEUE, [])
+        if directory.recognise(path, DiskFiles()).derives_queues:
+            for name in (directory.CONSUMEQUEUE_ROCKSDB, directory.BATCHCONSUMEQUEUE):
+                by_part.pop(name, None)
+            self._copy(path, self._whole(name for names in (*by_part.values(), logs) for name in names))
+            return
         self._copy(path, self._whole(name for names in by_part.values() for name in names))
         is_closed = directory.ABORT not in listed
         if is_closed:

@@ -25,6 +25,7 @@ from librmq.errors import (
     ConfigError,
     CorruptionError,
     MessageIllegalError,
+    RecordError,
 )
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import (
@@ -32,6 +33,7 @@ from librmq.files.interface import (
     make_folders,
 )
 from librmq.message import record
+from librmq.message.batch import inner_messages
 from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.message.message import StoredMessage
 from librmq.message.properties import RESERVED_PROPERTIES
@@ -108,11 +110,12 @@ def rescue(
             if isinstance(item, StoredMessage):
                 try:
                     validate_queue(item.topic, item.queue_id)
-                    place, raw = _append(log, item, numbers)
-                    jobs.copied(item.physical_offset, item.raw, place, raw)
-                    count += 1
+                    for message in inner_messages(item):
+                        place, raw = _append(log, message, numbers)
+                        jobs.copied(item.physical_offset, item.raw, place, raw)
+                        count += 1
                     continue
-                except MessageIllegalError as error:
+                except (MessageIllegalError, RecordError) as error:
                     item = Gap(item.physical_offset, item.size, path, str(error))
             gaps += 1
             tell(item)
@@ -213,8 +216,12 @@ def _sound(path: str, files: Files, keep: Callable[[StoredMessage], bool]) -> It
     for item in salvage.log_records(path, files):
         if isinstance(item, Gap):
             raise CorruptionError(item.file, item.physical_offset, "record", f"{item.what}: run librmq salvage first")
-        if keep(item):
-            yield item
+        try:
+            messages = inner_messages(item)
+        except RecordError as error:
+            at = item.physical_offset
+            raise CorruptionError(path, at, "record", f"{error.reason}: run librmq salvage first") from None
+        yield from filter(keep, messages)
 
 
 def small_config(config: StoreConfig, messages: Iterable[StoredMessage]) -> StoreConfig:

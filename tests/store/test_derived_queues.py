@@ -1,0 +1,249 @@
+"""Queues of 5.x stores that are derived from the log, compared with a model: a list of messages for each queue."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from librmq.cli import main
+from librmq.columns import reader
+from librmq.commitlog import CommitLog
+from librmq.consumequeue import HOLE_SIZE
+from librmq.errors import CorruptionError
+from librmq.files.disk import DiskFiles
+from librmq.message.batch import BatchItem, encode_batch
+from librmq.message.record import INNER_BATCH, Record, body_checksum, encode_properties, encode_record
+from librmq.store import MessageStore
+from librmq.store.recovery.verify import verify
+from tests.budget import examples
+from tests.stores_of_5 import add_database, batch_record, write_log
+
+START_MS = 1_700_000_000_000
+
+
+@dataclass
+class Model:
+    """The records of a log, and the messages that a broker of 5.x shows for them."""
+
+    records: list[Record] = field(default_factory=list)
+    bodies: list[list[bytes]] = field(default_factory=list)
+    """Bodies of the messages of each record."""
+    queues: dict[tuple[str, int], list[tuple[int, bytes, str]]] = field(default_factory=dict)
+    """Queue offset, body and tag of each message."""
+
+    def add(self, topic: str, queue_id: int, bodies: list[bytes], light: list[str], *, is_batch: bool) -> None:
+        """Store messages, as one record or each alone."""
+        queue = self.queues.setdefault((topic, queue_id), [])
+        for some in [bodies] if is_batch else [[body] for body in bodies]:
+            number = len(self.records)
+            properties = {} if is_batch else {"TAGS": tag_of(some[0])}
+            properties |= {"UNIQ_KEY": f"U{number}", "KEYS": f"k{number}"}
+            lights = [self.queues.setdefault((name, 0), []) for name in light] if not is_batch else []
+            if lights:
+                properties["INNER_MULTI_DISPATCH"] = ",".join(light)
+                properties["INNER_MULTI_QUEUE_OFFSET"] = ",".join(str(len(one)) for one in lights)
+            record = Record(
+                topic=topic, queue_id=queue_id, queue_offset=len(queue), body=some[0], born_timestamp_ms=START_MS,
+                store_timestamp_ms=START_MS + number, properties_raw=encode_properties(properties),
+            )  # fmt: skip
+            if is_batch:
+                items = [
+                    BatchItem(body, at, encode_properties({"TAGS": tag_of(body), "KEYS": f"b{number}-{at}"}))
+                    for at, body in enumerate(some)
+                ]
+                record = batch_record(record, items)
+            self.records.append(record)
+            self.bodies.append(some)
+            for body in some:
+                queue.append((len(queue), body, tag_of(body)))
+            for one in lights:
+                one.append((len(one), some[0], tag_of(some[0])))
+
+
+def tag_of(body: bytes) -> str:
+    return "ab"[len(body) % 2]
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["T", "orders"]),
+        st.integers(0, 1),
+        st.lists(st.binary(max_size=30), min_size=1, max_size=5),
+        st.lists(st.sampled_from(["%LMQ%a", "%LMQ%b"]), unique=True, max_size=2),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def model_of(drawn: list[tuple[str, int, list[bytes], list[str], bool]]) -> Model:
+    model = Model()
+    for topic, queue_id, bodies, light, is_batch in drawn:
+        model.add(topic, queue_id, bodies, light, is_batch=is_batch)
+    return model
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(drawn=operations, file_size=st.sampled_from([2048, 1 << 16]))
+def test_batches_and_light_queues_are_as_the_model_says(
+    drawn: list[tuple[str, int, list[bytes], list[str], bool]], file_size: int
+) -> None:
+    model = model_of(drawn)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        write_log(path, model.records, file_size)
+        add_database(path / "consumequeue_rocksdb")
+        assert verify(path).sound
+        with MessageStore.open(path, read_only=True) as store:
+            assert {name: queue.max_offset for name, queue in store.queues.items()} == {
+                name: len(messages) for name, messages in model.queues.items()
+            }
+            for name, messages in model.queues.items():
+                stored = list(store.messages(*name))
+                assert [(one.body, one.tags) for one in stored] == [one[1:] for one in messages]
+                if not name[0].startswith("%LMQ%"):
+                    assert [one.queue_offset for one in stored] == [one[0] for one in messages]
+                for begin in range(len(messages)):
+                    one_by_one = store.read(*name, begin, 1)
+                    assert ([one.body for one in one_by_one.messages], one_by_one.next_offset) == (
+                        [messages[begin][1]], begin + 1
+                    )  # fmt: skip
+                tagged = store.read(*name, 0, 32, store.matching(tags="a"))
+                assert [one.body for one in tagged.messages] == [one[1] for one in messages if one[2] == "a"][:32]
+            count = sum(len(messages) for name, messages in model.queues.items() if not name[0].startswith("%LMQ%"))
+            assert sum(1 for _ in store) == count
+            for number, record in enumerate(model.records):
+                numbers = record.queue_offset, record.queue_offset + len(model.bodies[number])
+                for key in (f"k{number}", f"U{number}"):
+                    assert [one.queue_offset for one in store.find_by_key(record.topic, key)] == list(range(*numbers))
+                assert len(store.find_by_id(f"U{number}")) == len(model.bodies[number])
+                if INNER_BATCH & record.sys_flag:
+                    (inner,) = store.find_by_key(record.topic, f"b{number}-0")
+                    assert (inner.body, inner.queue_offset) == (model.bodies[number][0], record.queue_offset)
+        assert_columns(path, model)
+
+
+def assert_columns(path: Path, model: Model) -> None:
+    """Compare columns by queues, and those of a walk over the log, with the model."""
+    columns = ["topic", "queueId", "queueOffset", "body", "tags"]
+    for view in ("messages", "log"):
+        rows = reader(path, view=view, columns=columns).read_all().to_pylist()
+        expected = [
+            (*name, *message)
+            for name, messages in model.queues.items()
+            if view == "messages" or not name[0].startswith("%LMQ%")
+            for message in messages
+        ]
+        assert sorted(tuple(row.values()) for row in rows) == sorted(expected), view
+
+
+@pytest.mark.parametrize(
+    ("body", "number", "what"),
+    [
+        (b"abc", "1", "message 0 is cut off"),
+        (encode_batch([BatchItem(b"a")]), "2", "expected 2 messages in the body, found 1"),
+    ],
+)
+def test_a_batch_that_cannot_be_opened_is_damage(tmp_path: Path, body: bytes, number: str, what: str) -> None:
+    broken = replace(batch_record(Record(topic="T"), [BatchItem(b"x")]), body=body)
+    broken = replace(broken, properties_raw=encode_properties({"INNER_NUM": number}))
+    write_log(tmp_path, [broken, Record(topic="T", queue_offset=int(number), body=b"sound")])
+    add_database(tmp_path / "consumequeue")
+    (damage,) = verify(tmp_path).damage
+    assert (damage.offset, what in damage.what) == (0, True)
+    with MessageStore.open(tmp_path, read_only=True) as store:
+        assert store.queue_range("T", 0) == (0, int(number) + 1)
+        assert [message.body for message in store.messages("T", 0, int(number))] == [b"sound"]
+        for read in (lambda: list(store.messages("T")), lambda: list(store)):
+            with pytest.raises(CorruptionError, match=what):
+                read()
+    with pytest.raises(CorruptionError, match=what):
+        reader(tmp_path).read_all()
+    rows = reader(tmp_path, columns=["body"], mode="PERMISSIVE").read_all().to_pylist()
+    assert [row["body"] for row in rows if row["body"]] == [b"sound"]
+
+
+def test_new_records_of_a_running_broker_are_seen(tmp_path: Path) -> None:
+    write_log(tmp_path, [Record(topic="T", body=b"0", properties_raw=encode_properties({"KEYS": "k0"}))])
+    add_database(tmp_path / "consumequeue")
+    lock = DiskFiles().lock(str(tmp_path / "lock"))
+    try:
+        with (
+            MessageStore.open(tmp_path, read_only=True) as store,
+            CommitLog.open(tmp_path / "commitlog", 1 << 16) as log,
+        ):
+            assert len(store.find_by_key("T", "k0")) == 1
+            at = 1
+            for number in range(1, 50):
+                record = Record(topic="T", queue_offset=at, body=b"%d" % number)
+                record = replace(record, properties_raw=encode_properties({"KEYS": f"k{number}"}))
+                if number % 7 == 0:
+                    record = batch_record(record, [BatchItem(b"%d" % number)] * 3)
+                record = replace(record, physical_offset=log.claim(record.size), body_crc=body_checksum(record.body))
+                log.append(encode_record(record))
+                new = list(store.messages("T", 0, at))
+                assert [message.body for message in new] == [b"%d" % number] * len(new)
+                at += 3 if number % 7 == 0 else 1
+                assert store.queue_range("T", 0) == (0, at)
+                assert len(store.find_by_key("T", f"k{number}")) == len(new)
+    finally:
+        lock.release()
+
+
+def test_records_out_of_their_count(tmp_path: Path) -> None:
+    """A gap is filled, a topic that was made again begins anew, and a single wrong queue offset is corrected."""
+    for offsets, expected in (
+        ([0, 1, 4, 5], (0, [0, 1, 4, 5])),
+        ([0, 1, 2, 0, 1], (0, [0, 1])),
+        ([0, 1, 2, 0], (0, [0])),
+        ([5, 6, 1 << 40, 8], (5, [5, 6, 7, 8])),
+        ([7, 8, 3, 10, 11], (7, [7, 8, 9, 10, 11])),
+        ([0, 200_000, 200_001], (200_000, [200_000, 200_001])),
+    ):
+        path = tmp_path / str(len(list(tmp_path.iterdir())))
+        write_log(path, [Record(topic="T", queue_offset=at, body=b"%d" % at) for at in offsets])
+        add_database(path / "consumequeue")
+        with MessageStore.open(path, read_only=True) as store:
+            queue = store.queues["T", 0]
+            there = [at for at in range(queue.min_offset, queue.max_offset) if queue.entry(at).size != HOLE_SIZE]
+            assert (queue.min_offset, there) == expected, offsets
+            assert len(list(store.messages("T", 0, queue.min_offset))) == len(there)
+
+
+def test_what_commands_say_about_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(*words: str) -> list[dict[str, Any]]:
+        capsys.readouterr()
+        assert main([*words, "--format", "jsonl"]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    model = model_of([("T", 0, [b"a", b"bb", b"ccc"], [], True), ("T", 0, [b"d"], ["%LMQ%x"], False)])
+    path = tmp_path / "store"
+    write_log(path, model.records)
+    (path / "batchconsumequeue" / "T" / "0").mkdir(parents=True)
+    store = str(path)
+    assert [row.get("inner_messages") for row in rows("dump", store)] == [3, None]
+    assert [(row["topic"], row["messages"]) for row in rows("topics", store)] == [("%LMQ%x", 1), ("T", 4)]
+    assert [(row["tag"], row["messages"]) for row in rows("count", store, "--by", "tag", "--topic", "T")] == [
+        ("b", 3),
+        ("a", 1),
+    ]
+    assert [row["body"] for row in rows("show", store, "--topic", "T")] == ["a", "bb", "ccc", "d"]
+    assert [row["queue_offset"] for row in rows("show", store, "--tag", "b", "--topic", "T")] == [0, 2, 3]
+    assert [row["max_offset"] for row in rows("queues", store)] == [1, 4]
+    for words in (
+        ["extract", store, "-o", str(tmp_path / "small")],
+        ["salvage", store, "--into", str(tmp_path / "saved")],
+    ):
+        assert main(words) == 0
+        with MessageStore.open(words[-1]) as copy:
+            assert [message.body for message in copy.messages("T")] == [b"a", b"bb", b"ccc", b"d"]
+            assert copy.verify().sound
+    assert main(["follow", store, str(tmp_path / "followed"), "--until-end"]) == 2
