@@ -35,6 +35,7 @@ from librmq.message import record
 from librmq.message.batch import inner_messages
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
+from librmq.message.topics import LIGHT_PREFIX
 from librmq.runtime.event_log import EventLog
 from librmq.store.format import directory
 
@@ -572,7 +573,7 @@ class _Task:
         conditions = self._options.selection
         names = [(share.topic, share.queue_id) for share in self._part.slices]
         return np.array(
-            [every_slice or name[0].startswith("%LMQ%") or conditions.has_queue(*name) for name in names], np.bool_
+            [every_slice or name[0].startswith(LIGHT_PREFIX) or conditions.has_queue(*name) for name in names], np.bool_
         )
 
     def _chain(self, at: int, until: int, bad: list[tuple[int, str]]) -> list[Ints]:

@@ -27,6 +27,8 @@ TOPIC_TYPES: Final[tuple[TopicType, ...]] = get_args(TopicType)
 
 RETRY_PREFIX: Final = "%RETRY%"
 DEAD_LETTER_PREFIX: Final = "%DLQ%"
+LIGHT_PREFIX: Final = "%LMQ%"
+"""Of the queues of 5.x whose entries lead to records of other topics."""
 
 NOT_FOR_SENDING: Final = frozenset(
     (SCHEDULE_TOPIC, HALF_TOPIC, OP_TOPIC, CHECK_MAX_TIME_TOPIC, SELF_TEST_TOPIC, OFFSET_MOVED_TOPIC)

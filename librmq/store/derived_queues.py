@@ -16,7 +16,7 @@ at the first search. Mirrors ``RocksDBConsumeQueueStore``, ``BatchConsumeQueue``
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -28,52 +28,32 @@ from librmq.errors import CorruptionError, MessageIllegalError, RecordError
 from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.java.lang import java_decode, java_int, java_long, string_hash
+from librmq.java.lang import java_decode, java_int, string_hash
 from librmq.message.batch import inner_messages
-from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
-from librmq.message.properties import (
-    PROPERTY_INNER_MULTI_DISPATCH,
-    PROPERTY_INNER_MULTI_QUEUE_OFFSET,
-    PROPERTY_INNER_NUM,
-    find_keys_and_tags,
-    find_property,
-)
+from librmq.message.properties import PROPERTY_INNER_NUM, find_keys_and_tags
 from librmq.message.record import INNER_BATCH, SYS_FLAG_AT
-from librmq.message.topics import RETRY_PREFIX, SYSTEM_PREFIX, validate_queue
-from librmq.store.engine.dispatch import Derivation, Derived, Dispatcher, RawPending, key_block
+from librmq.message.topics import validate_queue
+from librmq.store.engine.dispatch import (
+    MULTI_DISPATCH,
+    Derivation,
+    Derived,
+    Dispatcher,
+    RawPending,
+    key_block,
+    light_queues,
+)
 from librmq.store.engine.store_parts import Parts, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.live_tail import GLANCE, FollowedParts
 
-LIGHT_PREFIX: Final = "%LMQ%"
-_DISPATCH: Final = PROPERTY_INNER_MULTI_DISPATCH.encode()
-_OFFSETS: Final = PROPERTY_INNER_MULTI_QUEUE_OFFSET.encode()
-_WITHOUT_LIGHT: Final = tuple(prefix.encode() for prefix in (RETRY_PREFIX, SYSTEM_PREFIX))
-_SCHEDULE: Final = SCHEDULE_TOPIC.encode()
 _FLAG_AT: Final = SYS_FLAG_AT + 3  # its lowest byte
 _TOGETHER: Final = 4096
 """Most entries of a queue, and most records with keys, to add together."""
 _LARGEST_GAP: Final = 100_000  # as for a recovery of files
 _LARGEST_OFFSET: Final = 1 << 58
 _pack = ENTRY.pack
-
-
-def light_queues(topic: bytes, queue_id: int, properties: bytes) -> Iterator[tuple[str, int, int]]:
-    """Yield the light queues to which a record was dispatched too, as topic, queue id and queue offset."""
-    if topic.startswith(_WITHOUT_LIGHT) or topic == _SCHEDULE:
-        return
-    names, offsets = find_property(properties, _DISPATCH), find_property(properties, _OFFSETS)
-    if not names or not offsets:
-        return
-    queue_names, queue_offsets = java_decode(names).split(","), java_decode(offsets).split(",")
-    if len(queue_names) != len(queue_offsets):  # RocketMQ logs that, and dispatches to none
-        return
-    for name, text in zip(queue_names, queue_offsets, strict=True):
-        queue_offset = java_long(text)
-        if queue_offset is not None:
-            yield name, 0 if name.startswith(LIGHT_PREFIX) else queue_id, queue_offset
 
 
 class DerivedQueue(ConsumeQueue):
@@ -305,7 +285,7 @@ class DerivedParts(FollowedParts):
                         else:
                             queue.collect(queue_offset, _pack(place, size, code))
                         changed.add(queue)
-                    if _DISPATCH in properties:
+                    if MULTI_DISPATCH in properties:
                         self._derive_light(derived)
                 if self._has_keys:
                     self._collect_keys(derived, raw)
@@ -325,10 +305,9 @@ class DerivedParts(FollowedParts):
         """Collect the entries of light queues."""
         place, size, _, topic, queue_id, _, code, _, properties, _, _ = derived
         for name, light_id, queue_offset in light_queues(topic, queue_id, properties):
-            with suppress(MessageIllegalError):
-                queue = self._queues.queue(name, light_id)
-                queue.collect(queue_offset, _pack(place, size, code))
-                self._changed.add(queue)
+            queue = self._queues.queue(name, light_id)
+            queue.collect(queue_offset, _pack(place, size, code))
+            self._changed.add(queue)
 
     def _publish(self, log_end: int) -> None:
         self._log.end = log_end

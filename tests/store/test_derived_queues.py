@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from librmq.cli import main
 from librmq.columns import reader
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import HOLE_SIZE
+from librmq.config import StoreConfig
+from librmq.consumequeue import HOLE_SIZE, ConsumeQueue
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.message.batch import BatchItem, encode_batch
@@ -26,6 +27,9 @@ from tests.budget import examples
 from tests.stores_of_5 import add_database, batch_record, write_log
 
 START_MS = 1_700_000_000_000
+SMALL = StoreConfig.broker(
+    commitlog_file_size=1 << 16, consumequeue_file_size=2000, max_hash_slot_num=8, max_index_num=64
+)
 
 
 @dataclass
@@ -247,3 +251,30 @@ def test_what_commands_say_about_batches(tmp_path: Path, capsys: pytest.CaptureF
             assert [message.body for message in copy.messages("T")] == [b"a", b"bb", b"ccc", b"d"]
             assert copy.verify().sound
     assert main(["follow", store, str(tmp_path / "followed"), "--until-end"]) == 2
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(drawn=operations, cut=st.integers(0, 3))
+def test_recovery_keeps_light_queues(drawn: list[tuple[str, int, list[bytes], list[str], bool]], cut: int) -> None:
+    """A store with light queues in files is sound, and a recovery writes the entries that a kill has lost."""
+    model = model_of([(*some, False) for *some, _ in drawn])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        write_log(path, model.records)
+        (path / "consumequeue_rocksdb").mkdir()
+        with MessageStore.open(path, read_only=True) as store:
+            expected = {name: queue.entries().tobytes() for name, queue in store.queues.items()}
+        (path / "consumequeue_rocksdb").rmdir()
+        log = (path / "commitlog" / f"{0:020d}").read_bytes()
+        for (topic, queue_id), entries in expected.items():
+            with ConsumeQueue.open(path / "consumequeue" / topic / str(queue_id), 2000) as queue:
+                kept = len(entries) - 20 * min(cut, len(entries) // 20 - 1)
+                queue.append_many(0, entries[:kept])
+        if not cut:
+            assert {damage.file for damage in verify(path).damage} <= {str(path / "index")}
+        (path / "abort").touch()
+        for read_only in (True, False):
+            with MessageStore.open(path, SMALL, read_only=read_only) as store:
+                assert {name: queue.entries().tobytes() for name, queue in store.queues.items()} == expected
+        assert verify(path).sound
+        assert (path / "commitlog" / f"{0:020d}").read_bytes() == log

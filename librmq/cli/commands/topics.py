@@ -11,12 +11,12 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any, Final
 
-from librmq.cli.output import Output, ProgressBar, log_bar, watching_bar
+from librmq.cli.output import Output, ProgressBar, complain, log_bar, watching_bar
 from librmq.cli.rows import entry_rows, queue_row
 from librmq.cli.selection import TOPICS, MessageQuery, near, note_topic_of, select
 from librmq.cli.stores import open_source, open_store, open_view
 from librmq.diagnosis.findings import id_ranges
-from librmq.diagnosis.view import is_own_group, kind_of_topic, topic_summaries
+from librmq.diagnosis.view import StoreView, is_own_group, kind_of_topic, topic_summaries
 from librmq.errors import InputError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
@@ -24,6 +24,7 @@ from librmq.message.record import tags_code
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.format import directory
+from librmq.store.format.broker_tables import compaction_note, is_compacted
 from librmq.store.format.checkpoint import has_abort
 
 
@@ -34,6 +35,10 @@ def topics(arguments: argparse.Namespace, output: Output) -> int:
         ProgressBar("topics", len(view.listed_topics), "topics", quiet=output.is_on_terminal) as bar,
     ):
         output.rows_of(summary._asdict() for summary in bar.track(topic_summaries(view), lambda summary: 1))
+        if isinstance(view, StoreView):
+            for topic, row in sorted(view.tables.topics.rows.items()):
+                if is_compacted(row):
+                    complain(f"note: {compaction_note(topic)}")
     return 0
 
 

@@ -7,14 +7,18 @@ of a queue or of the index has them written first. A crash loses nothing, becaus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.java.lang import hash_append, index_key_hashes, java_decode, java_int, string_hash
+from librmq.errors import MessageIllegalError
+from librmq.java.lang import hash_append, index_key_hashes, java_decode, java_int, java_long, string_hash
 from librmq.message import record as record_format
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import StoredMessage
+from librmq.message.properties import PROPERTY_INNER_MULTI_DISPATCH, PROPERTY_INNER_MULTI_QUEUE_OFFSET
+from librmq.message.topics import LIGHT_PREFIX, RETRY_PREFIX, SYSTEM_PREFIX, validate_queue
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE, DispatchState, LaneState
 from librmq.runtime.locks import critical
@@ -306,6 +310,31 @@ _V6: Final = record_format.HOSTS_V6
 _IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
 _SCHEDULE_TOPIC: Final = SCHEDULE_TOPIC.encode()
 _TAGS_KEPT: Final = 10_000
+
+
+MULTI_DISPATCH: Final = PROPERTY_INNER_MULTI_DISPATCH.encode()
+"""The property that names light queues; few records have it."""
+_MULTI_OFFSETS: Final = PROPERTY_INNER_MULTI_QUEUE_OFFSET.encode()
+_WITHOUT_LIGHT: Final = (RETRY_PREFIX.encode(), SYSTEM_PREFIX.encode())
+
+
+def light_queues(topic: bytes, queue_id: int, properties: bytes) -> Iterator[tuple[str, int, int]]:
+    """Yield the light queues to which 5.x dispatched a record too, as topic, queue id and queue offset."""
+    if topic.startswith(_WITHOUT_LIGHT) or topic == _SCHEDULE_TOPIC:
+        return
+    names, offsets = (record_format.find_property(properties, name) for name in (MULTI_DISPATCH, _MULTI_OFFSETS))
+    if not names or not offsets:
+        return
+    queue_names, queue_offsets = java_decode(names).split(","), java_decode(offsets).split(",")
+    if len(queue_names) != len(queue_offsets):  # RocketMQ logs that, and dispatches to none
+        return
+    for name, text in zip(queue_names, queue_offsets, strict=True):
+        queue_offset = java_long(text)
+        light_id = 0 if name.startswith(LIGHT_PREFIX) else queue_id
+        with suppress(MessageIllegalError):  # a broker dispatches to no such queue either
+            validate_queue(name, light_id)
+            if queue_offset is not None:
+                yield name, light_id, queue_offset
 
 
 class Derivation:

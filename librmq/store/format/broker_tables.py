@@ -172,12 +172,25 @@ def topic_row(topic: str, read_queues: int, write_queues: int, permission: int) 
     }
 
 
+def topic_attribute(row: Mapping[str, Any], name: str) -> object:
+    """Return an attribute in a topic's row, which a table of 4.9 lacks; None without it."""
+    attributes = row.get(_ATTRIBUTES)
+    return (attributes.get(name) or attributes.get(f"+{name}")) if isinstance(attributes, Mapping) else None
+
+
+def is_compacted(row: Mapping[str, Any]) -> bool:
+    """Return whether a broker of 5.x keeps the last message of each key of the topic."""
+    return topic_attribute(row, "cleanup.policy") == "COMPACTION"
+
+
+def compaction_note(topic: str) -> str:
+    """Return a remark about a compacted topic."""
+    return f"topic {topic} is compacted: its broker keeps older messages in compaction/, which librmq does not read"
+
+
 def topic_type(row: Mapping[str, Any]) -> TopicType:
     """Return the type in a topic's row: an attribute of 5.x, which a table of 4.9 lacks; MIXED by default."""
-    attributes = row.get(_ATTRIBUTES)
-    if not isinstance(attributes, Mapping):
-        return "MIXED"
-    named = attributes.get(_TOPIC_TYPE) or attributes.get(f"+{_TOPIC_TYPE}")
+    named = topic_attribute(row, _TOPIC_TYPE)
     return next((kind for kind in TOPIC_TYPES if kind == named), "MIXED")
 
 

@@ -25,9 +25,17 @@ from librmq.message import record as record_format
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.message.record import split_keys
-from librmq.message.topics import validate_queue
+from librmq.message.topics import LIGHT_PREFIX, validate_queue
 from librmq.runtime import lazy_numpy as np
-from librmq.store.engine.dispatch import BitmapOf, Derivation, RawPending, key_block, key_hashes
+from librmq.store.engine.dispatch import (
+    MULTI_DISPATCH,
+    BitmapOf,
+    Derivation,
+    RawPending,
+    key_block,
+    key_hashes,
+    light_queues,
+)
 from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import OpenQueue, QueueName, QueueState
 from librmq.store.format import directory
@@ -581,6 +589,7 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     )
     keys = None if index is None else IndexCheck(index, begin, log, begin <= log.begin, repair)
     derive = Derivation(levels).derive
+    has_light = any(topic.startswith(LIGHT_PREFIX) for topic, _ in queues)
     unchecked_end = log.end if bodies_from is None else max(begin, bodies_from)
     items = chain(log.scan(begin, unchecked_end, check_body=False), log.scan(unchecked_end))
     for place, item_size, raw in items:
@@ -612,6 +621,10 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
                     check.take_over()
             else:
                 check.offer_entry(queue_offset, ExpectedEntry(entry, stored, properties))
+            if has_light and MULTI_DISPATCH in properties:
+                for name, light_id, light_offset in light_queues(topic, queue_id, properties):
+                    light = checks.make(name.encode(), light_id, physical_offset)
+                    light.offer_light(light_offset, ExpectedEntry(entry, stored, properties))
         if keys is not None:
             record = (physical_offset, stored, check.prefix_hash, unique, key)
             if keys.at_end:

@@ -15,6 +15,7 @@ from librmq.files.interface import Damage
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
+from librmq.message.topics import LIGHT_PREFIX
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.read import first_not_older, offset_at_place
@@ -89,6 +90,7 @@ class QueueCheck:
         self._is_complete = is_complete
         self._repair = repair
         self._delayed = topic == SCHEDULE_TOPIC
+        self._is_light = topic.startswith(LIGHT_PREFIX)  # its records are those of other queues, and stay as they are
         self._claimed = -1  # until the queue is opened: the queue offset that the first record names
         self.first = -1
         """First checked queue offset; entries below belong to older records."""
@@ -229,8 +231,22 @@ class QueueCheck:
             self._accept(queue_offset, entry, queue_offset)
         else:
             self._held = queue_offset, entry
-            self._checks.strays.add_stray(queue_offset, Stray(self, entry))
+            self._add_stray(queue_offset, entry)
         self._expect()
+
+    def offer_light(self, queue_offset: int, entry: ExpectedEntry) -> None:
+        """Take the next record that names this light queue, like `reconcile` itself those of other queues."""
+        if queue_offset != self.expected:
+            self.offer_entry(queue_offset, entry)
+            return
+        self.expected = queue_offset + 1
+        self.entries.append(entry.packed)
+        if len(self.entries) >= COMPARED:
+            self.take_over()
+
+    def _add_stray(self, queue_offset: int, entry: ExpectedEntry) -> None:
+        if not self._is_light:
+            self._checks.strays.add_stray(queue_offset, Stray(self, entry))
 
     def release_entry(self, entry: ExpectedEntry) -> None:
         """Leave a record to the queue to which it belongs."""
@@ -254,7 +270,7 @@ class QueueCheck:
             if claimed == due - 1 and self._points_at(claimed, entry) and self.entries:
                 replaced, self.entries[-1] = self.entries[-1], entry.packed
                 self._checks.strays.remove_stray(claimed, entry.physical_offset)
-                self._checks.strays.add_stray(claimed, Stray(self, ExpectedEntry(replaced, 0, b"")))
+                self._add_stray(claimed, ExpectedEntry(replaced, 0, b""))
                 if self.queue.ext is not None:
                     self._units[claimed] = entry
             return
@@ -271,7 +287,7 @@ class QueueCheck:
         )  # compare the size too, because zeros are no entry of the log's first record
 
     def _accept(self, claimed: int, entry: ExpectedEntry, queue_offset: int) -> None:
-        if queue_offset != claimed:
+        if queue_offset != claimed and not self._is_light:
             at = record.QUEUE_OFFSET_AT
             self.damages.append(misaddressed(self._log, entry.physical_offset, at, claimed, queue_offset, self._repair))
         if self._next is None:
@@ -310,7 +326,7 @@ class QueueCheck:
         if gap < 0:
             replaced = min(-gap, len(self.entries))
             for number, packed in enumerate(self.entries[len(self.entries) - replaced :], self._next - replaced):
-                self._checks.strays.add_stray(number, Stray(self, ExpectedEntry(packed, 0, b"")))
+                self._add_stray(number, ExpectedEntry(packed, 0, b""))
             del self.entries[len(self.entries) - replaced :]
             self._next -= replaced
             self._compare()
@@ -329,6 +345,8 @@ class QueueCheck:
         One changed byte of its topic or queue id can make it a record of another queue. The earlier entry still leads
         to it. Without an entry, it is a record outside of another queue's count at this offset.
         """
+        if self._is_light:
+            return None
         raw = self.queue.read(queue_offset, 1)
         place, size, tags_code = ENTRY.unpack(raw) if raw else (-1, 0, 0)
         message = record_at(self._log, place, size) if after < place < before else None

@@ -25,10 +25,11 @@ from librmq.files.rolling import MappingPool
 from librmq.message.batch import inner_messages
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
+from librmq.message.record import INNER_BATCH, SYS_FLAG_AT
 from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.store_parts import PartFiles, QueueName
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.broker_tables import BrokerTables, compaction_note, is_compacted
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.check import Scope, reconcile
@@ -91,12 +92,14 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
     notes = [UNKNOWABLE]
     if kind.derives_queues:
         notes.append(f"this is {kind.value}: only its log was checked, because librmq reads no other file of it")
+        notes.append(f"records of the log: {check.batches} batches with {check.inner} messages")
     for (topic, queue_id), count in sorted(check.left_out.items()):
         notes.append(f"queue {queue_id} of topic {topic} was deleted: {count} of its records are still in the log")
     if has_abort(files, path) and writer is None:
         notes.append("there is an abort marker: the store was not closed")
     try:
-        BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
+        tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
+        notes += map(compaction_note, sorted(topic for topic, row in tables.topics.rows.items() if is_compacted(row)))
     except CorruptionError as error:
         notes.append(f"a broker can't open the store: {error}: restore the file from a copy, or move it away")
     if writer is not None:
@@ -116,6 +119,7 @@ class _StoreCheck:
         self, path: str, config: StoreConfig, files: Files, *, closed: bool, written: bool, log_only: bool
     ) -> None:
         self.left_out: dict[QueueName, int] = {}
+        self.batches = self.inner = 0
         self._closed, self._written, self._log_only = closed, written, log_only
         self._path = path
         self._config = config
@@ -153,11 +157,13 @@ class _StoreCheck:
         return self._damages
 
     def _batches(self, log: CommitLog) -> None:
-        """Note batches that can't be opened."""
+        """Count batches, and note those that can't be opened."""
         for place, size, raw in log.scan(check_body=False):
+            if raw is None or not raw[SYS_FLAG_AT + 3] & INNER_BATCH:
+                continue
             try:
-                if raw is not None:
-                    inner_messages(StoredMessage(raw))
+                self.inner += len(inner_messages(StoredMessage(raw)))
+                self.batches += 1
             except RecordError as error:
                 self._damages.append(Damage(log.sequence.path_at(place), place, "record", error.reason, size))
 
