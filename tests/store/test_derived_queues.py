@@ -203,7 +203,7 @@ def test_new_records_of_a_running_broker_are_seen(tmp_path: Path) -> None:
 
 
 def test_records_out_of_their_count(tmp_path: Path) -> None:
-    """A gap is filled, a topic that was made again begins anew, and a single wrong queue offset is corrected."""
+    """A gap is filled, a topic that was made again starts over, and a single wrong queue offset is corrected."""
     for offsets, expected in (
         ([0, 1, 4, 5], (0, [0, 1, 4, 5])),
         ([0, 1, 2, 0, 1], (0, [0, 1])),
