@@ -93,6 +93,20 @@ class ConsumerGroup:
     """The last heartbeat data of each client, by client id."""
     subscriptions: dict[str, Subscription] = field(default_factory=dict)
     """By topic."""
+    maximums: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By client id, for those that say it: when it was set, and the maximum of redeliveries (-1: the group's)."""
+
+    @property
+    def deciding_client(self) -> str | None:
+        """The client whose maximum of redeliveries counts for the group: the one that set it last."""
+        latest_first = reversed(self.maximums)  # of equal times the last that joined
+        return max(latest_first, key=lambda client_id: self.maximums[client_id][0], default=None)
+
+    @property
+    def max_reconsume_times(self) -> int | None:
+        """The maximum of redeliveries that counts for the group; None if no instance says one."""
+        client_id = self.deciding_client
+        return None if client_id is None else self.maximums[client_id][1]
 
 
 class Clients:
@@ -128,6 +142,8 @@ class Clients:
         self._compared: dict[str, dict[str, dict[str, str]]] = {}  # the subscriptions of its members, by group
         self._settings: dict[str, set[str]] = {}  # by group, those that were logged
         self._awaits_members = False
+        self._answers_checks: dict[str, dict[str, bool]] = {}  # by producer group and client id, where the client says
+        self._mixed: set[str] = set()  # producer groups of both kinds that were logged
 
     def register_client(self, request: Heartbeat) -> None:
         """Register a client; make the groups of its consumers, and their retry topics."""
@@ -160,6 +176,9 @@ class Clients:
         client_id = request.client_id
         for name in request.producer_groups:
             self.producers.setdefault(name, {})[client_id] = request.client
+            if request.checking_groups is not None:
+                self._answers_checks.setdefault(name, {})[client_id] = name in request.checking_groups
+                self._warn_of_ordinary_producer(name)
         self._leave_producers(client_id, self.producers.keys() - request.producer_groups)
         joined = [data.group for data in request.consumers if self._join(client_id, request.client, data)]
         groups = {data.group for data in request.consumers}
@@ -199,6 +218,43 @@ class Clients:
                 settings=now,
                 client=client_id,
                 former_settings=before,
+            )
+
+    def _warn_of_maximum(self, group: ConsumerGroup, former: str | None, former_maximum: int | None) -> None:
+        """Log that another instance decides now how often a message of the group is delivered again."""
+        client_id = group.deciding_client
+        if former is None or client_id == former or former not in group.maximums:
+            return
+        if group.max_reconsume_times != former_maximum:
+            _log.warning(
+                "%(broker)s: group %(group)s: client %(client)s has max_reconsume_times=%(maximum)s and client "
+                "%(former_client)s has %(former_maximum)s. The one that started last decides, so %(maximum)s counts "
+                "for the whole group: give all instances the same",
+                broker=self._broker_name,
+                group=group.name,
+                client=client_id,
+                maximum=_maximum_text(group.max_reconsume_times),
+                former_client=former,
+                former_maximum=_maximum_text(former_maximum),
+            )
+
+    def _warn_of_ordinary_producer(self, name: str) -> None:
+        """Log once that a group has producers that answer checks of transactions, and others that can't."""
+        by_client = self._answers_checks[name]
+        answering = sorted(client_id for client_id, answers in by_client.items() if answers)
+        ordinary = sorted(client_id for client_id, answers in by_client.items() if not answers)
+        if not (answering and ordinary):
+            self._mixed.discard(name)
+        elif name not in self._mixed:
+            self._mixed.add(name)
+            _log.warning(
+                "%(broker)s: producer group %(group)s has the ordinary producer %(client)s beside %(answering)s, which "
+                "sends transactions: the broker asks any producer of the group for the state of a transaction, and an "
+                "ordinary one can't answer. Give it a group of its own",
+                broker=self._broker_name,
+                group=name,
+                client=", ".join(ordinary),
+                answering=", ".join(answering),
             )
 
     def _warn_of_differences(self, group: str, client_id: str) -> None:
@@ -291,13 +347,23 @@ class Clients:
         is_new = client_id not in group.clients
         group.clients[client_id] = client
         group.subscriptions_by_client[client_id] = data.subscriptions
-        return _subscribe(group.subscriptions, data.subscriptions) or is_new
+        former, former_maximum = group.deciding_client, group.max_reconsume_times
+        if data.max_reconsume_times is not None:
+            group.maximums[client_id] = data.set_timestamp_ms, data.max_reconsume_times
+        self._warn_of_maximum(group, former, former_maximum)
+        has_maximum_changed = group.max_reconsume_times != former_maximum
+        return _subscribe(group.subscriptions, data.subscriptions) or is_new or has_maximum_changed
 
     def _leave_producers(self, client_id: str, names: Iterable[str]) -> None:
         for name in names:
             clients = self.producers.get(name)
             if clients is not None and clients.pop(client_id, None) is not None and not clients:
                 del self.producers[name]
+            kinds = self._answers_checks.get(name)
+            if kinds is not None and kinds.pop(client_id, None) is not None:
+                self._warn_of_ordinary_producer(name)
+                if not kinds:
+                    del self._answers_checks[name]
 
     def _leave_consumers(self, client_id: str, names: Iterable[str]) -> list[str]:
         """Remove a client from groups; return the groups that it was in."""
@@ -307,6 +373,7 @@ class Clients:
             if group is None or group.clients.pop(client_id, None) is None:
                 continue
             del group.subscriptions_by_client[client_id]
+            group.maximums.pop(client_id, None)
             if not group.clients:
                 del self.consumers[name]
             left.append(name)
@@ -327,7 +394,7 @@ class Clients:
                 continue  # it has ended, perhaps by an earlier notification
             if self._metrics is not None:
                 self._metrics.gauge("clients", len(self.consumers[name].clients), group=name)
-            self.notify_group(name, ConsumersChanged(name))
+            self.notify_group(name, ConsumersChanged(name, self.consumers[name].max_reconsume_times))
 
     def notify_group(self, name: str, request: Request[None]) -> None:
         """Send a request to all members of a consumer group."""
@@ -395,6 +462,10 @@ class Clients:
         """Return the ids of all clients, sorted."""
         ids = {client_id for clients in self.producers.values() for client_id in clients}
         return tuple(sorted(ids.union(*(group.clients for group in self.consumers.values()))))
+
+
+def _maximum_text(maximum: int | None) -> str:
+    return "None (the group's)" if maximum in (None, -1) else str(maximum)
 
 
 def _subscribe(group_topics: dict[str, Subscription], topics: Mapping[str, Subscription]) -> bool:

@@ -157,6 +157,8 @@ class Member(Protocol):
     """A producer or consumer as its client sees it."""
 
     group: str
+    answers_checks: bool
+    """Whether it answers checks of transactions."""
 
     def consumer_data(self) -> ConsumerData | None:
         """Return the consumer's part of a heartbeat; None for a producer."""
@@ -347,7 +349,8 @@ class Client:
 
     def _send_heartbeats(self, now_ms: int) -> None:
         consumers = tuple(data for member in self._consumers.values() if (data := member.consumer_data()) is not None)
-        beat = Heartbeat(self.client_id, self, frozenset(self._producers), consumers)
+        checking = frozenset(name for name, producer in self._producers.items() if producer.answers_checks)
+        beat = Heartbeat(self.client_id, self, frozenset(self._producers), consumers, checking)
         for name in self.route.broker_names():
             if name not in self._registered:
                 try:

@@ -72,6 +72,8 @@ class Producer(Startable):
     Producers of one group have different clients.
     """
 
+    answers_checks = False
+
     def __init__(
         self,
         route: Route,

@@ -126,8 +126,10 @@ class TransactionProducer(Producer):
     producer of the group, even after a restart, so read the state from a database, not from memory. The producer joins
     its group when it is created, and answers checks from then on. ``execute`` runs the local transaction of
     `send_in_transaction`. ``check_pool`` runs the checks, if given, instead of the broker's workers. Do not share the
-    group with ordinary producers, which can't answer.
+    group with ordinary producers, which can't answer: the broker logs a warning when one joins.
     """
+
+    answers_checks = True
 
     def __init__(
         self,

@@ -58,6 +58,7 @@ class Consumer(Startable, Generic[C]):
 
     kind: str
     """``push`` or ``pull``."""
+    answers_checks = False
 
     def __init__(self, route: Route, group: str, config: C, client: Client | None, instance_name: str | None) -> None:
         validate_group(group)
@@ -88,6 +89,8 @@ class Consumer(Startable, Generic[C]):
         self._leaving = False
         self._saving = Step(f"{self.label} save progress", self._save_due, self.client)
         self._started_ms = 0
+        self._maximum_set_ms = 0
+        self._maximum_of_group: int | None = None  # as a broker says; -1: the group's setting
         self._times_removed = self.client.times_removed
         if (noted := getattr(route, "noted_consumer", None)) is not None:  # a route that records, or a test's
             noted(self)
@@ -120,6 +123,9 @@ class Consumer(Startable, Generic[C]):
             self._check_settings(config)
             self._config = config
             self._settings_changed()
+            if config.max_reconsume_times != before.max_reconsume_times and self.is_running:
+                self._maximum_set_ms, self._maximum_of_group = self.runner.now_ms(), None
+                self.client.beat()
 
     def _check_settings(self, config: C) -> None:
         """Refuse settings that do not fit the subscriptions."""
@@ -215,7 +221,7 @@ class Consumer(Startable, Generic[C]):
         for subscription in self.subscriptions.values():
             check_at_brokers(self.client, self.group, subscription)
         self._warn_of_same_id()
-        self._started_ms = self.runner.now_ms()
+        self._started_ms = self._maximum_set_ms = self.runner.now_ms()
         self.client.join(self)
         self.rebalancing.start()
 
@@ -374,12 +380,31 @@ class Consumer(Startable, Generic[C]):
     def consumer_data(self) -> ConsumerData | None:
         """Return the description of this instance for heartbeats."""
         config = self.config
-        return ConsumerData(self.group, self.kind, config.model, config.consume_from, dict(self.subscriptions))
+        maximum: int | None = None
+        if self.kind == "push" and config.model is MessageModel.CLUSTERING:
+            maximum = -1 if config.max_reconsume_times is None else config.max_reconsume_times
+        return ConsumerData(
+            self.group,
+            self.kind,
+            config.model,
+            config.consume_from,
+            dict(self.subscriptions),
+            maximum,
+            self._maximum_set_ms,
+        )
+
+    @property
+    def max_reconsume_times(self) -> int | None:
+        """The redeliveries before a message becomes a dead letter: those of the instance that started last."""
+        maximum = self._maximum_of_group
+        return self.config.max_reconsume_times if maximum is None else None if maximum < 0 else maximum
 
     def answer(self, request: Request[R], /) -> R:
         """Answer a broker's request; under the runner's lock."""
         result: Any = None
         if isinstance(request, ConsumersChanged):
+            if request.max_reconsume_times is not None:
+                self._maximum_of_group = request.max_reconsume_times
             self._routes_changed()
             self.rebalancing.wake()
         elif isinstance(request, ResetOffsets):

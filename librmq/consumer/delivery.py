@@ -408,7 +408,7 @@ class ConcurrentDelivery(Delivery):
 
     def max_times(self) -> int | None:
         """Return the number of redeliveries before a message becomes a dead letter."""
-        return 16 if self.config.max_reconsume_times is None else self.config.max_reconsume_times
+        return 16 if self.consumer.max_reconsume_times is None else self.consumer.max_reconsume_times
 
     def pulled(self, assigned: AssignedQueue, count: int, now_ms: int) -> None:
         """Begin messages that were added to a queue, as far as threads are free."""

@@ -139,7 +139,7 @@ class Retries:
             self._consumer.group,
             message.physical_offset,
             level,
-            self._consumer.config.max_reconsume_times,
+            self._consumer.max_reconsume_times,
             message.topic,
             message.origin_message_id,
             cause,
@@ -153,7 +153,7 @@ class Retries:
         self, assigned: AssignedQueue, messages: list[DeliveredMessage], error: Exception | None
     ) -> bool:
         """Count a failure of each message, send it back at the maximum, and return whether all were sent back."""
-        max_times = self._consumer.config.max_reconsume_times
+        max_times = self._consumer.max_reconsume_times
         at_once = isinstance(error, ReconsumeLater) and error.delay_level < 0
         are_all_sent = True
         for message in messages:
@@ -175,7 +175,7 @@ class Retries:
             )
             return True
         times = message.reconsume_times + at_once
-        limit = times if at_once else consumer.config.max_reconsume_times or 0
+        limit = times if at_once else consumer.max_reconsume_times or 0
         copy = Message(retry_topic(consumer.group), message.body, flag=message.flag)
         copy.properties.update(message.properties)
         copy.properties[PROPERTY_ORIGIN_MESSAGE_ID] = message.origin_message_id

@@ -94,6 +94,11 @@ class PushInstance(Instance, Protocol):
     loop: asyncio.AbstractEventLoop | None
 
     @property
+    def max_reconsume_times(self) -> int | None:
+        """The redeliveries before a message becomes a dead letter; None: the group's setting."""
+        ...
+
+    @property
     def rebalancing(self) -> _Rebalancing:
         """Assigns queues."""
         ...

@@ -72,7 +72,7 @@ class OrderlyDelivery(Delivery):
 
     def max_times(self) -> int | None:
         """Return the number of redeliveries before a message becomes a dead letter, None without a limit."""
-        return self.config.max_reconsume_times
+        return self.consumer.max_reconsume_times
 
     # ---- locks
 
@@ -392,7 +392,7 @@ class OrderlyDelivery(Delivery):
         rest_ms = suspension_ms(error, self._suspend_ms)
         if attempt == 1:
             self.retries.log_retry(
-                assigned, messages, 1, self.config.max_reconsume_times, f"the next comes in {rest_ms / 1000:g} s", error
+                assigned, messages, 1, self.max_times(), f"the next comes in {rest_ms / 1000:g} s", error
             )
         self._log_blocked(assigned, messages[0])
         return rest_ms

@@ -121,6 +121,8 @@ class SimpleConsumer(Startable):
                 consumer.ack(message)
     """
 
+    answers_checks = False
+
     def __init__(
         self,
         route: Route,

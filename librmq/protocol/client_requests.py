@@ -74,6 +74,10 @@ class ConsumerData:
     consume_from: ConsumeFrom
     subscriptions: Mapping[str, Subscription]
     """By topic."""
+    max_reconsume_times: int | None = None
+    """Redeliveries before a message becomes a dead letter; -1: the group's setting; None: the client does not say."""
+    set_timestamp_ms: int = 0
+    """When the instance started, or last changed this number: in a group the latest decides."""
 
 
 @value
@@ -85,6 +89,8 @@ class Heartbeat(Request[None]):
     """The client's endpoint, for `ConsumersChanged`, `CheckTransaction`, `ResetOffsets`, …"""
     producer_groups: frozenset[str]
     consumers: tuple[ConsumerData, ...]
+    checking_groups: frozenset[str] | None = None
+    """The producer groups in which this client answers checks of transactions; None: the client does not say."""
 
 
 @value
@@ -511,6 +517,8 @@ class ConsumersChanged(Request[None]):
     """Notify a client that the members of its group have changed, so that it rebalances."""
 
     group: str
+    max_reconsume_times: int | None = None
+    """The redeliveries that count for the group now; -1: the group's setting; None: the broker does not say."""
 
 
 @value

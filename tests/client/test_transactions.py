@@ -17,6 +17,7 @@ from librmq.message.message import Message
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from librmq.protocol import EndTransaction, SendMessage, SendStatus, TransactionState
 from librmq.runtime.runner import ManualRunner
+from librmq.testing import Kit
 from librmq.txn import TransactionConfig
 from tests.client.test_producer import Cluster
 
@@ -298,3 +299,37 @@ def test_a_year_with_a_decided_transaction_is_short(shop: Shop) -> None:
     shop.runner.__class__ = Counting
     shop.runner.advance(365 * 24 * 60 * MINUTE)
     assert turns < 200
+
+
+# ------------------------------------------------------------------------------------------------- groups that differ
+
+
+@pytest.mark.parametrize("first", ["ordinary", "transactional"])
+def test_an_ordinary_producer_in_a_transactional_group_is_named(
+    rmq: Kit, caplog: pytest.LogCaptureFixture, first: str
+) -> None:
+    def warnings() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "ordinary" in record.getMessage()]
+
+    def ordinary() -> Producer:
+        return Producer(rmq.broker, "shop", instance_name="plain").start()
+
+    def transactional() -> TransactionProducer:
+        return TransactionProducer(rmq.broker, "shop", lambda message: TransactionState.COMMIT, instance_name="tx")
+
+    plain = ordinary() if first == "ordinary" else None
+    sender = transactional()
+    assert len(warnings()) == (plain is not None)
+    plain = plain or ordinary()
+    (warning,) = warnings()
+    assert "producer group shop has the ordinary producer" in warning
+    assert plain.client.client_id in warning
+    assert sender.client.client_id in warning
+    sender.client.beat()
+    plain.client.beat()
+    assert len(warnings()) == 1
+    plain.shutdown()
+    ordinary()
+    assert len(warnings()) == 2  # it joined again
+    Producer(rmq.broker, "other").start()
+    assert len(warnings()) == 2

@@ -1005,3 +1005,47 @@ def test_a_lost_pull_is_repeated_after_120_seconds(one_queue: Kit) -> None:
     asked = len(seam.asked)
     one_queue.advance(hours=24)  # the pull that the broker holds is kept
     assert len(seam.asked) == asked
+
+
+# ------------------------------------------------------------------------------------------------- groups that differ
+
+
+@pytest.mark.parametrize("orderly", [False, True])
+@pytest.mark.parametrize(("first", "second", "attempts"), [(3, 1, 2), (1, 3, 4), (2, 2, 3)])
+def test_the_instance_that_starts_last_decides_the_redeliveries(
+    four_queues: Kit, caplog: pytest.LogCaptureFixture, first: int, second: int, attempts: int, orderly: bool
+) -> None:
+    tried: list[bytes] = []
+
+    def attempt(message: DeliveredMessage) -> None:
+        tried.append(message.body)
+        raise ValueError("no stock")
+
+    settings: dict[str, Any] = {"orderly": orderly, "suspend_time": 1}
+    subscribed(four_queues, attempt, max_reconsume_times=first, **settings)
+    four_queues.advance(seconds=5)
+    subscribed(four_queues, attempt, max_reconsume_times=second, **settings)
+    four_queues.advance(seconds=60)
+    send(four_queues, *map(str, range(8)))
+    four_queues.advance(minutes=10)
+    assert {body: tried.count(body) for body in tried} == {b"%d" % number: attempts for number in range(8)}
+    assert len(four_queues.dead_letters("g")) == 8
+    lines = [record.getMessage() for record in caplog.records if "max_reconsume_times" in record.getMessage()]
+    assert len(lines) == (first != second)
+    assert all(f"max_reconsume_times={second} and client" in line and f"has {first}." in line for line in lines)
+
+
+def test_the_redeliveries_of_a_group_that_changes(one_queue: Kit, caplog: pytest.LogCaptureFixture) -> None:
+    """A change while it runs counts like a start; when the deciding instance leaves, the last of the others decides."""
+    one = subscribed(one_queue, fail, max_reconsume_times=5)
+    one_queue.advance(seconds=5)
+    other = subscribed(one_queue, fail)
+    one_queue.advance(seconds=5)
+    assert (one.max_reconsume_times, other.max_reconsume_times) == (None, None)
+    one.configure(max_reconsume_times=2)
+    assert (one.max_reconsume_times, other.max_reconsume_times) == (2, 2)
+    one.shutdown()
+    assert other.max_reconsume_times is None
+    lines = [record.getMessage() for record in caplog.records if "max_reconsume_times" in record.getMessage()]
+    assert len(lines) == 2
+    assert "max_reconsume_times=None (the group's) and client" in lines[0]
