@@ -65,6 +65,8 @@ _END_S: Final = 60.0
 _REPORT_S: Final = 0.2
 _BEHIND_S: Final = 1.0
 """Messages that are further behind the rate are not sent."""
+_READ_MS: Final = 1_000
+"""At most this long before it takes a queue an instance has read the progress in it."""
 _AGAIN_S: Final = 0.1
 """Until the next send after one that failed."""
 _DECISION: Final = "soak_decision"
@@ -569,6 +571,7 @@ class Soak:
         self.history: str = plan.history or f"{self.names.base}.jsonl"
         """The file of the history."""
         self._parts = f"{self.history}.parts"
+        self._recording = Recording(self._parts)
         self._cluster = plan.cluster
         self._port = 0
         self._clock = SystemClock()
@@ -759,7 +762,7 @@ class Soak:
             begin = self._clock.monotonic()
             marks = [{"event": "drained", "group": group, "at_ms": self._clock.now_ms()} for group in self.names.topics]
             history = HistoryEvents()
-            history.read(self._lines([*self._events, *marks]), self.history)
+            history.read(self._recording.lines([*self._events, *marks]), self.history)
             missing = sum(anomaly.anomaly in ("lost", "undecided") for anomaly in find_anomalies(history))
             now = self._clock.monotonic()
             if fewest is None or missing < fewest:
@@ -785,9 +788,29 @@ class Soak:
 
     # ---- the history
 
-    def _lines(self, events: Sequence[Event]) -> Iterator[bytes]:
+    def _write_history(self) -> tuple[list[Anomaly], Counter[str]]:
+        """Write the history, check it, and count its events."""
+        counts = Counter({**dict.fromkeys(_COUNTED.values(), 0), **self._faults})
+        with open(self.history, "xb") as file:
+            for line in self._recording.lines(self._events):
+                file.write(line)
+                if (kind := _kind(line)) in ("send", "deliver"):
+                    counts[_COUNTED[kind, json.loads(line).get("outcome", "died")]] += 1
+        history = HistoryEvents()
+        with open(self.history, "rb") as file:
+            history.read(file, self.history)
+        return find_anomalies(history), counts
+
+
+class Recording:
+    """The histories of the processes of a soak, each in a file of a folder. They may still grow."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def lines(self, events: Sequence[Event]) -> Iterator[bytes]:
         """Yield the lines of all processes so far, and those of ``events``; each group is described once."""
-        decided, handovers = self._decided(), self._handovers()
+        decided, handovers = self._decided(), self._handovers(events)
         groups = set()
         for process, number, line in self._recorded_lines():
             kind = _kind(line)
@@ -820,39 +843,28 @@ class Soak:
         delivered = {_id(line) for _, _, line in lines if _kind(line) == "deliver"}
         return {name for name, is_commit in unknown.items() if not is_commit or name in delivered}
 
-    def _handovers(self) -> _Handovers:
+    def _handovers(self, events: Sequence[Event]) -> _Handovers:
         marks: dict[_Queue, list[tuple[int, str, str, int, int]]] = defaultdict(list)
         for process, number, line in self._recorded_lines():
             if (kind := _kind(line)) in ("assign", "commit", "revoke"):
                 event = json.loads(line)
                 mark = event["at_ms"], kind, process, event.get("queue_offset", 0), number
                 marks[_queue_of(event)].append(mark)
-        for event in self._events:
-            for queue_marks in marks.values() if "process" in event else ():
-                queue_marks.append((event["at_ms"], "revoke", event["process"], 0, 0))
+        for event in events:
+            for queue_marks in marks.values() if event["event"] == "crash" and "process" in event else ():
+                queue_marks.append((event["at_ms"], "crash", event["process"], 0, 0))
         return _Handovers(marks)
 
     def _recorded_lines(self) -> Iterator[tuple[str, int, bytes]]:
         """Yield what the processes have recorded so far, each with its number, without incomplete last lines."""
-        for life in range(1, self._lives + 1):
-            process = f"worker-{life}"
-            with suppress(FileNotFoundError), open(os.path.join(self._parts, f"{process}.jsonl"), "rb") as file:
+        for name in sorted(os.listdir(self._folder)):
+            process, _, ending = name.partition(".")
+            if ending != "jsonl":
+                continue
+            with open(os.path.join(self._folder, name), "rb") as file:
                 for number, line in enumerate(file):
                     if line.endswith(b"\n"):
                         yield process, number, line.strip()
-
-    def _write_history(self) -> tuple[list[Anomaly], Counter[str]]:
-        """Write the history, check it, and count its events."""
-        counts = Counter({**dict.fromkeys(_COUNTED.values(), 0), **self._faults})
-        with open(self.history, "xb") as file:
-            for line in self._lines(self._events):
-                file.write(line)
-                if (kind := _kind(line)) in ("send", "deliver"):
-                    counts[_COUNTED[kind, json.loads(line).get("outcome", "died")]] += 1
-        history = HistoryEvents()
-        with open(self.history, "rb") as file:
-            history.read(file, self.history)
-        return find_anomalies(history), counts
 
 
 _Queue = tuple[str, str, str, int]
@@ -860,10 +872,10 @@ _Queue = tuple[str, str, str, int]
 
 
 class _Handovers:
-    """Queues that changed hands while they were read.
+    """Queues that were taken while they were still read.
 
-    A new owner begins at the progress that it reads, and the former one saves its own after that: such a commit of the
-    new owner, below the last one, is left out. A process that was cut off, and does not know that its queues have
+    A new owner begins at the progress that it reads, and the former one saves its own after that. So until progress is
+    beyond that again, lower commits are left out. A process that was cut off, and does not know that its queues have
     another owner, reads on when it is back: then each `mark` says who reads.
     """
 
@@ -873,24 +885,34 @@ class _Handovers:
         self.shared: dict[_Queue, list[tuple[int, float]]] = {}
         """When queues had two owners."""
         for queue, queue_marks in marks.items():
-            owners: dict[str, int] = {}
-            begins: dict[str, int] = {}
-            times: list[int] = []
-            highest, owner, saved_ms = 0, "", 0
-            for at_ms, kind, process, queue_offset, number in sorted(queue_marks):
-                was_shared = len(owners) > 1
-                if kind == "assign":
-                    owners[process] = begins[process] = at_ms
-                elif kind == "revoke":
-                    owners.pop(process, None)
-                elif queue_offset < highest and process != owner and begins.get(process, at_ms) <= saved_ms:
-                    self.commits.add((process, number))
-                else:
-                    highest, owner, saved_ms = queue_offset, process, at_ms
-                if was_shared != (len(owners) > 1):
-                    times.append(at_ms)
+            times = self._times(sorted(queue_marks))
             if times and not queue[0].endswith("_in_order"):  # whose queues have locks
                 self.shared[queue] = list(zip(times[::2], [*times[1::2], float("inf")], strict=False))
+
+    def _times(self, marks: Sequence[tuple[int, str, str, int, int]]) -> list[int]:
+        """Note the commits that are left out; return when a queue got a second owner and lost it, in turn."""
+        owners: Counter[str] = Counter()  # a process can have two instances of the group
+        times: list[int] = []
+        highest, saved_ms = 0, 0
+        taken_ms: int | None = None
+        for at_ms, kind, process, queue_offset, number in marks:
+            if kind == "assign":
+                owners[process] += 1
+                if owners.total() > 1:
+                    taken_ms = at_ms
+            elif kind == "crash":
+                del owners[process]
+            elif kind == "revoke":
+                owners[process] = max(0, owners[process] - 1)
+            elif queue_offset < highest and taken_ms is not None and taken_ms <= saved_ms + _READ_MS:
+                self.commits.add((process, number))
+            else:
+                highest, saved_ms = queue_offset, at_ms
+                if owners.total() < 2:
+                    taken_ms = None
+            if len(times) % 2 != (owners.total() > 1):
+                times.append(at_ms)
+        return times
 
     def mark(self, delivery: Event) -> Event | None:
         """Return the event that a process reads a queue, for a delivery from one that another process reads too."""

@@ -23,7 +23,7 @@ from librmq.message.record import PROPERTY_DELAY
 from librmq.protocol import DeleteTopic, EndTransaction, SendMessage, SendPlain, TransactionState
 from librmq.store import verify
 from librmq.testing import check_history
-from librmq.testing.soak import LOADS, PREFIX, ClusterAccess, Load, Soak, SoakNames, SoakPlan, SoakResult
+from librmq.testing.soak import LOADS, PREFIX, ClusterAccess, Load, Recording, Soak, SoakNames, SoakPlan, SoakResult
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell
 from tests.programs import POSIX, environment
@@ -117,6 +117,74 @@ def test_a_broken_broker_is_found(
 ) -> None:
     break_broker(broker, how, monkeypatch)
     assert anomaly in anomalies_of(broker, tmp_path / "history", 100)
+
+
+# ---- what the history of several processes leaves open
+
+QUEUE = {"group": "g", "topic": "t", "broker": "b", "queue_id": 0}
+SEND = {"event": "send", "process": "p1", "id": "m", "topic": "t", "begin_ms": 0, "end_ms": 0, "outcome": "ok"}
+SENT = {**SEND, "broker": "b", "queue_id": 0, "queue_offset": 5}
+HALF = {**SEND, "half": True}
+GROUP = {"event": "group", "group": "g", "topics": ["t"]}
+
+
+def mark(event: str, at_ms: int, **fields: Any) -> dict[str, Any]:
+    process = {} if event == "commit" else {"process": "p1"}
+    return {"event": event, **process, **QUEUE, "at_ms": at_ms, **fields}
+
+
+def consumed(process: str, at_ms: int) -> dict[str, Any]:
+    return {
+        "event": "deliver", "process": process, **QUEUE, "id": "m", "queue_offset": 5, "attempt": 0, "begin_ms": at_ms,
+        "end_ms": at_ms, "outcome": "ok",
+    }  # fmt: skip
+
+
+def decided(decision: str, outcome: str = "unknown") -> dict[str, Any]:
+    return {
+        "event": "end_transaction", "process": "p1", "id": "m", "begin_ms": 1, "end_ms": 1, "decision": decision,
+        "outcome": outcome,
+    }  # fmt: skip
+
+
+OWNED, SAVED = mark("assign", 0), mark("commit", 5, queue_offset=9)
+
+
+def taken(at_ms: int) -> dict[str, Any]:
+    return mark("assign", at_ms, process="p2")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "anomalies"),
+    [
+        # progress of a queue that another instance takes while it is read
+        ([OWNED, SAVED], [mark("commit", 6, queue_offset=8)], ["progress-back"]),
+        ([OWNED, SAVED], [taken(4), mark("commit", 6, queue_offset=8)], []),
+        ([OWNED, SAVED], [taken(2_000), mark("commit", 2_001, queue_offset=8)], ["progress-back"]),
+        (
+            [OWNED, SAVED, mark("revoke", 6)],
+            [taken(4), *(mark("commit", at_ms, queue_offset=at) for at_ms, at in ((6, 8), (8, 9), (9, 7)))],
+            ["progress-back"],
+        ),
+        # one that reads on where another instance has taken the queue
+        ([OWNED, SENT, consumed("p1", 9)], [taken(5), consumed("p2", 6)], []),
+        ([OWNED, SENT, consumed("p1", 9), mark("revoke", 4)], [taken(5), consumed("p2", 6)], ["repeat"]),
+        # transactions whose end has no answer
+        ([GROUP, HALF, decided("commit"), consumed("p1", 5)], [], []),
+        ([GROUP, HALF, decided("commit")], [], ["undecided"]),
+        ([GROUP, HALF, decided("rollback")], [GROUP], []),
+        ([GROUP, HALF, decided("rollback"), consumed("p1", 5)], [], ["aborted"]),
+    ],
+)  # fmt: skip
+def test_the_files_of_processes_are_one_history(
+    first: list[dict[str, Any]], second: list[dict[str, Any]], anomalies: list[str], tmp_path: Path
+) -> None:
+    for name, events in (("worker-1", first), ("worker-2", second)):
+        text = "".join(json.dumps(event, separators=(",", ":")) + "  \n" for event in events)
+        (tmp_path / f"{name}.jsonl").write_text(text + '{"event":"deli')
+    ended = [{"event": "drained", "group": "g", "at_ms": 100}]
+    events = [json.loads(line) for line in Recording(str(tmp_path)).lines(ended)]
+    assert [anomaly.anomaly for anomaly in check_history(events)] == anomalies
 
 
 # ---- whole runs
