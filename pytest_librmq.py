@@ -34,6 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="let requests of clients in tests with the fixture rmq cross a TCP connection, as frames of RocketMQ 4.x",
     )
     parser.getgroup("librmq").addoption(
+        "--rmq-over-share",
+        action="store_true",
+        help="let them cross the socket of processes that share a store",
+    )
+    parser.getgroup("librmq").addoption(
         "--rmq-shrink",
         metavar="TRIES",
         type=int,

@@ -350,10 +350,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     if budget.run.quick:
         _leave_out(items)
-    for item in items if items and items[0].config.getoption("rmq_over_tcp") else ():
-        reason = reason_of(item.nodeid)
+    over_tcp, over_share = (
+        (items[0].config.getoption(f"rmq_over_{way}") for way in ("tcp", "share")) if items else (False, False)
+    )
+    for item in items if over_tcp or over_share else ():
+        reason = reason_of(item.nodeid, over_share=over_share)
         if reason is not None:
-            item.add_marker(pytest.mark.skip(reason=f"over TCP: {reason}"))
+            item.add_marker(pytest.mark.skip(reason=f"over a connection: {reason}"))
     if _process:
         ranks: dict[str, int] = {}
         for item in items:

@@ -1,10 +1,11 @@
-"""Tests that ``--rmq-over-tcp`` leaves out, each with its reason."""
+"""Tests that ``--rmq-over-tcp`` and ``--rmq-over-share`` leave out, each with its reason."""
 
 from __future__ import annotations
 
 from typing import Final
 
 _NEXT_TURN = "what a server says by itself comes with a turn, and this test takes none between the change and its poll"
+_RECEIVES: Final = "a broker of 4.x has no simple consumers"
 _COMES_BACK = "a broker ends the connection of a client that it removes, so the client registers again at once"
 _UNSAID = "a heartbeat of 4.x does not say what it is about, so each instance goes by its own setting"
 
@@ -35,7 +36,7 @@ NOT_OVER_TCP: Final = {
     },
     "tests/testing/test_kit.py": {
         "test_a_lost_member_is_back_after_thirty_seconds": _COMES_BACK,
-        "test_what_a_simple_consumer_receives_is_known": "a broker of 4.x has no simple consumers",
+        "test_what_a_simple_consumer_receives_is_known": _RECEIVES,
         "test_a_skewed_clock_stamps_other_times": "with a manual clock the server stamps births itself",
     },
     "tests/testing/test_kit_cluster.py": {},
@@ -43,7 +44,14 @@ NOT_OVER_TCP: Final = {
 """By file or folder, and by name."""
 
 
-def reason_of(nodeid: str) -> str | None:
-    """Return why a test does not run over TCP; None if it does."""
+def left_out(path: str, *, over_share: bool) -> dict[str, str]:
+    """Return the tests of a file or folder that do not run over TCP, or over the socket of a shared store."""
+    return {
+        name: reason for name, reason in NOT_OVER_TCP.get(path, {}).items() if not (over_share and reason == _RECEIVES)
+    }
+
+
+def reason_of(nodeid: str, *, over_share: bool) -> str | None:
+    """Return why a test does not run so; None if it does."""
     path, _, name = nodeid.partition("::")
-    return NOT_OVER_TCP.get(path, {}).get(name)
+    return left_out(path, over_share=over_share).get(name)

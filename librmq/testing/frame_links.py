@@ -1,4 +1,4 @@
-"""Requests of a test's processes as frames of 4.x over a TCP connection, one turn at a time.
+"""Requests of a test's processes as frames of 4.x over a connection, one turn at a time.
 
 The client's half (`RemoteBroker`) and the server's half (`FrameAnswers`) are those of production. Only the threads are
 missing: a frame crosses the connection and is answered within the call, and what a server says later is a step.
@@ -37,9 +37,12 @@ class _Peer(Protocol):
 
 
 class _Cable:
-    """A TCP connection whose two ends one thread serves."""
+    """A connection over TCP, or of processes that share a store, whose two ends one thread serves."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_shared: bool) -> None:
+        if is_shared:
+            self.client, self.server = socket.socketpair(socket.AF_UNIX)
+            return
         with socket.create_server(("127.0.0.1", 0)) as listening:
             self.client = socket.create_connection(listening.getsockname())
             self.server, _ = listening.accept()
@@ -194,11 +197,13 @@ class _TurnTransport:
 class FrameLinks:
     """The links between processes and brokers of one test."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, *, is_shared: bool = False) -> None:
+        """``is_shared`` takes the connections of processes that share a store."""
         self._runner = runner
+        self._is_shared = is_shared
         self.repeat: str | None = None
         """What of the next send arrives twice: ``request`` or ``answer``."""
-        self._cable = _Cable()
+        self._cable = _Cable(is_shared=is_shared)
         self._servers: dict[str, _Server] = {}
         self._brokers: dict[tuple[str, str], tuple[_Server, RemoteBroker]] = {}
 
@@ -231,6 +236,7 @@ class FrameLinks:
         connections = Connections(dial, runner.clock.monotonic, requested, lost, (0.0, 0.0))
         later = partial(_run_locked, runner)
         remote = RemoteBroker(broker.name, broker.name, connections, runner, later, lambda topic: None, _TIMEOUT_S)
+        remote.has_receives = self._is_shared
         return remote
 
     def _take_repeat(self) -> str | None:

@@ -29,7 +29,7 @@ from librmq.testing.faults import Faults
 from librmq.testing.from_store import DEFAULT_NOW_MS, FOLDER, GroupNames, StoreStart
 from librmq.testing.history import DeliveryAttempt, History
 from librmq.testing.kit_runner import Driver, Elapsed, KitRunner, current_work
-from librmq.testing.network import SMALL_FILES, Network, broker_names
+from librmq.testing.network import SMALL_FILES, Frames, Network, broker_names
 from librmq.testing.process import A_PROCESS, ConsumerArguments, Process, ProducerArguments
 from librmq.testing.process_table import ProcessStateError, ProcessTable
 from librmq.testing.replica import KitReplica, open_replica
@@ -51,6 +51,7 @@ class BrokerKeywords(TypedDict, total=False):
     store_config: StoreConfig | None
     now_ms: int
     over_tcp: bool
+    over_share: bool
 
 
 class KitKeywords(BrokerKeywords, total=False):
@@ -81,14 +82,15 @@ class Kit:
         store_config: StoreConfig | None = None,
         now_ms: int | None = None,
         over_tcp: bool = False,
+        over_share: bool = False,
         runner: KitRunner | None = None,
         check: bool = True,
     ) -> None:
         """The broker is open from now on.
 
         With ``store`` it begins with ``topics`` and ``groups`` of another store, see `from_store`. With ``over_tcp``
-        requests of clients cross a TCP connection as frames of 4.x. With ``check`` False the store is not verified at
-        the end.
+        requests of clients cross a TCP connection as frames of 4.x, with ``over_share`` the socket of a peer of
+        `librmq.share`. With ``check`` False the store is not verified at the end.
         """
         start = starting_store(store, topics, groups, store_config)
         begin_ms = begin_of(start, now_ms)
@@ -123,7 +125,8 @@ class Kit:
         self.observer: KitObserver = KitObserver(self, self._history, self._evidence, self._process_table, self._start)
         """What runner, processes and replicas report to."""
         config = store_config or (SMALL_FILES if start is None else start.config)
-        self.network = Network(self.path, self.files, self.runner, broker_config, config, self._note_broker, over_tcp)
+        frames: Frames | None = "share" if over_share else "tcp" if over_tcp else None
+        self.network = Network(self.path, self.files, self.runner, broker_config, config, self._note_broker, frames)
         self._watch_resets()
         self._test = self._process_table.make("test", lambda process: None)
         self._test.is_test = True

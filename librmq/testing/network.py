@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 from string import ascii_lowercase
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.cluster import Cluster, Replica, RouteTable
@@ -61,6 +61,7 @@ class Peer(Protocol):
 
 
 M = TypeVar("M", bound=Peer)
+Frames = Literal["tcp", "share"]
 
 
 class Copy(Protocol):
@@ -96,7 +97,7 @@ class Network:
         config: BrokerConfig | None,
         store_config: StoreConfig,
         joined: Callable[[str, bool], object],
-        over_tcp: bool = False,
+        frames: Frames | None = None,
     ) -> None:
         """Open the broker.
 
@@ -107,13 +108,13 @@ class Network:
             config: Settings of brokers.
             store_config: Settings of stores.
             joined: Called as ``joined(name, is_new)`` for each broker that joins or returns.
-            over_tcp: Whether requests cross a TCP connection as frames of 4.x.
+            frames: What requests cross as frames of 4.x: a TCP connection, or the socket of a shared store.
         """
         self._frames: FrameLinks | None = None
-        if over_tcp:
+        if frames is not None:
             from librmq.testing.frame_links import FrameLinks
 
-            self._frames = FrameLinks(runner)
+            self._frames = FrameLinks(runner, is_shared=frames == "share")
         self._path = path
         self._files = files
         self._runner = runner

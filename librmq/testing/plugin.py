@@ -50,6 +50,8 @@ def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
     settings = _settings(request)
     if request.config.getoption("rmq_over_tcp"):
         settings.setdefault("over_tcp", True)
+    if request.config.getoption("rmq_over_share"):
+        settings.setdefault("over_share", True)
     explorer = node.stash.get(_EXPLORER, None)
     with _opened(settings) if explorer is None else explored_kit(explorer, **settings) as kit:
         node.stash[_KIT] = kit

@@ -15,7 +15,7 @@ import pytest
 from librmq import BrokerError, DeadLetter, DeliveredMessage, MessageIllegalError
 from librmq.protocol import Receive, SetGroup
 from librmq.testing import Kit
-from tests.over_tcp import NOT_OVER_TCP
+from tests.over_tcp import NOT_OVER_TCP, left_out
 from tests.reference import CHECKOUT
 
 BOTH = pytest.mark.parametrize("over_tcp", [False, pytest.param(True, marks=pytest.mark.rmq(over_tcp=True))])
@@ -170,13 +170,14 @@ def test_a_send_that_fails_before_its_frame_repeats_no_other(rmq: Kit) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOT_OVER_TCP)
-def test_the_tests_of_clients_pass_over_tcp(path: str) -> None:
+@pytest.mark.parametrize("way", ["tcp", "share"])
+def test_the_tests_of_clients_pass_over_frames(way: str, path: str) -> None:
     """All of them but a named few; a name that is no longer there is a failure."""
-    words = ["-q", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider", "-rs", "--rmq-over-tcp", path]
+    words = ["-q", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider", "-rs", f"--rmq-over-{way}", path]
     environment = {**os.environ, "PYTEST_ADDOPTS": "", "CI": ""}  # in CI no test may be skipped
     ran = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", *words], cwd=CHECKOUT, env=environment, capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stdout[-5000:]
-    left_out = len(NOT_OVER_TCP[path])
-    assert (f" {left_out} skipped" in ran.stdout) == (left_out > 0), ran.stdout[-2000:]
+    count = len(left_out(path, over_share=way == "share"))
+    assert (f" {count} skipped" in ran.stdout) == (count > 0), ran.stdout[-2000:]
