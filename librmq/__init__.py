@@ -66,6 +66,7 @@ with lazy_exports(globals()):
     from librmq.message.message import MessageQueue as MessageQueue
     from librmq.message.message import StoredMessage as StoredMessage
     from librmq.metrics import Metrics as Metrics
+    from librmq.protocol import CancelResult as CancelResult
     from librmq.protocol import ConsumeFrom as ConsumeFrom
     from librmq.protocol import MessageModel as MessageModel
     from librmq.protocol import SendStatus as SendStatus

@@ -179,6 +179,7 @@ class DelaySchedule:
         config: DelayConfig | None = None,
         *,
         delivered: Callable[[StoredMessage, str, int, AppendResult], None] | None = None,
+        is_cancelled: Callable[[StoredMessage, int], bool] | None = None,
         aside: Aside | None = None,
     ) -> None:
         """Delivery continues from the saved progress.
@@ -190,12 +191,14 @@ class DelaySchedule:
             config: Times of looks and saves.
             delivered: ``delivered(message, topic, queue_id, result)`` is called for each delivery with the waiting
                 message and its new place. It must not raise.
+            is_cancelled: ``is_cancelled(message, now_ms)`` returns whether a due message is not delivered.
             aside: Flushes the store while other work continues; None flushes within `run_due`.
         """
         config = config or DelayConfig()
         self._store = store
         self._offsets = offsets
         self._delivered = delivered
+        self._is_cancelled = is_cancelled
         self._layouts = _Layouts()
         self._states = StateLog(_log, "delayed messages")
         self._first_look_ms = round(1000 * config.first_look_s)
@@ -395,6 +398,8 @@ class DelaySchedule:
             try:
                 message = self._read(physical_offset, size)
                 if message is not None:
+                    if self._is_cancelled is not None and self._is_cancelled(message, self._last_ms):
+                        continue
                     copy = self._prepare_copy(message)
                     if level.earlier.concerns(physical_offset) and _was_delivered(level.earlier, message, copy):
                         continue

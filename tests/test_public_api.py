@@ -20,6 +20,7 @@ PUBLIC_NAMES = (
     "BrokerConfig",
     "BrokerError",
     "BrokerUnreachableError",
+    "CancelResult",
     "CheckedMessage",
     "ClientStateError",
     "Cluster",

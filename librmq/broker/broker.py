@@ -49,6 +49,8 @@ from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,
+    CancelMessage,
+    CancelResult,
     ChannelClosed,
     CleanUnusedTopics,
     CopiedTables,
@@ -63,6 +65,7 @@ from librmq.protocol import (
     Route,
     SetGroup,
 )
+from librmq.protocol.client_requests import SentMessage, cancel_request
 from librmq.runtime.background import opened_in_thread
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
@@ -349,6 +352,24 @@ class Broker:
         """Return the messages of a topic with ``key`` as unique id or among their keys, in log order."""
         with self._life.errors():
             return self.store.find_by_key(topic, key, max_messages=max_messages)
+
+    def cancel(self, receipt: SentMessage | str) -> CancelResult:
+        """Cancel the delivery of a message that waits in a delay level, the timer or the relay.
+
+        The answer says whether it is cancelled, or why not: most often it was delivered already. A second call gets
+        the same answer. It holds after a restart and a kill; a broker of RocketMQ that opens the store delivers a
+        message of a delay level anyway. Half messages can't be cancelled. Thread-safe.
+
+        Args:
+            receipt: What `send` returned, or the message's unique id or offset id.
+
+        Raises:
+            MessageIllegalError: It is a batch, whose messages never wait.
+            BrokerError: The disk refuses, so the message can be delivered after a restart.
+            BrokerUnreachableError: The broker is closed.
+            TypeError: It is no receipt.
+        """
+        return self.call(CancelMessage(receipt) if isinstance(receipt, str) else cancel_request(receipt))
 
     def resend_dead_letters(self, group: str, letters: Iterable[StoredMessage] | None = None) -> int:
         """Send dead letters to their group again, with all their retries; return their number.

@@ -1,4 +1,4 @@
-"""Delayed messages of one broker: how each waits, and its delivery by delay levels, the timer and the relay."""
+"""Delayed messages of one broker: how each waits, and its delivery by levels, timer and relay, or its cancellation."""
 
 from __future__ import annotations
 
@@ -11,23 +11,29 @@ from librmq.broker.context import BrokerContext
 from librmq.broker.long_polling import Arrivals
 from librmq.broker.offsets import DelayProgress
 from librmq.delay import DelaySchedule
-from librmq.errors import MessageIllegalError
+from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.java.lang import java_int, java_long
 from librmq.message import Message, record
-from librmq.message.delay_levels import level_of_queue_id
+from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import StoredMessage
+from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX
+from librmq.protocol import CancelMessage, CancelResult
 from librmq.runtime.runner import Step
-from librmq.scheduling.relay import HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, HopProxy, send_at
+from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, HopProxy, send_at
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import (
-    DELAY_MS,
+    DELAY_SEC,
     DELETE_KEY,
     DELIVER_MS,
+    OUT_MS,
     TIMER_TOPIC,
+    delete_key,
     deliver_time_ms,
     without_time,
 )
+from librmq.scheduling.waiting import WAITING_TOPICS, Cancellations, destination_of
 from librmq.store import AppendResult
+from librmq.store.format.timerfiles import TimerCheckpoint
 
 _SWITCH_ON: Final = "open the broker with BrokerConfig(timers=TimerConfig()) or BrokerConfig(hops=True)"
 
@@ -51,6 +57,8 @@ class Deliveries:
         self._default_queues = config.default_topic_queues
         self._metrics = context.metrics
         self._held = context.held.by_queue
+        self._offsets = context.offsets
+        self._cancellations = Cancellations(store.path, store.files)
         self.arrivals = Arrivals(runner, context.held, context.metrics, self._delayed, wake_flush)
         self.schedule = DelaySchedule(
             store,
@@ -58,6 +66,7 @@ class Deliveries:
             runner.now_ms(),
             config.delay,
             delivered=self._delivered,
+            is_cancelled=self._cancellations.skips,
             aside=steps.aside("flushes for its delays", lambda at: runner.wake(self._delay, at)),
         )
         self._delay = steps.step("delivers delayed messages", self.schedule.run_due)
@@ -67,6 +76,7 @@ class Deliveries:
                 store,
                 config.timers,
                 delivered=self._timed_out,
+                is_cancelled=self._cancellations.skips,
                 aside=steps.aside("saves its timers", lambda at: runner.wake(self._timing, at)),
             )
             self._timing = steps.step("delivers what is due", self.timers.run_due)
@@ -78,6 +88,7 @@ class Deliveries:
                 context.offsets,
                 delivered=self._relayed,
                 make_topic=self._make_target,
+                is_cancelled=self._cancellations.skips,
                 aside=steps.aside("flushes for its hops", lambda at: runner.wake(self._relaying, at)),
             )
             self._relaying = steps.step("sends on by levels", self._run_relay)
@@ -149,10 +160,11 @@ class Deliveries:
 
     # ---- sends
 
-    def waiting_form(self, message: Message, queue_id: int) -> tuple[Message, int]:
+    def waiting_form(self, message: Message, queue_id: int, *, is_deliver_at: bool = False) -> tuple[Message, int]:
         """Return the message to store in place of one that names a time, and its queue.
 
-        A message that is already due is stored unchanged.
+        A message that is already due is stored unchanged. A moment that the property of 5.x names is the timer's or the
+        relay's, because a deleting message looks for it there; ``is_deliver_at`` says that the keyword names it.
 
         Raises:
             MessageIllegalError: The broker can't delay a message that long; the error names the setting to switch on.
@@ -165,11 +177,11 @@ class Deliveries:
         if DELETE_KEY not in message.properties:
             if delay_ms <= 0:
                 return message, queue_id
-            is_relative = DELIVER_MS not in message.properties
+            is_own = is_deliver_at or DELIVER_MS not in message.properties
             if (
-                is_relative
+                is_own
                 and delay_ms in self._store.levels.delays_ms
-                and (timers is None or DELAY_MS in message.properties)
+                and (timers is None or DELAY_SEC not in message.properties)
             ):
                 return self._by_level(message, delay_ms), queue_id
             if self.relay is not None and (timers is None or not timers.takes(delay_ms)):
@@ -207,3 +219,109 @@ class Deliveries:
                 "make it by librmq.scheduling.relay.send_at"
             )
         return topic or "", queue_id
+
+    # ---- cancellation
+
+    def cancel(self, request: CancelMessage) -> CancelResult:
+        """Cancel a message that waits; see `librmq.broker.Broker.cancel`. Thread-safe."""
+        with self._runner.lock:
+            result = self._cancel(request)
+        if result.cancelled:
+            self._cancellations.write(self._store.log.begin, self._runner.now_ms())
+        return result
+
+    def write_passed(self) -> None:
+        """Write which cancelled messages have passed, after all progress was saved."""
+        self._cancellations.write_passed(self._store.log.begin, self._runner.now_ms())
+
+    def _cancel(self, request: CancelMessage) -> CancelResult:
+        records = self._records_of(request.message_id, request.topic)
+        waiting = [message for message in records if self._is_waiting(message, records)]
+        if waiting:
+            last = waiting[-1]
+            topic, _ = destination_of(last)
+            if self._cancellations.of_message(last) is None:
+                self._cancellations.add(last, self._store.log.end, self._runner.now_ms())
+                if last.topic == TIMER_TOPIC and last.unique_key is not None:
+                    self._delete_timer(last, topic, last.unique_key)
+            return CancelResult(True, f"it waited for topic {topic!r}, and is not delivered")
+        for message in records:
+            if message.topic in WAITING_TOPICS and self._cancellations.of_message(message) is not None:
+                return CancelResult(True, "it was cancelled before its time")
+        if not records:
+            return CancelResult(False, "the broker has no message of a producer with this id")
+        last = records[-1]
+        if last.topic == HALF_TOPIC:
+            return CancelResult(False, "half messages can't be cancelled: roll the transaction back")
+        if last.topic in WAITING_TOPICS:
+            return CancelResult(False, "it no longer waits, and its delivery is not in the log")
+        return CancelResult(False, f"delivered already: {last.topic}/{last.queue_id} has it at {last.queue_offset}")
+
+    def _records_of(self, message_id: str, topic: str | None) -> list[StoredMessage]:
+        """Return the records of a producer's message in log order, without retries and dead letters of groups."""
+        store, first = self._store, None
+        try:
+            _, physical_offset = record.parse_offset_message_id(message_id)
+            first = store.message_at(physical_offset)
+        except (ValueError, CorruptionError):
+            pass  # it is a unique id
+        is_place = first is not None and first.offset_id == message_id.upper()
+        key = first.unique_key if first is not None and is_place else message_id
+        if key is None:
+            return [first] if first is not None else []
+        topics = {*WAITING_TOPICS, HALF_TOPIC} | ({topic} if topic is not None else set())
+        found = [message for name in topics for message in self._records_in(name, key)]
+        if topic is None:
+            targets = {destination_of(message).topic for message in found if _is_own(message, None)} - topics
+            found += [message for name in targets if name for message in self._records_in(name, key)]
+            found = found if targets else store.find_by_id(key)
+        records = {message.physical_offset: message for message in found if _is_own(message, topic)}
+        return [records[place] for place in sorted(records)]
+
+    def _records_in(self, topic: str, key: str) -> list[StoredMessage]:
+        messages = self._store.find_by_key(topic, key, max_messages=_MOST_RECORDS)
+        return [message for message in messages if message.unique_key == key]
+
+    def _is_waiting(self, message: StoredMessage, records: list[StoredMessage]) -> bool:
+        """Return whether a record waits for its time: progress is before it, and the log has no delivery of it."""
+        topic, queue_offset = message.topic, message.queue_offset
+        if topic == SCHEDULE_TOPIC:
+            is_passed = queue_offset < dict(self.schedule.next_offsets()).get(message.queue_id, 0)
+        elif topic == HOP_TOPIC:
+            relay, saved = self.relay, self._offsets.consumer_offset(HOP_TOPIC, HOP_GROUP, 0)
+            is_passed = queue_offset < (saved or 0 if relay is None else relay.next_offset)
+        elif topic == TIMER_TOPIC:
+            checkpoint = TimerCheckpoint.read(self._store.path, self._store.files) or TimerCheckpoint()
+            timers = self.timers
+            next_offset = checkpoint.queue_offset if timers is None else timers.next_offset
+            read_ms = checkpoint.read_time_ms if timers is None else timers.read_ms
+            out_ms = java_long(message.properties.get(OUT_MS, "0")) or 0
+            is_passed = queue_offset < next_offset and out_ms < read_ms
+        else:
+            return False
+        if is_passed or DELETE_KEY in message.properties:
+            return False
+        return not any(
+            delivery.topic not in (*WAITING_TOPICS, HALF_TOPIC)
+            and delivery.physical_offset > message.physical_offset
+            and delivery.born_timestamp_ms == message.born_timestamp_ms
+            for delivery in records
+        )
+
+    def _delete_timer(self, waiting: StoredMessage, topic: str, unique_key: str) -> None:
+        """Store a message that deletes a timer as 5.x does, so that a broker of 5.x does not deliver it either."""
+        names = (OUT_MS, record.PROPERTY_REAL_TOPIC, record.PROPERTY_REAL_QUEUE_ID, record.PROPERTY_UNIQUE_KEY)
+        deletion = Message(TIMER_TOPIC, b"0")
+        deletion.properties = {name: waiting.properties[name] for name in names if name in waiting.properties}
+        deletion.properties[DELETE_KEY] = delete_key(topic, unique_key)
+        result = self._store.append(deletion, 0, wait=False)
+        self.arrivals.stored(TIMER_TOPIC, 0, deletion.properties, result, is_delivered=True)
+
+
+_MOST_RECORDS: Final = 4096
+
+
+def _is_own(message: StoredMessage, topic: str | None) -> bool:
+    """Return whether a record is of the producer's message for a topic (None is any), not of a group's retry."""
+    target = destination_of(message).topic if message.topic in (*WAITING_TOPICS, HALF_TOPIC) else message.topic
+    return not target.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX)) and topic in (None, target)

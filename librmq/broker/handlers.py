@@ -26,6 +26,7 @@ from librmq.message.topics import HALF_TOPIC
 from librmq.metrics import Metrics
 from librmq.protocol import (
     Acknowledge,
+    CancelMessage,
     CancelReceive,
     ChangeInvisible,
     ChannelClosed,
@@ -77,7 +78,7 @@ Q = TypeVar("Q", bound=Request[Any])
 
 _WRITES: Final = (
     *(SendMessage, SendPlain, SendBatch, SendReply, SendBack),
-    *(EndTransaction, LockQueues, UnlockQueues, ResetGroup),
+    *(CancelMessage, EndTransaction, LockQueues, UnlockQueues, ResetGroup),
     *(Receive, CancelReceive, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
     *(CreateTopic, DeleteTopic, CleanUnusedTopics, DeleteExpiredFiles, SetGroup),
     *(DescribeLog, FollowLog, LeaveLog, CopyTables),
@@ -178,6 +179,7 @@ class BrokerParts:
         answer(SendReply, sending.send_reply)
         answer(SendBack, sending.failed.send_back)
         answer(EndTransaction, transactions.end_transaction)
+        answer(CancelMessage, self.deliveries.cancel)
         answer(PullMessage, pulling.pull)
         answer(CheckSubscription, pulling.check_subscription)
         answer(Receive, locked(receives.receive))
@@ -262,6 +264,8 @@ class BrokerParts:
                 saves.callback(self.transactions.save)
                 saves.callback(self.receives.save_all)
                 self.deliveries.save()
+        if not self._is_replica:
+            self.deliveries.write_passed()
 
     def end_all_writes(self) -> None:
         """End all writes; return when none is running."""

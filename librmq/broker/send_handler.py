@@ -158,7 +158,9 @@ class SendHandler:
         elif name == HOP_TOPIC:
             stored_queue_id = self._send_to_relay(stored_message, request)
         elif is_timed(properties):
-            stored_message, stored_queue_id = self._deliveries.waiting_form(stored_message, queue_id)
+            stored_message, stored_queue_id = self._deliveries.waiting_form(
+                stored_message, queue_id, is_deliver_at=message.deliver_at_ms is not None
+            )
             properties = stored_message.properties
         if _DELAY in properties and self._level(name, properties[_DELAY]) > 0 and wait is not None:
             properties[_WAIT] = wait

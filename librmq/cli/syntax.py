@@ -385,6 +385,16 @@ _CHANGE: Final = (
         output=OUTPUT,
     ),
     Command(
+        "cancel",
+        "groups",
+        "cancel a message that waits for its time",
+        "store 7F0000010D3218B4AAC226E608000071",
+        (option("id", metavar="ID", help="its unique id or offset id"), *CHANGES),
+        description="Cancels a message of a delay level, the timer or the relay, in a store that no broker has open. "
+        "The answer says whether it is cancelled, or why not: most often it was delivered already.",
+        output=OUTPUT,
+    ),
+    Command(
         "import",
         "import_export",
         "append messages that export wrote",

@@ -48,6 +48,7 @@ from librmq.message.record import decompress_body
 from librmq.message.topics import NOT_FOR_SENDING, reply_topic, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
+    CancelResult,
     ConsumerData,
     ReplyArrived,
     Request,
@@ -56,6 +57,7 @@ from librmq.protocol import (
     SendMessage,
     SendReply,
 )
+from librmq.protocol.client_requests import SentMessage, cancel_request
 from librmq.runtime.event_log import EventLog
 
 R = TypeVar("R")
@@ -383,6 +385,27 @@ class Producer(Startable):
         self._start_or_refuse()
         timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
         return reply(self.client, self.group, prepared, getattr(request, "broker_name", None), timeout_ms)
+
+    def cancel(self, receipt: SentMessage) -> CancelResult:
+        """Cancel the delivery of a message that waits for its time, at the broker that has it.
+
+        The answer says whether it is cancelled, or why not: most often it was delivered already. See
+        `librmq.Broker.cancel`, whose errors are raised too.
+
+        Args:
+            receipt: What `send` returned.
+
+        Raises:
+            BrokerError: The broker has no cancel, as any of RocketMQ (REQUEST_CODE_NOT_SUPPORTED).
+        """
+        request = cancel_request(receipt)
+        if not self._life.is_running:
+            self._start_or_refuse()
+        return self._routes.endpoint(receipt.queue.broker_name).call(request)
+
+    async def cancel_async(self, receipt: SentMessage) -> CancelResult:
+        """Cancel like `cancel`, without blocking the event loop."""
+        return await self._runner.offload(lambda: self.cancel(receipt))
 
     def queues(self, topic: str) -> tuple[MessageQueue, ...]:
         """Return the queues that messages of ``topic`` can be sent to.

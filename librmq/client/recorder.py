@@ -17,6 +17,7 @@ from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import (
     Acknowledge,
+    CancelMessage,
     ChangeInvisible,
     EndTransaction,
     ForwardToDeadLetters,
@@ -117,6 +118,8 @@ class Recorder:
             for member in getattr(request.client, "members", list)():  # of a client that runs here
                 if getattr(member, "recorder", self) is None:
                     member.recorder = self.consumer(process, member)
+        if isinstance(request, CancelMessage):
+            self._sink.cancels(request.message_id)  # before the call, because its answer can be lost
         answer: R = call(request)
         if isinstance(request, PullMessage):
             if request.commit_offset is not None:

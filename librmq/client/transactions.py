@@ -23,7 +23,7 @@ from librmq.client.producer import Producer
 from librmq.client.sender import ProducerConfig, ProducerKeywords, SendHook, SendResult
 from librmq.errors import ClientError, ConfigError, MessageIllegalError
 from librmq.message import record
-from librmq.message.message import Message, StoredMessage, delayed_transaction
+from librmq.message.message import Message, MessageQueue, StoredMessage, delayed_transaction
 from librmq.metrics import Metrics
 from librmq.protocol import (
     CheckTransaction,
@@ -91,6 +91,16 @@ class TransactionResult(NamedTuple):
     """The result of sending the half message."""
     state: TransactionState
     """What the local transaction returned, as it was reported to the broker."""
+
+    @property
+    def message_id(self) -> str:
+        """The unique id."""
+        return self.sent.message_id
+
+    @property
+    def queue(self) -> MessageQueue:
+        """The queue that the message is for."""
+        return self.sent.queue
 
 
 class OpenTransaction:

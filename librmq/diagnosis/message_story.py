@@ -7,7 +7,7 @@
     RMQ_SYS_TRANS_HALF_TOPIC         half; checked for a copy by a check
     RMQ_SYS_TRANS_OP_HALF_TOPIC      rolled_back, if there is no final message for the half
     TRANS_CHECK_MAX_TIME_TOPIC       given_up
-    SCHEDULE_TOPIC_XXXX, the wheel   delayed
+    SCHEDULE_TOPIC_XXXX, the wheel   delayed; cancelled, by librmq/cancelled.json or by a deleting message of 5.x
     %RETRY%group                     retried
     %DLQ%group                       dead
     rmq_sys_REVIVE_LOG_cluster       delivered, if a group of 5.x received it by POP or changed its invisible time
@@ -50,15 +50,15 @@ from librmq.message.topics import (
 )
 from librmq.scheduling.half_messages import QUEUE, half_of
 from librmq.scheduling.relay import HOP_TOPIC
-from librmq.scheduling.timer_config import DELETE_KEY, TIMER_TOPIC
+from librmq.scheduling.timer_config import DELETE_KEY, ROLL_TIMES
+from librmq.scheduling.waiting import WAITING_TOPICS, Cancellation, Cancellations, destination_of
 from librmq.store import MessageStore
 
 EventKind = Literal[
     "stored", "half", "committed", "rolled_back", "checked", "given_up", "delayed", "delivered", "retried", "dead",
-    "filtered", "skipped", "passed", "not_passed",
+    "cancelled", "filtered", "skipped", "passed", "not_passed",
 ]  # fmt: skip
 
-_WAITING: Final = frozenset((SCHEDULE_TOPIC, TIMER_TOPIC, HOP_TOPIC))
 _MOST: Final = 1 << 20
 
 
@@ -146,10 +146,13 @@ def _log_events(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[S
     seen: set[tuple[str, str]] = set()
     for message in records:
         topic, key = message.topic, message.unique_key
-        if topic in _WAITING:
-            real = message.properties.get(record.PROPERTY_REAL_TOPIC, "")
+        if topic in WAITING_TOPICS:
+            real = destination_of(message).topic
             if _is_commit(message):
                 yield _event(message, "committed", None, f"for topic {real}, with a delay")
+            if DELETE_KEY in message.properties and ROLL_TIMES not in message.properties:
+                yield _event(message, "cancelled", *_delayed(message, real))
+                continue
             waiting.setdefault(key, []).append(real)
             yield _event(message, "delayed", *_delayed(message, real))
             continue
@@ -164,7 +167,22 @@ def _log_events(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[S
         if topic in waiting.get(key, ()):
             waiting[key].remove(topic)
         yield _event(message, *description)
+    yield from _cancelled(view.store, records)
     yield from _rollbacks(view.store, records)
+
+
+def _cancelled(store: MessageStore, records: Sequence[StoredMessage]) -> Iterator[StoryEvent]:
+    """Yield the cancellations of records that wait, unless the log has them too."""
+    cancellations = Cancellations(store.path, store.files)
+    deleted = {message.unique_key for message in records if DELETE_KEY in message.properties}
+    last: dict[Cancellation, StoredMessage] = {}
+    for message in records:
+        cancelled = cancellations.of_message(message, store.past_ms) if message.topic in WAITING_TOPICS else None
+        if cancelled is not None and message.unique_key not in deleted:
+            last[cancelled] = message
+    for cancelled, message in last.items():
+        note = f"not delivered to topic {cancelled.topic}"
+        yield _event(message, "cancelled", None, note)._replace(at_ms=cancelled.at_ms)
 
 
 def _broker_event(view: StoreView, message: StoredMessage) -> tuple[EventKind, str | None, str] | None:
@@ -352,7 +370,7 @@ class _Outcomes:
     def _later_copy(self, message: StoredMessage, *topics: str) -> StoredMessage | None:
         """Return the first later record of this message in a group's topics of retries or dead letters, if any."""
         for copy in self._records:
-            real = copy.properties.get(record.PROPERTY_REAL_TOPIC) if copy.topic in _WAITING else copy.topic
+            real = copy.properties.get(record.PROPERTY_REAL_TOPIC) if copy.topic in WAITING_TOPICS else copy.topic
             if (
                 real in topics
                 and copy.physical_offset > message.physical_offset

@@ -43,7 +43,9 @@ from librmq.message.topics import (
     retry_topic,
 )
 from librmq.scheduling.half_messages import OP_TAG, QUEUE, EndedHalves, half_of, progress
+from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC
 from librmq.scheduling.timer_wheel import waiting_timers
+from librmq.scheduling.waiting import Cancellations, destination_of, own_time_ms
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import derived_tags_code
 from librmq.store.engine.read import offset_at_place
@@ -96,6 +98,7 @@ def pending_messages(
     progress can be some seconds behind a running broker, so messages that were just delivered can still be listed.
     Retries are those that wait in the schedule topic for their next attempt, sorted by time with the delayed messages.
     ``holds`` is what POP holds, if already known.
+    Cancelled messages are left out. A message of the relay has the kind ``delay``, and its own time.
 
     Raises:
         CorruptionError: A file is unreadable.
@@ -109,9 +112,12 @@ def pending_messages(
         ("delay", lambda: _delays(store, tables)),
         ("timer", lambda: _timers(store)),
     )
+    cancellations = Cancellations(store.path, store.files)
     for finder_kind, find in finders:
         if kind in (None, finder_kind) or (kind == "retry" and finder_kind == "delay"):
             for due_ms, message in find():
+                if cancellations.of_message(message, store.past_ms) is not None:
+                    continue
                 pending = _pending(finder_kind, due_ms, message)
                 if kind in (None, pending.kind) and topic in (None, pending.topic, pending.target_topic):
                     yield pending
@@ -132,10 +138,9 @@ def _received(view: StoreView, holds: PopHolds) -> Iterator[PendingMessage]:
 
 
 def _pending(kind: Kind, due_ms: int | None, message: StoredMessage) -> PendingMessage:
-    properties = message.properties
-    target = topic = properties.get(record.PROPERTY_REAL_TOPIC, "")
+    target = topic = destination_of(message).topic
     if target.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX)):
-        kind, topic = "retry", properties.get(record.PROPERTY_RETRY_TOPIC) or target
+        kind, topic = "retry", message.properties.get(record.PROPERTY_RETRY_TOPIC) or target
     return PendingMessage(
         kind, topic, target, due_ms, message.unique_key, message.physical_offset,
         check_times(message) if kind in ("half", "given_up") else 0,
@@ -218,7 +223,26 @@ def _delays(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int, St
                 yield due_ms, message.physical_offset, message
 
     levels = sorted(queue_id for topic, queue_id in store.queues if topic == SCHEDULE_TOPIC)
-    for due_ms, _, message in heapq.merge(*map(of_level, levels)):
+    relayed: list[tuple[int, int]] = []  # times and places, because a hop is due before its message
+    if store.past_ms is None:
+        arrived = store.messages(HOP_TOPIC, QUEUE, tables.consumer_offset(HOP_TOPIC, HOP_GROUP, QUEUE) or 0)
+        relayed += sorted((own_time_ms(message) or 0, message.physical_offset) for message in arrived)
+    for due_ms, physical_offset, message in heapq.merge(*map(of_level, levels)):
+        while relayed and relayed[0][0] <= due_ms:
+            yield from _at_place(store, heapq.heappop(relayed))
+        own_ms = own_time_ms(message)
+        if own_ms is None:
+            yield due_ms, message
+        else:
+            heapq.heappush(relayed, (own_ms, physical_offset))
+    for place in sorted(relayed):
+        yield from _at_place(store, place)
+
+
+def _at_place(store: MessageStore, place: tuple[int, int]) -> Iterator[tuple[int, StoredMessage]]:
+    due_ms, physical_offset = place
+    message = store.message_at(physical_offset)
+    if message is not None:  # retention has not deleted it meanwhile
         yield due_ms, message
 
 
@@ -234,9 +258,13 @@ def _due(store: MessageStore, queue: ConsumeQueue | None, message: StoredMessage
 
 def _timers(store: MessageStore) -> Iterator[tuple[int, StoredMessage]]:
     """Yield the waiting timers without the records of POP."""
-    for due_ms, message in waiting_timers(store):
-        if not message.properties.get(record.PROPERTY_REAL_TOPIC, "").startswith(REVIVE_PREFIX):
-            yield due_ms, message
+    places = sorted(
+        (due_ms if (own_ms := own_time_ms(message)) is None else own_ms, message.physical_offset)
+        for due_ms, message in waiting_timers(store)
+        if not message.properties.get(record.PROPERTY_REAL_TOPIC, "").startswith(REVIVE_PREFIX)
+    )
+    for place in places:
+        yield from _at_place(store, place)
 
 
 # ---- kinds of messages

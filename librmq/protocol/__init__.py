@@ -39,7 +39,9 @@ from librmq.protocol.administration import ViewMessage as ViewMessage
 from librmq.protocol.client_requests import MAX_INVISIBLE_MS as MAX_INVISIBLE_MS
 from librmq.protocol.client_requests import MAX_RECEIVED as MAX_RECEIVED
 from librmq.protocol.client_requests import Acknowledge as Acknowledge
+from librmq.protocol.client_requests import CancelMessage as CancelMessage
 from librmq.protocol.client_requests import CancelReceive as CancelReceive
+from librmq.protocol.client_requests import CancelResult as CancelResult
 from librmq.protocol.client_requests import ChangeInvisible as ChangeInvisible
 from librmq.protocol.client_requests import ChannelClosed as ChannelClosed
 from librmq.protocol.client_requests import CheckSubscription as CheckSubscription

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
+from librmq.config import wrong_kind
+from librmq.errors import MessageIllegalError
 from librmq.message.ids import Host
 from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.topics import AUTO_CREATE_TOPIC
@@ -19,6 +21,15 @@ TOOL_PRODUCERS: Final = frozenset((INNER_PRODUCER, REPLAY_PRODUCER))
 """The groups whose messages repeat ids on purpose."""
 MAX_SIZE_WITH_CAUSE: Final = 30_000
 """A failed message with fewer bytes of properties has room for the cause of its failure."""
+
+
+class CancelResult(NamedTuple):
+    """What has become of a message that was to be cancelled."""
+
+    cancelled: bool
+    """Whether it is not delivered, because of this call or an earlier one."""
+    why: str
+    """The reason, for people."""
 
 
 class PullStatus(enum.Enum):
@@ -216,6 +227,46 @@ class SendBack(Request["SentBack | None"]):
     """Cause of the failure, which a dead letter keeps as a property."""
     reconsume_times: int = 0
     """The record's redeliveries, from which a client derives the result if the broker does not report it."""
+
+
+@value
+class CancelMessage(Request[CancelResult]):
+    """Cancel the delivery of a message that waits for its time. RocketMQ has no such request."""
+
+    message_id: str
+    """Its unique id, or its offset id."""
+    topic: str | None = None
+    """The topic that it was sent to; None searches all."""
+
+
+class SentMessage(Protocol):
+    """A message that a producer has sent, such as `librmq.SendResult`."""
+
+    @property
+    def message_id(self) -> str:
+        """The unique id."""
+        ...
+
+    @property
+    def queue(self) -> MessageQueue:
+        """The queue that it is for."""
+        ...
+
+
+def cancel_request(sent: SentMessage) -> CancelMessage:
+    """Return the request that cancels a message that was sent.
+
+    Raises:
+        MessageIllegalError: It is a batch, whose messages never wait.
+        TypeError: It is something else.
+    """
+    try:
+        message_id, topic = sent.message_id, sent.queue.topic
+    except AttributeError:
+        raise wrong_kind("receipt", sent, "what send returned") from None
+    if "," in message_id:
+        raise MessageIllegalError(f"topic {topic!r}: a batch has no delay, so none of its messages can be cancelled")
+    return CancelMessage(message_id, topic)
 
 
 @value

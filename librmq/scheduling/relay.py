@@ -144,6 +144,7 @@ class HopProxy:
         *,
         delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
         make_topic: Callable[[str, int], None] = lambda topic, queue_id: None,
+        is_cancelled: Callable[[StoredMessage, int], bool] = lambda message, now_ms: False,
         aside: Aside | None = None,
     ) -> None:
         """Continue from the saved progress.
@@ -154,9 +155,11 @@ class HopProxy:
             delivered: ``delivered(message, result)`` is called for each message that reaches its topic.
             make_topic: ``make_topic(topic, queue_id)`` is called before a delivery, to make the queue available to
                 consumers; `MessageIllegalError` drops the message.
+            is_cancelled: ``is_cancelled(message, now_ms)`` returns whether a message that has arrived is not sent on.
             aside: Flushes the store while other work continues; None flushes within `run_due`.
         """
         self._make_topic = make_topic
+        self._is_cancelled = is_cancelled
         self._store = store
         self._offsets = offsets
         self._delivered = delivered
@@ -205,6 +208,11 @@ class HopProxy:
                 return
             self._next_offset = batch.next_offset
 
+    @property
+    def next_offset(self) -> int:
+        """Queue offset of the next message to send on."""
+        return self._next_offset
+
     def save(self) -> None:
         """Save the progress, after a flush of the store. Raises the errors of the flush."""
         self._saver.save()
@@ -222,6 +230,8 @@ class HopProxy:
         try:
             if target_ms is None or queue_id is None or topic == HOP_TOPIC:
                 raise MessageIllegalError("expected properties with a time, a queue and a topic")
+            if self._is_cancelled(message, now_ms):
+                return
             if self._earlier.concerns(message.physical_offset) and self._earlier.has(
                 message, (SCHEDULE_TOPIC, topic), lambda copy: _was_sent_on(copy, topic, queue_id)
             ):

@@ -86,6 +86,8 @@ class Timers:
     log, which is the truth.
     """
 
+    _is_cancelled: Callable[[StoredMessage, int], bool]
+
     def __init__(self) -> None:
         raise TypeError("use Timers.open(store, config)")
 
@@ -96,18 +98,21 @@ class Timers:
         config: TimerConfig | None = None,
         *,
         delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
+        is_cancelled: Callable[[StoredMessage, int], bool] = lambda message, now_ms: False,
         aside: Aside | None = None,
     ) -> Self:
         """Open the timers of a store that is open for writing; a store without timers is not changed.
 
         ``delivered(message, result)`` is called for each delivery, with the waiting message and its new place, and must
-        not raise. ``aside`` saves while other work continues; None saves within `run_due`.
+        not raise. ``is_cancelled(message, now_ms)`` returns whether a due message is not delivered. ``aside`` saves
+        while other work continues; None saves within `run_due`.
 
         Raises:
             ConfigError: The settings contradict the files.
             CorruptionError: The files are not timer files.
         """
         timers = object.__new__(cls)
+        timers._is_cancelled = is_cancelled
         timers._open(store, config or TimerConfig(), delivered, aside)
         return timers
 
@@ -319,6 +324,9 @@ class Timers:
         self._deliver_message(message, write_time_ms, rolls, now_ms)
 
     def _deliver_message(self, message: StoredMessage, enqueue_ms: int, rolls: bool, now_ms: int) -> None:
+        if self._is_cancelled(message, now_ms):
+            self._progress.changes += 1
+            return
         properties = {**message.properties, ENQUEUE_MS: str(enqueue_ms)}
         topic, queue_id = message.topic, message.queue_id
         if rolls:
@@ -467,6 +475,16 @@ class Timers:
             return entry is None or (queue_offset < next_offset and entry.physical_offset not in waiting)
 
         return has_passed
+
+    @property
+    def next_offset(self) -> int:
+        """Queue offset of the first message of the timer topic that is not in the wheel."""
+        return self._progress.queue_offset
+
+    @property
+    def read_ms(self) -> int:
+        """The time before which all slots are empty."""
+        return self._progress.read_ms
 
     def waiting(self) -> Iterator[tuple[int, StoredMessage]]:
         """Yield the messages that wait in the wheel, slot by slot, with their times (ms)."""

@@ -1,4 +1,4 @@
-"""Records that wait for their time: where they go, and when; and which records are the first of a producer's send.
+"""Records that wait for their time: where they go, and when; which are the first of a producer's send, or cancelled.
 
 ::
 
@@ -9,19 +9,32 @@
                           SCHEDULE_TARGET_QID
 
 A hop of the relay waits in the schedule topic with the properties of the last row.
+
+Cancelled messages stand in ``librmq/cancelled.json`` of the store, which a broker of RocketMQ ignores::
+
+    {"version": 1, "messages": [[id, topic, physical offset, log end, store time, time, time of passing], …]}
+
+The id is the unique id, or the offset id of a message without one; the place and store time are those of the record
+that waited; the log's end at that time tells later messages of the same id apart. The last is null until the message
+would have been delivered. Without the file, messages that wait in a delay level or the relay are delivered.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+import os
+from typing import Any, Final, NamedTuple
 
+from librmq.errors import CorruptionError
+from librmq.files.interface import Files
 from librmq.java.lang import java_int, java_long
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, is_system_topic
+from librmq.runtime.locks import Lock
 from librmq.scheduling.relay import HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC
 from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, ROLL_TIMES, TIMER_TOPIC, deliver_time_ms
+from librmq.store.format.documents import CANCELLED_FILE, read_document, write_document
 
 WAITING_TOPICS: Final = (SCHEDULE_TOPIC, TIMER_TOPIC, HOP_TOPIC)
 """The topics in which messages wait for their time."""
@@ -86,3 +99,111 @@ def sent_to(message: StoredMessage) -> Destination | None:
     else:
         return None
     return None if destination.topic.startswith(_OF_GROUPS) else destination
+
+
+# ---- cancelled messages
+
+_MOST_PASSED: Final = 4096
+"""Number of passed messages that are kept for `librmq.diagnosis.story`."""
+_SAVED_MS: Final = 60_000
+"""Time after which all progress over a passed message is saved."""
+_MAX_SIZE: Final = 1 << 30
+
+
+class Cancellation(NamedTuple):
+    """A message that was cancelled while it waited."""
+
+    message_id: str
+    topic: str
+    """The topic that it waited for."""
+    physical_offset: int
+    """The place of the record that waited."""
+    end: int
+    """The end of the log at that time."""
+    store_timestamp_ms: int
+    at_ms: int
+    """Time of the cancellation."""
+    passed_ms: int | None = None
+    """Time at which it would have been delivered; None until then."""
+
+
+class Cancellations:
+    """The cancelled messages of a store. `write` is thread-safe; the other methods need one caller at a time."""
+
+    def __init__(self, path: str, files: Files) -> None:
+        """Read the file of the store in ``path``; `CorruptionError` if it holds something else."""
+        self._path = os.path.join(path, CANCELLED_FILE)
+        self._files = files
+        self._lock = Lock()
+        self._by_name: dict[tuple[str, str], Cancellation] = {}
+        if files.size(self._path):
+            fields = read_document(self._path, files, {"messages": (list,)}, max_size=_MAX_SIZE)
+            try:
+                for row in fields["messages"]:
+                    self._keep(_checked(row))
+            except (TypeError, ValueError) as error:
+                why = f"{error}; without the file, cancelled messages are delivered"
+                raise CorruptionError(self._path, 0, "config", why) from None
+
+    def _keep(self, cancellation: Cancellation) -> None:
+        self._by_name[cancellation[:2]] = cancellation
+
+    def of_message(self, message: StoredMessage, by_ms: int | None = None) -> Cancellation | None:
+        """Return the cancellation of a record that waits, None if it is not cancelled, or not ``by_ms`` yet."""
+        if not self._by_name:
+            return None
+        cancellation = self.of_id(message.unique_key or message.offset_id, destination_of(message).topic)
+        if cancellation is None or message.physical_offset >= cancellation.end:
+            return None
+        if by_ms is not None and cancellation.at_ms > by_ms:
+            return None
+        is_record = cancellation.store_timestamp_ms == message.store_timestamp_ms
+        if message.unique_key is None and not is_record:
+            return None  # another record took the place after the log was cut
+        return cancellation
+
+    def of_id(self, message_id: str, topic: str) -> Cancellation | None:
+        """Return the last cancellation of a message for a topic, by unique id or by offset id."""
+        return self._by_name.get((message_id, topic))
+
+    def skips(self, message: StoredMessage, now_ms: int) -> bool:
+        """Return whether a message whose time has come is not to be delivered, and note that it has passed."""
+        cancellation = self.of_message(message)
+        if cancellation is not None and message.physical_offset >= cancellation.physical_offset:
+            self._keep(cancellation._replace(passed_ms=now_ms))
+        return cancellation is not None
+
+    def add(self, message: StoredMessage, log_end: int, now_ms: int) -> None:
+        """Cancel the message of a record that waits; `write` makes it durable."""
+        message_id, topic = message.unique_key or message.offset_id, destination_of(message).topic
+        stored_ms = message.store_timestamp_ms
+        self._keep(Cancellation(message_id, topic, message.physical_offset, log_end, stored_ms, now_ms))
+
+    def write(self, log_begin: int, now_ms: int) -> None:
+        """Write the file without deleted and old passed messages; durable when it returns.
+
+        Raises:
+            StoreIOError: The disk refuses.
+        """
+        with self._lock:
+            kept = [row for row in list(self._by_name.values()) if row.end > log_begin]
+            passed = [row for row in kept if row.passed_ms is not None and row.passed_ms + _SAVED_MS < now_ms]
+            dropped = set(passed[:-_MOST_PASSED])
+            rows = [row for row in kept if row not in dropped]
+            write_document(self._path, self._files, {"messages": rows})
+            for name, row in list(self._by_name.items()):
+                if row in dropped or row.end <= log_begin:
+                    self._by_name.pop(name, None)
+
+    def write_passed(self, log_begin: int, now_ms: int) -> None:
+        """Write which messages have passed, if there are any."""
+        if any(row.passed_ms is not None for row in self._by_name.values()):
+            self.write(log_begin, now_ms)
+
+
+def _checked(row: Any) -> Cancellation:  # noqa: ANN401 (of JSON)
+    cancellation = Cancellation(*row)
+    for value, kind in zip(cancellation, (str, str, int, int, int, int, int | None), strict=True):
+        if not isinstance(value, kind):
+            raise ValueError(f"expected a cancelled message, found {row!r:.200}")
+    return cancellation

@@ -57,6 +57,8 @@ _ATTEMPTS: Final = 10
 _MAKING_S: Final = 0.01
 _PROGRESS: Final = re.compile(r"(consumerOffset|delayOffset)\.json(\.bak)?|timercheck")
 KEPT_CONFIG: Final = re.compile(r"config\.json")
+_OF_PLACES: Final = re.compile(r"(config|cancelled)\.json")
+"""These and those with physical offsets, which a snapshot keeps."""
 _NOTE: Final = re.compile(r".*\.json")  # of a job whose records are in the log
 
 
@@ -334,7 +336,7 @@ def _copy_progress(path: str, part: str, files: Files) -> None:
     if files.size(TimerCheckpoint.path_in(part)):  # without it the timer reads its queue from the beginning
         _copy_sequence(path, part, directory.TIMERLOG, files)
     copy_config(path, part, files, JOB_NOTES_FOLDER, only=_NOTE)
-    copy_config(path, part, files, OWN_FOLDER, only=KEPT_CONFIG)
+    copy_config(path, part, files, OWN_FOLDER, only=_OF_PLACES)
 
 
 def copy_config(

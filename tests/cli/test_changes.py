@@ -289,3 +289,22 @@ def test_a_copied_group_names_or_takes_retries(shell: Shell, waits_for_its_delay
 def test_every_change_says_whether_it_was_tried_only(shell: Shell) -> None:
     for words in CHANGES:
         assert all(row["dry_run"] for row in shell(*words, "--dry-run").rows)
+
+
+def test_a_message_that_waits_is_cancelled(shell: Shell) -> None:
+    (row, *_) = [row for row in shell("pending", "store", "--kind", "delay").rows if row["unique_key"]]
+    name = row["unique_key"]
+    assert shell("cancel", "store", name, "--dry-run").rows[0]["dry_run"]
+    assert name in {row["unique_key"] for row in shell("pending", "store").rows}
+    for _ in range(2):
+        (answer,) = shell("cancel", "store", name).rows
+        assert (answer["id"], answer["cancelled"], sorted(answer)) == (name, True, ["cancelled", "id", "why"])
+    assert name not in {row["unique_key"] for row in shell("pending", "store").rows}
+    assert [row["event"] for row in shell("story", "store", name).rows] == ["delayed", "cancelled"]
+    assert shell("verify", "store").status == 0
+    (plain, *_) = shell("show", "store", "--topic", "TopicTest", "--limit", "1").rows
+    (answer,) = shell("cancel", "store", plain["msg_id"]).rows
+    assert (answer["cancelled"], answer["why"][:17]) == (False, "delivered already")
+    unknown = shell("cancel", "store", "nonsense")
+    assert (unknown.status, unknown.out) == (2, "")
+    assert "there is no message with the id 'nonsense'" in unknown.said

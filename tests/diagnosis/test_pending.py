@@ -112,16 +112,16 @@ def test_timers_in_the_wheel_and_before_it() -> None:
     store = Store()
     store.clock.advance(ms=500)
     places = {seconds: store.timer(seconds, f"K{seconds}") for seconds in (30, 10, 300, 20)}
-    due = {seconds: START_MS + 1000 * seconds for seconds in places}
+    due = {seconds: START_MS + 500 + 1000 * seconds for seconds in places}
     assert [(one.due_ms, one.physical_offset) for one in store.pending()] == [
-        (due[seconds], places[seconds]) for seconds in (30, 10, 300, 20)
-    ]  # in the order of storing, because none is in the wheel yet
+        (due[seconds], places[seconds]) for seconds in (10, 20, 30, 300)
+    ]  # none is in the wheel yet
     store.timers.run_due(store.clock.now_ms())
     store.timers.save()
     places[5] = store.timer(5, "K5")
     expected = [
-        PendingMessage("timer", "T", "T", due.get(seconds, START_MS + 5_000), f"K{seconds}", places[seconds], 0)
-        for seconds in (10, 20, 30, 300, 5)
+        PendingMessage("timer", "T", "T", due.get(seconds, START_MS + 5_500), f"K{seconds}", places[seconds], 0)
+        for seconds in (5, 10, 20, 30, 300)
     ]
     assert store.pending() == expected
     store.clock.advance(ms=21_000)

@@ -1,4 +1,4 @@
-"""``groups``, ``lag``, ``expiring``, ``whatif``, ``pending``, ``decide``, ``timers``, ``dead-letters``.
+"""``groups``, ``lag``, ``expiring``, ``whatif``, ``pending``, ``decide``, ``cancel``, ``timers``, ``dead-letters``.
 
 What consumer groups have left to consume, what waits before they get it, and what they gave up.
 """
@@ -269,6 +269,19 @@ def decide(arguments: argparse.Namespace, output: Output) -> int:
         row = next((half._asdict() for half in given_up(broker) if half.physical_offset == physical_offset), {})
         decide_half(broker, physical_offset, commit=arguments.commit)
     output.row({**row, "decision": "commit" if arguments.commit else "rollback", "dry_run": arguments.dry_run})
+    return 0
+
+
+def cancel(arguments: argparse.Namespace, output: Output) -> int:
+    """Cancel a message that waits for its time."""
+    with open_broker(arguments) as broker:
+        if broker.find_by_id(arguments.id) is None:
+            raise InputError(
+                f"there is no message with the id {arguments.id!r:.200}: expected a unique id or an offset id, as "
+                "`librmq pending` and `librmq show` print them"
+            )
+        row = {"id": arguments.id, **broker.cancel(arguments.id)._asdict()}
+    output.row(row | ({"dry_run": True} if arguments.dry_run else {}))
     return 0
 
 

@@ -8,6 +8,8 @@
                                the mark of a store that copies another store's log
     librmq/spark/<job>.json    {"version": 1, "begin", "end", "first", "records", "done"}
                                note about a Spark job, which writes nothing again if it is committed again
+    librmq/cancelled.json      {"version": 1, "messages": […]}
+                               messages that were cancelled while they waited (`librmq.scheduling.waiting`)
     librmq/resent.json         [[physical offset, message id, store time, time of the last resend], …]
                                dead letters that were sent to their groups again
 
@@ -38,6 +40,7 @@ from librmq.runtime.event_log import EventLog
 OWN_FOLDER: Final = "librmq"
 """The folder of librmq's own files in a store."""
 CONFIG_FILE: Final = os.path.join(OWN_FOLDER, "config.json")
+CANCELLED_FILE: Final = os.path.join(OWN_FOLDER, "cancelled.json")
 MARK_FILE: Final = os.path.join(OWN_FOLDER, "replica.json")
 _log = EventLog("librmq.store")
 _VERSION: Final = 1

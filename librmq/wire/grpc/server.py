@@ -20,6 +20,7 @@ from librmq.message.message import Message
 from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,
+    CancelMessage,
     CreateTopic,
     Endpoint,
     EndTransaction,
@@ -28,7 +29,7 @@ from librmq.protocol import (
     TransactionState,
 )
 from librmq.runtime.event_log import EventLog
-from librmq.scheduling.timer_config import DELETE_KEY, DELIVER_MS, delete_key
+from librmq.scheduling.timer_config import DELIVER_MS
 from librmq.wire.certificates import server_context
 from librmq.wire.grpc.messages import (
     MAX_DELAY_MS,
@@ -216,10 +217,9 @@ class SendCalls:
         now_ms = self._runner.now_ms()
         if not now_ms < deliver_ms <= now_ms + MAX_DELAY_MS:
             raise Refusal(Code.INTERNAL_SERVER_ERROR, f"message {message_id} is due already")
-        message = Message(topic, b"0")
-        message.properties[DELIVER_MS] = str(deliver_ms)
-        message.properties[DELETE_KEY] = delete_key(topic, message_id)
-        endpoint.call(SendMessage(topic, message, 0, now_ms, _HOST))
+        result = endpoint.call(CancelMessage(message_id, topic))
+        if not result.cancelled:
+            raise Refusal(Code.INTERNAL_SERVER_ERROR, f"message {message_id}: {result.why}")
         response.message_id = message_id
 
     @answers("EndTransactionResponse")

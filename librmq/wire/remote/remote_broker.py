@@ -111,7 +111,7 @@ class BrokerDelays(NamedTuple):
         delay_s, at_ms = message.delay_s, message.deliver_at_ms
         delay_ms = round(1000 * (delay_s or 0)) if at_ms is None else at_ms - now_ms
         added = time_properties(message)
-        if delay_s is not None and delay_ms in levels_ms:
+        if delay_ms in levels_ms:
             added = {PROPERTY_DELAY: str(levels_ms.index(delay_ms) + 1)}
         elif delay_ms > 0 and not self.has_timer:
             raise MessageIllegalError(

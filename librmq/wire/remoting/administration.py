@@ -23,6 +23,7 @@ from librmq.message.topics import TRACE_TOPIC, is_system_topic, validate_client_
 from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,
+    CancelMessage,
     CleanUnusedTopics,
     ConsumerData,
     CreateTopic,
@@ -134,7 +135,7 @@ class AdminRequests:
             RequestCode.GET_BROKER_CONFIG: self._config,
             RequestCode.UPDATE_BROKER_CONFIG: self._check_settings,
             RequestCode.VIEW_BROKER_STATS_DATA: self._stats,
-            **served(broker.call, QueryMessages, ViewMessage, CleanUnusedTopics, DeleteExpiredFiles),
+            **served(broker.call, CancelMessage, QueryMessages, ViewMessage, CleanUnusedTopics, DeleteExpiredFiles),
             **served(broker.call, SetGroup, ResetGroup, TopicGroups),
         }
 

@@ -31,6 +31,8 @@ from librmq.message.properties import PROPERTY_WAIT, encode_properties
 from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol import (
     Acknowledge,
+    CancelMessage,
+    CancelResult,
     ChangeInvisible,
     CheckSubscription,
     CleanUnusedTopics,
@@ -96,6 +98,7 @@ from librmq.wire.remoting.headers import (
     PULL_WAITS,
     REQUESTS,
     SEND_CODES,
+    CancelledHeader,
     EndTransactionHeader,
     FoundByKeyHeader,
     NewReceiptHeader,
@@ -302,6 +305,18 @@ def _read_viewed(request: ViewMessage, answer: Frame) -> StoredMessage | None:
     return messages[0] if messages else None
 
 
+def _reply_cancelled(request: CancelMessage, result: CancelResult) -> Reply:
+    return Reply(CancelledHeader(result.cancelled, result.why))
+
+
+def _read_cancelled(request: CancelMessage, answer: Frame) -> CancelResult:
+    if answer.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
+        why = "the broker has no cancel, so the message is delivered in its time: only librmq's brokers have one"
+        raise BrokerError(answer.code, f"message {request.message_id}: {why}")
+    header = from_fields(CancelledHeader, check(answer).fields)
+    return CancelResult(header.cancelled, header.why)
+
+
 def _reply_messages(request: QueryMessages, messages: Sequence[StoredMessage]) -> Reply:
     if not messages:
         remark = "can not find message, maybe time range not correct"
@@ -346,6 +361,7 @@ _IDS: Final = _Result(_reply_ids, _read_ids)
 _GROUPS: Final = _Result(_reply_groups, _read_groups)
 """Only the names of the groups."""
 _LOCKED: Final = _Result(_reply_locked, _read_locked)
+_CANCELLED: Final = _Result(_reply_cancelled, _read_cancelled)
 _VIEWED: Final = _Result(_reply_viewed, _read_viewed)
 _MESSAGES: Final = _Result(_reply_messages, _read_messages)
 _MOVED: Final = _Result(_reply_moved, _read_moved)
@@ -496,6 +512,7 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         DeleteGroup, _C.DELETE_SUBSCRIPTIONGROUP, "group_name=group remove_offset=removes_progress", _NOTHING
     ),
     ViewMessage: _by_fields(ViewMessage, _C.VIEW_MESSAGE_BY_ID, "offset=physical_offset", _VIEWED),
+    CancelMessage: _by_fields(CancelMessage, _C.CANCEL_MESSAGE, "message_id topic", _CANCELLED),
     QueryMessages: _by_fields(
         QueryMessages,
         _C.QUERY_MESSAGE,

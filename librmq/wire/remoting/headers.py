@@ -112,13 +112,30 @@ class RequestCode(enum.IntEnum):
     ADD_WRITE_PERM_OF_BROKER = 327
     GET_ALL_PRODUCER_INFO = 328
     DELETE_EXPIRED_COMMITLOG = 329
-    # librmq's own, for processes that share a store: receives, which 4.x lacks and 5.x has in another form
+    # librmq's own, for processes that share a store: receives, which 4.x lacks and 5.x has in another form, and cancel
     RECEIVE = 31_001
     CANCEL_RECEIVE = 31_002
     NOTIFY_RECEIVE = 31_003
     ACKNOWLEDGE = 31_004
     CHANGE_INVISIBLE = 31_005
     FORWARD_TO_DEAD_LETTERS = 31_006
+    CANCEL_MESSAGE = 31_007
+
+
+@value
+class CancelHeader:
+    """A message to cancel; the request is librmq's own."""
+
+    message_id: str
+    topic: str | None = None
+
+
+@value
+class CancelledHeader:
+    """What has become of it."""
+
+    cancelled: bool
+    why: str
 
 
 @value
@@ -670,6 +687,7 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.VIEW_BROKER_STATS_DATA: RequestForm(StatsOfHeader),
     RequestCode.GET_BROKER_CONSUME_STATS: RequestForm(OrderedOnlyHeader),
     RequestCode.QUERY_CONSUME_QUEUE: RequestForm(QueueEntriesHeader),
+    RequestCode.CANCEL_MESSAGE: RequestForm(CancelHeader, CancelledHeader),
     RequestCode.SEND_REPLY_MESSAGE: RequestForm(SendHeader, SentHeader),
     RequestCode.SEND_REPLY_MESSAGE_V2: RequestForm(SendHeader, SentHeader, by_letters=True),
     RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT: RequestForm(PushedReplyHeader),

@@ -1,0 +1,357 @@
+"""Messages that are cancelled while they wait, compared with a model: by levels, timer and relay, closed and killed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from librmq.broker import Broker, BrokerConfig
+from librmq.client.producer import Producer
+from librmq.client.sender import SendResult
+from librmq.client.transactions import TransactionProducer
+from librmq.clock import ManualClock
+from librmq.config import StoreConfig
+from librmq.consumer import DeliveredMessage
+from librmq.diagnosis import pending_messages, story
+from librmq.errors import BrokerError, CorruptionError, MessageIllegalError
+from librmq.files.interface import Files
+from librmq.files.memory import MemoryFiles
+from librmq.message.message import Message
+from librmq.protocol import CancelMessage, CancelResult, ResponseCode, SendBack, TransactionState
+from librmq.runtime.runner import ManualRunner
+from librmq.scheduling import waiting
+from librmq.scheduling.timer_config import TimerConfig
+from librmq.testing import CrashImages, Kit, Process, RecordingFiles, explore
+from librmq.wire.remote.remote_route import connect
+from librmq.wire.remoting import RemotingServer
+from librmq.wire.remoting.codec import FORMS as FORMS_OF_REQUESTS
+from librmq.wire.remoting.frames import Frame, answer_to
+from tests.broker.parties import opened, send
+from tests.budget import examples, some
+
+DELAYS_S: Final = {"level": (1, 5, 10, 30), "timer": (2, 7, 41), "relay": (130, 200, 333)}
+"""Seconds that a message waits: the wheel takes up to 120 s, and moves those beyond 20 s on."""
+LATE_MS: Final = 2_500
+
+
+def open_broker(files: Files, runner: ManualRunner, **fields: Any) -> Broker:
+    timers = TimerConfig(slots_total=200, timer_roll_window_slot=20, timer_max_delay_sec=120, timer_log_file_size=4_000)
+    return opened(files, runner, timers=timers, hops=True, **fields)
+
+
+class CancelMachine(RuleBasedStateMachine):
+    @initialize()
+    def begin(self) -> None:
+        self.files, self.runner = MemoryFiles(), ManualRunner()
+        self.sent: list[tuple[SendResult, int]] = []
+        self.cancelled: set[str] = set()
+        self.open()
+
+    def open(self) -> None:
+        self.broker = open_broker(self.files, self.runner)
+        self.producer = Producer(self.broker, "p", instance_name="one")
+
+    @rule(form=st.sampled_from(sorted(DELAYS_S)), choice=st.integers(0, 3), is_moment=st.booleans())
+    def send(self, form: str, choice: int, is_moment: bool) -> None:
+        seconds = DELAYS_S[form][choice % len(DELAYS_S[form])]
+        at_ms = self.runner.now_ms() + 1000 * seconds
+        message = Message("T", b"%d" % len(self.sent), delay=None if is_moment else seconds)
+        if is_moment:
+            message.properties["TIMER_DELIVER_MS"] = str(at_ms)
+        self.sent.append((self.producer.send(message), at_ms))
+
+    def delivered(self) -> set[str]:
+        return {message.unique_key or "" for message in self.broker.messages("T")}
+
+    @rule(choice=st.integers(0, 30), how=st.sampled_from(["producer", "receipt", "unique id", "offset id"]))
+    def cancel(self, choice: int, how: str) -> None:
+        if not self.sent:
+            return
+        receipt, _ = self.sent[choice % len(self.sent)]
+        was_delivered = receipt.message_id in self.delivered()
+        if how == "producer":
+            result = self.producer.cancel(receipt)
+        else:
+            names = {"receipt": receipt, "unique id": receipt.message_id, "offset id": receipt.offset_id}
+            result = self.broker.cancel(names[how])
+        assert result.cancelled == (not was_delivered), result
+        assert ("delivered already" in result.why) == was_delivered
+        if result.cancelled:
+            self.cancelled.add(receipt.message_id)
+
+    @rule(milliseconds=st.sampled_from([1, 999, 1_000, 5_000, 31_000]))
+    def pass_time(self, milliseconds: int) -> None:
+        self.runner.advance(milliseconds)
+
+    @rule(is_killed=st.booleans())
+    def reopen(self, is_killed: bool) -> None:
+        if is_killed:
+            self.broker.abandon()
+        else:
+            self.producer.shutdown()
+            self.broker.close()
+        self.open()
+
+    @invariant()
+    def cancelled_ones_never_come_and_others_in_time(self) -> None:
+        delivered, now_ms = self.delivered(), self.runner.now_ms()
+        assert not delivered & self.cancelled
+        for receipt, at_ms in self.sent:
+            if receipt.message_id not in self.cancelled:
+                assert receipt.message_id not in delivered or at_ms <= now_ms
+                # Each reopening waits a second before it looks at its levels, and a relay continues from there.
+                assert receipt.message_id in delivered or at_ms + 20_000 > now_ms
+
+    def teardown(self) -> None:
+        self.runner.advance(400_000)
+        self.cancelled_ones_never_come_and_others_in_time()
+        self.broker.close()
+
+
+TestCancel = CancelMachine.TestCase
+TestCancel.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
+
+
+# --- one at a time
+
+WAITS: Final[dict[str, Any]] = {
+    "level": {"delay": 10},
+    "timer": {"delay": 41},
+    "rolled": {"delay": 100},
+    "relay": {"delay": 333},
+}
+FORMS: Final = pytest.mark.parametrize("form", WAITS)
+
+
+@FORMS
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_story_and_what_is_pending(form: str, is_killed: bool) -> None:
+    files, runner = MemoryFiles(), ManualRunner()
+    broker = open_broker(files, runner)
+    runner.advance(1_500)
+    kept, taken = (Producer(broker, name).send("T", b"x", **WAITS[form]) for name in ("kept", "taken"))
+    runner.advance(25_000 if form in ("rolled", "relay") else 100)
+    rows = {message.unique_key: message for message in pending_messages(broker.store, broker.tables)}
+    due_ms = runner.now_ms() - (25_000 if form in ("rolled", "relay") else 100) + 1000 * int(WAITS[form]["delay"])
+    for receipt in (kept, taken):
+        row = rows[receipt.message_id]
+        assert (row.kind, row.topic, row.target_topic) == (
+            "timer" if form in ("timer", "rolled") else "delay",
+            "T",
+            "T",
+        )
+        assert row.due_ms is not None
+        assert 0 <= row.due_ms - due_ms < (1_000 if form == "rolled" else 100)
+    assert broker.cancel(taken).cancelled
+    for _ in range(2):
+        assert [message.unique_key for message in pending_messages(broker.store)] == [kept.message_id]
+        told = [event.event for event in story(broker, taken.message_id)]
+        assert told == ["delayed"] * (len(told) - 1) + ["cancelled"]
+        if is_killed:
+            broker.abandon()
+        else:
+            broker.close()
+        broker = open_broker(files, runner)
+    runner.advance(400_000)
+    assert [message.unique_key for message in broker.messages("T")] == [kept.message_id]
+    assert [event.event for event in story(broker, taken.message_id)].count("cancelled") == 1
+    assert "delivered" in [event.event for event in story(broker, kept.message_id)]
+    broker.close()
+
+
+@FORMS
+def test_without_the_file_levels_come_again(form: str) -> None:
+    files, runner = MemoryFiles(), ManualRunner()
+    with open_broker(files, runner) as broker:
+        receipt = Producer(broker, "p").send("T", b"x", **WAITS[form])
+        assert broker.cancel(receipt).cancelled
+    files.delete("/b/librmq/cancelled.json")
+    with open_broker(files, runner) as broker:
+        runner.advance(400_000)
+        assert len(list(broker.messages("T"))) == (0 if form in ("timer", "rolled") else 1)
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"version": 2, "messages": []}',
+        b'{"version": 1, "messages": [["a", "T", 0, 1, 2, "x", null]]}',
+        b'{"version": 1, "messages": [["a", "T"]]}',
+    ],
+)
+def test_file_that_is_damaged(rubbish: bytes) -> None:
+    files = MemoryFiles()
+    open_broker(files, ManualRunner()).close()
+    files.write("/b/librmq/cancelled.json", rubbish)
+    if not rubbish:  # as after a power failure that only lost its bytes
+        open_broker(files, ManualRunner()).close()
+        return
+    with pytest.raises(CorruptionError, match=r"cancelled\.json"):
+        open_broker(files, ManualRunner())
+
+
+def test_what_does_not_wait() -> None:
+    runner = ManualRunner()
+    with open_broker(MemoryFiles(), runner) as broker, Producer(broker, "p") as producer:
+        plain = producer.send("T", b"x")
+        assert producer.cancel(plain) == CancelResult(False, f"delivered already: T/{plain.queue.queue_id} has it at 0")
+        assert "no message" in broker.cancel("nothing").why
+        batch = producer.send_batch([Message("T", b"a"), Message("T", b"b")])
+        with pytest.raises(MessageIllegalError, match="a batch has no delay"):
+            producer.cancel(batch)
+        for receipt in (None, 7, b"id", object()):
+            with pytest.raises(TypeError, match="receipt: expected what send returned, found"):
+                broker.cancel(receipt)  # type: ignore[arg-type]
+        with TransactionProducer(broker, "t", check=lambda message: TransactionState.UNKNOWN) as transactions:
+            half = transactions.send_in_transaction(
+                Message("T", b"half"), execute=lambda message, argument: TransactionState.UNKNOWN
+            )
+            why = "half messages can't be cancelled: roll the transaction back"
+            assert transactions.cancel(half) == CancelResult(False, why)
+        (first,) = [message for message in broker.messages("T") if message.unique_key == plain.message_id]
+        broker.call(SendBack("g", first.physical_offset, 3))  # waits too, for its group
+        assert not broker.cancel(plain).cancelled
+        runner.advance(11_000)
+        assert len(list(broker.messages("%RETRY%g"))) == 1
+
+
+def test_a_message_without_an_id_and_one_that_is_sent_again() -> None:
+    runner = ManualRunner()
+    with open_broker(MemoryFiles(), runner) as broker:
+        nameless = send(broker, "T", b"nameless", delay_level=3)
+        assert broker.cancel(nameless.offset_ids[0]).cancelled
+        with Producer(broker, "p") as producer:
+            again = Message("T", b"again", unique_key="U1", delay=10)
+            producer.send(again)
+            twice = producer.send(again)  # as after a lost answer
+            assert producer.cancel(twice).cancelled
+            runner.advance(20_000)
+            assert list(broker.messages("T")) == []
+            producer.send(again)  # a new message, although it has the id
+            runner.advance(20_000)
+            assert [message.body for message in broker.messages("T")] == [b"again"]
+
+
+def test_an_exact_level_is_taken_for_a_moment_too() -> None:
+    runner = ManualRunner(ManualClock(1_700_000_000_000))
+    with opened(runner=runner) as broker, Producer(broker, "p") as producer:  # without timer and relay
+        for deliver_at in (datetime.fromtimestamp(1_700_000_010, UTC), datetime.fromtimestamp(1_700_003_600, UTC)):
+            producer.send("T", b"x", deliver_at=deliver_at)
+        assert [message.due_ms for message in pending_messages(broker.store)] == [1_700_000_010_000, 1_700_003_600_000]
+        with pytest.raises(MessageIllegalError, match=r"is to wait 11 s, which is no delay level"):
+            producer.send("T", b"x", deliver_at=datetime.fromtimestamp(1_700_000_011, UTC))
+
+
+def test_old_cancellations_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_MOST_PASSED", 3)
+    files, runner = MemoryFiles(), ManualRunner()
+    with open_broker(files, runner) as broker, Producer(broker, "p") as producer:
+        for _ in range(20):
+            assert producer.cancel(producer.send("T", b"x", delay=5)).cancelled
+            runner.advance(61_000)
+        assert len(broker._parts.deliveries._cancellations._by_name) <= 6
+    assert len(json.loads(files.read("/b/librmq/cancelled.json"))["messages"]) <= 6
+
+
+# --- over the network
+
+
+@pytest.mark.rmq(broker_config=BrokerConfig(timers=TimerConfig(), hops=True))
+def test_over_tcp(rmq: Kit) -> None:
+    broker = rmq.broker
+    with (
+        RemotingServer(broker) as server,
+        connect(f"127.0.0.1:{server.port}") as route,
+        Producer(route, "p") as producer,
+    ):
+        waiting_receipts = [producer.send("T", b"x", **fields) for fields in WAITS.values() if fields["delay"] != 333]
+        plain = producer.send("T", b"plain")
+        for _ in range(2):
+            assert [producer.cancel(receipt).cancelled for receipt in waiting_receipts] == [True, True, True]
+            assert "delivered already" in producer.cancel(plain).why
+    rmq.advance(minutes=10)
+    assert [message.body for message in broker.messages("T")] == [b"plain"]
+
+
+def test_a_broker_without_cancel_refuses() -> None:
+    answer = answer_to(Frame(31_007, {}), ResponseCode.REQUEST_CODE_NOT_SUPPORTED, " request type 31007 not supported")
+    with pytest.raises(BrokerError, match="only librmq's brokers have one") as caught:
+        FORMS_OF_REQUESTS[CancelMessage].read(CancelMessage("U1", "T"), answer)
+    assert caught.value.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED
+
+
+# --- power failures and schedules
+
+
+@pytest.mark.slow
+@FORMS
+def test_no_power_failure_brings_a_cancelled_message_back(form: str) -> None:
+    files, runner = RecordingFiles(), ManualRunner(ManualClock(1_700_000_000_000))
+    broker = open_broker(files, runner, store=replace(StoreConfig.tiny(), durability="sync"))
+    producer = Producer(broker, "p", instance_name="one")
+    answered: list[tuple[int, str]] = []
+    kept: list[tuple[int, str]] = []
+    for number in range(4):
+        receipt = producer.send("T", b"%d" % number, **WAITS[form])
+        runner.advance(1_300)
+        if number % 2:
+            assert producer.cancel(receipt).cancelled
+            answered.append((len(files.trace), receipt.message_id))
+        else:
+            kept.append((len(files.trace), receipt.message_id))
+    runner.advance(9_000)
+    broker.abandon()
+    images = CrashImages(files.trace)
+    for crash_point in some(range(answered[0][0], len(images))):
+        image = images.image(crash_point, crash_point)
+        later = ManualRunner(ManualClock(runner.now_ms()))
+        with open_broker(image.files(), later) as again:
+            later.advance(500_000)
+            delivered = {message.unique_key for message in again.messages("T")}
+        assert not delivered & {name for at, name in answered if at <= crash_point}, image
+        assert delivered >= {name for at, name in kept if at <= crash_point}, image
+
+
+def cancelled_stays_cancelled(rmq: Kit) -> None:
+    """Cancel one of two reminders, while instances and the broker die."""
+    seen: list[bytes] = []
+
+    def shop(process: Process) -> None:
+        @process.consumer("billing").subscribe("reminders")
+        def remind(message: DeliveredMessage) -> None:
+            rmq.checkpoint("at work")
+            seen.append(message.body)
+
+    rmq.app("shop", shop)
+    rmq.broker.create_topic("reminders", 1)
+    producer = rmq.producer()
+    kept, taken = (producer.send("reminders", body, delay=10) for body in (b"kept", b"taken"))
+    rmq.advance(seconds=2)
+    assert producer.cancel(taken).cancelled
+    rmq.advance(seconds=2)
+    rmq.crash_broker()
+    rmq.advance(minutes=3)
+    assert b"taken" not in seen
+    assert b"kept" in seen
+    assert not producer.cancel(kept).cancelled
+
+
+def test_no_schedule_delivers_a_cancelled_message() -> None:
+    result = explore(cancelled_stays_cancelled, runs=examples(50))
+    assert result.chosen["fault"] > 5
+
+
+def test_a_cancellation_that_only_memory_has_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting.Cancellations, "write", lambda self, log_begin, now_ms: None)
+    with pytest.raises(AssertionError, match="taken"):
+        explore(cancelled_stays_cancelled, runs=20)
