@@ -219,6 +219,8 @@ class _Check:
             np.concatenate([tables[event]["queue_id"] for event in ("send", "deliver", "assign", "revoke", "commit")])
         )
         self._queues = len(self._queue_ids) * max(1, len(self.texts["broker"])) * max(1, len(self.texts["topic"]))
+        self._crash_lines: dict[int, tuple[int, int]] = {}
+        """Begin, and line of the crash, of deliveries that end by it, by their lines."""
         self._sends = self._ordered_sends()
         self._deliveries = self._ordered_deliveries()
         self._left_out = np.zeros(len(self._ids), bool)
@@ -267,11 +269,19 @@ class _Check:
             if begin < len(crash_ms):
                 rows["end_ms"][row] = crash_ms[begin]
                 rows["outcome"][row] = ENDED_DIED
+                self._crash_lines[int(rows["line"][row])] = (
+                    int(rows["begin_ms"][row]),
+                    self._crash_line(int(rows["process"][row]), crash_ms[begin]),
+                )
         # What is equal in all that counts: deliveries that do not end well first, then by names.
         tie = (rows["outcome"] == ENDED_OK) * len(self.texts["group"]) + rows["group"]
         tie = (tie * len(self.texts["process"]) + rows["process"]) * self._queues + rows["queue"]
         keys = [tie, *(rows[name] for name in ("attempt", "queue_offset", "end_ms", "begin_ms"))]
         return _take(rows, np.lexsort(keys))
+
+    def _crash_line(self, process: int, at_ms: int) -> int:
+        table = self.tables["crash"]
+        return int(table["line"][(table["process"] == process) & (table["at_ms"] == at_ms)][0])
 
     def crashes(self, field: str) -> dict[int, list[int]]:
         """Return the times of crashes by process or broker."""
@@ -282,24 +292,40 @@ class _Check:
                 crashes[number].append(at_ms)
         return {number: sorted(times) for number, times in crashes.items()}
 
-    def _support(self, message: int, before_ms: int = ENDLESS) -> list[int]:
+    def _support(self, message: int) -> list[int]:
         """Return the lines without which a delivered message would be a phantom, aborted or early."""
         sends = self._sends
         rows = [row for row in self._sends_by_id(message) if sends["outcome"][row] != FAILED]
         if not rows:
             return [int(sends["line"][row]) for row in self._sends_by_id(message)[:1]]
-        first = min(rows, key=lambda row: (sends["half"][row], max(0, int(sends["not_before_ms"][row])), row))
+        first = min(rows, key=lambda row: (max(0, int(sends["not_before_ms"][row])), sends["half"][row], row))
         lines = [int(sends["line"][first])]
         if sends["half"][first] == 1:
+            plain = [row for row in rows if sends["half"][row] != 1]
             ends = self.tables["end_transaction"]
             commits = [
                 row
                 for row in self._ends_by_id(message)
                 if ends["decision"][row] == COMMIT and ends["outcome"][row] != FAILED
             ]
-            if commits:
+            if plain:
+                lines.append(int(sends["line"][plain[0]]))
+            elif commits:
                 lines.append(int(ends["line"][min(commits, key=lambda row: int(ends["begin_ms"][row]))]))
         return lines
+
+    def _with_crashes(self, kind: str, lines: Iterable[int]) -> set[int]:
+        """Return lines with the crashes that end a delivery among them, where its end counts."""
+        evidence = {int(line) for line in lines}
+        if self._crash_lines.keys().isdisjoint(evidence):
+            return evidence
+        rows = self._deliveries
+        begins = rows["begin_ms"][np.isin(rows["line"], list(evidence))].tolist()
+        for line in evidence & self._crash_lines.keys():
+            begin_ms, crash_line = self._crash_lines[line]
+            if kind == "repeat" or begins.count(begin_ms) > 1:
+                evidence.add(crash_line)
+        return evidence
 
     # ---- descriptions
 
@@ -335,7 +361,7 @@ class _Check:
             broker,
             queue_id,
             queue_offset,
-            tuple(sorted({int(line) for line in events})),
+            tuple(sorted(self._with_crashes(kind, events))),
             what,
         )
 

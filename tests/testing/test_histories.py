@@ -352,6 +352,18 @@ def test_random_histories_are_judged_as_by_the_model(random: Random) -> None:
     assert verdicts(check_history(events)) == Counter(Model(events).verdicts())
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_the_evidence_is_a_history_with_the_anomaly(random: Random) -> None:
+    events = random_history(random)
+    for anomaly in check_history(events):
+        evidence = [events[number - 1] for number in anomaly.events]
+        halves = {event.get("half", False) for event in evidence if event["event"] == "send"}
+        is_broadcast = any(event.get("broadcast") for event in events if event["event"] == "group")
+        if anomaly.anomaly != "repeat" or not (is_broadcast or len(halves) > 1):
+            assert anomaly[:8] in [again[:8] for again in check_history(evidence)]
+
+
 def test_the_model_agrees_on_every_kind() -> None:
     kinds: Counter[str] = Counter()
     for seed in range(400):
