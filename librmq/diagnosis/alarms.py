@@ -5,18 +5,20 @@ A round is user code on the broker's runner, so it delays no delivery.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal, NamedTuple
 
 from librmq.broker import Broker
 from librmq.config import to_seconds
 from librmq.diagnosis.checks import diagnose
-from librmq.diagnosis.findings import Finding, Thresholds, worst_first
+from librmq.diagnosis.findings import Finding, Thresholds, counted, worst_first
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import Lag, lag
+from librmq.diagnosis.pending import waiting_retries
 from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.errors import ConfigError
 from librmq.message.message import StoredMessage
+from librmq.message.record import PROPERTY_RETRY_TOPIC
 from librmq.message.topics import RETRY_PREFIX
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Step, Work
@@ -54,6 +56,7 @@ class Watch:
         self._moved_ms: dict[tuple[str, str], int] = {}  # time of a group's last consumption in a topic
         self._clients: dict[str, set[str]] = {}
         self._retries: dict[tuple[str, int], int] = {}  # by topic and queue id: start of the next round
+        self._failing: set[str] = set()  # groups with messages that failed often
         self.dead = False
         """Whether it was stopped; its turns no longer run."""
         self._step = Step(f"watch over {broker.name}", self._submit_round, self)
@@ -161,33 +164,43 @@ class Watch:
             if (lost_ids := clients - now.get(group, set()))
         ]  # fmt: skip
 
-    def _frequent_retries(self, view: StoreView) -> list[Finding]:
-        """Return the groups that failed often on messages sent back since the last round."""
-        findings = []
+    def _frequent_retries(self, view: StoreView) -> Iterator[Finding]:
+        """Yield, for each group and topic, the messages that failed often and wait for another attempt.
+
+        Such a message is noticed when it is sent back. It counts until its group has consumed it or given it up, so
+        an alarm lasts through all its retries.
+        """
+        failing = {group: dict[int, StoredMessage]() for group in self._failing}
         for topic in view.topics:
             if not topic.startswith(RETRY_PREFIX):
                 continue
-            often: list[StoredMessage] = []
             for queue, offsets in view.queues(topic).items():
                 begin = self._retries.get(queue, offsets.stop if self._lag is None else offsets.start)
                 self._retries[queue] = offsets.stop
-                new = view.messages(queue, range(begin, offsets.stop))
-                often += (message for message in new if _attempts(message) >= self._limits.retries)
-            if often:
-                worst = max(often, key=_attempts)
-                findings.append(
-                    Finding(
-                        "many-retries", "warning", f"group {topic.removeprefix(RETRY_PREFIX)}",
-                        f"{len(often):,} messages were sent back that had failed {self._limits.retries} times or more.",
-                        {"messages": len(often), "most_attempts": _attempts(worst), "message_id": worst.message_id},
-                        "See the consumer's log, which has the cause of each attempt.",
-                    )
+                for message in view.messages(queue, range(begin, offsets.stop)):
+                    if message.reconsume_times >= self._limits.retries:
+                        group = topic.removeprefix(RETRY_PREFIX)
+                        failing.setdefault(group, {})[message.physical_offset] = message
+        self._failing = set()
+        for group, new in failing.items():
+            by_topic: dict[str, list[StoredMessage]] = {}
+            waiting = {message.physical_offset: message for message in waiting_retries(view.store, view.tables, group)}
+            for message in (new | waiting).values():
+                if message.reconsume_times >= self._limits.retries:
+                    by_topic.setdefault(message.properties.get(PROPERTY_RETRY_TOPIC, ""), []).append(message)
+                    self._failing.add(group)
+            for topic, messages in by_topic.items():
+                worst = max(messages, key=lambda message: message.reconsume_times)
+                keys = " ".join(worst.keys)
+                yield Finding(
+                    "many-retries", "warning", f"group {group}" + f", topic {topic}" * bool(topic),
+                    f"{counted(len(messages), 'message')} failed {self._limits.retries} times or more and will be "
+                    f"tried again; most often, {worst.reconsume_times} times, the one with "
+                    f"{f'key {keys}' if keys else f'id {worst.message_id}'}.",
+                    {"messages": len(messages), "most_attempts": worst.reconsume_times,
+                     "message_id": worst.message_id, "key": keys or None},
+                    "See the consumer's log, which has the cause of each attempt.",
                 )  # fmt: skip
-        return findings
-
-
-def _attempts(message: StoredMessage) -> int:
-    return message.reconsume_times
 
 
 def _subject(finding: Finding) -> str:

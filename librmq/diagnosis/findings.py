@@ -45,7 +45,7 @@ class Thresholds:
     clock_s: float = 3600.0
     """Time between the birth of a message and its storing."""
     uneven: float = 3.0
-    """Size of one queue as a multiple of the mean of its topic's queues."""
+    """Size of one queue as a multiple of the mean of its topic's other queues."""
     retries: int = 3
     """Attempts at one message."""
     large_body: int = 128 << 10

@@ -507,9 +507,12 @@ def lag_findings(
 
 
 def is_uneven(view: StoreView, topic: str, largest: int, total: int, limits: Thresholds) -> bool:
-    """Return whether one queue of a topic, with ``largest`` messages to consume, has many more than the others."""
-    queues = view.queue_count(topic)
-    return queues > 1 and total > limits.normal_lag and largest * queues > limits.uneven * total
+    """Return whether one queue of a topic, with ``largest`` of ``total`` waiting messages, has many more than others.
+
+    It is compared with the mean of the other queues, so that one of two queues can have many more too.
+    """
+    others = view.queue_count(topic) - 1
+    return others > 0 and total > limits.normal_lag and largest * others > limits.uneven * (total - largest)
 
 
 def _beyond_end(rows: Sequence[QueueLag]) -> Finding:

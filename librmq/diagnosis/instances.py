@@ -7,8 +7,10 @@ agreement between instances, and an owner of each queue, are known only to a run
 
 from __future__ import annotations
 
+import os
+import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +27,13 @@ from librmq.protocol import PERM_READ, HeldQueue, InstanceState, ListenerCall, M
 
 _SAMPLED: Final = 1000
 _SHORT: Final = 3  # frames
+_SOON_S: Final = 10.0
+"""Time in which a healthy group takes the messages of a burst."""
+_LIBRARIES: Final = tuple(
+    {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {os.path.join(os.path.dirname(os.path.dirname(__file__)), "")}
+)
+"""Folders of code that is not the application's."""
 
 
 class HeldProgress(NamedTuple):
@@ -171,11 +180,16 @@ def stuck_findings(
             for queue in stuck:
                 by_topic.setdefault(queue.topic, []).append(queue)
             findings += map(_stuck_message, by_topic.values())
-            findings += _listener_findings(group, states, held, limits)
+            findings += _listener_findings(view, group, states, held, limits)
             findings += _hot_queue_findings(
                 view, states, [queue for queue in held if queue.topic not in by_topic], limits
             )
     return findings
+
+
+def _place(stack: Sequence[str]) -> str:
+    """Return the innermost frame of the application's own code, or the innermost one if there is none."""
+    return next((frame for frame in reversed(stack) if not frame.startswith(_LIBRARIES)), stack[-1])
 
 
 def _is_stuck(queue: HeldProgress, limits: Thresholds) -> bool:
@@ -185,7 +199,7 @@ def _is_stuck(queue: HeldProgress, limits: Thresholds) -> bool:
 def _stuck_message(held: list[HeldProgress]) -> Finding:
     """Return the finding about the queues of a group and topic that messages hold, the longest held first."""
     longest, queue_ids = held[0], [queue.queue_id for queue in held]
-    where = f" in thread {longest.thread}, at {longest.stack[-1]}" if longest.stack else ""
+    where = f" in thread {longest.thread}, at {_place(longest.stack)}" if longest.stack else ""
     failed = f", after {longest.failures} failures" if longest.failures else ""
     return Finding(
         "stuck-message",
@@ -216,7 +230,7 @@ def _stuck_message(held: list[HeldProgress]) -> Finding:
 
 
 def _listener_findings(
-    group: str, states: list[InstanceState], held: list[HeldProgress], limits: Thresholds
+    view: StoreView, group: str, states: list[InstanceState], held: list[HeldProgress], limits: Thresholds
 ) -> Iterator[Finding]:
     """Yield the common places of the listeners of a group with backlog."""
     waiting = sum(queue.lag for queue in held)
@@ -240,14 +254,21 @@ def _listener_findings(
                 "listeners-at-one-place",
                 "warning",
                 f"group {group}",
-                f"{count} of {len(calls)} running listeners are at one place, {place[-1]}: they all wait for something "
-                "slow.",
+                f"{count} of {len(calls)} running listeners are at one place, "
+                f"{_place(next(call.stack for call in calls if call.stack[-_SHORT:] == place))}: they all wait for "
+                "something slow.",
                 {**evidence, "count": count, "stack": list(place)},
                 "Check what that line waits for: a database, a lock, another service. More threads or consumers add "
                 "to its load.",
             )
             return
-    if not running and not paused and not any(queue.behind or queue.held_s is not None for queue in held):
+    is_burst = all((view.age_s(queue.oldest_timestamp_ms) or 0) <= _SOON_S for queue in held)
+    if (
+        not running
+        and not paused
+        and not is_burst
+        and not any(queue.behind or queue.held_s is not None for queue in held)
+    ):
         yield Finding(
             "idle-with-backlog", "warning", f"group {group}",
             f"All listeners are idle though {waiting:,} messages wait.", evidence,
@@ -369,7 +390,7 @@ def consistency_findings(
             differences = group_differences(
                 {client_id: comparable(topics) for client_id, topics in connections.subscriptions_by_client.items()}
             )
-            findings += [_subscription_finding(group, difference, states, waiting) for difference in differences]
+            findings += [_subscription_finding(view, group, difference, states, waiting) for difference in differences]
             findings += _mode_findings(group, states)
             if connections.model is MessageModel.CLUSTERING and not differences and all(states.values()):
                 findings += _owner_findings(view, connections, states, waiting)
@@ -396,7 +417,11 @@ def _absence_findings(group: str, waiting: Mapping[tuple[str, str, int], int]) -
 
 
 def _subscription_finding(
-    group: str, difference: TopicDifference, states: States, waiting: Mapping[tuple[str, str, int], int]
+    view: StoreView,
+    group: str,
+    difference: TopicDifference,
+    states: States,
+    waiting: Mapping[tuple[str, str, int], int],
 ) -> Finding:
     held = [
         f"{client_id}: {', '.join(queue_ids)}"
@@ -405,11 +430,16 @@ def _subscription_finding(
         and (queue_ids := [str(held.queue.queue_id) for held in state.queues if held.queue.topic == difference.topic])
     ]
     unread = sum(count for (owner, topic, _), count in waiting.items() if (owner, topic) == (group, difference.topic))
-    what = (
-        "queues that are allocated to an instance without it stay unread"
-        if difference.without
-        else "a message that does not match the filter of its queue's owner is skipped for good"
-    )
+    unread_ids = ""
+    if not difference.without:
+        what = "a message that does not match the filter of its queue's owner is skipped for good"
+    elif all(states.values()):
+        owned = {held.queue.queue_id for state in states.values() if state is not None for held in state.queues
+                 if held.queue.topic == difference.topic}  # fmt: skip
+        unread_ids = id_ranges(set(range(view.queue_count(difference.topic))) - owned)
+        what = f"queue {unread_ids} stays unread" if unread_ids else "a queue stays unread that such an instance gets"
+    else:
+        what = "queues that are allocated to an instance without it stay unread"
     return Finding(
         "subscriptions-differ", "error", f"group {group}, topic {difference.topic}",
         f"The instances subscribe to different things: {difference}. So {what}.",
@@ -417,6 +447,7 @@ def _subscription_finding(
             "without": list(difference.without),
             "subscriptions": {str(kind): list(client_ids) for kind, client_ids in difference.subscriptions},
             "queues_held": held,
+            "queues_unread": unread_ids,
             "lag": unread,
         },
         "Give every instance the same subscriptions, or use another group for different ones.",

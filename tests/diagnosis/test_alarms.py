@@ -88,7 +88,28 @@ def test_retries_past_the_threshold(rmq: Kit) -> None:
     rmq.advance(seconds=25)
     assert heard.told() == []  # the first retry is due after 10 s
     rmq.advance(seconds=30)
-    assert heard.told()[0] == "raised many-retries"
+    assert heard.told() == ["raised many-retries"]
+
+
+def test_an_alarm_of_retries_lasts_until_consumption(rmq: Kit) -> None:
+    """It names topic and key, and comes once, not with each retry."""
+    broken = [True]
+
+    def fail(message: object) -> None:
+        if broken:
+            raise ReconsumeLater
+
+    heard = Heard(rmq)
+    rmq.consumer("G").subscribe("T", fail)
+    rmq.producer().send("T", b"x", keys="order-7")
+    rmq.advance(minutes=20)
+    assert heard.told() == ["raised many-retries"]
+    (alarm,) = heard.alarms
+    assert alarm.finding.subject == "group G, topic T"
+    assert alarm.finding.evidence["key"] == "order-7"
+    broken.clear()
+    rmq.advance(hours=2)
+    assert heard.told() == ["raised many-retries", "cleared many-retries"]
 
 
 def test_retries_in_any_queue_of_a_new_retry_topic(rmq: Kit) -> None:

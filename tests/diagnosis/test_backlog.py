@@ -222,6 +222,18 @@ def test_one_queue_that_lags() -> None:
     assert {one.kind for one in diagnose(store.view, LIMITS)} == {"backlog", "uneven-lag"}
 
 
+@pytest.mark.parametrize("others", [1, 2, 7])
+@pytest.mark.parametrize(("of_each", "is_uneven"), [(0, True), (6, True), (7, False), (20, False)])
+def test_a_queue_is_compared_with_the_mean_of_the_others(others: int, of_each: int, is_uneven: bool) -> None:
+    """One of two queues can lag too; a queue in which nothing waits counts as 0."""
+    store = Store()
+    for queue_id in range(others + 1):
+        store.send("T", queue_id, 20)
+    store.progress("G", "T", q0=0, **{f"q{other}": 20 - of_each for other in range(1, others + 1)})
+    kinds = {one.kind for one in diagnose(store.view, LIMITS)}
+    assert ("uneven-lag" in kinds) == is_uneven
+
+
 def test_messages_that_expired_unread() -> None:
     store = Store()
     store.send("T", 0, 200)

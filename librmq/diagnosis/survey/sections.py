@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -402,26 +403,26 @@ def _most_within(row: BornToStored, share: float) -> str:
 def _uneven(report: Report, several: bool) -> Section:
     rows = []
     for row in report.topics:
-        mean = row.messages / max(1, len(row.queue_ids))
-        largest = max(row.queue_messages)
-        if is_user_topic(row.topic) and len(row.queue_ids) > 1 and largest > _UNEVEN * mean:
-            rows.append((largest / mean, largest, row))
+        largest, others = max(row.queue_messages), len(row.queue_ids) - 1
+        if is_user_topic(row.topic) and others > 0 and largest * others > _UNEVEN * (row.messages - largest):
+            mean = (row.messages - largest) / others
+            rows.append((largest / mean if mean else math.inf, largest, row))
     if not rows:
         return Section("queues", "Uneven queues", "All queues of a topic hold about the same.")
     rows.sort(key=lambda item: (-item[0], item[2][:2]))
     table_rows = (
         (row.store, row.topic, cells(row.queue_messages, f"{row.topic}: messages by queue"),
          str(row.queue_ids[row.queue_messages.index(largest)]), number(largest), percent(largest / row.messages),
-         f"{ratio:.3g} ×")
+         "all" if ratio == math.inf else f"{ratio:.3g} ×")
         for ratio, largest, row in rows
     )  # fmt: skip
     about = (
-        "Topics whose largest queue holds far more than the mean. A queue has one consumer at a time, so it limits how "
-        "fast the topic is consumed. A key that is sent often is the usual cause."
+        "Topics whose largest queue holds far more than the mean of the others. A queue has one consumer at a time, so "
+        "it limits how fast the topic is consumed. A key that is sent often is the usual cause."
     )
     names = (
         Column("topic"), Column("messages by queue", "plot"), Column("largest queue", _N), Column("messages", _N),
-        Column("of the topic", _N), Column("of the mean", _N),
+        Column("of the topic", _N), Column("of the mean of the others", _N),
     )  # fmt: skip
     return Section("queues", "Uneven queues", about, table(names, table_rows, stores=several, legend=True))
 
