@@ -30,6 +30,7 @@ BODY: Final = b"x" * 128
 SINGLE: Final = 4_000
 STREAM: Final = 40_000
 DELAYED: Final = 10_000
+STORED: Final = 10_000
 
 
 class Awaited:
@@ -192,6 +193,23 @@ def explored(bench: Bench, _: Path) -> Timed:
     yield bench.count(400)
 
 
+def from_store(bench: Bench, folder: Path) -> Timed:
+    """Read a store, deliver its messages to a listener under the test's clock, and check history and store."""
+    from librmq.testing import Kit
+
+    messages = make_messages(bench.count(STORED), with_ids=True)
+    with MessageStore.open(folder / "store", StoreConfig()) as store:
+        for message in messages:
+            store.append(message)
+    bodies: list[bytes] = []
+    yield
+    with Kit.from_store(folder / "store", ["T"], ["readers"]) as rmq:
+        rmq.consumer("readers").subscribe("T")(lambda message: bodies.append(message.body))
+        rmq.run_until_idle()
+    yield len(messages)
+    assert len(bodies) == len(messages)
+
+
 # -------------------------------------------------------------------------------------------------------------- delays
 
 
@@ -239,6 +257,7 @@ CASES: Final = [
          needs=("litequeue",)),
     Case("send to listener by hand", by_hand, "one in flight", single, "librmq by threads", Target(3, 4)),
     Case("explored schedules", explored, "ten messages", target=Target(200, 1000), unit="/s"),
+    Case("a store to its listener, in a test", from_store, "10,000 messages", target=Target(5_000)),
     Case("a delayed message, stored and delivered", delay, "", append, "a single append", Target(3, 2.3, at_most=True),
          limit=True, is_cost=True),
 ]  # fmt: skip

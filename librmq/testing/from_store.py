@@ -63,7 +63,7 @@ class StoreStart:
     """The messages of the topics, and what waits for a delivery to them, in log order, as in the source."""
     now_ms: int
     """The time at which a kit begins: after the source's last message."""
-    config: StoreConfig
+    config: StoreConfig = field(repr=False)
     """The settings of a kit's store."""
     _tables: BrokerTables = field(repr=False)
 
@@ -85,7 +85,7 @@ class StoreStart:
                 )
             names = _topic_names(view, topics)
             by_topic = {topic: _messages(view, topic) for topic in names}
-            progress = _progress(view, groups)
+            progress = _progress(view, names, groups)
             tables, waiting = _tables(view, by_topic, progress)
             messages = sorted(
                 [*(message for of_topic in by_topic.values() for message in of_topic), *waiting],
@@ -174,8 +174,7 @@ def _topic_names(view: StoreView, topics: Collection[str] | None) -> tuple[str, 
     listed = {topic for topic in view.listed_topics if kind_of_topic(topic) in ("user", "dead")}
     if topics is None:
         return tuple(sorted(topic for topic in listed if kind_of_topic(topic) == "user"))
-    if isinstance(topics, str):
-        raise ConfigError(f"topics: expected a list of topics, found {topics!r:.80}")
+    _check_names("topics", "a list of topics", topics)
     for topic in topics:
         if topic not in listed:
             near = nearest(topic, listed)
@@ -188,21 +187,41 @@ def _messages(view: StoreView, topic: str) -> list[StoredMessage]:
     return [message for queue, offsets in view.queues(topic).items() for message in view.messages(queue, offsets)]
 
 
-def _progress(view: StoreView, groups: GroupNames | None) -> dict[str, Progress]:
+def _progress(view: StoreView, topics: Collection[str], groups: GroupNames | None) -> dict[str, Progress]:
     """Return the progress of each group by name."""
     if groups is None:
         return {group: None for group in view.groups if not is_own_group(group)}
-    if isinstance(groups, str):
-        raise ConfigError(f"groups: expected a list of groups, or their progress by name, found {groups!r:.80}")
+    _check_names("groups", "a list of groups, or their progress by name", groups)
     progress = dict(groups) if isinstance(groups, Mapping) else dict.fromkeys(groups)
     for group, start in progress.items():
         validate_group(group)
-        if not (start is None or start in ("begin", "end") or isinstance(start, datetime | int | Mapping)):
+        if not _is_progress(start):
             raise ConfigError(
                 f"groups: {group}: expected 'begin', 'end', a time with a time zone, a queue offset, or queue offsets "
                 f"by topic and queue id, found {start!r:.80}"
             )
+        if isinstance(start, Mapping) and (others := [topic for topic in start if topic not in topics]):
+            raise ConfigError(
+                f"groups: {group}: expected progress in {', '.join(topics) or 'no topic'}, found {others[0]!r:.80}"
+            )
     return progress
+
+
+def _check_names(setting: str, expected: str, names: object) -> None:
+    if isinstance(names, str) or not isinstance(names, Collection) or any(type(name) is not str for name in names):
+        raise ConfigError(f"{setting}: expected {expected}, found {names!r:.80}")
+
+
+def _is_progress(start: object) -> bool:
+    if isinstance(start, Mapping):
+        return all(
+            isinstance(offsets, Mapping) and all(map(_is_offset, offsets.values())) for offsets in start.values()
+        )
+    return start in (None, "begin", "end") or isinstance(start, datetime) or _is_offset(start)
+
+
+def _is_offset(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _tables(

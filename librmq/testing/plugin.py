@@ -74,11 +74,10 @@ def served_kit_of(request: pytest.FixtureRequest, *, remoting: bool = False) -> 
 
     node = request.node
     serve: Serve = serve_grpc
-    settings: dict[str, Any] = {
-        "broker_config": BrokerConfig(timers=TimerConfig()),
-        "now_ms": SystemClock().now_ms(),  # clients compute times of delivery by theirs
-        **_settings(request),
-    }
+    settings: dict[str, Any] = {"broker_config": BrokerConfig(timers=TimerConfig()), **_settings(request)}
+    start: StoreStart | None = settings.get("store")
+    now_ms = SystemClock().now_ms()  # clients compute times of delivery by theirs
+    settings.setdefault("now_ms", now_ms if start is None else max(now_ms, start.now_ms))
     if remoting:
         from librmq.wire.remoting import listen
 
@@ -258,7 +257,8 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
 def shrink_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Run a test that begins with a store; if it fails, look for the fewest messages with which it fails so."""
     is_repeatable = "rmq" in getattr(item, "fixturenames", ())  # unlike the order in which official clients act
-    most_tries = item.config.getoption("rmq_shrink") if is_repeatable else 0
+    is_debugged = item.config.getoption("usepdb", False)
+    most_tries = item.config.getoption("rmq_shrink") if is_repeatable and not is_debugged else 0
     repetition = _Repetition(item, nextitem)
 
     def run_all() -> None:

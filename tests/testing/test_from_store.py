@@ -23,7 +23,7 @@ from librmq.files.disk import TemporaryFolder
 from librmq.message.message import StoredMessage
 from librmq.store import snapshot, verify
 from librmq.testing import Kit, ProcessStateError, explore
-from librmq.testing.from_store import Progress, StoreStart, shrink
+from librmq.testing.from_store import DEFAULT_NOW_MS, Progress, StoreStart, shrink
 from tests.budget import examples
 from tests.reference import folders
 
@@ -134,6 +134,32 @@ def test_groups_continue_where_they_were(source: Path, tmp_path: Path) -> None:
             assert not rmq.messages("%RETRY%audit") + rmq.messages("payments")
             assert [event for event in rmq.events() if event["event"] == "dead_letter"] == []
     assert tree(source) == before
+
+
+def test_retries_and_resends_of_the_store_are_explained(tmp_path: Path) -> None:
+    with Kit(tmp_path / "store", now_ms=NOW_MS) as rmq:
+        failing = {b"orders 1": 1, b"orders 3": 99, b"payments 3": 99}  # how often
+
+        def fails(message: DeliveredMessage) -> None:
+            failing[message.body] = failing.get(message.body, 0) - 1
+            if failing[message.body] >= 0:
+                raise ValueError(message.body)
+
+        consumer = rmq.consumer("billing", fail_fast=False)
+        for topic in ("orders", "payments"):
+            consumer.subscribe(topic, fails)
+            for number in range(5):
+                rmq.producer().send(topic, f"{topic} {number}", keys="k")
+        rmq.advance(seconds=15)
+        consumer.shutdown()
+        rmq.advance(minutes=1)  # retries come into the group's topic
+        rmq.faults.lose_answer("orders")
+        rmq.producer().send("orders", b"twice")
+    with Kit.from_store(tmp_path / "store", ["orders"], ["billing"]) as rmq:
+        rmq.consumer("billing").subscribe("orders", nothing)
+        rmq.run_until_idle()
+        attempts = sorted((attempt.body, attempt.attempt) for attempt in rmq.delivered("billing"))
+        assert attempts == [(b"orders 3", 3), (b"twice", 1), (b"twice", 1)]
 
 
 def test_given_progress_leaves_earlier_retries_out(source: Path) -> None:
@@ -295,6 +321,11 @@ def test_explored_schedules_begin_with_the_store(source: Path) -> None:
         ({"topics": "orders"}, ConfigError, "topics: expected a list"),
         ({"groups": "billing"}, ConfigError, "groups: expected a list"),
         ({"groups": ["a b"]}, MessageIllegalError, "group 'a b'"),
+        ({"topics": [1]}, ConfigError, "topics: expected a list of topics, found [1]"),
+        ({"groups": 5}, ConfigError, "groups: expected a list of groups"),
+        ({"groups": {"billing": True}}, ConfigError, "groups: billing: expected 'begin', 'end'"),
+        ({"groups": {"billing": {"orders": {0: -1}}}}, ConfigError, "groups: billing: expected 'begin', 'end'"),
+        ({"groups": {"billing": {"order": {0: 1}}}}, ConfigError, "expected progress in empty, orders, payments"),
         ({"groups": {"billing": "middle"}}, ConfigError, "groups: billing: expected 'begin', 'end'"),
         ({"groups": {"billing": datetime(2020, 1, 1)}}, ConfigError, "time zone"),
         ({"now_ms": NOW_MS}, ConfigError, "now_ms: expected a time after the store's last message"),
@@ -312,6 +343,12 @@ def test_what_is_no_sound_store_is_refused(source: Path, tmp_path: Path) -> None
     shutil.copytree(source, damaged)
     log = next((damaged / "commitlog").iterdir())
     log.write_bytes(log.read_bytes().replace(b"orders 7", b"orders X", 1))
+    cut = tmp_path / "cut"
+    shutil.copytree(source, cut)
+    log = next((cut / "commitlog").iterdir())
+    raw = log.read_bytes()
+    log.write_bytes(raw[:4] + b"none" + raw[8:])
+    (cut / "abort").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_bytes(b"x")
     before = tree(tmp_path)
@@ -320,6 +357,7 @@ def test_what_is_no_sound_store_is_refused(source: Path, tmp_path: Path) -> None
         ("nowhere", NotAStoreError, "no store"),
         ("file", NotAStoreError, "found a file"),
         ("damaged", CorruptionError, "checksum"),
+        ("cut", CorruptionError, "no record: .* run librmq salvage"),
     ):
         with pytest.raises(error, match=what):
             Kit.from_store(tmp_path / name, groups=["billing"])
@@ -353,6 +391,7 @@ def test_only_the_needed_messages_remain(start: StoreStart, needed: set[int]) ->
     shrunk = shrink(start, lambda part: needed <= set(numbers(part.messages)), 1000)
     assert shrunk is not None
     assert numbers(shrunk.start.messages) == sorted(needed)
+    assert shrunk.start.now_ms == (NOW_MS + 1 if needed else DEFAULT_NOW_MS + 1)
     assert not shrunk.is_cut
     assert shrunk.tries <= 2 + 17 * len(needed)
 
@@ -481,3 +520,24 @@ def test_explored_tests_begin_with_the_store(start: StoreStart, pytester: pytest
     result = run(pytester)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*test_all_come: 5 runs*"])
+
+
+def test_served_tests_begin_with_the_store(start: StoreStart, pytester: pytest.Pytester) -> None:
+    start.save(str(pytester.path / "prod"))
+    pytester.makepyfile(
+        """
+        import pytest
+        from librmq import PushConsumer, connect
+
+        @pytest.mark.rmq(store="prod", topics=["orders"], groups=["billing"])
+        def test_all_come(rmq_remoting):
+            seen = set()
+            with connect(rmq_remoting.address) as route:
+                consumer = PushConsumer(route, "billing")
+                consumer.subscribe("orders", lambda message: seen.add(message.body))
+                with consumer:
+                    rmq_remoting.settle()
+            assert len(seen) == 200
+        """
+    )
+    run(pytester).assert_outcomes(passed=1)
