@@ -13,7 +13,7 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -41,6 +41,8 @@ class Attempt(NamedTuple):
 
     trace: Trace
     error: BaseException | None
+    states: Set[int] = frozenset()
+    """The states that it has reached."""
 
     @property
     def signature(self) -> tuple[type, str, int] | None:
@@ -90,6 +92,12 @@ class Exploration:
     """Number of runs to simplify the failure."""
     schedules: int = 0
     """Number of different schedules among the runs."""
+    states: int = 0
+    """Number of different states that the runs have reached. A state is what clients and brokers have done so far, in
+    the history of the kit, whatever the time."""
+    late_states: int = 0
+    """Number of them that no run before the last tenth of the runs had reached: if there are few, more runs will hardly
+    show anything new."""
     reached: Counter[str] = field(default_factory=Counter)
     """Number of decisions over all runs, by kind."""
     chosen: Counter[str] = field(default_factory=Counter)
@@ -98,10 +106,11 @@ class Exploration:
     """The failure; None if no run failed."""
 
     def summary(self) -> str:
-        """Return the numbers of runs, of schedules and of decisions by kind."""
+        """Return the numbers of runs, of schedules, of states and of decisions by kind."""
         kinds = ", ".join(f"{kind} {self.reached[kind]:,} ({self.chosen[kind]:,})" for kind in sorted(self.reached))
         return (
-            f"{self.runs:,} runs, {self.schedules:,} schedules; "
+            f"{self.runs:,} runs, {self.schedules:,} schedules, {self.states:,} states "
+            f"({self.late_states:,} of them new in the last tenth of the runs); "
             f"decisions, in parentheses those not as usual: {kinds or 'none'}"
         )
 
@@ -307,6 +316,8 @@ class _Search:
         self._seed = seed
         self._lines = lines
         self._seen: set[tuple[Decision, ...]] = set()
+        self._states: set[int] = set()
+        self._states_by_run = [0]
         self._failing: list[Trace] = []  # runs with one fault, to which a second decision is added
 
     def search(self, replay: Sequence[Decision] | None) -> Exploration:
@@ -331,13 +342,17 @@ class _Search:
         trace = explorer.trace
         result.reached.update(place.kind for place, _ in trace.reached)
         result.chosen.update(decision.place.kind for decision in trace.decisions)
-        return Attempt(trace, error)
+        return Attempt(trace, error, _states_of(explorer))
 
     def _counted(self, strategy: Strategy) -> Attempt:
         attempt = self._attempt(strategy)
         decisions = attempt.trace.decisions
         self._seen.add(tuple(decisions))
+        self._states |= attempt.states
+        self._states_by_run.append(len(self._states))
         self.result.runs += 1
+        self.result.states = len(self._states)
+        self.result.late_states = len(self._states) - self._states_by_run[-1 - max(1, self.result.runs // 10)]
         self.result.schedules = len(self._seen)
         if len(decisions) == 1 and decisions[0].chosen.startswith(FAULT):
             self._failing.append(attempt.trace)
@@ -353,11 +368,27 @@ class _Search:
             yield at_random(f"{self._seed}/{number}", _PROBABILITIES[number % len(_PROBABILITIES)])
 
     def _failure(self, failed: Attempt, first_decisions: int = 0, *, is_replayed: bool = False) -> Found:
-        trace, error = failed
+        trace, error, _ = failed
         assert error is not None
         decisions = tuple(trace.decisions)
         again = None if is_replayed else self._attempt(as_decided(decisions), on_disk=True)
         return Found(decisions, error, trace.history, self.result.runs, first_decisions, trace, again)
+
+
+def _states_of(explorer: Explorer) -> Set[int]:
+    """Return a number for each beginning of the history of a run, without its times and random ids."""
+    states: set[int] = set()
+    kit: Kit | None = getattr(explorer, "kit", None)  # None where the test failed before it had a kit
+    state = 0
+    numbers: dict[str, int] = {}
+    for event in () if kit is None else kit.history().events:
+        name = event.get("id")
+        if name is not None and name not in numbers:
+            numbers[name] = len(numbers)
+        facts = [value for field, value in event.items() if field != "id" and not field.endswith("_ms")]
+        state = hash((state, None if name is None else numbers[name], *facts))
+        states.add(state)
+    return states
 
 
 def _shorten(

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,29 @@ DECISIONS = (
 
 
 @pytest.mark.slow
+def test_states_are_beginnings_of_histories() -> None:
+    """Runs that do the same reach no new state, and one more event at the end of a run is one more state."""
+
+    def sends(rmq: Kit, count: int = 2) -> None:
+        for _ in range(count):
+            rmq.recorder.add("effect", name="charge", key=str(len(rmq.events())), process="shop", at_ms=0)
+
+    assert [explore(sends, runs=runs).states for runs in (1, 20)] == [2, 2]
+    more = explore(lambda rmq: sends(rmq, 3))
+    assert (more.states, more.late_states) == (3, 0)
+
+    def consumes(rmq: Kit) -> None:
+        rmq.consumer("billing").subscribe("orders")(lambda message: None)
+        with suppress(ConnectionError):
+            rmq.producer().send("orders", b"x")
+        rmq.advance(minutes=2)
+
+    few, many = (explore(consumes, runs=runs) for runs in (3, 40))
+    assert few.states < many.states
+    assert 0 < many.late_states < many.states / 4
+    assert f"{many.states:,} states ({many.late_states:,} of them new" in many.summary()
+
+
 def test_schedules_are_written_and_read(tmp_path: Path) -> None:
     seed = encode_schedule(DECISIONS)
     assert decode_schedule(seed) == DECISIONS

@@ -76,7 +76,10 @@ def test_exploring_shows_and_reruns_the_shortest_schedule(pytester: pytest.Pytes
     assert text.count("\none run\n") == 1  # only the output of the failing run
     result.stdout.fnmatch_lines(["*gets orders/0:0 b'o-1'*", "*explored *pause, instead of: *"])
     result.stdout.fnmatch_lines(
-        ["*test_orders?False?: * runs, * schedules; decisions*pause *", "*test_orders?True?: 40 runs,*"]
+        [
+            "*test_orders?False?: * runs, * schedules, * states (* of them new *); decisions*pause *",
+            "*test_orders?True?: 40 runs,*",
+        ]
     )
     seed = re.search(r"rmq1-[\w-]+", text)
     file = re.search(r"--rmq-seed=(\S+\.json)", text)
