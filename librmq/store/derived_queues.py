@@ -59,7 +59,7 @@ _pack = ENTRY.pack
 class DerivedQueue(ConsumeQueue):
     """A queue in memory. One thread adds entries while others read."""
 
-    __slots__ = ("_collected", "_entries", "_first", "_held", "expected", "has_batches")
+    __slots__ = ("_entries", "_first", "_held", "collected", "expected", "has_batches")
 
     has_batches: bool
     """Whether entries next to each other can lead to one record, which has a message for each."""
@@ -73,7 +73,8 @@ class DerivedQueue(ConsumeQueue):
         super().__init__(files, None)
         self.has_batches = False
         self.expected = -1
-        self._collected: list[bytes] = []
+        self.collected: list[bytes] = []
+        """Entries that readers do not see yet."""
         self._held: tuple[int, bytes] | None = None
 
     @property
@@ -97,8 +98,9 @@ class DerivedQueue(ConsumeQueue):
         if self.expected < 0 and 0 <= queue_offset < _LARGEST_OFFSET:
             self._start(queue_offset)
         if queue_offset == self.expected:
-            self._add(entry)
+            self.add_next(entry)
         else:
+            self.publish_collected()
             self._held = queue_offset, entry
 
     def collect_batch(self, queue_offset: int, physical_offset: int, size: int, codes: Iterable[int]) -> None:
@@ -107,15 +109,16 @@ class DerivedQueue(ConsumeQueue):
         for number, code in enumerate(codes):
             self.collect(queue_offset + number, _pack(physical_offset, size, code))
 
-    def _add(self, entry: bytes) -> None:
-        self._collected.append(entry)
+    def add_next(self, entry: bytes) -> None:
+        """Take the entry at `expected`, behind at least one of `collected`; `collect` takes any."""
+        self.collected.append(entry)
         self.expected += 1
-        if len(self._collected) >= _TOGETHER:
-            self._publish_collected()
+        if len(self.collected) >= _TOGETHER:
+            self.publish_collected()
 
     def _start(self, queue_offset: int) -> None:
         """Begin at a queue offset, without the entries so far."""
-        self._collected = []
+        self.collected = []
         self.max_offset = self.min_offset = 0  # before readers see entries of other offsets
         self._first, self._entries = queue_offset, bytearray()
         self.min_offset = self.max_offset = self.expected = queue_offset
@@ -133,23 +136,24 @@ class DerivedQueue(ConsumeQueue):
             if 0 < gap <= _LARGEST_GAP:
                 hole = _pack(ENTRY.unpack(entry)[0], HOLE_SIZE, 0)
                 for _ in range(gap):
-                    self._add(hole)
+                    self.add_next(hole)
             else:
                 self._start(claimed)
         self.expected = max(self.expected, 0)
-        self._add(entry)
+        self.add_next(entry)
 
     def publish(self) -> None:
         """Show readers all entries so far."""
         if self._held is not None:
             self._place_held(None)
-        self._publish_collected()
+        self.publish_collected()
 
-    def _publish_collected(self) -> None:
-        if self._collected:
-            self._entries += b"".join(self._collected)
-            physical_offset, size, _ = ENTRY.unpack(self._collected[-1])
-            self._collected = []
+    def publish_collected(self) -> None:
+        """Show readers the collected entries."""
+        if self.collected:
+            self._entries += b"".join(self.collected)
+            physical_offset, size, _ = ENTRY.unpack(self.collected[-1])
+            self.collected = []
             self.max_physic_offset = physical_offset + size
             self.max_offset = self._first + len(self._entries) // ENTRY_SIZE
 
@@ -279,11 +283,15 @@ class DerivedParts(FollowedParts):
                 _, _, _, topic, queue_id, queue_offset, code, _, properties, _, _ = derived
                 if code is not None:
                     queue = by_raw_name.get((topic, queue_id)) or self._queue(topic, queue_id)
-                    if queue is not None:
-                        if raw[_FLAG_AT] & INNER_BATCH:
-                            queue.collect_batch(queue_offset, place, size, _batch_codes(raw))
-                        else:
-                            queue.collect(queue_offset, _pack(place, size, code))
+                    if queue is None:
+                        pass
+                    elif raw[_FLAG_AT] & INNER_BATCH:
+                        queue.collect_batch(queue_offset, place, size, _batch_codes(raw))
+                        changed.add(queue)
+                    elif queue.collected and queue_offset == queue.expected:  # as nearly always
+                        queue.add_next(_pack(place, size, code))
+                    else:
+                        queue.collect(queue_offset, _pack(place, size, code))
                         changed.add(queue)
                     if MULTI_DISPATCH in properties:
                         self._derive_light(derived)
