@@ -51,9 +51,10 @@ if TYPE_CHECKING:
 
 AT_ONCE: Final = 30_000
 """The most messages that `diagnose` verifies without being asked."""
+_SALVAGE: Final = "librmq salvage STORE --into NEW saves every record that can be read, and leaves STORE as it is."
 _NEXT: Final = (
-    "librmq salvage STORE --into NEW saves every record that can be read, and leaves STORE as it is. To repair STORE "
-    "itself, copy the folder first (cp -a), then see what librmq recover STORE --dry-run would cut."
+    f"{_SALVAGE} To repair STORE itself, copy the folder first (cp -a), then see what librmq recover STORE --dry-run "
+    "would cut."
 )
 
 
@@ -78,7 +79,10 @@ def damage_findings(view: StoreView, check: bool | None) -> list[Finding]:
     from librmq.store.recovery.verify import MISSING_LOG, verify
 
     places = [place for place in verify(path, files=view.store.files).damage if place.kind != MISSING_LOG]
-    return [damage_finding(f"store {path}", places, path)] if places else []
+    if not places:
+        return []
+    finding = damage_finding(f"store {path}", places, path)
+    return [finding if view.store.queues.has_files else finding._replace(next_step=_SALVAGE)]
 
 
 def not_verified(subject: str, limit: int) -> Finding:
@@ -178,7 +182,8 @@ def unlisted_topic_findings(view: StoreView) -> list[Finding]:
 def unverified_damage(view: StoreView) -> list[Finding]:
     """Return the findings about damage that shows without a comparison of queues and index with each record."""
     cut = view.store.cut_short or view.store.check_covered()
-    findings = [*missing_queue_findings(view), *missing_key_findings(view)]
+    has_files = view.store.queues.has_files
+    findings = [*missing_queue_findings(view), *missing_key_findings(view)] if has_files else []
     if cut is not None:
         path = view.store.path
         where = f"{os.path.relpath(cut.file, path)} at {cut.offset}: {cut.what}"
@@ -187,7 +192,8 @@ def unverified_damage(view: StoreView) -> list[Finding]:
             Finding(
                 "damage", "error", f"store {path}",
                 f"A recovery would end the log at {cut.offset}{cuts}: {where}.",
-                {"places": 1, "kinds": [cut.kind], "log_end": cut.offset, "bytes": cut.bytes, "error": where}, _NEXT,
+                {"places": 1, "kinds": [cut.kind], "log_end": cut.offset, "bytes": cut.bytes, "error": where},
+                _NEXT if has_files else _SALVAGE,
             )
         )  # fmt: skip
     return findings

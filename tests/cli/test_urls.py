@@ -17,6 +17,7 @@ from tests.cli.stand import Shell
 from tests.pop_store import PopStore
 from tests.s3_server import serving
 from tests.stores import from_disk
+from tests.stores_of_5 import KINDS, keep_queues_elsewhere
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("pyarrow")
@@ -208,3 +209,12 @@ def test_a_store_in_s3(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AWS_DEFAULT_REGION", "here")
         assert shell("lag", "s3://bucket/store").out == here.out
         assert shell("show", "s3://bucket/store", "--key", "key14").out == shell("show", "store", "--key", "key14").out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_of_5_behind_a_url(shell: Shell, kind: str) -> None:
+    commands = [["topics", "STORE"], ["lag", "STORE"], ["show", "STORE", "--topic", "OrderTopic"]]
+    expected = [shell(*(word.replace("STORE", "store") for word in words)).out for words in commands]
+    keep_queues_elsewhere(shell.folder / "store", kind)
+    url = put(shell.folder / "store")
+    assert [shell(*(word.replace("STORE", url) for word in words)).out for words in commands] == expected
