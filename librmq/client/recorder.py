@@ -254,6 +254,7 @@ class Recorder:
             for received in response.messages:
                 self._received(process, broker_name, request.group, received)
         elif isinstance(request, Acknowledge):
+            self.end_invisible_times()  # a broker can take an acknowledgement after it has given the message back
             for receipt, is_acknowledged in zip(request.receipts, answer, strict=True):
                 if is_acknowledged:
                     self._end_flight(receipt, "ok")

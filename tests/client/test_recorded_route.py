@@ -34,7 +34,14 @@ from librmq import (
     connect,
     record_history,
 )
-from librmq.protocol import EndTransaction, SendBack, SendMessage
+from librmq.protocol import (
+    Acknowledge,
+    ChangeInvisible,
+    EndTransaction,
+    Receive,
+    SendBack,
+    SendMessage,
+)
 from librmq.testing import check_history
 from librmq.wire.remoting import RemotingServer
 from tests.programs import POSIX
@@ -216,3 +223,23 @@ def test_a_killed_process_leaves_what_it_had_begun(tmp_path: Path, killed_at: ty
     events += [group, {"event": "drained", "group": "billing", "at_ms": 3_000_000}]
     assert [event["outcome"] for event in events if event["event"] == "deliver"][-1] == "ok"
     assert [anomaly.anomaly for anomaly in check_history(events)] == unexplained
+
+
+def test_an_acknowledgement_after_its_time_ends_nothing(tmp_path: Path) -> None:
+    """A server gives a message back for a client that is gone; the broker takes the receipt anyway."""
+    path, runner = tmp_path / "history", ManualRunner(ManualClock(1_000_000))
+    with Broker.temporary(runner=runner) as broker, record_history(broker, path) as route:
+        broker.create_topic("orders", 1)
+        call = route.endpoint(broker.name).call
+        with Producer(route, "shop") as producer:
+            producer.send("orders", b"1")
+        receive = Receive("c", "billing", "orders", 1)
+        (first,) = call(receive).messages
+        call(ChangeInvisible("billing", "orders", first.receipt, 1_000, keeps_receipt=True))
+        runner.advance(2_000)
+        assert call(Acknowledge("billing", "orders", (first.receipt,))) == (True,)
+        (again,) = call(receive).messages
+        call(Acknowledge("billing", "orders", (again.receipt,)))
+    deliveries = [event for event in lines(path) if event["event"] == "deliver"]
+    assert [(event["attempt"], event["outcome"]) for event in deliveries] == [(0, "died"), (1, "ok")]
+    assert check_history(lines(path)) == []
