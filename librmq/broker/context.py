@@ -32,6 +32,7 @@ from librmq.metrics import Metrics
 from librmq.protocol import CopiedTables, ResponseCode
 from librmq.protocol.endpoint import Watchers
 from librmq.runtime.runner import Aside, Owner, Runner, Step, aside_by
+from librmq.scheduling.waiting import Cancellations
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 
@@ -104,6 +105,7 @@ class BrokerContext:
         )
         saving = steps.step("saves progress", self.saving.run_due)
         self.offsets = self.saving.offsets
+        self.cancellations = Cancellations(store.path, store.files)
         with runner.lock:  # before transactions and the relay resume from their progress
             self.offsets.clamp(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
             if config.replica_of is None:
@@ -130,6 +132,8 @@ class BrokerContext:
         self.offsets.merge(tables.offsets)
         if self.tables.delays.replace(tables.delays):
             self.writing.save(self.tables.delays, self.runner.now_ms())
+        if self.cancellations.replace(tables.cancelled):
+            self.cancellations.write(self.store.log.begin, self.runner.now_ms())
 
 
 # ---- life

@@ -31,7 +31,7 @@ from librmq.scheduling.timer_config import (
     deliver_time_ms,
     without_time,
 )
-from librmq.scheduling.waiting import WAITING_TOPICS, Cancellations, destination_of
+from librmq.scheduling.waiting import WAITING_TOPICS, destination_of
 from librmq.store import AppendResult
 from librmq.store.format.timerfiles import TimerCheckpoint
 
@@ -58,7 +58,8 @@ class Deliveries:
         self._metrics = context.metrics
         self._held = context.held.by_queue
         self._offsets = context.offsets
-        self._cancellations = Cancellations(store.path, store.files)
+        self._cancellations = context.cancellations
+        self._notify_watchers = context.writing.notify_watchers
         self.arrivals = Arrivals(runner, context.held, context.metrics, self._delayed, wake_flush)
         self.schedule = DelaySchedule(
             store,
@@ -228,6 +229,8 @@ class Deliveries:
             result = self._cancel(request)
         if result.cancelled:
             self._cancellations.write(self._store.log.begin, self._runner.now_ms())
+            with self._runner.lock:
+                self._notify_watchers()
         return result
 
     def write_passed(self) -> None:
@@ -259,23 +262,23 @@ class Deliveries:
 
     def _records_of(self, message_id: str, topic: str | None) -> list[StoredMessage]:
         """Return the records of a producer's message in log order, without retries and dead letters of groups."""
-        store, first = self._store, None
+        store, at_place = self._store, None
         try:
             _, physical_offset = record.parse_offset_message_id(message_id)
-            first = store.message_at(physical_offset)
+            at_place = store.message_at(physical_offset)
         except (ValueError, CorruptionError):
             pass  # it is a unique id
-        is_place = first is not None and first.offset_id == message_id.upper()
-        key = first.unique_key if first is not None and is_place else message_id
+        is_place = at_place is not None and at_place.offset_id == message_id.upper()
+        key = at_place.unique_key if at_place is not None and is_place else message_id
         if key is None:
-            return [first] if first is not None else []
+            return [at_place] if at_place is not None else []
         topics = {*WAITING_TOPICS, HALF_TOPIC} | ({topic} if topic is not None else set())
-        found = [message for name in topics for message in self._records_in(name, key)]
+        matches = [message for name in topics for message in self._records_in(name, key)]
         if topic is None:
-            targets = {destination_of(message).topic for message in found if _is_own(message, None)} - topics
-            found += [message for name in targets if name for message in self._records_in(name, key)]
-            found = found if targets else store.find_by_id(key)
-        records = {message.physical_offset: message for message in found if _is_own(message, topic)}
+            targets = {destination_of(message).topic for message in matches if _is_own(message, None)} - topics
+            matches += [message for name in targets if name for message in self._records_in(name, key)]
+            matches = matches if targets else store.find_by_id(key)
+        records = {message.physical_offset: message for message in matches if _is_own(message, topic)}
         return [records[place] for place in sorted(records)]
 
     def _records_in(self, topic: str, key: str) -> list[StoredMessage]:

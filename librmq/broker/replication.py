@@ -150,7 +150,10 @@ class Replication:
                 self._context.writing.watch(self._tables_changed)
             self._table_watchers[request.replica] = request.notify
         offsets = {name: dict(row) for name, row in tables.offsets.rows.items()}
-        return CopiedTables(dict(tables.topics.rows), dict(tables.groups.rows), offsets, dict(tables.delays.rows))
+        cancelled = self._context.cancellations.rows()
+        return CopiedTables(
+            dict(tables.topics.rows), dict(tables.groups.rows), offsets, dict(tables.delays.rows), cancelled
+        )
 
     def _tables_changed(self) -> None:
         """Notify the replicas. Called under the runner's lock."""

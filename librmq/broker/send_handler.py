@@ -270,14 +270,14 @@ class SendHandler:
     def _store_new(self, request: SendBatch, recent: RecentSends) -> list[FirstSend]:
         """Store the messages of a batch that are no resends; return the places of all."""
         names = [name_of_send(request.group, message) for message in request.messages]
-        known: dict[_Name | None, FirstSend] = {}
+        resends: dict[_Name | None, FirstSend] = {}
         new: dict[_Name | int, Message] = {}
         for number, (name, message) in enumerate(zip(names, request.messages, strict=True)):
-            first = None if name is None or name in new or name in known else recent.first_send(name)
+            first = None if name is None or name in new or name in resends else recent.first_send(name)
             if first is not None and name is not None:
-                known[name] = first
+                resends[name] = first
                 recent.count_resend(name)
-            elif name is None or name not in known:
+            elif name is None or name not in resends:
                 new.setdefault(number if name is None else name, message)
         stored: dict[_Name | int, FirstSend] = {}
         if new:
@@ -287,7 +287,7 @@ class SendHandler:
                 if not isinstance(new_name, int):
                     recent.note(new_name, result.physical_offset)
         return [
-            known[name] if name in known else stored[number if name is None else name]
+            resends[name] if name in resends else stored[number if name is None else name]
             for number, name in enumerate(names)
         ]
 

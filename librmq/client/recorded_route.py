@@ -136,7 +136,7 @@ class HistoryFile(RecordedRoute):
         self._file.seek(place)
         self._file.write(line)
 
-    def cancels(self, name: str) -> None:
+    def cancels(self, name: str, *, is_sure: bool = False) -> None:
         """Leave the line of the send as it is: without ``drained`` lines no message counts as lost."""
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol, TypeVar, cast
 
-from librmq.errors import BrokerError, MessageIllegalError, NoRouteError
+from librmq.errors import BrokerError, MessageIllegalError, NoRouteError, RmqError
 from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
@@ -18,6 +18,7 @@ from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import (
     Acknowledge,
     CancelMessage,
+    CancelResult,
     ChangeInvisible,
     EndTransaction,
     ForwardToDeadLetters,
@@ -79,8 +80,8 @@ class EventSink(Protocol):
         """Take the deliveries of messages that are handed out together."""
         ...
 
-    def cancels(self, name: str) -> None:
-        """Note that a message was taken back before its delivery time, so that it may come or not."""
+    def cancels(self, name: str, *, is_sure: bool = False) -> None:
+        """Note that a message was taken back before its delivery time: it may come or not, or for sure does not."""
         ...
 
 
@@ -119,7 +120,7 @@ class Recorder:
                 if getattr(member, "recorder", self) is None:
                     member.recorder = self.consumer(process, member)
         if isinstance(request, CancelMessage):
-            self._sink.cancels(request.message_id)  # before the call, because its answer can be lost
+            return cast(R, self._cancel(request, call))
         answer: R = call(request)
         if isinstance(request, PullMessage):
             if request.commit_offset is not None:
@@ -224,6 +225,16 @@ class Recorder:
             event["end_ms"] = self.now_ms()
             self._sink.ends(event)
         return answer
+
+    def _cancel(self, request: CancelMessage, call: Callable[[CancelMessage], CancelResult]) -> CancelResult:
+        try:
+            result = call(request)
+        except RmqError:  # it can be cancelled nevertheless
+            self._sink.cancels(request.message_id)
+            raise
+        if result.cancelled:
+            self._sink.cancels(request.message_id, is_sure=True)
+        return result
 
     def committed(self, group: str, topic: str, broker_name: str, queue_id: int, queue_offset: int) -> None:
         """Record progress that a broker has saved, where it differs from the last."""

@@ -53,6 +53,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner, Step, Work, next_on_grid
 from librmq.runtime.threads import ThreadRunner
+from librmq.scheduling.waiting import Cancellations
 from librmq.store import MessageStore
 from librmq.store.engine.copies import whole_size
 from librmq.store.format import directory
@@ -112,7 +113,10 @@ class StoredMaster:
             return LogDescription(self.path, place, store.config, store.log.begin, _log_end(store.log))
         if isinstance(request, CopyTables):
             tables = BrokerTables.open(os.path.join(self.path, "config"), files=self._files)
-            return CopiedTables(tables.topics.rows, tables.groups.rows, tables.offsets.rows, tables.delays.rows)
+            cancelled = Cancellations(self.path, self._files).rows()
+            return CopiedTables(
+                tables.topics.rows, tables.groups.rows, tables.offsets.rows, tables.delays.rows, cancelled
+            )
         if isinstance(request, LeaveLog):
             return None
         raise BrokerError(

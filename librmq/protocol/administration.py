@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Final
 
@@ -335,11 +335,13 @@ class CopiedTables:
     groups: Mapping[str, Any]
     offsets: Mapping[str, Mapping[int, int]]
     delays: Mapping[int, int]
+    cancelled: Sequence[Sequence[Any]] = ()
+    """The cancelled messages, which no file of RocketMQ has."""
 
 
 @value
 class CopyTables(Request[CopiedTables]):
-    """Return the topics, the groups, and the progress of consumers and delays."""
+    """Return the topics, the groups, the progress of consumers and delays, and the cancelled messages."""
 
     notify: Callable[[], None] | None = None
     """Called once, under the runner's lock, when a table changes."""

@@ -22,6 +22,7 @@ would have been delivered. Without the file, messages that wait in a delay level
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from librmq.errors import CorruptionError
@@ -139,11 +140,21 @@ class Cancellations:
         if files.size(self._path):
             fields = read_document(self._path, files, {"messages": (list,)}, max_size=_MAX_SIZE)
             try:
-                for row in fields["messages"]:
-                    self._keep(_checked(row))
+                self.replace(fields["messages"])
             except (TypeError, ValueError) as error:
                 why = f"{error}; without the file, cancelled messages are delivered"
                 raise CorruptionError(self._path, 0, "config", why) from None
+
+    def rows(self) -> list[Cancellation]:
+        """Return all cancellations."""
+        return list(self._by_name.values())
+
+    def replace(self, rows: Iterable[Sequence[Any]]) -> bool:
+        """Replace all cancellations by these rows of the file; return whether they differ."""
+        before, self._by_name = self._by_name, {}
+        for row in rows:
+            self._keep(_checked(row))
+        return self._by_name != before
 
     def _keep(self, cancellation: Cancellation) -> None:
         self._by_name[cancellation[:2]] = cancellation
@@ -186,10 +197,10 @@ class Cancellations:
             StoreIOError: The disk refuses.
         """
         with self._lock:
-            kept = [row for row in list(self._by_name.values()) if row.end > log_begin]
-            passed = [row for row in kept if row.passed_ms is not None and row.passed_ms + _SAVED_MS < now_ms]
+            in_log = [row for row in list(self._by_name.values()) if row.end > log_begin]
+            passed = [row for row in in_log if row.passed_ms is not None and row.passed_ms + _SAVED_MS < now_ms]
             dropped = set(passed[:-_MOST_PASSED])
-            rows = [row for row in kept if row not in dropped]
+            rows = [row for row in in_log if row not in dropped]
             write_document(self._path, self._files, {"messages": rows})
             for name, row in list(self._by_name.items()):
                 if row in dropped or row.end <= log_begin:

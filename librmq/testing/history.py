@@ -151,9 +151,12 @@ class History:
                 self._open[id(self._beginning)] = call
             self._notes.append((events[0]["begin_ms"] - self.begin_ms, call.actor, lambda: f"gets {self.about(call)}"))
 
-    def cancels(self, name: str) -> None:
-        """Note that a message was taken back, so that nothing is promised for it any more."""
-        _withdraw(event for event in self.events if event["event"] == "send" and event["id"] == name)
+    def cancels(self, name: str, *, is_sure: bool = False) -> None:
+        """Note that a message was taken back, so that nothing is promised for it; if that is sure, it must not come."""
+        sends = [event for event in self.events if event["event"] == "send" and event["id"] == name]
+        _withdraw(sends)
+        for event in sends if is_sure else ():
+            event["outcome"] = "failed"
 
     def promoted(self, broker: Broker, master: MessageStore) -> None:
         """Note that a copy has become a broker that lacks the last records of the store of its master.

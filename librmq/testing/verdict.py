@@ -20,6 +20,7 @@ from librmq.message.topics import CHECK_MAX_TIME_TOPIC, DEAD_LETTER_PREFIX, HALF
 from librmq.protocol import PERM_READ, Heartbeat, MessageModel
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer_config import TIMER_TOPIC
+from librmq.scheduling.waiting import Cancellations
 from librmq.testing.anomalies import KINDS, check_history
 from librmq.testing.from_store import StoreStart, earlier_attempts
 from librmq.testing.history import History, HistoryLine
@@ -85,7 +86,8 @@ class Facts:
         events = self._history.events
         letters = list(self._dead_letters())
         yield from (event for event, _ in letters)
-        sent = {event["id"] for event in events if event["event"] == "send"}
+        sent_ms = {event["id"]: event["begin_ms"] for event in events if event["event"] == "send"}
+        sent = set(sent_ms)
         topics_by_id = {event["id"]: event["topic"] for event in events if event["event"] == "deliver"}
         topics_by_id.update((event["id"], topic) for event, topic in letters)
         start, begin_ms = self._scene.start, self._history.begin_ms
@@ -105,6 +107,9 @@ class Facts:
             yield from earlier_attempts(events, sent)
         for name in network.by_name:
             store = network.store(name)
+            for cancelled in Cancellations(store.path, store.files).rows():  # also those that the test itself cancelled
+                if cancelled.at_ms >= sent_ms.get(cancelled.message_id, cancelled.at_ms):
+                    self._history.cancels(cancelled.message_id, is_sure=True)
             if (CHECK_MAX_TIME_TOPIC, 0) in store.queues:
                 for half in given_up_halves(store):
                     yield {"event": "discard", "id": id_of(half), "at_ms": half.store_timestamp_ms}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -17,6 +18,7 @@ from librmq.client.producer import Producer
 from librmq.client.sender import SendResult
 from librmq.client.transactions import TransactionProducer
 from librmq.clock import ManualClock
+from librmq.cluster import Replica, promote_replica
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage
 from librmq.diagnosis import pending_messages, story
@@ -29,6 +31,7 @@ from librmq.runtime.runner import ManualRunner
 from librmq.scheduling import waiting
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing import CrashImages, Kit, Process, RecordingFiles, explore
+from librmq.testing.verdict import HistoryAnomalyError
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting.codec import FORMS as FORMS_OF_REQUESTS
@@ -349,6 +352,59 @@ def cancelled_stays_cancelled(rmq: Kit) -> None:
 def test_no_schedule_delivers_a_cancelled_message() -> None:
     result = explore(cancelled_stays_cancelled, runs=examples(50))
     assert result.chosen["fault"] > 5
+
+
+@pytest.mark.parametrize("by_test", [False, True])
+def test_history_tells_that_a_cancelled_message_came(monkeypatch: pytest.MonkeyPatch, by_test: bool) -> None:
+    def run(is_broken: bool) -> None:
+        with Kit() as rmq:
+            consumer = rmq.consumer("billing")
+            consumer.subscribe("reminders", lambda message: None)
+            receipt = rmq.producer().send("reminders", b"x", delay=10)
+            assert (rmq.broker if by_test else rmq.producer()).cancel(receipt).cancelled
+            if is_broken:
+                monkeypatch.setattr(waiting.Cancellations, "skips", lambda self, message, now_ms: False)
+                rmq.broker._parts.deliveries.schedule._is_cancelled = None
+            rmq.advance(minutes=1)
+            assert len(rmq.delivered("billing")) == is_broken
+
+    run(False)
+    with pytest.raises(HistoryAnomalyError, match="aborted"):
+        run(True)
+
+
+@FORMS
+def test_a_store_that_is_closed(form: str) -> None:
+    """A broker without timer and relay cancels there what one with both has left, as the command does."""
+    files, runner = MemoryFiles(), ManualRunner()
+    with open_broker(files, runner) as broker:
+        receipt = Producer(broker, "p").send("T", b"x", **WAITS[form])
+        runner.advance(2_000)
+    with opened(files, runner) as broker:
+        assert broker.cancel(receipt.message_id).cancelled
+    with open_broker(files, runner) as broker:
+        runner.advance(400_000)
+        assert list(broker.messages("T")) == []
+        assert broker.cancel(receipt.message_id).cancelled
+
+
+def test_a_replica_and_a_snapshot_have_it(tmp_path: Path) -> None:
+    runner = ManualRunner()
+    with Broker.open(tmp_path / "a", runner=runner) as broker, Producer(broker, "p") as producer:
+        receipts = [producer.send("T", b"x", delay=10) for _ in range(2)]
+        with Replica.open(tmp_path / "b", of=broker) as replica:
+            assert producer.cancel(receipts[0]).cancelled
+            runner.advance(0)
+            assert producer.cancel(receipts[1]).cancelled
+            runner.advance(9_000)
+            assert replica.lag_bytes == 0
+            broker.store.snapshot(tmp_path / "c")
+            runner.advance(5_000)
+    promote_replica(tmp_path / "b")
+    for copy in "bc":
+        with Broker.open(tmp_path / copy, runner=ManualRunner(ManualClock(runner.now_ms()))) as again:
+            again.runner.advance(30_000)  # type: ignore[attr-defined]
+            assert list(again.messages("T")) == []
 
 
 def test_a_cancellation_that_only_memory_has_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import librmq
 from librmq.broker import Broker, BrokerConfig
 from librmq.client.client import Client
 from librmq.client.producer import Producer
+from librmq.client.queue_selectors import QueueSelector, select_by_consistent_hash, select_by_hash
 from librmq.client.transactions import TransactionProducer
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
@@ -451,6 +452,25 @@ def test_growth_that_moves_keys_of_an_orderly_group(
         "locks": [("WARNING", 0.8889, "g")],
         "settings": [("WARNING", 0.8889, "g, ordered")],
     }.get(way, [])
+
+
+@pytest.mark.parametrize(("select", "most"), [(select_by_hash, 1.0), (select_by_consistent_hash(), 0.2)])
+def test_growth_breaks_the_order_of_the_keys_that_move(broker: Broker, select: QueueSelector, most: float) -> None:
+    """New messages of a moved key are read before old ones wherever their queue is read first: the last queue here."""
+    broker.create_topic("T", 8)
+    keys = [f"order-{number}" for number in range(200)]
+    with Producer(broker, "p") as producer:
+        for queues, body in ((8, b"old"), (9, b"new")):
+            broker.create_topic("T", queues)
+            for key in keys:
+                producer.send("T", body, keys=key, selector=select, arg=key)
+    seen: dict[str, list[bytes]] = {key: [] for key in keys}
+    for queue_id in reversed(range(9)):
+        for message in broker.store.messages("T", queue_id):
+            seen[message.keys[0]].append(message.body)
+    broken = sum(bodies != [b"old", b"new"] for bodies in seen.values()) / len(keys)
+    assert 0 < broken <= most
+    assert (broken > 0.2) == (select is select_by_hash)
 
 
 def test_queues_that_no_group_reads_are_logged(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
