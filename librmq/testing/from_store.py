@@ -30,7 +30,7 @@ from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles, OverlayFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage, retry_topic
-from librmq.message.topics import RETRY_PREFIX, validate_group
+from librmq.message.topics import LIGHT_PREFIX, RETRY_PREFIX, validate_group
 from librmq.protocol import PERM_READ, PERM_WRITE
 from librmq.store.extraction import Extracted, make_store, small_config
 from librmq.store.format.broker_tables import BrokerTables, topic_row
@@ -171,7 +171,11 @@ def _last_ms(messages: Sequence[StoredMessage]) -> int:
 
 
 def _topic_names(view: StoreView, topics: Collection[str] | None) -> tuple[str, ...]:
-    listed = {topic for topic in view.listed_topics if kind_of_topic(topic) in ("user", "dead")}
+    listed = {
+        topic
+        for topic in view.listed_topics
+        if kind_of_topic(topic) in ("user", "dead") and not topic.startswith(LIGHT_PREFIX)  # messages of other topics
+    }
     if topics is None:
         return tuple(sorted(topic for topic in listed if kind_of_topic(topic) == "user"))
     _check_names("topics", "a list of topics", topics)

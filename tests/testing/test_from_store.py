@@ -20,12 +20,15 @@ from librmq.consumer import DeliveredMessage
 from librmq.diagnosis.view import kind_of_topic, viewed
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError
 from librmq.files.disk import TemporaryFolder
+from librmq.message.batch import BatchItem
 from librmq.message.message import StoredMessage
+from librmq.message.record import Record, encode_properties
 from librmq.store import snapshot, verify
 from librmq.testing import Kit, ProcessStateError, explore
 from librmq.testing.from_store import DEFAULT_NOW_MS, Progress, StoreStart, shrink
 from tests.budget import examples
 from tests.reference import folders
+from tests.stores_of_5 import KINDS, add_database, batch_record, keep_queues_elsewhere, write_log
 
 NOW_MS = 1_600_000_000_000
 Tree = dict[str, tuple[int, bytes | None]]
@@ -114,6 +117,35 @@ def test_each_message_of_a_broker_comes_once_to_each_group(folder: Path) -> None
         assert tree(store) == before
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_stores_of_rocketmq_5_are_read_too(source: Path, tmp_path: Path, kind: str) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(source, store)
+    keep_queues_elsewhere(store, kind)
+    before = tree(store)
+    with Kit.from_store(store, ["orders"], ["first"]) as rmq:
+        rmq.consumer("first").subscribe("orders", nothing)
+        rmq.run_until_idle()
+        assert len(rmq.delivered("first")) == 12
+    assert tree(store) == before
+
+
+def test_messages_of_light_queues_come_once(tmp_path: Path) -> None:
+    properties = {"INNER_MULTI_DISPATCH": "%LMQ%a", "INNER_MULTI_QUEUE_OFFSET": "0", "UNIQ_KEY": "U"}
+    light = Record(topic="orders", body=b"light", properties_raw=encode_properties(properties))
+    batch = Record(topic="batches", store_timestamp_ms=NOW_MS)
+    write_log(tmp_path, [light, batch_record(batch, [BatchItem(body, 0, b"") for body in (b"1", b"2")])])
+    add_database(tmp_path / "consumequeue_rocksdb")
+    with Kit.from_store(tmp_path, groups=["first"]) as rmq:
+        assert rmq.start is not None
+        assert rmq.start.topics == ("batches", "orders")
+        consumer = rmq.consumer("first")
+        for topic in rmq.start.topics:
+            consumer.subscribe(topic, nothing)
+        rmq.run_until_idle()
+        assert sorted(bodies(rmq, "first")) == [b"1", b"2", b"light"]
+
+
 # ---- recorded progress, retries and delays
 
 
@@ -154,10 +186,10 @@ def test_retries_and_resends_of_the_store_are_explained(tmp_path: Path) -> None:
         consumer.shutdown()
         rmq.advance(minutes=1)  # retries come into the group's topic
         rmq.faults.lose_answer("orders")
-        rmq.producer().send("orders", b"twice")
+        rmq.producer().send("orders", b"twice", delay=60)
     with Kit.from_store(tmp_path / "store", ["orders"], ["billing"]) as rmq:
         rmq.consumer("billing").subscribe("orders", nothing)
-        rmq.run_until_idle()
+        rmq.advance(minutes=2)
         attempts = sorted((attempt.body, attempt.attempt) for attempt in rmq.delivered("billing"))
         assert attempts == [(b"orders 3", 3), (b"twice", 1), (b"twice", 1)]
 
