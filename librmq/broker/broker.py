@@ -308,19 +308,22 @@ class Broker:
         is_ordered: bool | None = None,
         consumes: bool | None = None,
         broadcasts: bool | None = None,
+        priority_factor: int | None = None,
     ) -> None:
         """Create a consumer group, or change the settings that are given. None keeps one as it is.
 
         With ``is_ordered`` a `SimpleConsumer` of the group gets the messages of each queue in order: no further message
         until the earlier ones are acknowledged or visible again. Without ``consumes`` the broker refuses every pull and
-        receive of the group, and without ``broadcasts`` the pulls of its broadcasting instances. A new group retries 16
-        times, has no order, consumes and broadcasts.
+        receive of the group, and without ``broadcasts`` the pulls of its broadcasting instances. ``priority_factor``,
+        100 by default, is the percentage of receives that begin with the highest priority in topics of type PRIORITY;
+        the others take the queues in turn, so that no priority starves. A new group retries 16 times, has no order,
+        consumes and broadcasts.
 
         Raises:
             BrokerError: A value is wrong, or the broker refuses.
             MessageIllegalError: The name of the group is invalid.
         """
-        self.call(SetGroup(group, group_settings(retry_max_times, is_ordered, consumes, broadcasts)))
+        self.call(SetGroup(group, group_settings(retry_max_times, is_ordered, consumes, broadcasts, priority_factor)))
 
     def delete_group(self, group: str, *, keep_progress: bool = True) -> None:
         """Delete a consumer group's settings, and its progress unless it is kept; a new instance makes it again.

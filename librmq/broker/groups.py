@@ -32,6 +32,8 @@ _NAMES: Final = {
     "consumeBroadcastEnable": "broadcasts",
 }
 """The names of settings in Python by those in ``subscriptionGroup.json``."""
+_ATTRIBUTES: Final = "attributes"
+_PRIORITY_FACTOR: Final = "priority.factor"
 _MAX_INT: Final = (1 << 31) - 1
 _BOUNDS: Final = {"retryMaxTimes": (-1, _MAX_INT), "retryQueueNums": (0, MOST_QUEUES)}
 """Smallest and largest value of a numeric setting; others range from 0 to `_MAX_INT`."""
@@ -51,10 +53,16 @@ class Group:
     """False: pulls of broadcasting instances are refused."""
     is_ordered: bool
     """True: receives hand out each queue's messages in order. Pulls ignore it."""
+    priority_factor: int = 100
+    """Percentage of receives that take messages of the highest priority first; the others take the queues in turn."""
 
 
 def group_settings(
-    retry_max_times: int | None, is_ordered: bool | None, consumes: bool | None, broadcasts: bool | None
+    retry_max_times: int | None,
+    is_ordered: bool | None,
+    consumes: bool | None,
+    broadcasts: bool | None,
+    priority_factor: int | None = None,
 ) -> dict[str, object]:
     """Return the settings that are not None, by their names in ``subscriptionGroup.json``."""
     settings = {
@@ -62,12 +70,27 @@ def group_settings(
         _ORDERED: is_ordered,
         "consumeEnable": consumes,
         "consumeBroadcastEnable": broadcasts,
+        _ATTRIBUTES: None if priority_factor is None else {_PRIORITY_FACTOR: str(priority_factor)},
     }
     return {key: value for key, value in settings.items() if value is not None}
 
 
+def _factor(attributes: object) -> int:
+    """Return the priority factor in a group's attributes, which 5.x writes as texts, perhaps with a sign before it."""
+    named = attributes if isinstance(attributes, Mapping) else {}
+    text = str(named.get(_PRIORITY_FACTOR, named.get(f"+{_PRIORITY_FACTOR}", "100")))
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 3 and int(text) <= 100 else -1
+
+
 def _check(key: str, value: object, default: object) -> None:
     """Refuse a setting of another type than its default, or a number that is out of bounds."""
+    if key == _ATTRIBUTES:
+        if not isinstance(value, Mapping) or _factor(value) < 0:
+            raise BrokerError(
+                ResponseCode.SYSTEM_ERROR,
+                f"priority_factor: expected a whole number from 0 to 100, found {value!r:.80}",
+            )
+        return
     if isinstance(default, bool):
         expected, is_sound = "True or False", isinstance(value, bool)
     else:
@@ -117,6 +140,7 @@ class Groups:
             row.get("consumeEnable", True) is not False,
             row.get("consumeBroadcastEnable", True) is not False,
             row.get(_ORDERED) is True,
+            factor if (factor := _factor(row.get(_ATTRIBUTES))) >= 0 else 100,
         )
 
     def of_users(self) -> list[str]:
@@ -153,10 +177,14 @@ class Groups:
         Settings that no row of 4.9 has are ignored, as there, and so is a name: ``name`` is the group's.
         """
         validate_group(name)
-        defaults = {**group_row(name), _ORDERED: False}
+        defaults = {**group_row(name), _ORDERED: False, _ATTRIBUTES: {}}
         changes = {key: value for key, value in settings.items() if key in defaults and key != "groupName"}
         for key, value in changes.items():
             _check(key, value, defaults[key])
+        if isinstance(attributes := changes.get(_ATTRIBUTES), Mapping):
+            former = (self._table.rows.get(name) or {}).get(_ATTRIBUTES)
+            named = {key.removeprefix("+"): value for key, value in attributes.items()}
+            changes[_ATTRIBUTES] = {**(former if isinstance(former, Mapping) else {}), **named}
         self._table.set(name, {**(self._table.rows.get(name) or group_row(name)), **changes})
         self._save(self._table, self._now_ms())
         group = self.by_name[name] = self._group(name)

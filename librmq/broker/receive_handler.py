@@ -32,7 +32,7 @@ from librmq.broker.in_flight import (
 )
 from librmq.broker.long_polling import ALL, Selection, selection_of
 from librmq.broker.send_handler import SendHandler
-from librmq.broker.topics import not_readable
+from librmq.broker.topics import Topic, not_readable
 from librmq.errors import BrokerError, ReceiptError, RmqError
 from librmq.message.message import StoredMessage
 from librmq.message.topics import receive_retry_topic, validate_topic
@@ -199,7 +199,7 @@ class ReceiveHandler:
         if not group.is_ordered:
             self._retry_owners.check_owner(group.name, name)
         self._warn_of_pulls(group.name, name)
-        return group, self._queues_in_turn(group, name, topic.read_queues), selection
+        return group, self._queues_in_turn(group, topic), selection
 
     def _warn_of_pulls(self, group: str, topic: str) -> None:
         """Log once that a group both pulls and receives: each way moves progress past the other's messages."""
@@ -217,14 +217,21 @@ class ReceiveHandler:
             kind=members.kind,
         )
 
-    def _queues_in_turn(self, group: Group, topic: str, queues: int) -> list[tuple[str, int]]:
-        """Return a receive's queues, from the next one in turn; retries come last, and first in every fifth receive."""
-        turn = self._turns.get((group.name, topic), 0)
-        self._turns[group.name, topic] = turn + 1
-        names = [(topic, (turn + number) % queues) for number in range(queues)]
+    def _queues_in_turn(self, group: Group, topic: Topic) -> list[tuple[str, int]]:
+        """Return a receive's queues, from the next one in turn; retries come last, and first in every fifth receive.
+
+        In a topic of priorities the last queue comes first, and retries always last, in the percentage of receives that
+        the group's factor says.
+        """
+        name, queues = topic.name, topic.read_queues
+        turn = self._turns.get((group.name, name), 0)
+        self._turns[group.name, name] = turn + 1
+        by_priority = topic.message_type == "PRIORITY" and not group.is_ordered and turn % 100 < group.priority_factor
+        names = [(name, queues - 1 - number if by_priority else (turn + number) % queues) for number in range(queues)]
         if not group.is_ordered:
-            retries = receive_retry_topic(group.name, topic), 0
-            names.insert(0 if turn % _RETRIES_FIRST_EVERY == _RETRIES_FIRST_EVERY - 1 else queues, retries)
+            retries = receive_retry_topic(group.name, name), 0
+            are_first = not by_priority and turn % _RETRIES_FIRST_EVERY == _RETRIES_FIRST_EVERY - 1
+            names.insert(0 if are_first else queues, retries)
         return names
 
     # ---- reads

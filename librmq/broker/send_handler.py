@@ -29,7 +29,13 @@ from librmq.java.lang import java_int
 from librmq.message import Message, record
 from librmq.message.ids import Host
 from librmq.message.message import StoredMessage, delayed_batch, delayed_transaction
-from librmq.message.properties import PROPERTY_PUSH_REPLY_TIME, PROPERTY_REPLY_TO_CLIENT
+from librmq.message.properties import (
+    PROPERTY_PRIORITY,
+    PROPERTY_PUSH_REPLY_TIME,
+    PROPERTY_REPLY_TO_CLIENT,
+    PROPERTY_SHARDING_KEY,
+    priority_of,
+)
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, is_system_topic
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -60,7 +66,7 @@ _DELAY: Final = record.PROPERTY_DELAY
 _PREPARED: Final = record.PROPERTY_TRANSACTION_PREPARED
 _MAX_LOGGED_LEVELS: Final = 1000
 _OK: Final = SendStatus.SEND_OK
-_SPECIAL: Final = frozenset((_DELAY, _PREPARED, DELAY_MS, DELAY_SEC, DELIVER_MS))
+_SPECIAL: Final = frozenset((_DELAY, _PREPARED, DELAY_MS, DELAY_SEC, DELIVER_MS, PROPERTY_PRIORITY))
 """Properties of messages that are not stored as they come."""
 _MAX_TOGETHER: Final = 256
 """Messages that are stored under one lock."""
@@ -147,6 +153,8 @@ class SendHandler:
         wait = properties.pop(_WAIT, None)  # stored only if 4.9 stores it
         if message._delays is not None:
             properties.update(time_properties(message))
+        if PROPERTY_PRIORITY in properties and not topic.is_retry:
+            queue_id = _priority_queue(topic, properties, queue_id)
         stored_message = Message._from_parts(name, message.body, message.flag, properties)
         stored_queue_id = queue_id
         is_half = _PREPARED in properties and properties[_PREPARED].lower() == "true"
@@ -474,6 +482,19 @@ def _choose(topic: Topic, queue_id: int) -> int:
             ResponseCode.SYSTEM_ERROR, f"topic {topic.name!r} has {topic.queues} queues, but no queue {queue_id}"
         )
     return topic.next_queue()
+
+
+def _priority_queue(topic: Topic, properties: dict[str, str], queue_id: int) -> int:
+    """Return the queue that a message's priority names, as in 5.4; messages of other types lose their priority."""
+    priority = priority_of(properties)
+    if priority is None:
+        return queue_id
+    is_half = properties.get(_PREPARED, "").lower() == "true"
+    if is_half or _DELAY in properties or is_timed(properties) or PROPERTY_SHARDING_KEY in properties:
+        del properties[PROPERTY_PRIORITY]
+        return queue_id
+    last: int = topic.queues - 1
+    return min(priority, last)
 
 
 # ---- resends

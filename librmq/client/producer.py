@@ -33,6 +33,7 @@ from librmq.message.message import (
     SendKeywords,
     StoredMessage,
     body_too_large,
+    priority_with_queue,
     reserved_topic,
     validate_client_topic,
 )
@@ -230,6 +231,8 @@ class Producer(Startable):
         """
         prepared = self._prepare(message, body, fields)
         timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
+        if (queue is not None or selector is not None) and prepared.priority is not None:
+            raise priority_with_queue(prepared.topic)
         if queue is not None:
             if selector is not None:
                 raise _both_queue_and_selector(prepared.topic)
@@ -272,6 +275,8 @@ class Producer(Startable):
         prepared = self._prepare(message, body, fields)
         if queue is not None and selector is not None:
             raise _both_queue_and_selector(prepared.topic)
+        if (queue is not None or selector is not None) and prepared.priority is not None:
+            raise priority_with_queue(prepared.topic)
         if selector is not None:
             target = self._selected(prepared, selector, arg)
         elif queue is not None:
@@ -475,6 +480,8 @@ def _both_queue_and_selector(topic: str) -> MessageIllegalError:
 
 def _check_batch(batch: Sequence[Message], max_size: int) -> None:
     check_batch(batch)
+    if any(message.priority is not None for message in batch):
+        raise priority_with_queue(batch[0].topic)
     if batch[0].topic.startswith("%RETRY%"):
         raise MessageIllegalError(f"topic {batch[0].topic!r} takes no batch: send its messages one by one")
     check_batch_size(sum(map(encoded_size, batch)), max_size)

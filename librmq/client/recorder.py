@@ -14,6 +14,7 @@ from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
 from librmq.message.message import Message, MessageQueue, StoredMessage
+from librmq.message.properties import PROPERTY_SHARDING_KEY
 from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import (
     Acknowledge,
@@ -45,7 +46,7 @@ Event = dict[str, Any]
 
 _TIMES: Final = frozenset((DELAY_MS, DELAY_SEC, DELIVER_MS))
 _UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
-_SHARDING_KEY: Final = "__SHARDINGKEY"
+_SHARDING_KEY: Final = PROPERTY_SHARDING_KEY
 _REFUSALS: Final = frozenset(
     (
         ResponseCode.SYSTEM_BUSY,

@@ -24,7 +24,8 @@ from librmq.errors import (
 )
 from librmq.message import record
 from librmq.message.message import Message, MessageQueue
-from librmq.message.topics import AUTO_CREATE_TOPIC
+from librmq.message.properties import PROPERTY_PRIORITY, priority_of
+from librmq.message.topics import AUTO_CREATE_TOPIC, RETRY_PREFIX
 from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_WRITE,
@@ -267,6 +268,7 @@ _RETRIED: Final = frozenset(
         ResponseCode.NOT_IN_CURRENT_UNIT,
     )
 )
+_PRIORITY: Final = PROPERTY_PRIORITY
 _COMPRESSED: Final = record.COMPRESSED | record.COMPRESSION_ZLIB
 _UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
 _OK: Final = SendStatus.SEND_OK  # access to a member of an enum takes twice the time
@@ -421,6 +423,8 @@ class Sender:
         self._runner.point(f"send {queue.topic}")
         client = self._client
         default_queues = self.config.default_topic_queues
+        if _PRIORITY in message.properties and batch is None:
+            queue = self._queue_of_priority(message, queue)
         request: SendMessage | SendBatch
         if batch is None:
             sent, sys_flag = message, 0
@@ -485,6 +489,15 @@ class Sender:
         if after:
             self._run_hooks(after, result, None)
         return result
+
+    def _queue_of_priority(self, message: Message, queue: MessageQueue) -> MessageQueue:
+        """Return the queue of the message's priority at the broker of ``queue``: brokers before 5.4 don't choose it."""
+        priority = priority_of(message.properties)
+        if priority is None or message.topic.startswith(RETRY_PREFIX):
+            return queue
+        queues = self.queues(message.topic).queues
+        count = sum(other.broker_name == queue.broker_name for other in queues)
+        return queue._replace(queue_id=min(priority, max(count - 1, 0)))
 
     def _run_hooks(
         self,

@@ -23,7 +23,7 @@ from librmq.client.producer import Producer
 from librmq.client.sender import ProducerConfig, ProducerKeywords, SendHook, SendResult
 from librmq.errors import ClientError, ConfigError, MessageIllegalError
 from librmq.message import record
-from librmq.message.message import Message, MessageQueue, StoredMessage, delayed_transaction
+from librmq.message.message import Message, MessageQueue, StoredMessage, delayed_transaction, transaction_with_priority
 from librmq.metrics import Metrics
 from librmq.protocol import (
     CheckTransaction,
@@ -257,6 +257,8 @@ class TransactionProducer(Producer):
             raise MessageIllegalError(f"message: expected Message(topic, body), found {message!r:.80}")
         if message.delay_level > 0 or message._delays is not None:
             raise delayed_transaction(message.topic)
+        if message.priority is not None:
+            raise transaction_with_priority(message.topic)
         half = self._prepare(message, None, {})
         half.properties[record.PROPERTY_TRANSACTION_PREPARED] = "true"
         half.properties[record.PROPERTY_PRODUCER_GROUP] = self.group

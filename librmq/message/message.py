@@ -16,6 +16,7 @@ from librmq.errors import ConfigError, MessageIllegalError
 from librmq.java.lang import java_int, string_hash, utf16_order
 from librmq.message.ids import decode_unique_id as decode_unique_id
 from librmq.message.printable import shown_body
+from librmq.message.properties import PROPERTY_PRIORITY, priority_of
 from librmq.message.record import (
     PROPERTY_DELAY,
     PROPERTY_KEYS,
@@ -89,6 +90,9 @@ class MessageKeywords(TypedDict, total=False):
     """A time with a time zone at which the broker delivers the message."""
     delay_level: int | None
     """A delay level of the broker instead, counting from 1; 0 is no delay, and is stored as such."""
+    priority: int | None
+    """Which queue of its broker the message goes to, at most the last: in topics of type PRIORITY receives take the
+    highest first, as in 5.4."""
     wait_store_ok: bool | None
     """Whether the answer waits until the broker's durability holds; None leaves it to the receiver, which waits."""
     flag: int
@@ -145,12 +149,14 @@ class Message:
             properties: The application's properties.
             **options: ``json``, a value to store as JSON instead of a body; ``delay`` in the broker, in seconds or as a
                 `timedelta`; ``deliver_at``, a time with a time zone, or ``delay_level``, counting from 1, instead;
+                ``priority``, 0 or more, which names the queue in place of the producer's turn;
                 ``wait_store_ok``, whether the answer waits until the broker's durability holds; ``flag``, 32 bits for
                 the application; ``unique_key``, which a producer makes if it is missing.
 
         Raises:
             MessageIllegalError: A part has a wrong type, a property is reserved, blank or can't be stored, body and
-                ``json`` are both given or both missing, or more than one of the three delays is given.
+                ``json`` are both given or both missing, more than one of the three delays is given, or a delay and a
+                priority.
         """
         if options:
             body = _as_bytes(body, options.get("json", _UNSET))
@@ -187,6 +193,9 @@ class Message:
             name = min(unknown)
             raise TypeError(f"Message.__init__() got an unexpected keyword argument {name!r}")
         delay_level, wait_store_ok = options.get("delay_level"), options.get("wait_store_ok")
+        priority = options.get("priority")
+        if priority is not None:
+            self.properties[PROPERTY_PRIORITY] = _priority(priority)
         if delay_level is not None:
             self.properties[PROPERTY_DELAY] = str(_int32("delay_level", delay_level))
         if wait_store_ok is not None:
@@ -195,6 +204,11 @@ class Message:
         delay, deliver_at = options.get("delay"), options.get("deliver_at")
         if delay is not None or deliver_at is not None:
             self._delays = _checked_delays(delay, deliver_at, delay_level)
+        if priority is not None and (delay_level or self._delays is not None):
+            raise MessageIllegalError(
+                f"priority: expected None with a delay, found {priority}: a delayed message waits elsewhere, and has "
+                "no priority after that"
+            )
 
     @staticmethod
     def _from_parts(
@@ -242,6 +256,11 @@ class Message:
     def delay_level(self) -> int:
         """The delay level, 0 for none."""
         return java_int(self.properties.get(PROPERTY_DELAY, "")) or 0
+
+    @property
+    def priority(self) -> int | None:
+        """The priority, None without one."""
+        return priority_of(self.properties)
 
     @property
     def wait_store_ok(self) -> bool:
@@ -325,6 +344,12 @@ def _int32(what: str, value: object) -> int:
     return value
 
 
+def _priority(value: object) -> str:
+    if type(value) is not int or not 0 <= value < 1 << 31:
+        raise MessageIllegalError(f"priority: expected a whole number of at least 0, found {value!r:.80}")
+    return str(value)
+
+
 def _as_bytes(body: object, json: object) -> bytes:
     if type(body) is bytes and json is _UNSET:
         return body
@@ -388,6 +413,19 @@ def body_too_large(size: int, max_size: int) -> MessageIllegalError:
 def delayed_batch(topic: str) -> MessageIllegalError:
     """Return the error of a batch with a delivery time or a delay."""
     return MessageIllegalError(f"topic {topic!r}: a batch can't be delayed: send delayed messages one by one")
+
+
+def transaction_with_priority(topic: str) -> MessageIllegalError:
+    """Return the error of a message of a transaction with a priority."""
+    return MessageIllegalError(f"topic {topic!r}: a message of a transaction can't have a priority: send it without")
+
+
+def priority_with_queue(topic: str) -> MessageIllegalError:
+    """Return the error of a message with a priority for which the sender chooses a queue too."""
+    return MessageIllegalError(
+        f"topic {topic!r}: the message has a priority, which names its queue: send it without queue=, selector= and "
+        "batches, or without a priority"
+    )
 
 
 def delayed_transaction(topic: str) -> MessageIllegalError:

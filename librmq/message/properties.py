@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Final
 
 from librmq.errors import MessageIllegalError
-from librmq.java.lang import hash_map_order, java_decode, string_hash
+from librmq.java.lang import hash_map_order, java_decode, java_int, string_hash
 from librmq.runtime.compiled_core import CORE
 
 PROPERTY_KEYS: Final = "KEYS"
@@ -49,6 +49,10 @@ PROPERTY_ARRIVE_TIME: Final = "ARRIVE_TIME"
 PROPERTY_PUSH_REPLY_TIME: Final = "PUSH_REPLY_TIME"
 PROPERTY_CLUSTER: Final = "CLUSTER"
 PROPERTY_MESSAGE_TYPE: Final = "MSG_TYPE"
+PROPERTY_PRIORITY: Final = "_SYS_MSG_PRIORITY_"
+"""The priority of a message, as of 5.4."""
+PROPERTY_SHARDING_KEY: Final = "__SHARDINGKEY"
+"""The message group of a client of 5.x."""
 PROPERTY_INNER_NUM: Final = "INNER_NUM"
 PROPERTY_INNER_MULTI_DISPATCH: Final = "INNER_MULTI_DISPATCH"
 PROPERTY_INNER_MULTI_QUEUE_OFFSET: Final = "INNER_MULTI_QUEUE_OFFSET"
@@ -62,9 +66,16 @@ RESERVED_PROPERTIES: Final = frozenset((
     PROPERTY_TRACE_SWITCH, PROPERTY_UNIQUE_KEY, PROPERTY_MAX_RECONSUME_TIMES, PROPERTY_CONSUME_START_TIME,
     PROPERTY_INSTANCE_ID, PROPERTY_CORRELATION_ID, PROPERTY_REPLY_TO_CLIENT, PROPERTY_TTL, PROPERTY_ARRIVE_TIME,
     PROPERTY_PUSH_REPLY_TIME, PROPERTY_CLUSTER, PROPERTY_MESSAGE_TYPE, PROPERTY_INNER_MULTI_QUEUE_OFFSET,
+    PROPERTY_PRIORITY,
 ))
 # fmt: on
 """Names that users' properties must not have."""
+
+
+def priority_of(properties: Mapping[str, str]) -> int | None:
+    """Return the priority of a message, which names its queue; None without one. Mirrors 5.4's ``getPriority``."""
+    priority = java_int(properties.get(PROPERTY_PRIORITY, ""))
+    return priority if priority is not None and priority >= 0 else None
 
 
 def encode_properties(properties: Mapping[str, str]) -> bytes:

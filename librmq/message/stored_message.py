@@ -10,6 +10,7 @@ from typing import Any, Final, Self
 from librmq.errors import MalformedError, RecordError
 from librmq.java.lang import java_decode
 from librmq.message.printable import shown_body
+from librmq.message.properties import priority_of
 from librmq.message.record import (
     BODY_CRC_AT,
     BORN_HOST_AT,
@@ -266,6 +267,11 @@ class StoredMessage(StoredState):
     def tags(self) -> str | None:
         """The tag."""
         return self._property(_TAGS)
+
+    @property
+    def priority(self) -> int | None:
+        """The priority with which it was sent, None without one."""
+        return priority_of(self.properties)
 
     @property
     def tags_code(self) -> int:

@@ -21,7 +21,7 @@ SELF_TEST_TOPIC: Final = "SELF_TEST_TOPIC"
 OFFSET_MOVED_TOPIC: Final = "OFFSET_MOVED_EVENT"
 TRACE_TOPIC: Final = "RMQ_SYS_TRACE_TOPIC"
 
-TopicType = Literal["NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED"]
+TopicType = Literal["NORMAL", "FIFO", "DELAY", "TRANSACTION", "PRIORITY", "MIXED"]
 TOPIC_TYPES: Final[tuple[TopicType, ...]] = get_args(TopicType)
 """What official clients of 5.x may send to a topic; to one of type MIXED all."""
 

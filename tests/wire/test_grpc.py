@@ -132,11 +132,12 @@ TYPED: dict[str, dict[str, Any]] = {
     "FIFO": {"message_group": "g"},
     "DELAY": {"message_type": 3, "deliver_ms": 1},
     "TRANSACTION": {"message_type": 4},
+    "PRIORITY": {"message_type": 6, "priority": 1},
 }
 
 
 def test_topic_of_a_type_refuses_other_messages(stub: Stub, broker: Broker) -> None:
-    for number, name in enumerate(TYPED, 1):
+    for name, number in zip(TYPED, (1, 2, 3, 4, 6), strict=True):
         broker.create_topic(name, 1, message_type=name)  # type: ignore[arg-type]
         (queue,) = stub.call("QueryRoute", topic=resource(name)).message_queues
         assert list(queue.accept_message_types) == [number]
@@ -145,6 +146,19 @@ def test_topic_of_a_type_refuses_other_messages(stub: Stub, broker: Broker) -> N
         broker.create_topic(name, 2)  # keeps the type
         assert broker.topics()[name].message_type == name
     assert [one.body for one in broker.messages("NORMAL")] == [b"x"]
+
+
+def test_priorities_cross_the_wire(stub: Stub, broker: Broker) -> None:
+    broker.create_topic("t", 3, message_type="PRIORITY")
+    for priority in (0, 9, 1):
+        assert stub.send(message("t", str(priority).encode(), priority=priority)).status.code == OK
+    assert [(one.body, one.queue_id) for one in broker.messages("t")] == [(b"0", 0), (b"1", 1), (b"9", 2)]
+    refused = stub.send(message("t", priority=-1)).status
+    assert (refused.code, "priority: expected 0 or more, found -1" in refused.message) == (40000, True)
+    _, got = stub.receive("t")
+    assert [(one.body, one.system_properties.priority) for one in got] == [(b"9", 9), (b"1", 1), (b"0", 0)]
+    assert [one.system_properties.message_type for one in got] == [6, 6, 6]
+    assert not any(one.user_properties for one in got)
 
 
 def test_an_unknown_topic_is_created_for_every_type(stub: Stub, broker: Broker) -> None:

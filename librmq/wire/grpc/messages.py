@@ -17,6 +17,7 @@ from typing import Any, Final
 from librmq.errors import MessageIllegalError
 from librmq.java.lang import string_hash
 from librmq.message.message import Message, StoredMessage
+from librmq.message.properties import PROPERTY_PRIORITY, PROPERTY_SHARDING_KEY, priority_of
 from librmq.message.record import (
     PROPERTY_CHECK_IMMUNITY_TIME,
     PROPERTY_KEYS,
@@ -39,7 +40,7 @@ _MAX_GROUP: Final = 64
 _MAX_RECOVERY_S: Final = 3600
 _SYSTEM_GROUP: Final = "CID_RMQ_SYS_"
 _IDENTITY, _GZIP, _MD5 = 1, 2, 2
-_SHARDING_KEY: Final = "__SHARDINGKEY"
+_SHARDING_KEY: Final = PROPERTY_SHARDING_KEY
 _BORN_HOST: Final = "__BORNHOST"
 _BORN_TIME: Final = "BORN_TIMESTAMP"
 _RESERVED: Final = frozenset((
@@ -50,7 +51,7 @@ _RESERVED: Final = frozenset((
     "CORRELATION_ID", "REPLY_TO_CLIENT", "TTL", "ARRIVE_TIME", "PUSH_REPLY_TIME", "CLUSTER", "MSG_TYPE",
     "INNER_MULTI_DISPATCH", "INNER_MULTI_QUEUE_OFFSET", "__BORNHOST", "BORN_TIMESTAMP", "TIMER_DELAY_SEC",
     "TIMER_DELAY_MS", "TIMER_DELIVER_MS", "TIMER_ENQUEUE_MS", "TIMER_DEQUEUE_MS", "TIMER_ROLL_TIMES", "TIMER_OUT_MS",
-    "TIMER_DEL_UNIQKEY", "TIMER_DELAY_LEVEL", "DLQ_ORIGIN_TOPIC", "DLQ_ORIGIN_MESSAGE_ID",
+    "_SYS_MSG_PRIORITY_", "TIMER_DEL_UNIQKEY", "TIMER_DELAY_LEVEL", "DLQ_ORIGIN_TOPIC", "DLQ_ORIGIN_MESSAGE_ID",
 ))  # fmt: skip
 _TIMED: Final = ("DELAY", DELAY_SEC, DELAY_MS, DELIVER_MS)
 
@@ -64,11 +65,12 @@ class MessageType(enum.IntEnum):
     FIFO = 2
     DELAY = 3
     TRANSACTION = 4
+    PRIORITY = 6
 
     @classmethod
     def of_topic(cls, message_type: TopicType) -> list[MessageType]:
-        """Return the kinds that a topic accepts."""
-        return list(cls) if message_type == "MIXED" else [cls[message_type]]
+        """Return the kinds that clients may send to a topic; as in 5.4 no priority to a mixed one."""
+        return [kind for kind in cls if kind is not cls.PRIORITY] if message_type == "MIXED" else [cls[message_type]]
 
 
 def check_topic(name: str) -> str:
@@ -130,6 +132,10 @@ def message_of(sent: Any, now_ms: int) -> Message:  # noqa: ANN401 (a message of
     properties[PROPERTY_PRODUCER_GROUP] = topic
     if system.HasField("message_group"):
         properties[_SHARDING_KEY] = _message_group(system.message_group)
+    if system.HasField("priority"):
+        if system.priority < 0:
+            raise Refusal(Code.BAD_REQUEST, f"priority: expected 0 or more, found {system.priority}")
+        properties[PROPERTY_PRIORITY] = str(system.priority)
     properties[_BORN_HOST] = system.born_host
     properties[_BORN_TIME] = str(milliseconds(system.born_timestamp, "born_timestamp"))
     properties[PROPERTY_RECONSUME_TIME] = "0"
@@ -245,6 +251,8 @@ def to_message(stored: StoredMessage, topic: str) -> Any:  # noqa: ANN401 (a mes
         system.delivery_timestamp.FromMilliseconds(int(properties[DELIVER_MS]))
     if _SHARDING_KEY in properties:
         system.message_group = properties[_SHARDING_KEY]
+    if (priority := priority_of(properties)) is not None:
+        system.priority = priority
     return message
 
 
@@ -254,7 +262,9 @@ def message_type_of(properties: Mapping[str, str]) -> MessageType:
         return MessageType.TRANSACTION
     if any(name in properties for name in _TIMED):
         return MessageType.DELAY
-    return MessageType.FIFO if _SHARDING_KEY in properties else MessageType.NORMAL
+    if _SHARDING_KEY in properties:
+        return MessageType.FIFO
+    return MessageType.NORMAL if priority_of(properties) is None else MessageType.PRIORITY
 
 
 def group_queue(message_group: str, queues: int) -> int:

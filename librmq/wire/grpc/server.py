@@ -176,9 +176,9 @@ class SendCalls:
     def _checked(self, sent: Any, now_ms: int) -> Message:  # noqa: ANN401
         """Return a sent message in its stored form; refuse one that its topic does not accept."""
         message = message_of(sent, now_ms)
-        accepted = MessageType.of_topic(self._routes.ensure_topic(message.topic).message_type)
-        kind = message_type_of(message.properties)
-        if kind not in accepted:
+        topic_type = self._routes.ensure_topic(message.topic).message_type
+        accepted, kind = MessageType.of_topic(topic_type), message_type_of(message.properties)
+        if topic_type != "MIXED" and kind not in accepted:
             raise Refusal(
                 Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
                 f"topic {message.topic!r} accepts {accepted[0].name} messages only, found one of type {kind.name}",
