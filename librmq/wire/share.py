@@ -87,7 +87,7 @@ _AGAIN_S: Final = 0.01
 """Between two looks for an owner."""
 _RELEASED_S: Final = 0.5
 """The locks of a process that ends are released within this time."""
-_ENDS_S: Final = 0.1
+_ENDS_S: Final = 1.0
 """Connections of a process that ends are closed within this time, one after the other."""
 _MEMBERS_S: Final = 1.0
 """The clients of other processes register with a new owner in this time."""
@@ -309,12 +309,13 @@ class SharedBroker:
                 self._settled.clear()
                 self._link = None
 
-    def _is_lost(self, link: StorePeer) -> bool:
-        """Return whether an owner that could not be reached has ended."""
+    def _is_lost(self, link: StorePeer, left_s: float) -> bool:
+        """Return whether an owner that could not be reached has ended; look for that within the caller's time."""
         if self._link is not link:
             return True
-        wait_s = 0.0 if is_held_here(self.runner.lock) or is_stopped(link.process) else _ENDS_S
-        if not SystemClock().wait(link.has_ended, wait_s):
+        if is_held_here(self.runner.lock) or is_stopped(link.process):
+            left_s = 0.0
+        if not SystemClock().wait(link.has_ended, max(0.0, min(left_s, _ENDS_S))):
             return False
         self._lose(link)
         return True
@@ -333,10 +334,11 @@ class SharedBroker:
     def _call_owner(self, link: StorePeer, endpoint: Endpoint, request: Request[Any]) -> object:
         if self._link is not link:
             return self._call_next(request)
+        begin_s = SystemClock().monotonic()
         try:
             return endpoint.call(request)
         except BrokerUnreachableError as error:
-            if not self._is_lost(link):
+            if not self._is_lost(link, begin_s + self._timeout_of(request) - SystemClock().monotonic()):
                 raise link.explained(error) from error
             if type(request) in _STORES:
                 raise BrokerUnreachableError(f"the owner of the store has ended: {error}") from error
@@ -353,16 +355,20 @@ class SharedBroker:
             if now is None:
                 raise self._absence()
             return self._endpoint_at(now, now.name).call(request)
+        begin_ms = self.runner.now_ms()
+        link = self._wait_for_owner(self._timeout_of(request))
         send = request.send if isinstance(request, SendReply) else request
-        timeout_s = self._settings.timeout_s
         if isinstance(send, SendMessage | SendBatch) and send.timeout_ms is not None:
-            begin_ms, timeout_s = self.runner.now_ms(), send.timeout_ms / 1000
-            link = self._wait_for_owner(timeout_s)
             send = replace(send, timeout_ms=max(0.0, send.timeout_ms - (self.runner.now_ms() - begin_ms)))
             request = SendReply(cast("SendMessage", send)) if isinstance(request, SendReply) else send
-        else:
-            link = self._wait_for_owner(timeout_s)
         return self._endpoint_at(link, link.name).call(request)
+
+    def _timeout_of(self, request: Request[Any]) -> float:
+        """Return the seconds that a request may take."""
+        send = request.send if isinstance(request, SendReply) else request
+        if isinstance(send, SendMessage | SendBatch) and send.timeout_ms is not None:
+            return max(0.0, send.timeout_ms / 1000)
+        return self._settings.timeout_s
 
     def _note_client(self, request: Request[Any]) -> bool:
         """Note what a client says of itself for the next owner; return False for other requests."""
@@ -400,11 +406,14 @@ class SharedBroker:
         """Ask the owner; if it ends meanwhile, the next one."""
         while True:
             link = self._wait_for_owner(self._settings.timeout_s)
+            begin_s = SystemClock().monotonic()
             try:
                 return ask(link.route)
             except BrokerUnreachableError as error:
-                if isinstance(link, StoreOwner) or not self._is_lost(link):
-                    raise error if isinstance(link, StoreOwner) else link.explained(error) from error
+                if isinstance(link, StoreOwner):
+                    raise
+                if not self._is_lost(link, begin_s + self._settings.timeout_s - SystemClock().monotonic()):
+                    raise link.explained(error) from error
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the queues of a topic; empty if there is none.

@@ -129,7 +129,7 @@ class StorePeer:
                 self.route = RemoteRoute(
                     (self.label,),
                     runner,
-                    dial_locally(partial(connect_to, address, timeout_s), self.label, timeout_s),
+                    dial_locally(partial(self._connect, address, timeout_s), self.label, timeout_s),
                     timeout_s=timeout_s,
                     later=notices.later,
                     prepare=lambda addresses: None,
@@ -143,6 +143,14 @@ class StorePeer:
                     self.wait_for_end(while_stopped=True)
                 raise explained from error
             at_close.push(undo.pop_all())
+
+    def _connect(self, address: str, timeout_s: float) -> socket.socket:
+        try:
+            return connect_to(address, timeout_s)
+        except BrokerUnreachableError as error:
+            if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
+                self.has_ended.set()  # it listens no more
+            raise
 
     def explained(self, error: Exception) -> BrokerUnreachableError:
         """Return the error of a request to the owner, which says whether the owner is stopped."""

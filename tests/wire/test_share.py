@@ -11,7 +11,7 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -57,6 +57,7 @@ from librmq.wire.unix_sockets import (
     owner_socket,
     share_folder,
 )
+from tests.conftest import SlowBudget
 from tests.programs import Process, environment, in_child, start_program
 from tests.wire.stub import wait_until
 
@@ -169,6 +170,10 @@ class Scene:
             wait_until(is_drained, "everything is consumed", 90)
         self._events.append({"event": "drained", "group": group, "at_ms": CLOCK.now_ms() + 1})
 
+    def refused(self) -> list[str]:
+        """Return what the processes say of sends that were refused."""
+        return [line for worker in self.workers.values() for line in worker.lines if line.startswith("refused")]
+
     def events(self) -> list[dict[str, Any]]:
         lines = [line for path in sorted(self.folder.glob("*.jsonl")) for line in path.read_bytes().splitlines(True)]
         events = [json.loads(line) for line in lines if line.endswith(b"\n")] + self._events
@@ -207,53 +212,69 @@ def end_cleanly(owner: Worker) -> None:
 WAYS = {"kill": (end_by_kill, 3, 200), "stopped": (end_stopped, 1, 50), "clean": (end_cleanly, 3, 50)}
 
 
-@pytest.mark.parametrize(
-    ("way", "times"),
-    [(way, few) for way, (_, few, _) in WAYS.items()]
-    + [pytest.param(way, many, marks=pytest.mark.slow) for way, (_, _, many) in WAYS.items()],
-)
-def test_owners_that_end_lose_nothing(scene: Scene, way: str, times: int, figure: Callable[[str], None]) -> None:
-    end, slowest = WAYS[way][0], 0.0
-    settings = {"timeout": 2, "take_over_stopped": 0.2} if way == "stopped" else {}
+@pytest.mark.parametrize("way", WAYS)
+def test_owners_that_end_lose_nothing(scene: Scene, way: str, figure: Callable[[str], None]) -> None:
+    end, few, _ = WAYS[way]
+    slowest = end_owners(scene, way, end, range(few))
+    figure(f"the longest send over {few} ends of owners, {way}: {slowest:.2f} s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_many_owners_that_end_lose_nothing(
+    scene: Scene, way: str, slow_budget: SlowBudget, figure: Callable[[str], None]
+) -> None:
+    end, few, many = WAYS[way]
+    slowest = end_owners(scene, way, end, slow_budget.rounds(many, f"ends of owners, {way}", at_least=few))
+    figure(f"the longest send over ends of owners, {way}: {slowest:.2f} s")
+
+
+def end_owners(scene: Scene, way: str, end: Callable[[Worker], None], rounds: Iterable[int]) -> float:
+    """End one owner after the other while others send; return how long the longest send took."""
+    settings, slowest = {"timeout": 2, "take_over_stopped": 0.2} if way == "stopped" else {}, 0.0
 
     def start() -> None:
         scene.start(rate=100, group="billing", share=settings).wait_ready()
 
     for _ in range(3):
         start()
-    for _ in range(times):
+    for _ in rounds:
         owner = scene.owner()
         before = {name: len(worker.sends) for name, worker in scene.workers.items()}
         end(owner)
         for worker in scene.workers.values():
             worker.wait_sends(20)
         outcomes = [send for name, worker in scene.workers.items() for send in worker.sends[before[name] :]]
-        assert {outcome for outcome, _ in outcomes} == {"sent"}, [worker.lines for worker in scene.workers.values()]
+        assert {outcome for outcome, _ in outcomes} == {"sent"}, scene.refused()
         slowest = max(slowest, *(seconds for _, seconds in outcomes))
         start()
     scene.drain("billing")
     for worker in list(scene.workers.values()):
         worker.leave()
     assert check_history(scene.events()) == []
-    figure(f"the longest send over {times} ends of owners, {way}: {slowest:.2f} s")
+    return slowest
 
 
-def test_a_stopped_owner_keeps_the_store(scene: Scene) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_stopped_owner_keeps_the_store(scene: Scene, times: int) -> None:
     scene.start().wait_ready()
     owner = scene.owner()
     peer = scene.start(rate=20, producer={"timeout": 1}, share={"timeout": 1}).wait_ready()
-    peer.wait_sends(5)
-    owner.process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: any(line.startswith("refused") for line in peer.lines), "a send is refused", 30)
-    refused = next(line for line in peer.lines if line.startswith("refused"))
-    assert f"process {owner.process.pid}, which owns the store, is stopped" in refused
-    assert 0.9 < float(refused.split()[1]) < 2
-    with pytest.raises(BrokerUnreachableError, match=f"process {owner.process.pid}, which owns the store, is stopped"):
-        librmq.share(scene.store, timeout=0.2, wait=0.5)
-    assert is_stopped(owner.process.pid)
-    owner.process.send_signal(signal.SIGCONT)
-    peer.wait_sends(5)
-    assert peer.sends[-1][0] == "sent"
+    stopped = f"process {owner.process.pid}, which owns the store, is stopped"
+    for number in range(times):
+        peer.wait_sends(5)
+        before = len(scene.refused())
+        owner.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: len(scene.refused()) > before, "a send is refused", 30)  # noqa: B023 (called at once)
+        for refused in scene.refused()[before:]:
+            assert stopped in refused
+            assert 0.9 < float(refused.split()[1]) < 2
+        if not number:
+            with pytest.raises(BrokerUnreachableError, match=stopped):
+                librmq.share(scene.store, timeout=0.2, wait=0.5)
+        assert is_stopped(owner.process.pid)
+        owner.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: peer.sends[-1][0] == "sent", "a send is stored again", 30)
 
 
 # ---- in this process: it is an owner and a peer
