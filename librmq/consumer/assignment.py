@@ -208,6 +208,7 @@ class AssignedQueue:
         "delivering",
         "endpoint",
         "idle_since_ms",
+        "is_reopened",
         "is_retry",
         "label",
         "lock_timestamp_ms",
@@ -252,6 +253,8 @@ class AssignedQueue:
         """The queue offset of the next message to consume; None before the first consumed message."""
         self.stored_progress: int | None = None
         """The last stored progress."""
+        self.is_reopened = False
+        """Whether the broker, since it stored progress last, was reopened, or has removed this client."""
         self.released = False
         """Whether the queue is released: nothing begins, and results of running listeners are ignored."""
         self.locked = False

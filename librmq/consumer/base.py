@@ -151,8 +151,19 @@ class Consumer(Startable, Generic[C]):
         raise NotImplementedError
 
     def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        self._save((assigned,))
+        if not (assigned.is_reopened and self._is_passed(assigned)):
+            self._save((assigned,))
         return True
+
+    def _is_passed(self, assigned: AssignedQueue) -> bool:
+        """Return whether a reopened broker has later progress of a queue, whose next reader has begun."""
+        if assigned.progress is None:
+            return False
+        try:
+            stored = self.offsets.read(assigned.queue)
+        except RmqError:  # `_save` logs that
+            return False
+        return stored is not None and stored >= assigned.progress
 
     def _may_store(self, assigned: AssignedQueue) -> bool:
         """Return whether this instance may report the progress of a queue."""
@@ -431,8 +442,8 @@ class Consumer(Startable, Generic[C]):
         for assigned in self.assigned.values():
             name = assigned.queue.broker_name
             if is_removed or (name in names and self.client.endpoint(name) is not assigned.endpoint):
-                assigned.stored_progress = None
-                if assigned.pull.at is None and not assigned.released and not assigned.throttled:
+                assigned.stored_progress, assigned.is_reopened = None, True
+                if not assigned.released and not assigned.throttled:  # perhaps it waits after a failure
                     self.runner.wake(assigned.pull)
                 if self._saving.at is None:
                     self.save_soon()

@@ -56,7 +56,7 @@ class BrokerOffsets:
                 self._states.failing(_key(queue), f"storing progress at {queue.broker_name}", error)
                 all_stored = False
             else:
-                assigned.stored_progress = progress
+                assigned.stored_progress, assigned.is_reopened = progress, False
                 self._states.works(_key(queue), f"storing progress at {queue.broker_name}")
         return all_stored
 
