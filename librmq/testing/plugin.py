@@ -264,7 +264,7 @@ def shrink_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     def run_all() -> None:
         error = repetition.run()
         original = repetition.reports
-        if error is None or not most_tries or not any(report.failed for report in original) or original[0].failed:
+        if error is None or most_tries <= 0 or not any(report.failed for report in original) or original[0].failed:
             return
         signature = signature_of(error)
         smallest: list[pytest.TestReport] = []
@@ -303,7 +303,9 @@ def _described(item: pytest.Item, start: StoreStart, shrunk: Shrunk | None) -> s
         result = f"{shrunk.tries} tries" if left == 1 else f"and none of them can be left out, {shrunk.tries} tries"
     lines = [f"{few} ({result}):", *shrunk.lines()]
     folder = _cache_file(item, "-store")
-    if folder is not None:
+    if folder is None:
+        lines.append("they are not saved, because pytest runs without its cache")
+    else:
         shutil.rmtree(folder, ignore_errors=True)
         shrunk.start.save(str(folder))
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
