@@ -159,8 +159,8 @@ class PlannedStore:
 
         Raises:
             NotAStoreError: There is no store in ``path``.
-            CorruptionError: The store is visibly damaged, and the mode is ``FAILFAST``; read as recovered, a log that
-                ends before sound records is not.
+            CorruptionError: The store is visibly damaged, and the mode is ``FAILFAST``, or its queues are not in files;
+                read as recovered, a log that ends before sound records is not.
         """
         files = files or DiskFiles()
         fails = options.mode == "FAILFAST"
@@ -168,7 +168,7 @@ class PlannedStore:
         try:
             store: MessageStore | None = MessageStore.open(path, read_only=True, files=files)
         except CorruptionError as error:
-            if fails:
+            if fails or directory.recognise(path, files).derives_queues:
                 raise
             store = None
             damage.append(_damage_of(error))

@@ -120,7 +120,7 @@ def missing_log_findings(view: StoreView) -> list[Finding]:
     """
     store = view.store
     log, path, files, size = store.log, store.path, store.files, store.config.consumequeue_file_size
-    if view.is_live or not log.begin:
+    if view.is_live or not log.begin or not store.queues.has_files:
         return []
     closed = None
     if view.owner is None and not has_abort(files, path):

@@ -278,3 +278,14 @@ def test_recovery_keeps_light_queues(drawn: list[tuple[str, int, list[bytes], li
                 assert {name: queue.entries().tobytes() for name, queue in store.queues.items()} == expected
         assert verify(path).sound
         assert (path / "commitlog" / f"{0:020d}").read_bytes() == log
+
+
+def test_a_log_file_of_another_length_is_never_empty(tmp_path: Path) -> None:
+    """Without its log nothing is known of such a store, so no mode reads it as one without messages."""
+    write_log(tmp_path, [Record(topic="T", queue_offset=at, body=bytes(200)) for at in range(40)], 4096)
+    add_database(tmp_path / "consumequeue")
+    file = min((tmp_path / "commitlog").iterdir())
+    file.write_bytes(file.read_bytes()[:100])
+    for mode in ("FAILFAST", "PERMISSIVE", "DROPMALFORMED"):
+        with pytest.raises(CorruptionError, match="found 100"):
+            reader(tmp_path, mode=mode).read_all()
