@@ -289,3 +289,20 @@ def test_a_log_file_of_another_length_is_never_empty(tmp_path: Path) -> None:
     for mode in ("FAILFAST", "PERMISSIVE", "DROPMALFORMED"):
         with pytest.raises(CorruptionError, match="found 100"):
             reader(tmp_path, mode=mode).read_all()
+
+
+def test_recovery_takes_no_record_for_one_of_a_light_queue(tmp_path: Path) -> None:
+    """An entry of a light queue leads to a record that does not name the queue: the entry is wrong, not the record."""
+    lights = [
+        encode_properties({"INNER_MULTI_DISPATCH": "%LMQ%x", "INNER_MULTI_QUEUE_OFFSET": str(at)}) if at != 1 else b""
+        for at in range(3)
+    ]
+    write_log(tmp_path, [Record(topic="orders", queue_offset=at, properties_raw=lights[at]) for at in range(3)])
+    log = (tmp_path / "commitlog" / f"{0:020d}").read_bytes()
+    for name in ("orders", "%LMQ%x"):
+        with ConsumeQueue.open(tmp_path / "consumequeue" / name / "0", 2000) as queue:
+            for at, (place, size, _) in enumerate(CommitLog.open(tmp_path / "commitlog", 1 << 16).scan()):
+                queue.append(at, place, size, 0)
+    with MessageStore.open(tmp_path, SMALL, thorough=True) as store:
+        assert store.queue_range("%LMQ%x", 0) == (0, 3)
+    assert (tmp_path / "commitlog" / f"{0:020d}").read_bytes() == log
