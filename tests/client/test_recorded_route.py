@@ -141,7 +141,7 @@ def test_over_tcp_the_same_is_recorded(tmp_path: Path) -> None:
             for number in range(3):
                 producer.send("orders", b"%d" % number)
             for state in (TransactionState.COMMIT, TransactionState.UNKNOWN, TransactionState.ROLLBACK):
-                halves.send_in_transaction(Message("orders", b"half"), execute=lambda _, __, state=state: state)
+                halves.send_in_transaction(Message("orders", b"half"), arg=state, execute=lambda _, state: state)
             for _ in range(5):
                 assert consumed.acquire(timeout=30)
         with PullConsumer(route, "audit", consume_from=ConsumeFrom.FIRST) as audit:
@@ -202,6 +202,7 @@ def test_a_killed_process_leaves_what_it_had_begun(tmp_path: Path, killed_at: ty
                     producer.send_in_transaction(
                         Message("orders", b"paid"), execute=lambda _, __: TransactionState.COMMIT
                     )
+                assert isinstance(broker.runner, ManualRunner)
                 broker.runner.advance(30_000)
 
     def first() -> None:
