@@ -34,7 +34,7 @@ from librmq.config import Config, Seconds, check_now
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
 from librmq.idempotence.sqltables import KEY_LIMIT, Link, StatementResult, check_name, is_temporary_error, linked
 from librmq.idempotence.stores import LONGEST
-from librmq.message.message import Message, reserved_topic
+from librmq.message.message import Message, priority_with_queue, reserved_topic
 from librmq.message.record import PROPERTY_UNIQUE_KEY
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.runtime.background import Background
@@ -88,6 +88,8 @@ class Outbox:
             )
         if order_key is not None and not 0 < len(order_key) <= KEY_LIMIT:
             raise MessageIllegalError(f"order key: expected 1 to {KEY_LIMIT} characters, found {order_key!r:.100}")
+        if order_key is not None and message.priority is not None:
+            raise priority_with_queue(message.topic)
         message.properties.setdefault(PROPERTY_UNIQUE_KEY, secrets.token_hex(16).upper())
         Link(connection).execute(
             f"INSERT INTO {self.table} "

@@ -71,6 +71,19 @@ def test_messages_arrive_as_they_were(filled: Shell, cluster: Broker, server: Re
     assert {message.unique_key for message in cluster.messages("orders")} == sent
 
 
+def test_priorities_name_the_queue_again(shell: Shell, cluster: Broker, server: RemotingServer) -> None:
+    with Broker.open("full") as broker:
+        broker.create_topic("jobs", 2, message_type="PRIORITY")
+        with Producer(broker, "shop") as producer:
+            for priority in (3, None, 0, 3):
+                producer.send("jobs", b"%d" % (priority or 0), priority=priority)
+    cluster.create_topic("jobs", 4, message_type="PRIORITY")
+    (row,) = shell("replay", "full", "--route", server.address).rows
+    assert row["messages"] == 4
+    with_priority = [(one.priority, one.queue_id) for one in cluster.messages("jobs") if one.priority is not None]
+    assert sorted(with_priority) == [(0, 0), (3, 3), (3, 3)]
+
+
 def test_large_compressed_bodies_are_sent(shell: Shell, cluster: Broker, server: RemotingServer) -> None:
     """Together they are small in the store, and too large for a batch."""
     with Broker.open("full") as broker, Producer(broker, "shop") as producer:

@@ -207,6 +207,11 @@ def test_an_order_key_has_its_length(embedded: Post, order_key: str) -> None:
         embedded.outbox.add(connection, Message("orders", b"one"), order_key=order_key)
 
 
+def test_an_order_key_and_a_priority_both_name_a_queue(embedded: Post) -> None:
+    with embedded.engine.begin() as connection, pytest.raises(MessageIllegalError, match="has a priority"):
+        embedded.outbox.add(connection, Message("orders", b"one", priority=1), order_key="a")
+
+
 # --- at least once
 
 

@@ -22,7 +22,7 @@ from librmq.errors import CorruptionError, InputError
 from librmq.files.disk import DiskFiles
 from librmq.message import record
 from librmq.message.message import Message, MessageQueue, StoredMessage
-from librmq.message.properties import RESERVED_PROPERTIES
+from librmq.message.properties import PROPERTY_PRIORITY, RESERVED_PROPERTIES
 from librmq.message.topics import dead_letter_topic, is_user_topic, validate_client_topic
 from librmq.protocol import SendStatus
 from librmq.protocol.client_requests import REPLAY_PRODUCER
@@ -154,7 +154,8 @@ def _message_to_send(stored: StoredMessage, topic: str | None) -> Message:
     left_out = RESERVED_PROPERTIES if topic is None else RESERVED_PROPERTIES | OF_A_LETTER
     properties = {name: value for name, value in stored.properties.items() if name not in left_out}
     message = Message(topic or stored.topic, stored.body, tags=stored.tags, properties=properties)
-    for name in (record.PROPERTY_KEYS, record.PROPERTY_UNIQUE_KEY):  # as they are: a client's key can have a space
+    # As they are: a client's key can have a space.
+    for name in (record.PROPERTY_KEYS, record.PROPERTY_UNIQUE_KEY, PROPERTY_PRIORITY):
         if name in stored.properties:
             message.properties[name] = stored.properties[name]
     message.flag = stored.flag
@@ -203,7 +204,11 @@ class _Batches:
             self._count(stored[0].topic, len(messages), sent)
         else:  # the first message of an unknown topic makes it
             for message in messages:
-                self._count(stored[0].topic, 1, self._producer.send(message, selector=_same_queue, arg=queue_id))
+                if message.priority is None:
+                    sent = self._producer.send(message, selector=_same_queue, arg=queue_id)
+                else:
+                    sent = self._producer.send(message)  # to the queue that its priority names
+                self._count(stored[0].topic, 1, sent)
 
     def _count(self, topic: str, messages: int, sent: SendResult) -> None:
         if sent.status is not SendStatus.SEND_OK:
@@ -213,7 +218,8 @@ class _Batches:
 def _can_be_batch(stored: Sequence[StoredMessage], messages: Sequence[Message]) -> bool:
     """Return whether one batch can hold messages: their bodies are compressed in the store, but not in a batch."""
     size = max(sum(message.size for message in stored), sum(len(message.body) for message in messages))
-    return len(stored) > 1 and size < _TOGETHER_BYTES and is_user_topic(messages[0].topic)
+    have_priorities = any(message.priority is not None for message in messages)
+    return len(stored) > 1 and size < _TOGETHER_BYTES and is_user_topic(messages[0].topic) and not have_priorities
 
 
 def _same_queue(queues: Sequence[MessageQueue], message: Message, queue_id: object) -> MessageQueue:
