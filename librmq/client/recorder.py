@@ -97,7 +97,9 @@ class Recorder:
         self._sink = sink
         self._describes_groups = describes_groups
         self._groups: set[str] = set()
-        self._committed: dict[tuple[str, str, str, int], int] = {}
+        self._committed: dict[tuple[str, str, str, int], tuple[str, int]] = {}
+        """By group and queue: the process whose progress a broker saved last, and the progress."""
+        self._ordered: set[str] = set()
         self._running: dict[int, tuple[Event, StoredMessage]] = {}  # by identity of the message
         self._returned: dict[int, int] = {}  # the end of such deliveries whose outcome is open
         self._flights: dict[str, tuple[Event, int]] = {}  # of receives: by receipt, with the end of its time
@@ -125,9 +127,11 @@ class Recorder:
         answer: R = call(request)
         if isinstance(request, PullMessage):
             if request.commit_offset is not None:
-                self.committed(request.group, request.topic, broker_name, request.queue_id, request.commit_offset)
+                queue = MessageQueue(request.topic, broker_name, request.queue_id)
+                self.committed(process, request.group, queue, request.commit_offset)
         elif isinstance(request, UpdateOffset):
-            self.committed(request.group, request.topic, broker_name, request.queue_id, request.queue_offset)
+            queue = MessageQueue(request.topic, broker_name, request.queue_id)
+            self.committed(process, request.group, queue, request.queue_offset)
         elif isinstance(request, Receive | Acknowledge | ChangeInvisible | ForwardToDeadLetters):
             self._receive(process, broker_name, request, answer)
         return answer
@@ -237,20 +241,26 @@ class Recorder:
             self._sink.cancels(request.message_id, is_sure=True)
         return result
 
-    def committed(self, group: str, topic: str, broker_name: str, queue_id: int, queue_offset: int) -> None:
-        """Record progress that a broker has saved, where it differs from the last."""
-        key = group, topic, broker_name, queue_id
-        if self._committed.get(key) != queue_offset:
-            self._committed[key] = queue_offset
-            self.add(
-                "commit",
-                group=group,
-                topic=topic,
-                broker=broker_name,
-                queue_id=queue_id,
-                queue_offset=queue_offset,
-                at_ms=self.now_ms(),
-            )
+    def committed(self, process: str, group: str, queue: MessageQueue, queue_offset: int) -> None:
+        """Record progress that a broker has saved, where it differs from the last.
+
+        Left out is lower progress of another process in a group without order: until it knows that a queue has a new
+        owner, both read it. In an ordered group the lock of the queue prevents that.
+        """
+        owner, before = self._committed.get((group, *queue), (process, -1))
+        if queue_offset == before or (queue_offset < before and owner != process and group not in self._ordered):
+            return
+        self._committed[group, *queue] = process, queue_offset
+        topic, broker_name, queue_id = queue
+        self.add(
+            "commit",
+            group=group,
+            topic=topic,
+            broker=broker_name,
+            queue_id=queue_id,
+            queue_offset=queue_offset,
+            at_ms=self.now_ms(),
+        )
 
     # ---- receives
 
@@ -414,6 +424,8 @@ class Recorder:
     def joined(self, consumer: _Consumer) -> None:
         """Record a group, once."""
         group = consumer.group
+        if getattr(consumer.config, "orderly", False):
+            self._ordered.add(group)
         if group in self._groups or not self._describes_groups:
             return
         self._groups.add(group)
@@ -435,6 +447,7 @@ class Recorder:
     def reset(self, group: str, topic: str) -> None:
         """Record that the progress of a group was moved."""
         self.add("reset", group=group, topic=topic, at_ms=self.now_ms())
+        self._committed = {key: saved for key, saved in self._committed.items() if key[:2] != (group, topic)}
 
 
 class _Config(Protocol):

@@ -39,11 +39,8 @@ def test_the_docs_show_the_figures_of_the_drills(by_name: dict[str, DrillReport]
 
 @pytest.mark.slow
 def test_no_preset_loses_a_message(by_name: dict[str, DrillReport]) -> None:
-    """For two seconds after a promotion two consumers read a queue, and the slower one saves the lower progress."""
     for report in by_name.values():
-        assert report.lost == 0
-        expected = {"progress-back"} if report.name == "one active, replicas" else set()
-        assert {anomaly.anomaly for anomaly in report.anomalies} == expected
+        assert (report.lost, report.anomalies) == (0, [])
         assert {event["event"] for event in report.history} >= {"send", "deliver", "crash", "commit", "drained"}
         assert report.sent + report.refused == 3_600
         assert report.delivered == report.sent + report.duplicates
