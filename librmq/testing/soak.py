@@ -872,7 +872,7 @@ _Queue = tuple[str, str, str, int]
 
 
 class _Handovers:
-    """Queues that were taken while they were still read.
+    """Queues that were taken while another instance read them, or just had.
 
     A new owner begins at the progress that it reads, and the former one saves its own after that. So until progress is
     beyond that again, lower commits are left out. A process that was cut off, and does not know that its queues have
@@ -893,17 +893,17 @@ class _Handovers:
         """Note the commits that are left out; return when a queue got a second owner and lost it, in turn."""
         owners: Counter[str] = Counter()  # a process can have two instances of the group
         times: list[int] = []
-        highest, saved_ms = 0, 0
+        highest, saved_ms, released_ms = 0, 0, -_READ_MS
         taken_ms: int | None = None
         for at_ms, kind, process, queue_offset, number in marks:
             if kind == "assign":
                 owners[process] += 1
-                if owners.total() > 1:
+                if owners.total() > 1 or at_ms <= released_ms + _READ_MS:
                     taken_ms = at_ms
             elif kind == "crash":
                 del owners[process]
             elif kind == "revoke":
-                owners[process] = max(0, owners[process] - 1)
+                owners[process], released_ms = max(0, owners[process] - 1), at_ms
             elif queue_offset < highest and taken_ms is not None and taken_ms <= saved_ms + _READ_MS:
                 self.commits.add((process, number))
             else:

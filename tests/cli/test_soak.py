@@ -160,6 +160,8 @@ def taken(at_ms: int) -> dict[str, Any]:
         # progress of a queue that another instance takes while it is read
         ([OWNED, SAVED], [mark("commit", 6, queue_offset=8)], ["progress-back"]),
         ([OWNED, SAVED], [taken(4), mark("commit", 6, queue_offset=8)], []),
+        ([OWNED, SAVED, mark("revoke", 6)], [taken(7), mark("commit", 8, queue_offset=8)], []),
+        ([OWNED, SAVED, mark("revoke", 6)], [taken(2_000), mark("commit", 2_001, queue_offset=8)], ["progress-back"]),
         ([OWNED, SAVED], [taken(2_000), mark("commit", 2_001, queue_offset=8)], ["progress-back"]),
         (
             [OWNED, SAVED, mark("revoke", 6)],
