@@ -476,8 +476,9 @@ class ConcurrentDelivery(Delivery):
         if self.consumer.stopping:
             backlog.lanes.clear()
             return
-        while backlog.lanes and self.running < limit and not self.rests.is_whole:
-            first = backlog.first()
+        lanes = backlog.lanes
+        while lanes and self.running < limit and not self.rests.is_whole:
+            first = lanes[1][0] if len(lanes) == 1 and 1 in lanes else backlog.first()  # without weights, at once
             assigned = first.assigned
             if assigned.released:
                 backlog.remove(first)
@@ -490,6 +491,7 @@ class ConcurrentDelivery(Delivery):
                 messages = first.messages
                 assigned.messages.lined_up -= len(messages)
                 backlog.remove(first)
+                backlog.charge(first.weight, len(messages))
             else:
                 count, batch = first.count, self.batch_size(assigned)
                 messages = assigned.messages.take(count if count < batch else batch)
@@ -498,7 +500,6 @@ class ConcurrentDelivery(Delivery):
                     backlog.remove(first)
                 if not messages:
                     continue
-            backlog.charge(first.weight, len(messages))
             for message in messages:
                 message.consume_start_timestamp_ms = now_ms
             self.submit(assigned, messages)
