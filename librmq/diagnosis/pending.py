@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from librmq.commitlog import CommitLog
@@ -224,25 +225,34 @@ def _delays(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int, St
 
     levels = sorted(queue_id for topic, queue_id in store.queues if topic == SCHEDULE_TOPIC)
     relayed: list[tuple[int, int]] = []  # times and places, because a hop is due before its message
+    latest: dict[str | None, int] = {}  # the places of those that the saved progress of the relay has not passed
     if store.past_ms is None:
-        arrived = store.messages(HOP_TOPIC, QUEUE, tables.consumer_offset(HOP_TOPIC, HOP_GROUP, QUEUE) or 0)
-        relayed += sorted((own_time_ms(message) or 0, message.physical_offset) for message in arrived)
+        for message in store.messages(HOP_TOPIC, QUEUE, tables.consumer_offset(HOP_TOPIC, HOP_GROUP, QUEUE) or 0):
+            latest[message.unique_key] = message.physical_offset
+            heapq.heappush(relayed, (own_time_ms(message) or 0, message.physical_offset))
     for due_ms, physical_offset, message in heapq.merge(*map(of_level, levels)):
         while relayed and relayed[0][0] <= due_ms:
-            yield from _at_place(store, heapq.heappop(relayed))
+            yield from _at_place(store, heapq.heappop(relayed), latest)
         own_ms = own_time_ms(message)
         if own_ms is None:
             yield due_ms, message
         else:
             heapq.heappush(relayed, (own_ms, physical_offset))
+            if message.unique_key in latest:
+                latest[message.unique_key] = physical_offset
     for place in sorted(relayed):
-        yield from _at_place(store, place)
+        yield from _at_place(store, place, latest)
 
 
-def _at_place(store: MessageStore, place: tuple[int, int]) -> Iterator[tuple[int, StoredMessage]]:
+def _at_place(
+    store: MessageStore, place: tuple[int, int], latest: Mapping[str | None, int] = MappingProxyType({})
+) -> Iterator[tuple[int, StoredMessage]]:
+    """Yield the message of a time and a place, unless it has a later place."""
     due_ms, physical_offset = place
     message = store.message_at(physical_offset)
-    if message is not None:  # retention has not deleted it meanwhile
+    if message is not None and (
+        message.unique_key is None or latest.get(message.unique_key, physical_offset) == physical_offset
+    ):
         yield due_ms, message
 
 
