@@ -230,6 +230,21 @@ def test_what_does_not_wait() -> None:
         assert len(list(broker.messages("%RETRY%g"))) == 1
 
 
+@FORMS
+def test_delivered_before_a_kill_is_delivered_after_it(form: str) -> None:
+    """The progress over the delivery is lost, so the first look at the log tells it."""
+    files, runner = MemoryFiles(), ManualRunner()
+    broker = open_broker(files, runner)
+    receipt = Producer(broker, "p").send("T", b"x", **WAITS[form])
+    runner.advance(1000 * WAITS[form]["delay"] + 900)
+    while not list(broker.messages("T")):
+        runner.advance(100)
+    broker.abandon()
+    with open_broker(files, runner) as broker:
+        assert "delivered already" in broker.cancel(receipt.message_id).why
+        assert "delivered already" in broker.cancel(receipt.offset_id).why
+
+
 def test_a_message_without_an_id_and_one_that_is_sent_again() -> None:
     runner = ManualRunner()
     with open_broker(MemoryFiles(), runner) as broker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +26,7 @@ from librmq.protocol import EndTransaction, SendBack, SendBatch, SendMessage, Se
 from librmq.protocol.client_requests import INNER_PRODUCER, REPLAY_PRODUCER
 from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
+from librmq.scheduling.waiting import sent_to
 from librmq.testing import Kit, Process, explore
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
@@ -285,6 +287,25 @@ def test_a_producer_that_loses_an_answer(rmq: Kit, over_tcp: bool) -> None:
         batches = {producer.send_batch([message, Message("orders", b"hat", unique_key="ID-2")])[1:3] for _ in "ab"}
         assert len(batches) == 1
     assert [message.body for message in broker.messages("orders")] == [b"coat", b"hat"]
+
+
+def test_one_record_of_a_message_is_its_send() -> None:
+    """Deliveries, moved timers, checked halves, final messages, retries and dead letters are the broker's."""
+    runner = ManualRunner()
+    with open_broker(MemoryFiles(), runner) as broker:
+        answers = [broker.call(request_of(message_of(number, form), 2)) for number, form in enumerate(FORMS)]
+        half = request_of(message_of(10, "half"))
+        for _ in range(3):
+            runner.advance(100_000)
+        placed = broker.call(half)
+        broker.call(EndTransaction("p", TransactionState.COMMIT, placed.queue_offset, placed.physical_offset, "U10"))
+        for level in (1, -1):
+            broker.call(SendBack("g", answers[0].physical_offset, level))
+        runner.advance(1_000_000)
+        sends = [(message.unique_key, sent_to(message)) for message in broker.store if sent_to(message) is not None]
+        assert Counter(name for name, _ in sends) == dict.fromkeys(["U0", "U1", "U2", "U3", "U4", "U10"], 1)
+        assert {place for _, place in sends} == {("T", 2), ("T", 0)}
+        assert len(list(broker.store)) > len(sends) + 6
 
 
 # --- explored
