@@ -16,7 +16,7 @@ from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import BodyCompressionError, MissingExtraError, RecordError
 from librmq.java.lang import java_decode
 from librmq.message import record
-from librmq.message.batch import inner_messages
+from librmq.message.batch import inner_messages, is_batch
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import derived_tags_code
@@ -67,7 +67,7 @@ def message_row(message: StoredMessage, levels: DelayLevels, physical_offset: in
         "msg_id": message.offset_id,
         "body_b64": _base64(_body(message)),
     }
-    if message.sys_flag & record.INNER_BATCH:
+    if is_batch(message):
         row["inner_messages"] = _count_inner(message)
     if message.sys_flag & record.COMPRESSED:
         row["stored_body_b64"] = _base64(message.stored_body)

@@ -34,6 +34,7 @@ from librmq.message.record import (
     SYS_FLAG_AT,
     body_checksum,
     encode_properties,
+    find_property,
 )
 
 _HEADER: Final = struct.Struct(">iiiii")  # size, magic, body crc, flag, body length
@@ -166,7 +167,13 @@ def decode_batch(raw: bytes) -> list[BatchItem]:
 
 _INT: Final = struct.Struct(">i")
 _LONG: Final = struct.Struct(">q")
+_INNER_NUM: Final = PROPERTY_INNER_NUM.encode()
 _OF_BATCH: Final = INNER_BATCH | NEED_UNWRAP | COMPRESSED | COMPRESSION_MASK
+
+
+def is_batch(record: StoredMessage) -> bool:
+    """Return whether 5.x stored several messages as this record; no checksum covers the sys flag alone."""
+    return bool(record.sys_flag & INNER_BATCH) and find_property(record.properties_raw, _INNER_NUM) is not None
 
 
 def inner_messages(record: StoredMessage) -> list[StoredMessage]:
@@ -178,16 +185,15 @@ def inner_messages(record: StoredMessage) -> list[StoredMessage]:
     Raises:
         RecordError: The body is no batch, or has another number of messages than the property ``INNER_NUM``.
     """
-    sys_flag = record.sys_flag
-    if not sys_flag & INNER_BATCH:
+    if not is_batch(record):
         return [record]
     try:
         items = decode_batch(record.body)
     except MessageIllegalError as error:
         raise RecordError(str(error), BODY_CRC_AT) from None
-    number = record.properties.get(PROPERTY_INNER_NUM)
-    if not items or (number is not None and java_int(number) != len(items)):
-        raise RecordError(f"batch: expected {number or 'some'} messages in the body, found {len(items)}", BODY_CRC_AT)
+    number = record.properties[PROPERTY_INNER_NUM]
+    if not items or java_int(number) != len(items):
+        raise RecordError(f"batch: expected {number} messages in the body, found {len(items)}", BODY_CRC_AT)
     raw, (body_at, body_end, _, topic_end, _, _) = record.raw, record.frame
     topic, first = raw[body_end:topic_end], record.queue_offset
     messages = []
@@ -198,7 +204,7 @@ def inner_messages(record: StoredMessage) -> list[StoredMessage]:
         _INT.pack_into(head, BODY_CRC_AT, body_checksum(body))
         _INT.pack_into(head, FLAG_AT, flag)
         _LONG.pack_into(head, QUEUE_OFFSET_AT, queue_offset)
-        _INT.pack_into(head, SYS_FLAG_AT, sys_flag & ~_OF_BATCH)
+        _INT.pack_into(head, SYS_FLAG_AT, record.sys_flag & ~_OF_BATCH)
         _INT.pack_into(head, body_at - _INT.size, len(body))
         messages.append(StoredMessage(b"".join((head, *text))))
     return messages

@@ -32,7 +32,7 @@ from librmq.clock import Clock
 from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import StoreConfig, to_timestamp_ms
 from librmq.consumequeue import ConsumeQueue
-from librmq.errors import ConfigError, CorruptionError, StoreIOError
+from librmq.errors import ConfigError, CorruptionError, NotAStoreError, StoreIOError
 from librmq.files.interface import Damage, Files
 from librmq.files.memory import OverlayFiles
 from librmq.message.delay_levels import DelayLevels
@@ -330,6 +330,11 @@ class ReadOnlyView:
                 if self._moment is not None:
                     cut_at(parts, self._moment)
                 changed = self._lock_holder() != holder or (live is None and self._read_marks() != marks)
+            except NotAStoreError:  # a record of the log is a batch
+                if self.derives_queues:
+                    raise
+                self.derives_queues = True
+                continue
             except (StoreIOError, CorruptionError):
                 # A writer makes and deletes files between the listing and their opening.
                 if attempt >= ATTEMPTS or (holder is None and self._lock_holder() is None):

@@ -17,7 +17,7 @@ from librmq.columns import reader
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import HOLE_SIZE, ConsumeQueue
-from librmq.errors import CorruptionError
+from librmq.errors import CorruptionError, NotAStoreError
 from librmq.files.disk import DiskFiles
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.record import INNER_BATCH, Record, body_checksum, encode_properties, encode_record
@@ -306,3 +306,27 @@ def test_recovery_takes_no_record_for_one_of_a_light_queue(tmp_path: Path) -> No
     with MessageStore.open(tmp_path, SMALL, thorough=True) as store:
         assert store.queue_range("%LMQ%x", 0) == (0, 3)
     assert (tmp_path / "commitlog" / f"{0:020d}").read_bytes() == log
+
+
+def test_batches_beside_files_of_queues(tmp_path: Path) -> None:
+    """A log with batches and nothing that tells of them is read right, refused for writing, and not called sound."""
+    model = model_of([("T", 0, [b"a", b"bb"], [], True), ("T", 0, [b"c"], [], False)])
+    write_log(tmp_path / "alone", model.records)
+    with MessageStore.open(tmp_path / "alone", read_only=True) as store:
+        assert [message.body for message in store.messages("T")] == [b"a", b"bb", b"c"]
+    (damage, *_) = verify(tmp_path / "alone").damage
+    assert (damage.kind, damage.offset, "a batch of 2 messages" in damage.what) == ("batch", 0, True)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("0*") if path.is_file()}
+    for thorough in (False, True):
+        with pytest.raises(NotAStoreError, match="a batch of 2 messages of RocketMQ 5"):
+            MessageStore.open(tmp_path / "alone", SMALL, thorough=thorough)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("0*") if path.is_file()} == before
+
+    write_log(tmp_path / "named", model.records)
+    (tmp_path / "named" / "timerlog").mkdir()
+    (tmp_path / "named" / "config").mkdir()
+    row = {"attributes": {"queue.type": "BatchCQ"}}
+    (tmp_path / "named" / "config" / "topics.json").write_text(json.dumps({"topicConfigTable": {"T": row}}))
+    with pytest.raises(NotAStoreError, match="with queues of batches: librmq reads it"):
+        MessageStore.open(tmp_path / "named")
+    assert "records of the log: 1 batches with 2 messages" in verify(tmp_path / "named").notes

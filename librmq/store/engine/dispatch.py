@@ -15,6 +15,7 @@ from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import MessageIllegalError
 from librmq.java.lang import hash_append, index_key_hashes, java_decode, java_int, java_long, string_hash
 from librmq.message import record as record_format
+from librmq.message.batch import is_batch
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_INNER_MULTI_DISPATCH, PROPERTY_INNER_MULTI_QUEUE_OFFSET
@@ -306,7 +307,7 @@ _unpack_fields = record_format.header_struct(
 ).unpack_from
 _find_keys_and_tags = record_format.find_keys_and_tags
 _MAGIC: Final = record_format.MESSAGE_MAGIC
-_V6: Final = record_format.HOSTS_V6
+_UNUSUAL: Final = record_format.HOSTS_V6 | record_format.INNER_BATCH
 _IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
 _SCHEDULE_TOPIC: Final = SCHEDULE_TOPIC.encode()
 _TAGS_KEPT: Final = 10_000
@@ -343,14 +344,18 @@ class Derivation:
     Recovery compares queues and index with the result, and a replica writes them from it.
     """
 
-    def __init__(self, levels: DelayLevels) -> None:
+    def __init__(self, levels: DelayLevels, on_batch: Callable[[int, StoredMessage], object] | None = None) -> None:
+        """``on_batch`` is called with the place of each record that is a batch of messages, and the record."""
         self._levels = levels
+        self._on_batch = on_batch
         self._tags_codes: dict[bytes | None, int] = {None: 0}
 
     def derive(self, physical_offset: int, size: int, raw: bytes) -> Derived:
         """Return what a record defines."""
         magic, queue_id, queue_offset, address, sys_flag, stored, body_size = _unpack_fields(raw)
-        if magic != _MAGIC or sys_flag & _V6:
+        if magic != _MAGIC or sys_flag & _UNUSUAL:
+            if self._on_batch is not None and sys_flag & record_format.INNER_BATCH and is_batch(StoredMessage(raw)):
+                self._on_batch(physical_offset, StoredMessage(raw))
             stored = record_format.store_timestamp_ms(raw)
             _, _, topic_at, topic_end, properties_at, _ = record_format.frame(raw, 0, size)
         else:

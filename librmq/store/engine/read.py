@@ -25,7 +25,7 @@ from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ExtUnit
 from librmq.errors import CorruptionError, RecordError
 from librmq.files.interface import Buffer
 from librmq.message import record
-from librmq.message.batch import inner_messages
+from librmq.message.batch import inner_messages, is_batch
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
 from librmq.runtime import lazy_numpy as np
@@ -474,7 +474,7 @@ def find_by_key(
         if message is None or (exact and message.topic != topic):
             continue
         has_key = not exact or key == message.unique_key or key in message.keys
-        if message.sys_flag & record.INNER_BATCH:
+        if is_batch(message):
             batch = unwrapped(parts.log, message) if physical_offset != last else []
             messages += [inner for inner in batch if has_key or key == inner.unique_key or key in inner.keys]
         elif has_key:

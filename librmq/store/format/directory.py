@@ -150,7 +150,10 @@ def recognise(path: str, files: Files) -> StoreKind:
     derived = _kind_without_queues(path, files)
     if derived is not None:
         return derived
-    return StoreKind.V5 if _has_any(path, _MADE_BY_5, files) else StoreKind.V4
+    if not _has_any(path, _MADE_BY_5, files):
+        return StoreKind.V4
+    topics = os.path.join(path, CONFIG, "topics.json")
+    return StoreKind.V5_BATCHES if files.size(topics) and b'"BatchCQ"' in files.read(topics) else StoreKind.V5
 
 
 def _has_any(path: str, names: Iterable[str], files: Files) -> bool:

@@ -17,13 +17,14 @@ from typing import Final, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue
-from librmq.errors import CorruptionError, MessageIllegalError
+from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError
 from librmq.files.interface import Damage, Files, FolderEntry
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
 from librmq.java.lang import java_decode, string_hash
 from librmq.message import record as record_format
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
+from librmq.message.properties import PROPERTY_INNER_NUM
 from librmq.message.record import split_keys
 from librmq.message.topics import LIGHT_PREFIX, validate_queue
 from librmq.runtime import lazy_numpy as np
@@ -582,13 +583,26 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     Raises:
         GapError: A queue lacks entries from before ``begin``, and cannot be repaired from there.
         CorruptionError: A record is unreadable or has an impossible queue.
+        NotAStoreError: With ``repair``, a record is a batch of messages.
     """
     begin = max(begin, log.begin)
     checks = QueueChecks(
         log, queues, open_queue, scope or Scope(begin), repair, bitmap_of, has_ext=has_ext, unclean=unclean
     )
     keys = None if index is None else IndexCheck(index, begin, log, begin <= log.begin, repair)
-    derive = Derivation(levels).derive
+    batches: list[Damage] = []
+
+    def on_batch(place: int, batch: StoredMessage) -> None:
+        path, number = log.sequence.path_at(place), batch.properties[PROPERTY_INNER_NUM]
+        what = f"a batch of {number} messages of RocketMQ 5, which the files of queues show as one"
+        if repair:
+            raise NotAStoreError(
+                f"{path}: at {place}: {what}: librmq reads such a store, and never writes to it. Copy its messages "
+                "with `librmq extract`"
+            )
+        batches.append(Damage(path, place, "batch", what, batch.size))
+
+    derive = Derivation(levels, on_batch).derive
     has_light = any(topic.startswith(LIGHT_PREFIX) for topic, _ in queues)
     unchecked_end = log.end if bodies_from is None else max(begin, bodies_from)
     items = chain(log.scan(begin, unchecked_end, check_body=False), log.scan(unchecked_end))
@@ -634,6 +648,7 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
                     keys.write_lacking()
             else:
                 keys.offer_keys(record)
+    yield from batches
     for check in checks.finish_queues():
         if left_out is not None and check.left_out:
             left_out[check.name] = check.left_out

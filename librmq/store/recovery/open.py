@@ -30,7 +30,7 @@ from librmq.clock import Clock
 from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.errors import CorruptionError, RecordError, StoreIOError
+from librmq.errors import CorruptionError, NotAStoreError, RecordError, StoreIOError
 from librmq.files.interface import Damage, Files, make_folders, numbered_files
 from librmq.files.rolling import MappingPool
 from librmq.message import record
@@ -446,7 +446,7 @@ class _Opening:
         make_folders(files, log.sequence.folder)  # a store is recognised by it
         try:
             recovery.carry_out()
-        except CorruptionError:
+        except (CorruptionError, NotAStoreError):
             if self._clean:  # refused after all: nothing was cut, and repaired parts are right
                 clear_abort(files, path)
             raise

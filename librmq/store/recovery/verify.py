@@ -22,10 +22,9 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappingPool
-from librmq.message.batch import inner_messages
+from librmq.message.batch import inner_messages, is_batch
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
-from librmq.message.record import INNER_BATCH, SYS_FLAG_AT
 from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.store_parts import PartFiles, QueueName
 from librmq.store.format import directory
@@ -159,10 +158,10 @@ class _StoreCheck:
     def _batches(self, log: CommitLog) -> None:
         """Count batches, and note those that can't be opened."""
         for place, size, raw in log.scan(check_body=False):
-            if raw is None or not raw[SYS_FLAG_AT + 3] & INNER_BATCH:
+            if raw is None or not is_batch(message := StoredMessage(raw)):
                 continue
             try:
-                self.inner += len(inner_messages(StoredMessage(raw)))
+                self.inner += len(inner_messages(message))
                 self.batches += 1
             except RecordError as error:
                 self._damages.append(Damage(log.sequence.path_at(place), place, "record", error.reason, size))
