@@ -305,6 +305,9 @@ class Progress:
     def reset(self, request: ResetGroup) -> Mapping[MessageQueue, int]:
         """Send new offsets to a group's running instances, which continue there and save them."""
         group, name = request.group, request.topic
+        if request.queue_offset is not None:
+            moved = self.move(group, name, request.queue_offset, request.queue_id)
+            return {MessageQueue(name, self._broker_name, queue_id): offset for queue_id, offset in moved.items()}
         topic = self._topics.by_name.get(name)
         if topic is None:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"topic {name!r} does not exist")

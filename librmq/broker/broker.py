@@ -27,7 +27,7 @@ from librmq.broker.config import BrokerConfig, OpenKeywords
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
 from librmq.broker.groups import group_settings
 from librmq.broker.handlers import BrokerParts
-from librmq.broker.retries import retry_of
+from librmq.broker.retries import resend_letters
 from librmq.broker.transactions import DiscardHook
 from librmq.clock import Clock, SystemClock
 from librmq.config import Seconds, StoreConfig, check_kind, check_path, to_seconds
@@ -71,12 +71,11 @@ from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.format.documents import letter_identity, note_resent, resent_times
+from librmq.store.format.documents import letter_identity, resent_times
 
 R = TypeVar("R")
 _LOCK_RETRY_S: Final = 0.05
 _JOIN_STEP_S: Final = 0.02
-_RESENT_TOGETHER: Final = 256  # dead letters that are sent between two notes
 
 
 class Broker:
@@ -394,16 +393,7 @@ class Broker:
         times = resent_times(store.path, store.files)
         if letters is None:
             letters = [letter for letter in self.dead_letters(group) if letter_identity(letter) not in times]
-        requests = [(letter, retry_of(letter, group)) for letter in letters]
-        for begin in range(0, len(requests), _RESENT_TOGETHER):
-            sent: list[StoredMessage] = []
-            try:
-                for letter, request in requests[begin : begin + _RESENT_TOGETHER]:
-                    self.call(request)
-                    sent.append(letter)
-            finally:
-                note_resent(store.path, store.files, sent, self.runner.now_ms(), store.log.begin)
-        return len(requests)
+        return resend_letters(self, store, letters, group, self.runner.now_ms)
 
     def reset_group(
         self, group: str, topic: str, to: Literal["begin", "end"] | datetime | int, *, queue_id: int | None = None

@@ -7,7 +7,7 @@ again. A received message that was not acknowledged goes to a retry topic of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from librmq.broker.context import BrokerContext
@@ -17,12 +17,13 @@ from librmq.errors import BrokerError, ConfigError, CorruptionError
 from librmq.message import Message, StoredMessage, dead_letter_topic, record, retry_topic
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, receive_retry_topic
-from librmq.protocol import LOCAL_HOST, PERM_WRITE, ResponseCode, SendBack, SendMessage, SentBack
+from librmq.protocol import LOCAL_HOST, PERM_WRITE, Endpoint, ResponseCode, SendBack, SendMessage, SentBack
 from librmq.protocol.client_requests import INNER_PRODUCER, MAX_SIZE_WITH_CAUSE
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.earlier_copies import EarlierCopies
-from librmq.store import AppendResult
+from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
+from librmq.store.format.documents import note_resent
 
 _log = EventLog("librmq.broker")
 
@@ -31,6 +32,8 @@ _DELAY: Final = record.PROPERTY_DELAY
 _RETRY_TOPIC: Final = record.PROPERTY_RETRY_TOPIC
 _CAUSE: Final = record.PROPERTY_DEAD_LETTER_CAUSE
 _FIRST_RETRY_LEVEL: Final = 3
+_RESENT_TOGETHER: Final = 256
+"""Dead letters that are sent between two notes."""
 _FIRST_POP_TIME: Final = "1ST_POP_TIME"
 _DELIVERY_PROPERTIES: Final = (
     record.PROPERTY_DELAY,
@@ -218,3 +221,24 @@ def retry_of(letter: StoredMessage, group: str | None = None) -> SendMessage:
         retry.properties.pop(name, None)
     host = letter.born_host or LOCAL_HOST
     return SendMessage(INNER_PRODUCER, retry, 0, letter.born_timestamp_ms, host)
+
+
+def resend_letters(
+    broker: Endpoint, store: MessageStore, letters: Iterable[StoredMessage], group: str, now_ms: Callable[[], int]
+) -> int:
+    """Send dead letters to their group again by a broker, and note it in its store; return their number.
+
+    Raises:
+        ConfigError: A message is not a dead letter of the group.
+        MalformedError: The file of the notes holds something else.
+    """
+    requests = [(letter, retry_of(letter, group)) for letter in letters]
+    for begin in range(0, len(requests), _RESENT_TOGETHER):
+        sent: list[StoredMessage] = []
+        try:
+            for letter, request in requests[begin : begin + _RESENT_TOGETHER]:
+                broker.call(request)
+                sent.append(letter)
+        finally:
+            note_resent(store.path, store.files, sent, now_ms(), store.log.begin)
+    return len(requests)

@@ -6,8 +6,9 @@ import argparse
 import dataclasses
 import os
 import re
+import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,16 +18,18 @@ from librmq.cli.selection import age_clock, parse_time
 from librmq.cli.syntax import READING
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
-from librmq.errors import ConfigError, CorruptionError, InputError, NotAStoreError
+from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, InputError, NotAStoreError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files
 from librmq.files.memory import OverlayFiles
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.directory import COMMITLOG, CONFIG, check_config, check_kind, infer_config, tables_database
+from librmq.store.format.documents import OWN_FOLDER
 
 if TYPE_CHECKING:  # commands that read the log alone need none of these
     from librmq.broker import Broker
     from librmq.cli.cluster import ClusterView
+    from librmq.cli.owner import OwnedStore
     from librmq.columns import RemoteStore
     from librmq.diagnosis.view import StoreView
     from librmq.store import MessageStore
@@ -293,7 +296,7 @@ def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
     from librmq.diagnosis.view import StoreView
 
     if arguments.config is None and getattr(arguments, "at", None) is None:
-        with StoreView.open(arguments.store) as view:
+        with StoreView.open(arguments.store, tables=_owner_tables(arguments)) as view:
             check_opened(arguments, view.store)
             _note_unknown_progress(view)
             yield view
@@ -302,6 +305,16 @@ def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
             view = StoreView.over(store)
             _note_unknown_progress(view)
             yield view
+
+
+def _owner_tables(arguments: argparse.Namespace) -> BrokerTables | None:
+    """Return the tables of the process that shares a store, as they are now; None without one that answers."""
+    try:
+        with shared_owner(arguments) as owner:
+            return None if owner is None else owner.tables
+    except BrokerUnreachableError as error:
+        complain(f"note: {error}; topics, groups and progress are those of its last save")
+        return None
 
 
 def _note_unknown_progress(view: StoreView) -> None:
@@ -397,15 +410,55 @@ def open_broker(arguments: argparse.Namespace) -> Iterator[Broker]:
 
 
 @contextmanager
+def shared_owner(arguments: argparse.Namespace) -> Iterator[OwnedStore | None]:
+    """Connect to the process that shares the store that a command names; None if there is none.
+
+    Raises:
+        BrokerUnreachableError: It is stopped, or does not answer.
+    """
+    if sys.platform == "win32" or not os.path.isdir(os.path.join(arguments.store, OWN_FOLDER, "share")):
+        yield None
+        return
+    from librmq.cli.owner import owner_of
+
+    with owner_of(arguments.store) as owner:
+        if owner is not None and arguments.config is not None:
+            raise InputError("--config: leave it out, because a process shares the store, with its own settings")
+        yield owner
+
+
+@contextmanager
+def open_running(arguments: argparse.Namespace) -> Iterator[Broker | OwnedStore]:
+    """Open the broker of a store like `open_broker`, or connect to the process that shares it.
+
+    Raises:
+        StoreLockedError: Another process, which does not share it, owns the store.
+        BrokerUnreachableError: The process that shares it is stopped, or does not answer.
+    """
+    with ExitStack() as opened:
+        owner = None if arguments.dry_run else opened.enter_context(shared_owner(arguments))
+        yield opened.enter_context(open_broker(arguments)) if owner is None else owner
+
+
+@contextmanager
 def open_to_change(arguments: argparse.Namespace) -> Iterator[tuple[MessageStore, BrokerTables]]:
     """Open a store and the broker's tables in it, which are saved at the end; with ``--dry-run`` in memory alone.
 
+    Of a store that a process shares, the changes are sent to that process.
+
     Raises:
-        StoreLockedError: Another process owns the store; the error says which.
+        StoreLockedError: Another process, which does not share it, owns the store; the error says which.
+        BrokerUnreachableError: The process that shares it is stopped, or does not answer.
     """
     from librmq.store import MessageStore
     from librmq.store.format.broker_tables import BrokerTables
 
+    with shared_owner(arguments) as owner:
+        if owner is not None:
+            yield owner.store, owner.tables
+            if not arguments.dry_run:
+                owner.tables.persist(owner.runner.now_ms())
+            return
     files, config = files_and_config(arguments)
     with MessageStore.open(arguments.store, config, files=files) as store:
         tables = BrokerTables.open(os.path.join(arguments.store, CONFIG), files=files)

@@ -655,6 +655,14 @@ _TOOLS: Final = (
         output=OUTPUT[:1],
     ),
     Command(
+        "who",
+        "processes",
+        "list the processes that share a store",
+        "store",
+        note="The process that owns it, then those that reach it through its socket; a stopped one is marked.",
+        output=OUTPUT,
+    ),
+    Command(
         "soak",
         "soak",
         "send and consume with kills and cuts, and judge what happened",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Protocol
 
 from librmq.broker import Broker
 from librmq.diagnosis.group_lag import QueueLag, lag, no_progress
@@ -18,14 +18,46 @@ from librmq.errors import ConfigError, MalformedError
 from librmq.files.interface import make_folders
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import RESERVED_PROPERTIES
-from librmq.protocol import LOCAL_HOST, QueueData, SendMessage
+from librmq.protocol import LOCAL_HOST, Endpoint, QueueData, SendMessage
 from librmq.protocol.client_requests import INNER_PRODUCER
+from librmq.runtime.runner import Runner
+from librmq.store import MessageStore
 from librmq.store.format.documents import OWN_FOLDER
 
 Policy = Literal["age", "lag", "end"]
 
 _FILE: Final = "skipped.jsonl"
 _KEPT: Final = frozenset(("KEYS", "TAGS", "UNIQ_KEY"))
+
+
+class SkippingBroker(Endpoint, Protocol):
+    """What a skip asks of a `librmq.Broker`; a command can also skip in another process."""
+
+    @property
+    def store(self) -> MessageStore:
+        """The broker's store."""
+        ...
+
+    @property
+    def runner(self) -> Runner:
+        """Has the time."""
+        ...
+
+    def topics(self) -> dict[str, QueueData]:
+        """Return all topics by name."""
+        ...
+
+    def create_topic(self, topic: str, queues: int) -> None:
+        """Create a topic."""
+        ...
+
+    def consumer_offsets(self, group: str, topic: str) -> dict[int, int]:
+        """Return a group's stored progress in a topic, by queue id."""
+        ...
+
+    def reset_group(self, group: str, topic: str, to: Literal["end"] | int, *, queue_id: int) -> object:
+        """Move a running or stopped group in a queue."""
+        ...
 
 
 class SkippedQueue(NamedTuple):
@@ -145,7 +177,7 @@ def _skipped_queue(view: StoreView, row: QueueLag, begin: int, end: int) -> Skip
     )  # fmt: skip
 
 
-def skip(broker: Broker, plan: Skip) -> Skip:
+def skip(broker: SkippingBroker, plan: Skip) -> Skip:
     """Skip the messages of a plan, record it, and return the record. The messages stay in the store until they expire.
 
     Raises:
@@ -161,7 +193,7 @@ def skip(broker: Broker, plan: Skip) -> Skip:
     return done
 
 
-def set_aside(broker: Broker, plan: Skip, topic: str) -> Skip:
+def set_aside(broker: SkippingBroker, plan: Skip, topic: str) -> Skip:
     """Copy the messages of a plan to another topic, then skip them like `skip`.
 
     Bodies, keys, tags, unique ids and the sender's properties are kept. If the call fails halfway, some messages are
@@ -182,7 +214,7 @@ def set_aside(broker: Broker, plan: Skip, topic: str) -> Skip:
     return skip(broker, plan._replace(aside=topic))
 
 
-def move_to(broker: Broker, plan: Skip, topic: str, *, queues: int | None = None) -> Skip:
+def move_to(broker: SkippingBroker, plan: Skip, topic: str, *, queues: int | None = None) -> Skip:
     """Copy the messages of a plan to another topic in which the same group continues, then skip them like `skip`.
 
     The group's progress in ``topic`` is set to the present end, unless it has some. So a consumer that subscribes to
@@ -209,7 +241,7 @@ def move_to(broker: Broker, plan: Skip, topic: str, *, queues: int | None = None
     return set_aside(broker, plan, topic)
 
 
-def _other_topic(broker: Broker, plan: Skip, topic: str, queues: int | None = None) -> QueueData:
+def _other_topic(broker: SkippingBroker, plan: Skip, topic: str, queues: int | None = None) -> QueueData:
     """Return the topic that a plan's messages go to; create it if it is new, by default with the plan's queues."""
     if topic == plan.topic:
         raise ConfigError(f"topic {topic!r}: expected another one than the plan's")
@@ -227,12 +259,12 @@ def _own_properties(message: StoredMessage) -> dict[str, str]:
     }
 
 
-def _skipped_messages(broker: Broker, plan: Skip) -> Iterator[StoredMessage]:
+def _skipped_messages(broker: SkippingBroker, plan: Skip) -> Iterator[StoredMessage]:
     for queue in plan.queues:
         yield from broker.store.messages(plan.topic, queue.queue_id, queue.begin, queue.end)
 
 
-def _check_plan(broker: Broker, plan: Skip) -> None:
+def _check_plan(broker: SkippingBroker, plan: Skip) -> None:
     now = broker.consumer_offsets(plan.group, plan.topic)
     for queue in plan.queues:
         if now.get(queue.queue_id, 0) > queue.end:
@@ -328,7 +360,7 @@ def skipped(source: Source) -> list[Skip]:
         return notes
 
 
-def _record(broker: Broker, done: Skip) -> None:
+def _record(broker: SkippingBroker, done: Skip) -> None:
     files, folder = broker.store.files, os.path.join(broker.store.path, OWN_FOLDER)
     path = os.path.join(folder, _FILE)
     make_folders(files, folder)

@@ -231,6 +231,7 @@ class StoreView:
         now_ms: int | None = None,
         files: Files | None = None,
         clock: Clock | None = None,
+        tables: BrokerTables | None = None,
     ) -> Self:
         """Open the store in ``path`` for reading, whether a process uses it or not.
 
@@ -239,6 +240,7 @@ class StoreView:
             now_ms: The time for ages; by default now for a store in use, else that of its last message.
             files: The file system; the disk by default.
             clock: The clock; the machine's by default.
+            tables: Topics, groups and progress; by default those in the folder.
 
         Raises:
             NotAStoreError: There is no store, or one of another kind.
@@ -250,6 +252,7 @@ class StoreView:
         store = MessageStore.open(path, read_only=True, files=files, clock=clock)
         view = cls(store, None, owner)
         view._opened = True
+        view._tables = tables
         if now_ms is not None:
             view._now_ms = now_ms
         elif owner is not None:

@@ -101,7 +101,8 @@ class QueryMessages(Request[tuple[StoredMessage, ...]]):
 class ResetGroup(Request[Mapping[MessageQueue, int]]):
     """Move a running group's progress on a topic to a time (ms; -1 is the end), and return the new offsets by queue.
 
-    ``force`` moves forward too.
+    ``force`` moves forward too. With ``queue_offset``, as in 5.x, the group moves there in ``queue_id``, whether it
+    runs or not.
 
     Raises:
         BrokerError: The group lacks progress in a queue (SYSTEM_ERROR), or no client of it runs (CONSUMER_NOT_ONLINE).
@@ -111,6 +112,8 @@ class ResetGroup(Request[Mapping[MessageQueue, int]]):
     topic: str
     timestamp_ms: int
     force: bool = True
+    queue_id: int | None = None
+    queue_offset: int | None = None
 
 
 # ---- what a broker asks its clients for a tool

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from librmq.cli.output import Output, complain
 from librmq.cli.rows import Row, named
 from librmq.cli.selection import GROUPS, TOPICS, age_clock, first_at, near, parse_time
-from librmq.cli.stores import open_broker, open_to_change, select_queues
+from librmq.cli.stores import open_running, open_to_change, select_queues
 from librmq.diagnosis.findings import counted
 from librmq.diagnosis.formatting import moment
 from librmq.diagnosis.pending import move_retries, waiting_retries
@@ -151,6 +151,8 @@ def _copy(tables: BrokerTables, name: str, new: str | None, groups: tuple[str, .
 def _retries_of(store: MessageStore, tables: BrokerTables, name: str, arguments: argparse.Namespace) -> Row:
     """Move the waiting retries of a group if that is wanted; else return which stay with the old name."""
     if arguments.with_retries:
+        if store.read_only:
+            raise InputError("--with-retries: end the process that shares the store first, because it writes the log")
         moved, delayed = move_retries(store, tables, name, arguments.to)
         fields: Row = {"retries_moved": moved, "retries_left": 0}
         if delayed:
@@ -196,8 +198,7 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
             queue = store.queues[topic, queue_id]
             before = tables.consumer_offset(topic, group, queue_id)
             after = _target(arguments, offsets, partial(first_at, store, queue, offsets=offsets))
-            if after != before:
-                tables.set_consumer_offset(topic, group, queue_id, after)
+            tables.set_consumer_offset(topic, group, queue_id, after)
             rows.append(_moved_row(arguments, queue_id, offsets, before, after))
     output.rows_of(rows)  # the tables are saved
     return 0
@@ -284,12 +285,21 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
     age_s, newest = arguments.older_than, arguments.keep
     group, topic = arguments.group, arguments.topic
     clock = age_clock(arguments.store, arguments.older_than)
-    with open_broker(arguments) as broker:
-        queues = _selected_queues(arguments, StoreView.over(broker.store, broker.tables))
+    with open_running(arguments) as broker:
+        view = StoreView.over(broker.store, broker.tables)
+        queues = _selected_queues(arguments, view)
         queue_ids = {queue_id for _, queue_id in queues}
         to_end = age_s is None and newest is None
         now_ms = clock.now_ms()
-        plan = plan_skip(broker, group, topic, older_than=age_s, lag_above=newest, to_end=to_end, now_ms=now_ms)
+        plan = plan_skip(
+            view,
+            group,
+            topic,
+            older_than=age_s,
+            lag_above=newest,
+            to_end=to_end,
+            now_ms=now_ms,
+        )
         plan = plan._replace(queues=tuple(queue_skip for queue_skip in plan.queues if queue_skip.queue_id in queue_ids))
         _announce(plan, "would skip" if arguments.dry_run else "skips")
         done = plan

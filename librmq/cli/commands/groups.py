@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from librmq.cli.output import Output, complain
 from librmq.cli.rows import Row, named
 from librmq.cli.selection import age_clock, first_at, note_group, note_topic, note_topic_of, parse_time
-from librmq.cli.stores import open_broker, open_source, open_store, open_view
+from librmq.cli.stores import open_broker, open_running, open_source, open_store, open_view
 from librmq.clock import SystemClock
 from librmq.diagnosis import deadletters
 from librmq.diagnosis.formatting import moment
@@ -274,7 +274,7 @@ def decide(arguments: argparse.Namespace, output: Output) -> int:
 
 def cancel(arguments: argparse.Namespace, output: Output) -> int:
     """Cancel a message that waits for its time."""
-    with open_broker(arguments) as broker:
+    with open_running(arguments) as broker:
         if broker.find_by_id(arguments.id) is None:
             raise InputError(
                 f"there is no message with the id {arguments.id!r:.200}: expected a unique id or an offset id, as "
@@ -403,10 +403,10 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.group is None:
         raise InputError("--resend: name the group with --group")
     is_selected = _selection(arguments)
-    with open_broker(arguments) as broker:
+    with open_running(arguments) as broker:
         selected = {
             message.physical_offset: message
-            for message in deadletters.dead_letters(broker, group=arguments.group)
+            for message in deadletters.dead_letters(StoreView.over(broker.store, broker.tables), group=arguments.group)
             if is_selected(message)
         }
         unsent = [

@@ -28,12 +28,13 @@ from librmq.protocol import (
 )
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remote.remote_route import RemoteRoute
-from librmq.wire.remoting.bodies import by_queue, number_in, queue_data_of, read_body, table_in
+from librmq.wire.remoting.bodies import by_queue, number_in, queue_data_of, read_body, table_in, text_in
 from librmq.wire.remoting.codec import FORMS, check, frame_of
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import GroupAndTopicHeader, RequestCode, TopicNameHeader, TopicOfClusterHeader
 
 T = TypeVar("T")
+Rows = Mapping[str, Mapping[str, Any]]
 _MOST_FOUND = 64
 _NO_PROGRESS = "consumer group"
 """In the reason of a broker that has no progress of a group; another one names the topic."""
@@ -244,6 +245,26 @@ class ClusterAdmin:
                 moved[queue] = offset
         return moved
 
+    def connections(self) -> tuple[int, list[tuple[str, int]]]:
+        """Return when the owner of a shared store began, and host and begin (ms) of each connection, the first first.
+
+        `librmq.wire.unix_sockets.process_of_host` has the process of a host.
+        """
+        (broker,) = self._brokers()
+        frame = frame_of(RequestCode.LIST_CONNECTIONS)
+        return self._read_answer(broker, frame, "the connections", _connections_in)
+
+    def tables(self, broker_name: str) -> tuple[Rows, Rows, Rows]:
+        """Return a broker's rows of topics, of groups, and of offsets by ``topic@group``, as its slaves get them."""
+        broker = self.route.broker(broker_name)
+        topics = frame_of(RequestCode.GET_ALL_TOPIC_CONFIG)
+        offsets = frame_of(RequestCode.GET_ALL_CONSUMER_OFFSET)
+        return (
+            self._read_answer(broker, topics, "the topics", partial(table_in, name="topicConfigTable")),
+            self._read_groups(broker, _group_rows_in),
+            self._read_answer(broker, offsets, "the progress of all groups", partial(table_in, name="offsetTable")),
+        )
+
     # ---- messages
 
     def find_by_id(self, message_id: str, topic: str | None = None) -> StoredMessage | None:
@@ -287,3 +308,8 @@ def _group_rows_in(body: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _redeliveries_in(body: Mapping[str, Any]) -> dict[str, int]:
     return {group: number_in(row, "retryMaxTimes") for group, row in _group_rows_in(body).items()}
+
+
+def _connections_in(body: Mapping[str, Any]) -> tuple[int, list[tuple[str, int]]]:
+    rows = body.get("connections") or []
+    return number_in(body, "beginMs"), [(text_in(row, "host"), number_in(row, "beginMs")) for row in rows]

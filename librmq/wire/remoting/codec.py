@@ -522,7 +522,7 @@ FORMS: Final[Mapping[type[Any], Form]] = {
     ResetGroup: _by_fields(
         ResetGroup,
         _C.INVOKE_BROKER_TO_RESET_OFFSET,
-        "topic group timestamp=timestamp_ms is_force=force",
+        "topic group timestamp=timestamp_ms is_force=force queue_id offset=queue_offset",
         _MOVED,
     ),
     Acknowledge: _by_body(_C.ACKNOWLEDGE, _acknowledge_row, _parse_acknowledge, _ACKNOWLEDGED),

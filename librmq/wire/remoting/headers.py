@@ -120,6 +120,7 @@ class RequestCode(enum.IntEnum):
     CHANGE_INVISIBLE = 31_005
     FORWARD_TO_DEAD_LETTERS = 31_006
     CANCEL_MESSAGE = 31_007
+    LIST_CONNECTIONS = 31_008
 
 
 @value
@@ -440,6 +441,8 @@ class ResetOffsetHeader:
     group: str
     timestamp: int
     is_force: bool = True
+    queue_id: int | None = None
+    offset: int | None = None
 
 
 @value

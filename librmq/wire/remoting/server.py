@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final, Self
 
 from librmq.broker import Broker
@@ -196,6 +197,8 @@ FRAME_SECONDS: Final = 60
 class _Share:
     number: int
     """Connections are numbered in the order in which they come."""
+    begin_ms: int
+    """When it came."""
     held: int = 0
     """Bytes of frames that are incomplete or being answered."""
     has_asked: bool = False
@@ -213,6 +216,7 @@ class Budgets:
 
     def __init__(self) -> None:
         self._lock = Lock()
+        self._begin_ms = SystemClock().now_ms()
         self._shares: dict[Channel, _Share] = {}
         self._numbers = itertools.count()
         self._held = 0
@@ -221,7 +225,7 @@ class Budgets:
     def add_connection(self, channel: Channel) -> Channel | None:
         """Add a connection; return the one to close for it, which is ``channel`` if no other has to make room."""
         with self._lock:
-            self._shares[channel] = _Share(next(self._numbers))
+            self._shares[channel] = _Share(next(self._numbers), SystemClock().now_ms())
             if len(self._shares) - self._ending <= CONNECTIONS:
                 return None
             counts = Counter(other.peer[0] for other, share in self._shares.items() if not share.is_ending)
@@ -272,6 +276,12 @@ class Budgets:
         with self._lock:
             return list(self._shares)
 
+    def list_connections(self, call: RemotingCall) -> bytes:
+        """Answer with the host of each connection, and when it came."""
+        with self._lock:
+            rows = [{"host": channel.peer[0], "beginMs": share.begin_ms} for channel, share in self._shares.items()]
+        return call.answer(body=write_body({"beginMs": self._begin_ms, "connections": rows}))
+
     def _end_share(self, channel: Channel) -> None:
         share = self._shares.get(channel)
         if share is not None and not share.is_ending:
@@ -300,8 +310,9 @@ class FrameAnswers:
         *,
         creates_retry_topics: bool = False,
         allows_admin: bool = False,
+        others: Handlers = MappingProxyType({}),
     ) -> None:
-        """See `RemotingServer` for the last two arguments."""
+        """See `RemotingServer` for two arguments; ``others`` answer more requests."""
         self._allows_admin = allows_admin
         self._sends = Sends(broker, rates)
         self.known = self._sends.known
@@ -312,7 +323,7 @@ class FrameAnswers:
             ConsumerRequests(broker, sessions, pulls, receives, rates),
             AdminRequests(broker, sessions, rates),
         ]
-        self._handlers = answering(part.handlers for part in parts)
+        self._handlers = answering([*(part.handlers for part in parts), others])
 
     def write(self, channel: Channel, frames: list[Frame]) -> None:
         """Answer frames that came together, by writing to their channel."""
@@ -422,6 +433,8 @@ class RemotingServer:
         self._pulls = Pulls(broker, rates, ends_holds=endpoints is None)
         self._receives = ChannelReceives(broker)
         self._endpoints = endpoints or (lambda _: broker)
+        self._lock = Lock()
+        self._budgets = Budgets()
         self._answers = FrameAnswers(
             broker,
             self._sessions,
@@ -430,9 +443,8 @@ class RemotingServer:
             rates,
             creates_retry_topics=creates_retry_topics,
             allows_admin=allows_admin,
+            others={RequestCode.LIST_CONNECTIONS: self._budgets.list_connections} if self._is_local else {},
         )
-        self._lock = Lock()
-        self._budgets = Budgets()
         self.refused = 0
         """Connections that were closed because they sent no valid frames, or used more than their share."""
         self._accepted = 0

@@ -1,0 +1,166 @@
+"""A store that a running process owns and shares, read and changed through that process.
+
+::
+
+    commands that read     the files, which have the owner's messages, and its tables as they are now
+    commands that change   requests to the owner, which tells the clients of all processes
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, Literal
+
+from librmq.broker.retries import resend_letters
+from librmq.errors import BrokerUnreachableError, InputError
+from librmq.files.disk import DiskFiles
+from librmq.message.message import StoredMessage, dead_letter_topic
+from librmq.protocol import (
+    CancelMessage,
+    CancelResult,
+    CreateTopic,
+    DeleteGroup,
+    DeleteTopic,
+    QueueData,
+    ResetGroup,
+    SetGroup,
+    UpdateOffset,
+)
+from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerTables, topic_type
+from librmq.store.format.directory import CONFIG
+from librmq.wire.remote import ClusterAdmin, RemoteRoute
+from librmq.wire.share_links import connect_to_owner
+from librmq.wire.unix_sockets import share_folder
+
+_END: Final = (1 << 63) - 1
+
+
+@contextmanager
+def owner_of(path: str) -> Iterator[OwnedStore | None]:
+    """Connect to the process that owns and shares a store; None if there is no such process.
+
+    Raises:
+        BrokerUnreachableError: It is stopped, or does not answer.
+    """
+    with ExitStack() as opened:
+        try:
+            route = connect_to_owner(path)
+        except BrokerUnreachableError:
+            if DiskFiles().lock_holder(os.path.join(share_folder(path), "lock")) is not None:
+                raise
+            yield None
+            return
+        opened.callback(route.close)
+        yield OwnedStore(opened.enter_context(MessageStore.open(path, read_only=True)), route)
+
+
+class OwnerTables(BrokerTables):
+    """The tables of an owner, of which `persist` sends the changes to it. Not thread-safe."""
+
+    def __init__(self, path: str, admin: ClusterAdmin) -> None:
+        """Ask the owner for them."""
+        super().__init__(os.path.join(path, CONFIG), DiskFiles())
+        (name,) = admin.route.broker_names()
+        self._broker = admin.route.broker(name)
+        self._moved: dict[tuple[str, str, int], int] = {}
+        topics, groups, offsets = admin.tables(name)
+        self.topics.replace(topics)
+        self.groups.replace(groups)
+        self.offsets.replace({key: {int(queue_id): at for queue_id, at in row.items()} for key, row in offsets.items()})
+        self._before = dict(self.topics.rows), dict(self.groups.rows), dict(self.offsets.rows)
+
+    def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
+        """Set a group's progress in a queue, also if the stored progress is the same: instances can be further."""
+        super().set_consumer_offset(topic, group, queue_id, queue_offset)
+        self._moved[topic, group, queue_id] = queue_offset
+
+    def persist(self, now_ms: int) -> None:
+        """Send the changes to the owner.
+
+        Raises:
+            BrokerError: It refuses one.
+            InputError: There is no request for a change.
+        """
+        call = self._broker.call
+        topics, groups, offsets = self._before
+        changed_topics = _changed(topics, self.topics.rows)
+        for topic, row in changed_topics.items():
+            if topic_type(row) != topic_type(topics.get(topic, {})):
+                raise InputError(f"topic {topic!r}: --type can't be set while a process shares the store: end it first")
+        for topic in topics.keys() - self.topics.rows.keys():
+            call(DeleteTopic(topic))
+        for topic, row in changed_topics.items():
+            call(CreateTopic(topic, row["readQueueNums"], row["writeQueueNums"], row["perm"]))
+        for group, row in _changed(groups, self.groups.rows).items():
+            call(SetGroup(group, row))
+        for group in _groups(groups, offsets) - _groups(self.groups.rows, self.offsets.rows):
+            if group not in groups:
+                call(SetGroup(group, {}))  # only a group with settings can be deleted
+            call(DeleteGroup(group, removes_progress=True))
+        for (topic, group, queue_id), queue_offset in self._moved.items():
+            call(ResetGroup(group, topic, -1, queue_id=queue_id, queue_offset=queue_offset))
+        for key in self.offsets.rows.keys() - offsets.keys():  # of a new group, which has no instances
+            topic, _, group = key.rpartition("@")
+            for queue_id, queue_offset in self.offsets.rows[key].items():
+                if (topic, group, queue_id) not in self._moved:
+                    call(UpdateOffset(group, topic, queue_id, queue_offset))
+
+
+def _changed(before: dict[Any, Any], rows: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: row for key, row in rows.items() if before.get(key) != row}
+
+
+def _groups(rows: dict[Any, Any], offsets: dict[Any, Any]) -> set[str]:
+    return rows.keys() | {key.rpartition("@")[2] for key in offsets}
+
+
+class OwnedStore:
+    """A store and its owner, with the methods of `librmq.Broker` that commands use. Not thread-safe."""
+
+    def __init__(self, store: MessageStore, route: RemoteRoute) -> None:
+        """Ask the owner for its tables."""
+        self.admin = ClusterAdmin(route)
+        (name,) = route.broker_names()
+        self.store = store
+        """Opened for reading."""
+        self.runner = route.runner
+        self.call = route.broker(name).call
+        self.tables = OwnerTables(store.path, self.admin)
+
+    def topics(self) -> dict[str, QueueData]:
+        """Return all topics by name, including the broker's own."""
+        return {topic: data for topic, (data,) in self.admin.topics().items()}
+
+    def create_topic(self, topic: str, queues: int) -> None:
+        """Create a topic."""
+        self.admin.create_topic(topic, queues)
+
+    def consumer_offsets(self, group: str, topic: str) -> dict[int, int]:
+        """Return a group's stored progress in a topic, by queue id."""
+        return dict(self.tables.offsets.rows.get(f"{topic}@{group}", {}))
+
+    def reset_group(self, group: str, topic: str, to: Literal["end"] | int, *, queue_id: int) -> None:
+        """Move a running or stopped group in a queue."""
+        queue_offset = _END if to == "end" else to
+        self.call(ResetGroup(group, topic, -1, queue_id=queue_id, queue_offset=queue_offset))
+
+    def cancel(self, message_id: str) -> CancelResult:
+        """Cancel the delivery of a message that waits."""
+        return self.call(CancelMessage(message_id))
+
+    def find_by_id(self, message_id: str) -> StoredMessage | None:
+        """Return the first record with an id; None if there is none."""
+        return next(iter(self.store.find_by_id(message_id)), None)
+
+    def dead_letters(self, group: str) -> list[StoredMessage]:
+        """Return a consumer group's dead letters."""
+        topic = dead_letter_topic(group)
+        names = sorted(name for name in self.store.queues if name[0] == topic)
+        return [letter for name in names for letter in self.store.messages(*name)]
+
+    def resend_dead_letters(self, group: str, letters: list[StoredMessage]) -> int:
+        """Send dead letters to their group again."""
+        return resend_letters(self, self.store, letters, group, self.runner.now_ms)

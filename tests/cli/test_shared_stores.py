@@ -1,0 +1,197 @@
+"""Commands on a store that a running process shares: they act through it, and its clients see the effects."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import librmq
+from librmq import Broker
+from tests.cli.stand import Shell
+from tests.programs import Process, start_program
+from tests.wire.stub import wait_until
+
+pytestmark = pytest.mark.skipif("sys.platform == 'win32'", reason="no Unix domain sockets with credentials")
+
+PROGRAM = """
+    import json, sys, librmq
+    shared = librmq.share(sys.argv[1])
+    shared.create_topic("orders", 2)
+    broker = shared._link.route if shared.is_owner else None
+    heard, fails = [], [True]
+    consumer = librmq.PushConsumer(shared, "billing", consume_from=librmq.ConsumeFrom.FIRST, max_reconsume_times=0)
+
+    @consumer.subscribe("orders")
+    def charge(message):
+        if fails:
+            raise RuntimeError("no money")
+        heard.append(message.body.decode())
+
+    producer = librmq.Producer(shared, "shop")
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(eval(line)), flush=True)
+    consumer.shutdown()
+    producer.shutdown()
+    shared.close()
+"""
+
+
+class Sharing:
+    """A process that shares ``folder``, which evaluates expressions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.process: Process[str] = start_program(PROGRAM, folder)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def __call__(self, expression: str) -> Any:
+        """Return the value of an expression in that process."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(expression + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def end(self) -> None:
+        """End it, and wait."""
+        self.process.send_signal(signal.SIGCONT)
+        self.process.communicate()
+        assert self.process.returncode == 0
+
+
+@pytest.fixture
+def application(shell: Shell) -> Iterator[Sharing]:
+    """A process that shares the folder ``live``: ten messages, and a stopped group that has consumed none."""
+    sharing = Sharing(shell.folder / "live")
+    try:
+        sharing("[producer.send('orders', b'%d' % n, keys=f'k{n}', queue=n % 2).queue_offset for n in range(10)]")
+        sharing("broker.set_group('billing')")
+        sharing("[broker.reset_group('billing', 'orders', 'begin')] and None")
+        yield sharing
+    finally:
+        sharing.end()
+
+
+def test_topics_change_in_the_process(shell: Shell, application: Sharing) -> None:
+    for words, queues in (
+        (("create", "live", "bills", "--queues", "3", "--dry-run"), []),
+        (("create", "live", "bills", "--queues", "3"), [[3, 3, 6]]),
+        (("grow", "live", "bills", "--queues", "5"), [[5, 5, 6]]),
+        (("permit", "live", "bills", "--permission", "r"), [[5, 5, 4]]),
+        (("delete", "live", "bills"), []),
+    ):
+        answer = shell("topic", *words)
+        assert (answer.status, answer.said) == (0, "")
+        route = "[[q.read_queues, q.write_queues, q.permission] for q in shared.topic_route('bills')]"
+        assert application(route) == queues
+    answer = shell("topic", "create", "live", "fifo", "--type", "FIFO")
+    assert (answer.status, "--type can't be set while a process shares" in answer.said) == (2, True)
+    assert application("shared.topic_route('fifo')") == []
+
+
+def test_groups_change_in_the_process(shell: Shell, application: Sharing) -> None:
+    assert shell("group", "create", "live", "audit", "--retries", "3").status == 0
+    assert application("broker.groups()['audit']") == 3
+    application("broker.reset_group('billing', 'orders', 2) and None")
+    assert shell("group", "copy", "live", "billing", "--to", "payments").rows[0]["topics"] == ["orders"]
+    assert application("broker.consumer_offsets('payments', 'orders')") == {"0": 2, "1": 2}
+    refused = shell("group", "copy", "live", "billing", "--to", "other", "--with-retries")
+    assert (refused.status, "end the process that shares" in refused.said) == (2, True)
+    assert shell("group", "delete", "live", "billing").rows[0]["topics"] == ["orders"]
+    assert application("['billing' in broker.groups(), broker.consumer_offsets('billing', 'orders')]") == [False, {}]
+
+
+def test_a_running_group_is_reset(shell: Shell, application: Sharing) -> None:
+    application("[fails.clear(), consumer.start()] and None")
+    wait_until(lambda: application("len(heard)") == 10, "all is heard", 30)
+    assert shell("reset", "live", "--group", "billing", "--topic", "orders", "--to", "begin", "--dry-run").status == 0
+    assert application("len(heard)") == 10
+    answer = shell("reset", "live", "--group", "billing", "--topic", "orders", "--offset", "3", "--queue", "1")
+    assert (answer.status, answer.said, [row["after"] for row in answer.rows]) == (0, "", [3])
+    wait_until(lambda: application("heard[10:]") == ["7", "9"], "two are heard again", 30)
+
+
+def test_a_group_is_moved_forward(shell: Shell, application: Sharing) -> None:
+    words = ("skip", "live", "--group", "billing", "--topic", "orders", "--keep", "1", "--aside", "late")
+    answer = shell(*words)
+    assert (answer.status, [row["skipped"] for row in answer.rows]) == (0, [4, 4])
+    assert application("broker.consumer_offsets('billing', 'orders')") == {"0": 4, "1": 4}
+    assert application("sorted(m.body.decode() for m in shared.messages('late'))") == [str(n) for n in range(8)]
+    assert (shell.folder / "live" / "librmq" / "skipped.jsonl").exists()
+
+
+def test_dead_letters_are_sent_again(shell: Shell, application: Sharing) -> None:
+    application("[consumer.start()] and None")
+    wait_until(lambda: len(application("[m.offset_id for m in broker.dead_letters('billing')]")) == 10, "dead", 60)
+    application("fails.clear()")
+    answer = shell("dead-letters", "live", "--group", "billing", "--resend", "--limit", "4")
+    assert (answer.status, answer.said, len(answer.rows)) == (0, "", 4)
+    wait_until(lambda: len(application("heard")) == 4, "four are heard", 30)
+    assert len(shell("dead-letters", "live", "--resend", "--group", "billing").rows) == 6
+    wait_until(lambda: sorted(application("heard")) == [str(n) for n in range(10)], "all are heard", 30)
+    assert application("broker.resend_dead_letters('billing')") == 0
+
+
+def test_reading_commands_have_the_present(shell: Shell, application: Sharing) -> None:
+    application("broker.reset_group('billing', 'orders', 4) and None")
+    (row,) = shell("lag", "live", "--by", "topic").rows
+    assert (row["group"], row["lag"]) == ("billing", 2)
+    assert [row["group"] for row in shell("groups", "live").rows] == ["billing"]
+    assert shell("diagnose", "live").status == 0
+    assert len(shell("tail", "live", "--topic", "orders", "-n", "3").rows) == 3
+
+
+def test_who_names_all_processes(shell: Shell, application: Sharing) -> None:
+    with librmq.share("live") as shared:
+        assert not shared.is_owner
+        answer = shell("who", "live")
+        (owner,) = answer.rows
+    assert (answer.status, answer.said, owner["role"], owner["state"]) == (0, "", "owner", "running")
+    assert owner["pid"] == application.process.pid
+    assert "import json, sys, librmq" in owner["program"]
+    peer = Sharing(application.folder)
+    try:
+        rows = shell("who", "live").rows
+        assert [(row["role"], row["pid"]) for row in rows] == [("owner", owner["pid"]), ("peer", peer.process.pid)]
+        assert rows[0]["since_ms"] == owner["since_ms"] <= rows[1]["since_ms"]
+        peer.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: shell("who", "live").rows[1]["state"] == "stopped", "the peer is stopped")
+    finally:
+        peer.end()
+
+
+def test_a_stopped_owner(shell: Shell, application: Sharing) -> None:
+    application.process.send_signal(signal.SIGSTOP)
+    named = f"process {application.process.pid}, which owns the store, is stopped"
+    answer = shell("who", "live")
+    assert (answer.status, named in answer.said) == (0, True)
+    assert [(row["role"], row["pid"], row["state"]) for row in answer.rows] == [
+        ("owner", application.process.pid, "stopped")
+    ]
+    answer = shell("topic", "create", "live", "bills")
+    assert (answer.status, named in answer.said) == (2, True)
+    answer = shell("lag", "live")
+    assert (answer.status, "those of its last save" in answer.said) == (0, True)
+
+
+def test_an_owner_that_does_not_share(shell: Shell) -> None:
+    with Broker.open("alone") as broker:
+        broker.create_topic("orders", 2)
+        answer = shell("who", "alone")
+        assert (answer.status, answer.rows) == (0, [])
+        assert (
+            f"no process shares alone: this process (pid {os.getpid()}) has it open, and does not share it"
+            in answer.said
+        )
+        answer = shell("topic", "create", "alone", "bills")
+        assert (answer.status, f"pid {os.getpid()}" in answer.said) == (2, True)
+    answer = shell("who", "alone")
+    assert (answer.status, "no process has it open for writing" in answer.said) == (0, True)
