@@ -603,9 +603,9 @@ class Soak:
         for path in (self.history, self._parts):
             if os.path.lexists(path):
                 raise ConfigError(f"{path}: exists: each soak writes a history of its own")
-        with self._administration() as brokers:
-            self._create_topics(brokers)
         try:
+            with self._administration() as brokers:
+                self._create_topics(brokers)
             os.mkdir(self._parts)
             with CuttingProxy() as self._proxy:
                 try:
@@ -614,7 +614,8 @@ class Soak:
                     self._end_processes()
             anomalies, counts = self._write_history()
         finally:
-            self._delete_topics()
+            if self._created:
+                self._delete_topics()
         shutil.rmtree(self._parts)
         if not counts["sent"] and not is_interrupted:
             raise InputError(f"no message was acknowledged; the last error: {self._last_error()}")
@@ -652,10 +653,10 @@ class Soak:
         """Delete what was created, and what consumers have caused; note what remains, and why."""
         try:
             with self._administration() as brokers:
-                existing = brokers.topics()
+                existing, groups = brokers.topics(), brokers.groups()
                 deletions: dict[str, Callable[[], None]] = {}
                 for kind, name in self._created:
-                    if kind == "group":
+                    if kind == "group" and name in groups:
                         deletions[name] = partial(_delete_group, brokers, name)
                     for topic in [name] if kind == "topic" else [retry_topic(name), dead_letter_topic(name)]:
                         if topic in existing:
@@ -758,6 +759,7 @@ class Soak:
     def _settle(self, wait: Callable[[float], bool], show: Callable[[], None]) -> bool:
         """Wait until nothing is missing, or nothing that was missing has come for some time."""
         fewest, since = None, self._clock.monotonic()
+        shown_at = since
         while True:
             begin = self._clock.monotonic()
             marks = [{"event": "drained", "group": group, "at_ms": self._clock.now_ms()} for group in self.names.topics]
@@ -770,7 +772,9 @@ class Soak:
             if not missing or now - since >= self._plan.settle_s:
                 self._events += marks
                 return False
-            show()
+            if now >= shown_at:
+                shown_at = now + 1
+                show()
             if wait(max(0.5, now - begin)):
                 return True
             for process in self._processes():

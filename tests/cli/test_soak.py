@@ -20,7 +20,7 @@ import pytest
 from librmq import Broker, BrokerError, ConfigError, ManualClock, ManualRunner, record_history
 from librmq.errors import InputError
 from librmq.message.record import PROPERTY_DELAY
-from librmq.protocol import DeleteTopic, EndTransaction, SendMessage, SendPlain, TransactionState
+from librmq.protocol import DeleteTopic, EndTransaction, SendMessage, SendPlain, SetGroup, TransactionState
 from librmq.store import verify
 from librmq.testing import check_history
 from librmq.testing.soak import LOADS, PREFIX, ClusterAccess, Load, Recording, Soak, SoakNames, SoakPlan, SoakResult
@@ -333,10 +333,15 @@ def test_what_is_not_its_own_is_refused_before_any_write(kind: str, shell: Shell
         assert (broker.topics().keys(), broker.groups(), broker.store.log.end) == before
 
 
-def test_a_cluster_that_takes_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("refused", "what"), [(SendMessage, "no message .* no permission"), (SetGroup, "no permission")]
+)
+def test_a_cluster_that_refuses_is_an_error(
+    refused: type, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuses(request: Any, call: Callable[[Any], Any], number: int) -> Any:
-        if isinstance(request, SendMessage):
-            raise BrokerError(16, "no permission to write")
+        if isinstance(request, refused):
+            raise BrokerError(16, "no permission")
         return call(request)
 
     with Broker.temporary() as broker:
@@ -346,6 +351,6 @@ def test_a_cluster_that_takes_nothing_is_an_error(monkeypatch: pytest.MonkeyPatc
                 cluster=ClusterAccess(address), seconds=0.5, loads=["ordered"], workers=1, faults=(),
                 history=str(tmp_path / "history"),
             )  # fmt: skip
-            with pytest.raises(InputError, match=r"no message .* no permission to write"):
+            with pytest.raises((InputError, BrokerError), match=what):
                 soak(plan)
         assert [name for name in broker.topics() if PREFIX in name] == []
