@@ -368,7 +368,7 @@ def cancelled_stays_cancelled(rmq: Kit) -> None:
 
 def test_no_schedule_delivers_a_cancelled_message() -> None:
     result = explore(cancelled_stays_cancelled, runs=examples(50))
-    assert result.chosen["fault"] > 5
+    assert result.chosen["fault"] > 0
 
 
 @pytest.mark.parametrize("by_test", [False, True])
