@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from librmq.testing.history_events import (
     ABSENT,
@@ -24,10 +23,22 @@ from librmq.testing.history_events import (
     FAILED,
     OK,
     ROLLBACK,
-    RUNNING,
     HistoryEvents,
     Integers,
     Table,
+)
+from librmq.testing.history_rows import (
+    HistoryRows,
+    Marks,
+    Mask,
+    RowsByKey,
+    distinct,
+    eras,
+    highest_before,
+    highest_earlier,
+    is_first_of_kind,
+    is_in,
+    take,
 )
 
 KINDS: Final = (
@@ -48,7 +59,6 @@ KINDS: Final = (
 )
 """The kinds of anomalies, in the order in which they are looked for."""
 
-Mask = NDArray[np.bool_]
 _NONE: Final = np.zeros(0, np.int64)
 _LARGEST_SHRUNK: Final = 60
 """Deliveries of a message up to which the evidence of a repeat is made as small as possible."""
@@ -107,134 +117,23 @@ def _order(anomaly: Anomaly) -> tuple[object, ...]:
     return anomaly.at_ms, KINDS.index(anomaly.anomaly), str(anomaly.id), anomaly.group or "", place, anomaly.events
 
 
-# ---- arrays
-
-
-class _Rows:
-    """The rows of a table by a key."""
-
-    def __init__(self, keys: Integers) -> None:
-        self._order = np.argsort(keys, kind="stable")
-        self._keys = keys[self._order]
-
-    def __call__(self, key: int) -> list[int]:
-        """Return the rows of a key, in their order."""
-        first, end = np.searchsorted(self._keys, (key, key + 1))
-        rows: list[int] = self._order[first:end].tolist()
-        return rows
-
-
-def _take(table: Table, rows: Integers | Mask) -> Table:
-    if rows.dtype == np.bool_ and rows.all():
-        return table
-    return {name: column[rows] for name, column in table.items()}
-
-
-def _distinct(values: Integers) -> Integers:
-    """Return values in order, each once."""
-    values = np.sort(values)
-    return values[_is_first(values)]
-
-
-def _is_first(values: Integers) -> Mask:
-    """Return which of values in order are the first of their kind."""
-    is_first = np.ones(len(values), bool)
-    is_first[1:] = values[1:] != values[:-1]
-    return is_first
-
-
-def _is_in(values: Integers, chosen: Sequence[int] | Integers) -> Mask:
-    """Return which values are among the chosen ones."""
-    distinct = _distinct(np.asarray(chosen, np.int64))
-    if not len(distinct):
-        return np.zeros(len(values), bool)
-    nearest: Integers = distinct[np.minimum(np.searchsorted(distinct, values), len(distinct) - 1)]
-    return np.equal(nearest, values)
-
-
-def _highest_earlier(keys: Integers, values: Integers, counts: Mask | None = None) -> Integers:
-    """Return for each row the earlier row of the same key with the largest value, -1 for none.
-
-    Only rows in ``counts`` are returned; among equal values the later row is.
-    """
-    size = len(keys)
-    by_value = np.argsort(values, kind="stable")
-    ranks = np.empty(size, np.int64)
-    ranks[by_value] = np.arange(1, size + 1)
-    if counts is not None:
-        ranks[~counts] = 0
-    order = np.argsort(keys, kind="stable")
-    is_first = _is_first(keys[order])
-    base = (np.cumsum(is_first) - 1) * (size + 1)
-    highest = np.maximum.accumulate(ranks[order] + base) - base
-    earlier = np.zeros(size, np.int64)
-    earlier[1:] = highest[:-1]
-    earlier[is_first] = 0
-    rows = np.full(size, -1)
-    rows[order] = np.where(earlier > 0, by_value[earlier - 1], -1)
-    return rows
-
-
-def _highest_before(
-    keys: Integers, end_ms: Integers, values: Integers, query_keys: Integers, query_ms: Integers
-) -> Integers:
-    """Return for each query the row of its key that ended before, with the largest value; -1 for none."""
-    every_ms = np.concatenate((query_ms, end_ms))
-    is_row = np.repeat((False, True), (len(query_ms), len(end_ms)))
-    every_key = np.concatenate((query_keys, keys))
-    order = np.lexsort((is_row, every_ms))  # at the same time a query comes first
-    every_value = np.concatenate((np.zeros_like(query_ms), values))
-    highest = _highest_earlier(every_key[order], every_value[order], is_row[order])
-    rows = np.full(len(order), -1)
-    rows[order] = np.where(highest >= 0, order[highest] - len(query_ms), -1)
-    return rows[: len(query_ms)]
-
-
-def _eras(mark_keys: Integers, mark_ms: Integers, keys: Integers, at_ms: Integers, *, after: bool) -> Integers:
-    """Return numbers that rise with each mark of a key; ``after`` says whether marks at the same time come before."""
-    if not len(mark_ms):
-        return np.zeros(len(keys), np.int64)
-    rank = np.concatenate((np.ones(len(mark_ms), np.int64), np.full(len(at_ms), 2 * after)))
-    order = np.lexsort((rank, np.concatenate((mark_ms, at_ms)), np.concatenate((mark_keys, keys))))
-    eras = np.empty(len(order), np.int64)
-    eras[order] = np.cumsum(rank[order] == 1)
-    return eras[len(mark_ms) :]
-
-
-# ---- the rules
-
-
 class _Check:
-    """One check of a history. Rows of sends and deliveries are in the order in which rules count them."""
+    """One check of a history, rule by rule."""
 
     def __init__(self, history: HistoryEvents) -> None:
-        tables = history.tables()
-        self._ids: list[Any] = list(history.names["id"])
-        self._id_numbers = history.names["id"]
-        self.texts = {field: sorted(history.names[field]) for field in ("process", "topic", "broker", "group")}
-        self._effects = {field: list(history.names[field]) for field in ("name", "key")}
-        self._groups = {self.texts["group"].index(name): rules for name, rules in history.groups.items()}
-        self.tables = tables
-        self._queue_ids = _distinct(
-            np.concatenate([tables[event]["queue_id"] for event in ("send", "deliver", "assign", "revoke", "commit")])
-        )
-        self._queues = len(self._queue_ids) * max(1, len(self.texts["broker"])) * max(1, len(self.texts["topic"]))
-        self._crash_lines: dict[int, tuple[int, int]] = {}
-        """Begin, and line of the crash, of deliveries that end by it, by their lines."""
-        self._sends = self._ordered_sends()
-        self._deliveries = self._ordered_deliveries()
+        self._history = HistoryRows(history)
+        self._ids, self._texts = self._history.ids, self._history.texts
+        self._groups, self._effects = self._history.groups, self._history.effects
         self._left_out = np.zeros(len(self._ids), bool)
         """Messages that a kind has named, by the number of their ids."""
-        self._sends_by_id = _Rows(self._sends["id"])
-        self._ends_by_id = _Rows(tables["end_transaction"]["id"])
 
     def anomalies(self) -> Iterator[Anomaly]:
         """Yield the anomalies by their kinds."""
         for rule in (self._phantoms, self._aborted, self._offset_conflicts, self._early):
             named: list[Anomaly] = list(rule())
             yield from named
-        self._live_sends = _take(self._sends, ~self._left_out[self._sends["id"]])
-        self._live = _take(self._deliveries, ~self._left_out[self._deliveries["id"]])
+        self._live_sends = take(self._history.sends, ~self._left_out[self._history.sends["id"]])
+        self._live = take(self._history.deliveries, ~self._left_out[self._history.deliveries["id"]])
         yield from self._send_order()
         yield from self._order_of_deliveries()
         yield from self._attempts_and_repeats()
@@ -242,95 +141,10 @@ class _Check:
         yield from self._effects_twice()
         yield from self._undecided_and_lost()
 
-    # ---- rows
-
-    def queue(self, table: Table, topic: Integers) -> Integers:
-        """Return the numbers of queues, which rise by topic, broker and queue id."""
-        ranks = np.searchsorted(self._queue_ids, table["queue_id"])
-        return (topic * len(self.texts["broker"]) + table["broker"]) * len(self._queue_ids) + ranks
-
-    def _ordered_sends(self) -> Table:
-        sends = dict(self.tables["send"])
-        is_placed = (sends["outcome"] == OK) & (sends["half"] != 1) & (sends["not_before_ms"] == ABSENT)
-        sends["queue"] = np.where(is_placed, self.queue(sends, sends["topic"]), -1)
-        keys = [sends[name] for name in ("queue_offset", "queue", "end_ms", "begin_ms")]
-        return _take(sends, np.lexsort(keys))
-
-    def _ordered_deliveries(self) -> Table:
-        rows = dict(self.tables["deliver"])
-        rows["read_topic"] = np.where(rows["stored_in"] >= 0, rows["stored_in"], rows["topic"])
-        rows["queue"] = self.queue(rows, rows["read_topic"])
-        rows["outcome"] = np.where(rows["outcome"] < 0, RUNNING, rows["outcome"])
-        rows["end_ms"] = np.where(rows["outcome"] == RUNNING, ENDLESS, rows["end_ms"])
-        crashes = self.crashes("process")
-        for row in np.flatnonzero(rows["outcome"] == RUNNING).tolist():
-            crash_ms = crashes.get(int(rows["process"][row]), ())
-            begin = bisect_left(crash_ms, int(rows["begin_ms"][row]))
-            if begin < len(crash_ms):
-                rows["end_ms"][row] = crash_ms[begin]
-                rows["outcome"][row] = ENDED_DIED
-                self._crash_lines[int(rows["line"][row])] = (
-                    int(rows["begin_ms"][row]),
-                    self._crash_line(int(rows["process"][row]), crash_ms[begin]),
-                )
-        # What is equal in all that counts: deliveries that do not end well first, then by names.
-        tie = (rows["outcome"] == ENDED_OK) * len(self.texts["group"]) + rows["group"]
-        tie = (tie * len(self.texts["process"]) + rows["process"]) * self._queues + rows["queue"]
-        keys = [tie, *(rows[name] for name in ("attempt", "queue_offset", "end_ms", "begin_ms"))]
-        return _take(rows, np.lexsort(keys))
-
-    def _crash_line(self, process: int, at_ms: int) -> int:
-        table = self.tables["crash"]
-        return int(table["line"][(table["process"] == process) & (table["at_ms"] == at_ms)][0])
-
-    def crashes(self, field: str) -> dict[int, list[int]]:
-        """Return the times of crashes by process or broker."""
-        crashes = defaultdict(list)
-        table = self.tables["crash"]
-        for number, at_ms in zip(table[field].tolist(), table["at_ms"].tolist(), strict=True):
-            if number >= 0:
-                crashes[number].append(at_ms)
-        return {number: sorted(times) for number, times in crashes.items()}
-
-    def _support(self, message: int) -> list[int]:
-        """Return the lines without which a delivered message would be a phantom, aborted or early."""
-        sends = self._sends
-        rows = [row for row in self._sends_by_id(message) if sends["outcome"][row] != FAILED]
-        if not rows:
-            return [int(sends["line"][row]) for row in self._sends_by_id(message)[:1]]
-        first = min(rows, key=lambda row: (max(0, int(sends["not_before_ms"][row])), sends["half"][row], row))
-        lines = [int(sends["line"][first])]
-        if sends["half"][first] == 1:
-            plain = [row for row in rows if sends["half"][row] != 1]
-            ends = self.tables["end_transaction"]
-            commits = [
-                row
-                for row in self._ends_by_id(message)
-                if ends["decision"][row] == COMMIT and ends["outcome"][row] != FAILED
-            ]
-            if plain:
-                lines.append(int(sends["line"][plain[0]]))
-            elif commits:
-                lines.append(int(ends["line"][min(commits, key=lambda row: int(ends["begin_ms"][row]))]))
-        return lines
-
-    def _with_crashes(self, kind: str, lines: Iterable[int]) -> set[int]:
-        """Return lines with the crashes that end a delivery among them, where its end counts."""
-        evidence = {int(line) for line in lines}
-        if self._crash_lines.keys().isdisjoint(evidence):
-            return evidence
-        rows = self._deliveries
-        begins = rows["begin_ms"][np.isin(rows["line"], list(evidence))].tolist()
-        for line in evidence & self._crash_lines.keys():
-            begin_ms, crash_line = self._crash_lines[line]
-            if kind == "repeat" or begins.count(begin_ms) > 1:
-                evidence.add(crash_line)
-        return evidence
-
     # ---- descriptions
 
     def _queue_text(self, table: Table, row: int, topic: str = "topic") -> str:
-        names = (self.texts["topic"][table[topic][row]], self.texts["broker"][table["broker"][row]])
+        names = (self._texts["topic"][table[topic][row]], self._texts["broker"][table["broker"][row]])
         return "/".join((*names, str(table["queue_id"][row])))
 
     def _anomaly(
@@ -348,26 +162,26 @@ class _Check:
         topic = broker = queue_id = queue_offset = None
         if place is not None:
             table, row = place
-            topic = self.texts["topic"][table["read_topic" if "read_topic" in table else "topic"][row]]
+            topic = self._texts["topic"][table["read_topic" if "read_topic" in table else "topic"][row]]
             if table["queue"][row] >= 0:
-                broker = self.texts["broker"][table["broker"][row]]
+                broker = self._texts["broker"][table["broker"][row]]
                 queue_id, queue_offset = int(table["queue_id"][row]), int(table["queue_offset"][row])
         return Anomaly(
             kind,
             int(at_ms),
             None if message is None else self._ids[message],
-            None if group is None else self.texts["group"][group],
+            None if group is None else self._texts["group"][group],
             topic,
             broker,
             queue_id,
             queue_offset,
-            tuple(sorted(self._with_crashes(kind, events))),
+            tuple(sorted(self._history.with_crashes(kind, events))),
             what,
         )
 
     def _of_delivery(self, kind: str, row: int, events: Iterable[int], what: str, rows: Table | None = None) -> Anomaly:
         """Return an anomaly of a delivery, with ``{group}`` and ``{id}`` of the sentence filled in."""
-        rows = self._deliveries if rows is None else rows
+        rows = self._history.deliveries if rows is None else rows
         message, group = int(rows["id"][row]), int(rows["group"][row])
         return self._anomaly(
             kind,
@@ -383,8 +197,8 @@ class _Check:
 
     def _phantoms(self) -> Iterator[Anomaly]:
         is_sent = np.zeros(len(self._ids), bool)
-        is_sent[self._sends["id"]] = True
-        rows, letters = self._deliveries, self.tables["dead_letter"]
+        is_sent[self._history.sends["id"]] = True
+        rows, letters = self._history.deliveries, self._history.tables["dead_letter"]
         first: dict[int, tuple[int, int, int, int]] = {}
         for row in np.flatnonzero(~is_sent[rows["id"]]).tolist():
             first.setdefault(int(rows["id"][row]), (int(rows["begin_ms"][row]), 0, row, 0))
@@ -398,12 +212,12 @@ class _Check:
                 what = f"Group {self._group(rows, row)} got {self._ids[message]}, which was never sent."
                 yield self._of_delivery("phantom", row, (), what)
                 continue
-            what = f"{self._ids[message]} is a dead letter of group {self.texts['group'][row]}, but was never sent."
+            what = f"{self._ids[message]} is a dead letter of group {self._texts['group'][row]}, but was never sent."
             events = [int(letters["line"][letter_row])]
             yield self._anomaly("phantom", at_ms, events, what, message=message, group=row)
 
     def _aborted(self) -> Iterator[Anomaly]:
-        sends, rows, ends = self._sends, self._deliveries, self.tables["end_transaction"]
+        sends, rows, ends = self._history.sends, self._history.deliveries, self._history.tables["end_transaction"]
         size = len(self._ids)
         first = np.full(size, -1)
         first[rows["id"][::-1]] = np.arange(len(rows["id"]))[::-1]
@@ -424,7 +238,7 @@ class _Check:
             self._left_out[message] = True
             row = int(first[message])
             got = f"Group {self._group(rows, row)} got {self._ids[message]}"
-            events = self._support(message)[:1]
+            events = self._history.support(message)[:1]
             if is_refused[message]:
                 what = f"{got}, although every send of it failed."
             elif commit_ms[message] != ENDLESS:
@@ -433,7 +247,7 @@ class _Check:
                 what = f"{got}, although its transaction was rolled back."
                 events += [
                     int(ends["line"][end])
-                    for end in self._ends_by_id(message)
+                    for end in self._history.ends_by_id(message)
                     if ends["decision"][end] == ROLLBACK and ends["outcome"][end] == OK
                 ][:1]
             else:
@@ -441,8 +255,10 @@ class _Check:
             yield self._of_delivery("aborted", row, events, what)
 
     def _offset_conflicts(self) -> Iterator[Anomaly]:
-        sends = _take(self._sends, (self._sends["queue"] >= 0) & ~self._left_out[self._sends["id"]])
-        rows = _take(self._deliveries, ~self._left_out[self._deliveries["id"]])
+        sends = take(
+            self._history.sends, (self._history.sends["queue"] >= 0) & ~self._left_out[self._history.sends["id"]]
+        )
+        rows = take(self._history.deliveries, ~self._left_out[self._history.deliveries["id"]])
         count = len(sends["id"])
         queue, offset, ids = (np.concatenate((sends[name], rows[name])) for name in ("queue", "queue_offset", "id"))
         order = np.lexsort((offset, queue))
@@ -464,7 +280,7 @@ class _Check:
                 )
             return 1, holder, 0, ""
 
-        for place in _distinct(places[conflicts]).tolist():
+        for place in distinct(places[conflicts]).tolist():
             begin, end = np.searchsorted(places, (place, place + 1))
             holders = sorted(order[begin:end].tolist(), key=coming)
             messages: dict[int, int] = {}
@@ -483,11 +299,11 @@ class _Check:
             table, row = (sends, holder) if holder < count else (rows, holder - count)
             lines = [int(table["line"][row])]
             if holder >= count:
-                lines += self._support(message)
+                lines += self._history.support(message)
             if first_holder < count:
                 lines.append(int(sends["line"][first_holder]))
             else:
-                lines += [int(rows["line"][first_holder - count]), *self._support(first_message)]
+                lines += [int(rows["line"][first_holder - count]), *self._history.support(first_message)]
             verb = "stored" if holder < count else "read"
             what = (
                 f"{self._ids[message]} was {verb} at offset {table['queue_offset'][row]} of "
@@ -498,42 +314,42 @@ class _Check:
             yield self._anomaly("offset-conflict", at_ms, lines, what, message=message, group=group, place=(table, row))
 
     def _early(self) -> Iterator[Anomaly]:
-        sends, rows = self._sends, self._deliveries
+        sends, rows = self._history.sends, self._history.deliveries
         due_ms = np.full(len(self._ids), ENDLESS)
         is_stored = sends["outcome"] != FAILED
         asked_ms = np.where(sends["not_before_ms"] == ABSENT, 0, sends["not_before_ms"])
         np.minimum.at(due_ms, sends["id"][is_stored], asked_ms[is_stored])
         is_early = (rows["begin_ms"] < due_ms[rows["id"]]) & ~self._left_out[rows["id"]]
-        early = np.flatnonzero(is_early & _is_in(rows["id"], sends["id"][sends["not_before_ms"] != ABSENT]))
+        early = np.flatnonzero(is_early & is_in(rows["id"], sends["id"][sends["not_before_ms"] != ABSENT]))
         for row in early.tolist():
             message = int(rows["id"][row])
             if not self._left_out[message]:
                 self._left_out[message] = True
                 wait_ms = due_ms[message] - rows["begin_ms"][row]
                 what = f"Group {self._group(rows, row)} got {self._ids[message]} {wait_ms} ms before its delivery time."
-                yield self._of_delivery("early", row, self._support(message), what)
+                yield self._of_delivery("early", row, self._history.support(message), what)
 
     def _group(self, table: Table, row: int) -> str:
-        name: str = self.texts["group"][table["group"][row]]
+        name: str = self._texts["group"][table["group"][row]]
         return name
 
     # ---- order
 
     def _send_order(self) -> Iterator[Anomaly]:
-        sends = _take(self._live_sends, self._live_sends["queue"] >= 0)
-        keys, offset = sends["process"] * self._queues + sends["queue"], sends["queue_offset"]
-        highest = _highest_earlier(keys, offset)
-        suspects = _is_in(keys, keys[(highest >= 0) & (offset[highest] >= offset)])
+        sends = take(self._live_sends, self._live_sends["queue"] >= 0)
+        keys, offset = sends["process"] * self._history.queues + sends["queue"], sends["queue_offset"]
+        highest = highest_earlier(keys, offset)
+        suspects = is_in(keys, keys[(highest >= 0) & (offset[highest] >= offset)])
         if not suspects.any():
             return
-        sends = _take(sends, suspects)
-        crashes = _take(self.tables["crash"], self.tables["crash"]["broker"] >= 0)
+        sends = take(sends, suspects)
+        crashes = take(self._history.tables["crash"], self._history.tables["crash"]["broker"] >= 0)
         mark = (crashes["broker"], crashes["at_ms"])
-        ended = _eras(*mark, sends["broker"], sends["end_ms"], after=False)
-        begun = _eras(*mark, sends["broker"], sends["begin_ms"], after=True)
+        ended = eras(*mark, sends["broker"], sends["end_ms"], after=False)
+        begun = eras(*mark, sends["broker"], sends["begin_ms"], after=True)
         for row, first in self._falls(keys[suspects], sends, "queue_offset", ended, begun, is_equal_a_fall=True):
             what = (
-                f"Process {self.texts['process'][sends['process'][row]]} sent {self._ids[sends['id'][row]]} after "
+                f"Process {self._texts['process'][sends['process'][row]]} sent {self._ids[sends['id'][row]]} after "
                 f"{self._ids[sends['id'][first]]} to {self._queue_text(sends, row)}, but it has offset "
                 f"{sends['queue_offset'][row]}, not above {sends['queue_offset'][first]}."
             )
@@ -560,7 +376,7 @@ class _Check:
         """Yield rows that begin after a row of their key and era had ended with a larger value, with that row."""
         span = 1 + max(int(ended.max(initial=0)), int(begun.max(initial=0)))
         counted = np.arange(len(keys)) if counts is None else np.flatnonzero(counts)
-        highest = _highest_before(
+        highest = highest_before(
             (keys * span + ended)[counted],
             rows["end_ms"][counted],
             rows[value][counted],
@@ -574,9 +390,9 @@ class _Check:
 
     def _order_of_deliveries(self) -> Iterator[Anomaly]:
         ordered = [number for number, rules in self._groups.items() if rules.ordered]
-        rows = _take(self._live, _is_in(self._live["group"], ordered))
-        keys = rows["group"] * self._queues + rows["queue"]
-        longest = _highest_earlier(keys, rows["end_ms"])
+        rows = take(self._live, is_in(self._live["group"], ordered))
+        keys = rows["group"] * self._history.queues + rows["queue"]
+        longest = highest_earlier(keys, rows["end_ms"])
         for row in np.flatnonzero((longest >= 0) & (rows["end_ms"][longest] > rows["begin_ms"])).tolist():
             first = int(longest[row])
             what = (
@@ -584,11 +400,11 @@ class _Check:
                 f"one of {self._ids[rows['id'][first]]} ran in the same queue."
             )
             yield self._of_delivery("overlap", row, self._ordered_pair(rows, first, row), what, rows)
-        highest = _highest_earlier(keys, rows["queue_offset"])
-        suspects = _is_in(keys, keys[(highest >= 0) & (rows["queue_offset"][highest] > rows["queue_offset"])])
+        highest = highest_earlier(keys, rows["queue_offset"])
+        suspects = is_in(keys, keys[(highest >= 0) & (rows["queue_offset"][highest] > rows["queue_offset"])])
         if not suspects.any():
             return
-        rows = _take(rows, suspects)
+        rows = take(rows, suspects)
         ended, begun = (
             self._delivery_eras(rows, "end_ms", after=False),
             self._delivery_eras(rows, "begin_ms", after=True),
@@ -606,24 +422,24 @@ class _Check:
         """Return the lines that show two deliveries of an ordered group."""
         lines = [self._groups[int(rows["group"][first])].line, int(rows["line"][first])]
         for row in (first, second):
-            lines += self._support(int(rows["id"][row]))
+            lines += self._history.support(int(rows["id"][row]))
         return lines
 
     def _delivery_eras(self, rows: Table, time: str, *, after: bool) -> Integers:
         """Return numbers that rise with each assignment of a queue, reset of its topic, or crash."""
-        assigns, resets, crashes = (self.tables[event] for event in ("assign", "reset", "crash"))
-        topics = len(self.texts["topic"])
-        eras = _eras(
+        assigns, resets, crashes = (self._history.tables[event] for event in ("assign", "reset", "crash"))
+        topics = len(self._texts["topic"])
+        numbers = eras(
             np.zeros_like(crashes["at_ms"]), crashes["at_ms"], np.zeros_like(rows["line"]), rows[time], after=after
         )
-        eras = eras + _eras(
-            assigns["group"] * self._queues + self.queue(assigns, assigns["topic"]),
+        numbers = numbers + eras(
+            assigns["group"] * self._history.queues + self._history.queue(assigns, assigns["topic"]),
             assigns["at_ms"],
-            rows["group"] * self._queues + rows["queue"],
+            rows["group"] * self._history.queues + rows["queue"],
             rows[time],
             after=after,
         )
-        return eras + _eras(
+        return numbers + eras(
             resets["group"] * topics + resets["topic"],
             resets["at_ms"],
             rows["group"] * topics + rows["read_topic"],
@@ -637,19 +453,19 @@ class _Check:
         size = len(self._ids)
         scopes = self._live["group"] * size + self._live["id"]
         order = np.argsort(scopes, kind="stable")
-        rows, scopes = _take(self._live, order), scopes[order]
+        rows, scopes = take(self._live, order), scopes[order]
         attempt = np.minimum(rows["attempt"], len(scopes) + 2)
-        highest = _highest_earlier(scopes, attempt)
+        highest = highest_earlier(scopes, attempt)
         last = np.where(highest >= 0, attempt[highest], -1)
-        allowed = np.full(len(self.texts["group"]) + 1, ENDLESS)
+        allowed = np.full(len(self._texts["group"]) + 1, ENDLESS)
         for group, rules in self._groups.items():
             allowed[group] = ENDLESS if rules.max_attempts is None else rules.max_attempts
         is_skipped = attempt > last + 1
         is_wrong = is_skipped | (rows["attempt"] >= allowed[rows["group"]])
-        wrong = _distinct(scopes[is_wrong])
+        wrong = distinct(scopes[is_wrong])
         for row in np.flatnonzero(is_wrong)[np.searchsorted(scopes[is_wrong], wrong)].tolist():
             got = f"Group {self._group(rows, row)} got {self._ids[rows['id'][row]]} with attempt {rows['attempt'][row]}"
-            events = self._support(int(rows["id"][row]))
+            events = self._history.support(int(rows["id"][row]))
             if is_skipped[row]:
                 what = f"{got} after attempt {last[row]}." if last[row] >= 0 else f"{got} first."
             else:
@@ -658,34 +474,34 @@ class _Check:
             yield self._of_delivery("attempts", row, events, what, rows)
         self._ended_scopes(rows, scopes)
         if len(wrong):
-            is_left = ~_is_in(scopes, wrong)
-            rows, scopes = _take(rows, is_left), scopes[is_left]
+            is_left = ~is_in(scopes, wrong)
+            rows, scopes = take(rows, is_left), scopes[is_left]
         broadcast = [group for group, rules in self._groups.items() if rules.broadcast]
         parts = scopes
         if broadcast:
-            is_shared = _is_in(rows["group"], broadcast)
-            parts = scopes * (len(self.texts["process"]) + 1) + np.where(is_shared, rows["process"] + 1, 0)
-        again = _highest_earlier(parts, np.arange(len(parts)), rows["outcome"] == ENDED_OK) >= 0
+            is_shared = is_in(rows["group"], broadcast)
+            parts = scopes * (len(self._texts["process"]) + 1) + np.where(is_shared, rows["process"] + 1, 0)
+        again = highest_earlier(parts, np.arange(len(parts)), rows["outcome"] == ENDED_OK) >= 0
         if not again.any():
             return
-        marks = _Marks(self)
-        parts_of, scopes_of = _Rows(parts), _Rows(scopes)
-        for part in _distinct(parts[again]).tolist():
+        marks = Marks(self._history)
+        parts_of, scopes_of = RowsByKey(parts), RowsByKey(scopes)
+        for part in distinct(parts[again]).tolist():
             messages = parts_of(part)
             first_ms = int(rows["begin_ms"][scopes_of(int(scopes[messages[0]]))[0]])
             for row in self._unexplained(rows, messages, first_ms, marks):
                 yield self._repeat(rows, messages, row, first_ms, marks)
 
     def _unexplained(
-        self, rows: Table, part: Sequence[int], first_ms: int, marks: _Marks, sends: Sequence[int] | None = None
+        self, rows: Table, part: Sequence[int], first_ms: int, marks: Marks, sends: Sequence[int] | None = None
     ) -> list[int]:
         """Return those deliveries of a message in a group that nothing explains."""
         message = int(rows["id"][part[0]])
         if sends is None:
             sends = [
-                int(self._sends["begin_ms"][row])
-                for row in self._sends_by_id(message)
-                if self._sends["outcome"][row] != FAILED
+                int(self._history.sends["begin_ms"][row])
+                for row in self._history.sends_by_id(message)
+                if self._history.sends["outcome"][row] != FAILED
             ]
         retries: dict[int, list[int]] = defaultdict(list)
         for row in part:
@@ -707,7 +523,7 @@ class _Check:
             is_ended = is_ended or rows["outcome"][row] == ENDED_OK
         return repeats
 
-    def _repeat(self, rows: Table, part: Sequence[int], row: int, first_ms: int, marks: _Marks) -> Anomaly:
+    def _repeat(self, rows: Table, part: Sequence[int], row: int, first_ms: int, marks: Marks) -> Anomaly:
         """Return the anomaly of a repeat, with the fewest of the deliveries before it that show it."""
         evidence = [before for before in part if before <= row]
 
@@ -733,13 +549,13 @@ class _Check:
             f"Group {self._group(rows, row)} got {self._ids[message]} again with attempt {rows['attempt'][row]} after "
             "a delivery that ended ok, and no retry, resend, rebalance, crash or reset explains it."
         )
-        return self._of_delivery("repeat", row, [*lines, *self._support(message)], what, rows)
+        return self._of_delivery("repeat", row, [*lines, *self._history.support(message)], what, rows)
 
     def _ended_scopes(self, rows: Table, scopes: Integers) -> None:
         """Note when a delivery of each message in a group first ended with ``ok`` or ``retry``, and which ended ok."""
         is_over = (rows["outcome"] == ENDED_OK) | (rows["outcome"] == ENDED_RETRY)
         ended, end_ms = scopes[is_over], rows["end_ms"][is_over]
-        starts = np.flatnonzero(_is_first(ended))
+        starts = np.flatnonzero(is_first_of_kind(ended))
         self._over = (ended[starts], np.minimum.reduceat(end_ms, starts) if len(starts) else end_ms)
         self._consumed = scopes[rows["outcome"] == ENDED_OK]
 
@@ -750,7 +566,7 @@ class _Check:
         scopes, end_ms = self._over
         first, end = np.searchsorted(scopes, (group * size, (group + 1) * size))
         done_ms[scopes[first:end] - group * size] = end_ms[first:end]
-        letters = _take(self.tables["dead_letter"], self.tables["dead_letter"]["group"] == group)
+        letters = take(self._history.tables["dead_letter"], self._history.tables["dead_letter"]["group"] == group)
         np.minimum.at(done_ms, letters["id"], letters["at_ms"])
         return done_ms
 
@@ -760,13 +576,13 @@ class _Check:
         if selects is None:
             return None
         takes = np.zeros(len(self._ids), bool)
-        takes[[self._id_numbers[name] for name in selects if name in self._id_numbers]] = True
+        takes[[self._history.id_numbers[name] for name in selects if name in self._history.id_numbers]] = True
         return takes
 
     def _resets(self, choose: Callable[[int, int], int]) -> dict[tuple[int, int], int]:
         """Return the first (``min``) or last (``max``) reset of groups and topics."""
         resets: dict[tuple[int, int], int] = {}
-        table = self.tables["reset"]
+        table = self._history.tables["reset"]
         for group, topic, at_ms in zip(*(table[name].tolist() for name in ("group", "topic", "at_ms")), strict=True):
             resets[group, topic] = choose(resets.get((group, topic), at_ms), at_ms)
         return resets
@@ -774,18 +590,18 @@ class _Check:
     # ---- progress
 
     def _progress(self) -> Iterator[Anomaly]:
-        commits = dict(self.tables["commit"])
-        commits["queue"] = self.queue(commits, commits["topic"])
+        commits = dict(self._history.tables["commit"])
+        commits["queue"] = self._history.queue(commits, commits["topic"])
         order = np.lexsort([commits[name] for name in ("queue_offset", "at_ms", "queue", "group")])
-        commits = dict(_take(commits, order))
+        commits = dict(take(commits, order))
         yield from self._progress_ahead(commits)
-        keys = commits["group"] * self._queues + commits["queue"]
+        keys = commits["group"] * self._history.queues + commits["queue"]
         commits["begin_ms"] = commits["end_ms"] = commits["at_ms"]
-        highest = _highest_earlier(keys, commits["queue_offset"])
-        suspects = _is_in(keys, keys[(highest >= 0) & (commits["queue_offset"][highest] > commits["queue_offset"])])
+        highest = highest_earlier(keys, commits["queue_offset"])
+        suspects = is_in(keys, keys[(highest >= 0) & (commits["queue_offset"][highest] > commits["queue_offset"])])
         if not suspects.any():
             return
-        commits = dict(_take(commits, suspects))
+        commits = dict(take(commits, suspects))
         ended, begun = (self._progress_eras(commits, after=after) for after in (False, True))
         for row, first in self._falls(keys[suspects], commits, "queue_offset", ended, begun):
             what = (
@@ -797,10 +613,10 @@ class _Check:
             yield self._anomaly("progress-back", commits["at_ms"][row], events, what, group=group, place=(commits, row))
 
     def _progress_eras(self, commits: Table, *, after: bool) -> Integers:
-        resets, crashes = self.tables["reset"], self.tables["crash"]
-        topics = len(self.texts["topic"])
+        resets, crashes = self._history.tables["reset"], self._history.tables["crash"]
+        topics = len(self._texts["topic"])
         zeros = np.zeros_like(commits["line"])
-        return _eras(np.zeros_like(crashes["at_ms"]), crashes["at_ms"], zeros, commits["at_ms"], after=after) + _eras(
+        return eras(np.zeros_like(crashes["at_ms"]), crashes["at_ms"], zeros, commits["at_ms"], after=after) + eras(
             resets["group"] * topics + resets["topic"],
             resets["at_ms"],
             commits["group"] * topics + commits["topic"],
@@ -810,11 +626,13 @@ class _Check:
 
     def _progress_ahead(self, commits: Table) -> Iterator[Anomaly]:
         ahead: dict[tuple[int, int], tuple[int, int, int]] = {}
-        sends = _take(self._live_sends, self._live_sends["queue"] >= 0)
+        sends = take(self._live_sends, self._live_sends["queue"] >= 0)
         order = np.lexsort((sends["queue_offset"], sends["queue"]))
-        sends = _take(sends, order)
+        sends = take(sends, order)
         resets = self._resets(min)
-        bounds = np.flatnonzero(np.diff(commits["group"] * self._queues + commits["queue"], prepend=-1, append=-1))
+        bounds = np.flatnonzero(
+            np.diff(commits["group"] * self._history.queues + commits["queue"], prepend=-1, append=-1)
+        )
         group, done_ms, takes = -1, _NONE, None
         for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             if commits["group"][begin] != group:
@@ -839,7 +657,7 @@ class _Check:
         self._ahead = set(ahead)
         for (group, message), (at_ms, row, commit) in ahead.items():
             what = (
-                f"Group {self.texts['group'][group]} saved progress {commits['queue_offset'][commit]} in "
+                f"Group {self._texts['group'][group]} saved progress {commits['queue_offset'][commit]} in "
                 f"{self._queue_text(commits, commit)}, past {self._ids[message]} at offset "
                 f"{sends['queue_offset'][row]}, before a delivery of it had ended."
             )
@@ -847,16 +665,19 @@ class _Check:
             yield self._anomaly("progress-ahead", at_ms, events, what, message=message, group=group, place=(sends, row))
 
     def _effects_twice(self) -> Iterator[Anomaly]:
-        effects = self.tables["effect"]
-        effects = _take(effects, np.lexsort((effects["process"], effects["at_ms"])))
+        effects = self._history.tables["effect"]
+        effects = take(effects, np.lexsort((effects["process"], effects["at_ms"])))
         keys = effects["name"] * (len(self._effects["key"]) + 1) + effects["key"]
-        before = _highest_earlier(keys, np.arange(len(keys)))
-        rows_of = _Rows(keys)
+        before = highest_earlier(keys, np.arange(len(keys)))
+        rows_of = RowsByKey(keys)
         for row in np.flatnonzero(before >= 0).tolist():
             first = rows_of(int(keys[row]))[0]
-            name, key = self._effects["name"][effects["name"][row]], self._effects["key"][effects["key"][row]]
+            name, key = (
+                self._effects["name"][effects["name"][row]],
+                self._effects["key"][effects["key"][row]],
+            )
             what = (
-                f"Effect {name} of {key} happened again, in process {self.texts['process'][effects['process'][row]]}, "
+                f"Effect {name} of {key} happened again, in process {self._texts['process'][effects['process'][row]]}, "
                 f"{effects['at_ms'][row] - effects['at_ms'][first]} ms after the first time."
             )
             events = (effects["line"][first], effects["line"][row])
@@ -866,13 +687,13 @@ class _Check:
 
     def _undecided_and_lost(self) -> Iterator[Anomaly]:
         drained: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        table = self.tables["drained"]
+        table = self._history.tables["drained"]
         for group, at_ms, line in zip(*(table[name].tolist() for name in ("group", "at_ms", "line")), strict=True):
             if group in self._groups:
                 drained[group].append((at_ms, line))
-        sends = _take(self._live_sends, self._live_sends["outcome"] == OK)
-        rows_of = _Rows(sends["topic"])
-        topics = {name: number for number, name in enumerate(self.texts["topic"])}
+        sends = take(self._live_sends, self._live_sends["outcome"] == OK)
+        rows_of = RowsByKey(sends["topic"])
+        topics = {name: number for number, name in enumerate(self._texts["topic"])}
         rows_by_group = {
             group: np.sort(
                 np.array(
@@ -894,20 +715,20 @@ class _Check:
         self._left_out[list(undecided)] = True
         last_resets = self._resets(max)
         commit_ms = np.full(len(self._ids), ENDLESS)
-        ends = self.tables["end_transaction"]
+        ends = self._history.tables["end_transaction"]
         is_commit = (ends["decision"] == COMMIT) & (ends["outcome"] == OK)
         np.minimum.at(commit_ms, ends["id"][is_commit], ends["end_ms"][is_commit])
         for group, rows in rows_by_group.items():
-            yield from self._lost(group, _take(sends, rows), drained[group], last_resets, commit_ms)
+            yield from self._lost(group, take(sends, rows), drained[group], last_resets, commit_ms)
 
     def _undecided(
         self, sends: Table, rows_by_group: Mapping[int, Integers], drained: Mapping[int, list[tuple[int, int]]]
     ) -> Iterator[tuple[int, Anomaly]]:
         """Yield half messages without an end, and their anomalies."""
         is_open = self._is_half & ~self._left_out
-        ends = self.tables["end_transaction"]
+        ends = self._history.tables["end_transaction"]
         is_open[ends["id"][ends["outcome"] == OK]] = False
-        is_open[self.tables["discard"]["id"]] = False
+        is_open[self._history.tables["discard"]["id"]] = False
         first: dict[int, tuple[int, str, int, int, int]] = {}
         for group, rows in rows_by_group.items():
             takes = self._takes(group)
@@ -916,7 +737,7 @@ class _Check:
                 after = bisect_left(drained[group], (int(sends["end_ms"][row]) + 1, 0))
                 if after < len(drained[group]) and (takes is None or takes[message]):
                     at_ms, line = drained[group][after]
-                    drain = (at_ms, self.texts["group"][group], row, line, group)
+                    drain = (at_ms, self._texts["group"][group], row, line, group)
                     first[message] = min(first.get(message, drain), drain)
         for message, (at_ms, name, row, line, group) in first.items():
             what = (
@@ -938,10 +759,10 @@ class _Check:
         is_due = ~self._left_out if takes is None else takes & ~self._left_out
         first, end = np.searchsorted(self._consumed, (group * size, (group + 1) * size))
         is_due[self._consumed[first:end] - group * size] = False
-        letters = self.tables["dead_letter"]
+        letters = self._history.tables["dead_letter"]
         is_due[letters["id"][letters["group"] == group]] = False
         is_due[[message for ahead_group, message in self._ahead if ahead_group == group]] = False
-        sends = _take(sends, is_due[sends["id"]])
+        sends = take(sends, is_due[sends["id"]])
         visible_ms = np.where(sends["half"] == 1, np.maximum(sends["end_ms"], commit_ms[sends["id"]]), sends["end_ms"])
         lost: set[int] = set()
         drained_ms = [at_ms for at_ms, _ in drained]
@@ -955,59 +776,14 @@ class _Check:
             at_ms, line = drained[after]
             events = [self._groups[group].line, int(sends["line"][row]), line]
             if sends["half"][row] == 1:
-                ends = self.tables["end_transaction"]
+                ends = self._history.tables["end_transaction"]
                 events += [
                     int(ends["line"][end])
-                    for end in self._ends_by_id(message)
+                    for end in self._history.ends_by_id(message)
                     if ends["decision"][end] == COMMIT and ends["outcome"][end] == OK and ends["end_ms"][end] < at_ms
                 ][:1]
             what = (
-                f"Group {self.texts['group'][group]} drained, but {self._ids[message]} has neither a delivery that "
+                f"Group {self._texts['group'][group]} drained, but {self._ids[message]} has neither a delivery that "
                 "ended ok nor a dead letter."
             )
             yield self._anomaly("lost", at_ms, events, what, message=message, group=group, place=(sends, row))
-
-
-class _Marks:
-    """Assignments, revocations, crashes and resets, which explain repeats, with sorted times."""
-
-    def __init__(self, check: _Check) -> None:
-        tables = check.tables
-        self._queues: dict[tuple[int, int], list[int]] = defaultdict(list)
-        processes: dict[int, set[int]] = defaultdict(set)
-        for event in ("assign", "revoke"):
-            table = tables[event]
-            queues = check.queue(table, table["topic"])
-            for group, queue, at_ms in zip(
-                table["group"].tolist(), queues.tolist(), table["at_ms"].tolist(), strict=True
-            ):
-                self._queues[group, queue].append(at_ms)
-        span = len(check.texts["process"]) + 1
-        for event in ("assign", "deliver"):
-            for pair in _distinct(tables[event]["group"] * span + tables[event]["process"]).tolist():
-                processes[pair // span].add(pair % span)
-        crashes = check.crashes("process")
-        self._processes = {
-            group: sorted(at_ms for process in members for at_ms in crashes.get(process, ()))
-            for group, members in processes.items()
-        }
-        self._brokers = check.crashes("broker")
-        self._resets: dict[tuple[int, int], list[int]] = defaultdict(list)
-        table = tables["reset"]
-        for group, topic, at_ms in zip(*(table[name].tolist() for name in ("group", "topic", "at_ms")), strict=True):
-            self._resets[group, topic].append(at_ms)
-        for times in (*self._queues.values(), *self._resets.values()):
-            times.sort()
-
-    def lies_between(self, rows: Table, row: int, earlier: Iterable[int], first_ms: int) -> bool:
-        """Return whether one lies between the first delivery of a message in a group and the one in a row."""
-        begin_ms, group = int(rows["begin_ms"][row]), int(rows["group"][row])
-        places = [*earlier, row]
-        times = [
-            self._processes.get(group, ()),
-            *(self._queues.get((group, int(rows["queue"][place])), ()) for place in places),
-            *(self._brokers.get(int(rows["broker"][place]), ()) for place in places),
-            self._resets.get((group, int(rows["topic"][row])), ()),
-            self._resets.get((group, int(rows["read_topic"][row])), ()),
-        ]
-        return any((after := bisect_left(every, first_ms)) < len(every) and every[after] <= begin_ms for every in times)
