@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from librmq.broker import Broker, BrokerConfig, send_handler
 from librmq.client.producer import Producer
+from librmq.client.transactions import TransactionProducer
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage
 from librmq.errors import ConfigError
@@ -295,15 +296,20 @@ def test_one_record_of_a_message_is_its_send() -> None:
     with open_broker(MemoryFiles(), runner) as broker:
         answers = [broker.call(request_of(message_of(number, form), 2)) for number, form in enumerate(FORMS)]
         half = request_of(message_of(10, "half"))
-        for _ in range(3):
-            runner.advance(100_000)
+        TransactionProducer(broker, "p", check=lambda message: TransactionState.UNKNOWN)
+        moved = message_of(11, "plain")
+        moved.properties["TIMER_DELAY_MS"] = "150000"
+        broker.call(request_of(moved, 2))
+        assert broker.cancel("U11").cancelled
+        broker._parts.context.cancellations.replace(())  # so that the deletion and the message are moved on
+        runner.advance(140_000)
         placed = broker.call(half)
         broker.call(EndTransaction("p", TransactionState.COMMIT, placed.queue_offset, placed.physical_offset, "U10"))
         for level in (1, -1):
             broker.call(SendBack("g", answers[0].physical_offset, level))
         runner.advance(1_000_000)
         sends = [(message.unique_key, sent_to(message)) for message in broker.store if sent_to(message) is not None]
-        assert Counter(name for name, _ in sends) == dict.fromkeys(["U0", "U1", "U2", "U3", "U4", "U10"], 1)
+        assert Counter(name for name, _ in sends) == dict.fromkeys(["U0", "U1", "U2", "U3", "U4", "U10", "U11"], 1)
         assert {place for _, place in sends} == {("T", 2), ("T", 0)}
         assert len(list(broker.store)) > len(sends) + 6
 
