@@ -75,7 +75,7 @@ from librmq.runtime.locks import Lock
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.format.directory import check_kind as check_store
-from librmq.wire.remote.connection import is_held_here
+from librmq.wire.remote.connection import RequestNotSentError, is_held_here
 from librmq.wire.share_links import SharedEndpoint, StoreOwner, StorePeer
 from librmq.wire.unix_sockets import is_stopped, network_file_system, owner_socket, share_folder
 
@@ -284,20 +284,22 @@ class SharedBroker:
 
     def _watch_owner(self) -> None:
         """Wait for the owner's end, and look for the next one, until this process is it."""
-        while not self._closing.is_set():
-            link = self._link
-            if isinstance(link, StoreOwner):
-                return
-            if link is not None:
-                link.wait_for_end()
-                self._lose(link)
-                link.close()
-            elif (error := self._try_to_join()) is not None:
-                if isinstance(error, BrokerUnreachableError | StoreLockedError):
-                    SystemClock().wait(self._closing, _AGAIN_S)
-                else:
-                    self._states.failing(("share",), "taking the store over", error)
-                    SystemClock().wait(self._closing, _FAILED_S)
+        with ExitStack() as former:  # closed late, because an owner that hands over answers before it ends
+            while not self._closing.is_set():
+                link = self._link
+                if isinstance(link, StoreOwner):
+                    return
+                if link is not None:
+                    former.close()
+                    former.callback(link.close)
+                    link.wait_for_end()
+                    self._lose(link)
+                elif (error := self._try_to_join()) is not None:
+                    if isinstance(error, BrokerUnreachableError | StoreLockedError):
+                        SystemClock().wait(self._closing, _AGAIN_S)
+                    else:
+                        self._states.failing(("share",), "taking the store over", error)
+                        SystemClock().wait(self._closing, _FAILED_S)
 
     def _lose(self, link: StorePeer) -> None:
         """Let calls wait for the next owner."""
@@ -340,7 +342,7 @@ class SharedBroker:
         except BrokerUnreachableError as error:
             if not self._is_lost(link, begin_s + self._timeout_of(request) - SystemClock().monotonic()):
                 raise link.explained(error) from error
-            if type(request) in _STORES:
+            if type(request) in _STORES and not isinstance(error, RequestNotSentError):
                 raise BrokerUnreachableError(f"the owner of the store has ended: {error}") from error
             return self._call_next(request)
 

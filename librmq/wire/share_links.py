@@ -24,7 +24,7 @@ from librmq.message.ids import format_host, parse_host
 from librmq.protocol import ConsumerOffsets, Endpoint, Heartbeat, MessageModel, QueueData, Request, UpdateOffset
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.threads import ThreadRunner
-from librmq.wire.remote.connection import dial_locally
+from librmq.wire.remote.connection import RequestNotSentError, dial_locally
 from librmq.wire.remote.remote_route import Notices, RemoteRoute
 from librmq.wire.remoting.frames import close_in_child
 from librmq.wire.remoting.server import RemotingServer
@@ -92,6 +92,7 @@ class StoreOwner:
         """Hand the store over: end the connections first, so that no request is refused meanwhile."""
         delete_place(self._files)
         try:
+            self.server.drain()
             self.server.close()
             self.route.close()
         finally:
@@ -145,12 +146,14 @@ class StorePeer:
             at_close.push(undo.pop_all())
 
     def _connect(self, address: str, timeout_s: float) -> socket.socket:
+        if self.has_ended.is_set():  # another process may listen there by now
+            raise RequestNotSentError(f"{self.label} has ended")
         try:
             return connect_to(address, timeout_s)
         except BrokerUnreachableError as error:
             if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
                 self.has_ended.set()  # it listens no more
-            raise
+            raise RequestNotSentError(str(error)) from error
 
     def explained(self, error: Exception) -> BrokerUnreachableError:
         """Return the error of a request to the owner, which says whether the owner is stopped."""

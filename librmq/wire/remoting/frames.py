@@ -505,6 +505,11 @@ class FrameSocket:
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as want:
                 _wait(connected, want, self._send_s)
 
+    def end_reading(self) -> None:
+        """Read what has come, and then nothing more."""
+        with suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_RD)
+
     def shut(self) -> None:
         """End the connection; the thread that reads will notice."""
         self._is_shut = True

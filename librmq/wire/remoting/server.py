@@ -10,7 +10,7 @@ import itertools
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -470,6 +470,15 @@ class RemotingServer:
         """
         self._pulls.answer_held(queue)
 
+    def drain(self, timeout: float = 1) -> None:
+        """Accept no connections and no further requests, and answer those that have come. Call `close` then."""
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        channels = self._budgets.channels()
+        for channel in channels:
+            channel.end_reading()
+        self._join_threads([channel.reader for channel in channels if channel.reader is not None], timeout)
+
     def close(self, timeout: float = 5) -> bool:
         """Stop answering requests, and end all connections. A second call does nothing.
 
@@ -486,16 +495,21 @@ class RemotingServer:
         self._listening.close()
         for channel in channels:
             channel.close()
-        clock = SystemClock()
-        deadline = clock.monotonic() + timeout
         threads = [self._acceptor, *(channel.reader for channel in channels if channel.reader is not None)]
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - clock.monotonic()))
-        has_ended = not any(thread.is_alive() for thread in threads if thread is not threading.current_thread())
+        has_ended = self._join_threads(threads, timeout)
         if not has_ended:
             _log.warning("requests by remoting on %(address)s did not end, and are abandoned", address=self.address)
         return has_ended
+
+    @staticmethod
+    def _join_threads(threads: Iterable[threading.Thread], timeout: float) -> bool:
+        """Wait for other threads' ends; return whether all have ended in time."""
+        clock = SystemClock()
+        deadline = clock.monotonic() + timeout
+        others = [thread for thread in threads if thread is not threading.current_thread()]
+        for thread in others:
+            thread.join(max(0.0, deadline - clock.monotonic()))
+        return not any(thread.is_alive() for thread in others)
 
     def __enter__(self) -> Self:
         return self
