@@ -556,7 +556,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     def reassign(self, assigned: AssignedQueue) -> None:
         """Release a queue after its progress was set from outside; the next rebalance resumes at the new progress."""
-        assigned.stored_progress = None
+        assigned.stored_progress, assigned.is_reopened = None, False  # it counts even if the broker's is later
         if self._release_queue(assigned, self.runner.now_ms()):
             self.assigned.pop(assigned.queue, None)
             if self.recorder is not None:
