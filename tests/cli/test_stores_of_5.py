@@ -203,3 +203,14 @@ def test_a_broker_with_tables_in_rocksdb_keeps_them(shell: Shell, folder: str) -
         assert (status, why in said) == (2, True), words
     assert state_of(shell.folder / "store") == before
     assert shell("verify", "store").status == 0
+
+
+def test_compacted_topics_are_named(shell: Shell) -> None:
+    config = shell.folder / "store" / "config" / "topics.json"
+    tables = json.loads(config.read_text())
+    topic = next(iter(tables["topicConfigTable"]))
+    tables["topicConfigTable"][topic]["attributes"] = {"cleanup.policy": "COMPACTION"}
+    config.write_text(json.dumps(tables))
+    for command in ("topics", "verify"):
+        status, _, said = shell(command, "store")
+        assert (status, f"note: topic {topic} is compacted" in said) == (0, True)
