@@ -23,7 +23,7 @@ from librmq.errors import (
     MessageIllegalError,
 )
 from librmq.listener import DeadLetter, ReconsumeLater
-from librmq.message.message import MessageQueue
+from librmq.message.message import Message, MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ConsumeFrom,
@@ -35,7 +35,7 @@ from librmq.protocol import (
     SetGroup,
     UpdateOffset,
 )
-from librmq.testing import Kit
+from librmq.testing import Kit, Process, explore
 from tests.consumer.parties import (
     Noted,
     assigned,
@@ -46,6 +46,7 @@ from tests.consumer.parties import (
     send,
     subscribed,
 )
+from tests.planted import send as send_to_end
 
 T0 = MessageQueue("t", "broker-a", 0)
 
@@ -1049,3 +1050,40 @@ def test_the_redeliveries_of_a_group_that_changes(one_queue: Kit, caplog: pytest
     lines = [record.getMessage() for record in caplog.records if "max_reconsume_times" in record.getMessage()]
     assert len(lines) == 2
     assert "max_reconsume_times=None (the group's) and client" in lines[0]
+
+
+def instances_that_differ(rmq: Kit) -> None:
+    """Two instances start, die and come back with their own maximum; those that live agree on the last one's."""
+
+    def shop(maximum: int) -> Callable[[Process], PushConsumer]:
+        def run(process: Process) -> PushConsumer:
+            consumer = process.consumer("billing", max_reconsume_times=maximum)
+            consumer.subscribe("orders", lambda message: None)
+            return consumer
+
+        return run
+
+    rmq.broker.create_topic("orders", 2)
+    rmq.app("old", shop(3))
+    for number in range(4):
+        send_to_end(rmq.producer(), Message("orders", b"%d" % number), number % 2)
+    rmq.advance(seconds=5)
+    rmq.app("new", shop(1))
+    rmq.advance(minutes=3)
+    living = [process.state for process in rmq.processes if not process.dead and process.state is not None]
+    (maximum,) = {consumer.max_reconsume_times for consumer in living}
+    latest_ms = max(consumer._started_ms for consumer in living)
+    assert maximum in [one.config.max_reconsume_times for one in living if one._started_ms == latest_ms]
+
+
+@pytest.mark.slow
+def test_instances_agree_on_the_redeliveries_in_any_schedule() -> None:
+    result = explore(instances_that_differ, runs=60)
+    assert result.chosen["fault"] > 5
+
+
+@pytest.mark.slow
+def test_instances_that_each_go_by_their_own_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PushConsumer, "max_reconsume_times", property(lambda one: one.config.max_reconsume_times))
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        explore(instances_that_differ, runs=5)
