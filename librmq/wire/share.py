@@ -83,7 +83,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 _log = EventLog("librmq.wire")
 
-_AGAIN_S: Final = 0.01
+_AGAIN_S: Final = 0.02
 """Between two looks for an owner."""
 _RELEASED_S: Final = 0.5
 """The locks of a process that ends are released within this time."""

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,9 +53,11 @@ from librmq.wire.share_links import StoreOwner, connect_to_owner
 from librmq.wire.unix_sockets import (
     connect_to,
     credentials_of,
+    host_of_process,
     is_stopped,
     network_file_system,
     owner_socket,
+    process_of_host,
     share_folder,
 )
 from tests.conftest import SlowBudget
@@ -235,7 +238,8 @@ def end_owners(scene: Scene, way: str, end: Callable[[Worker], None], rounds: It
     settings, slowest = {"timeout": 2, "take_over_stopped": 0.2} if way == "stopped" else {}, 0.0
 
     def start() -> None:
-        scene.start(rate=100, queue=queue, group="billing", share=settings).wait_ready()
+        patience = {"timeout": 10}  # also on a busy machine
+        scene.start(rate=100, queue=queue, group="billing", share=settings, producer=patience).wait_ready()
 
     for _ in range(3):
         start()
@@ -523,3 +527,10 @@ def test_a_child_takes_over_from_its_parent(scene: Scene) -> None:
         assert parent.stdout.readline() == "owner True\n"
     with librmq.share(scene.store) as shared:
         assert sorted(message.body for message in shared.messages("orders")) == [b"child", b"heir", b"parent"]
+
+
+@pytest.mark.parametrize("process", [1, 1234, 4_194_304])
+def test_a_process_has_an_address_of_its_own(process: int) -> None:
+    host = host_of_process(process)
+    assert ip_address(host).is_loopback
+    assert process_of_host(host) == process
