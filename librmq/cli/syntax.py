@@ -288,7 +288,7 @@ _CHANGE: Final = (
             option("--permission", choices=("rw", "r", "w"), help="create, permit: allow reads, writes or both (rw)"),
             option(
                 "--type",
-                choices=("NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED"),
+                choices=("NORMAL", "FIFO", "DELAY", "TRANSACTION", "PRIORITY", "MIXED"),
                 help="create: what official clients of 5.x may send (MIXED)",
             ),
             *CHANGES,

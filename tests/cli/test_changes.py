@@ -10,6 +10,7 @@ from librmq import Broker, Message, MessageStore, Producer, PushConsumer, Recons
 from librmq.cli.output import JsonLines
 from librmq.clock import ManualClock
 from librmq.diagnosis import lag
+from librmq.message.topics import TOPIC_TYPES
 from librmq.runtime.runner import ManualRunner
 from librmq.store.format.broker_tables import BrokerTables
 from tests.budget import many
@@ -99,6 +100,8 @@ def test_a_topic_is_made_grown_and_deleted(shell: Shell) -> None:
 def test_a_topic_is_made_for_a_type_of_messages(shell: Shell) -> None:
     assert shell("topic", "create", "store", "orders", "--type", "FIFO").rows[0]["message_type"] == "FIFO"
     assert tables(shell).topics.rows["orders"]["attributes"] == {"message.type": "FIFO"}
+    for kind in TOPIC_TYPES:
+        assert shell("topic", "create", "store", kind, "--type", kind).rows[0]["message_type"] == kind
     shell("topic", "grow", "store", "orders", "--queues", "9")
     with Broker.open("store", runner=ManualRunner()) as broker:
         assert broker.topics()["orders"].message_type == "FIFO"
