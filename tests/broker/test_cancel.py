@@ -82,7 +82,11 @@ class CancelMachine(RuleBasedStateMachine):
         if how == "producer":
             result = self.producer.cancel(receipt)
         else:
-            names = {"receipt": receipt, "unique id": receipt.message_id, "offset id": receipt.offset_id}
+            names: dict[str, Any] = {
+                "receipt": receipt,
+                "unique id": receipt.message_id,
+                "offset id": receipt.offset_id,
+            }
             result = self.broker.cancel(names[how])
         assert result.cancelled == (not was_delivered), result
         assert ("delivered already" in result.why) == was_delivered

@@ -314,7 +314,7 @@ def test_misuse(filled: Kit) -> None:
 
 
 @pytest.mark.parametrize("chosen", [{"tags": "b"}, {"sql": "TAGS = 'b'"}])
-def test_assigned_queues_are_read_by_a_filter(filled: Kit, chosen: dict[str, str]) -> None:
+def test_assigned_queues_are_read_by_a_filter(filled: Kit, chosen: dict[str, Any]) -> None:
     consumer = reader(filled, consume_from=ConsumeFrom.FIRST)
     consumer.assign(QUEUES[1:2], **chosen)
     with consumer:

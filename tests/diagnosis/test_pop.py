@@ -163,7 +163,9 @@ def test_records_that_no_broker_writes_are_reported(pop: PopStore, tag: str, bod
         found = holds(pop)
         assert places(found.held) == [("G", "orders", 7, 60)]
         ((at, why),) = found.unusable
-        assert (at >= place, what in why) == (True, True), why
+        assert at is not None
+        assert at >= place
+        assert what in why
         pop.advance(10)
     (finding,) = [one for one in diagnose(StoreView.over(pop.store, pop.tables)) if "pop" in one.kind]
     assert (finding.kind, finding.evidence["records"]) == ("unusable-pop-records", 1)
@@ -227,10 +229,9 @@ def test_an_acknowledgement_of_another_message_is_reported(pop: PopStore) -> Non
     assert ["queue offset 9 is not in the check point" in one.what for one in found.unusable] == [True]
 
 
-@some
 def test_a_broker_agrees_at_every_step() -> None:
     """Play random receives, acknowledgements and changes beside a model that knows only their meaning."""
-    for seed in range(12):
+    for seed in some(range(12)):
         rng, store = random.Random(seed), PopStore()
         model: dict[tuple[str, str, int], tuple[int, Any]] = {}
         store.send("orders", 60)
