@@ -351,7 +351,7 @@ def main() -> None:
 
 
 def _open_broker(store: str, **settings: str) -> Broker:
-    """Open a store whose checks of transactions and locks of queues are soon over, because their clients are killed."""
+    """Open a store that soon asks about transactions, because the clients that were to end them are killed."""
     config = BrokerConfig(timers=TimerConfig(), transactions=TransactionConfig(timeout_s=1, interval_s=1))
     return Broker.open(store, config, store_config=StoreConfig(**cast(Any, settings)) if settings else None)
 
@@ -745,8 +745,8 @@ class Soak:
             self._workers[place] = self._start_worker().wait_until_ready()
         self._faults[fault] += 1
 
-    def _add_crash(self, at_ms: int, **who: str) -> None:
-        self._events.append({"event": "crash", **who, "at_ms": at_ms})
+    def _add_crash(self, at_ms: int, **actor: str) -> None:
+        self._events.append({"event": "crash", **actor, "at_ms": at_ms})
 
     def _progress(self, seconds: float) -> dict[str, object]:
         counts = sum((worker.counts for worker in self._workers), self._ended)
