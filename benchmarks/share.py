@@ -1,0 +1,272 @@
+"""Processes that share a store: sends of peers, and what they cost the owner, against TCP and other queues.
+
+Owner, peers, servers and consumers are processes of their own, and the store is on disk. A peer of `librmq.share` is
+compared with a client of `librmq.connect` at a `RemotingServer` of the same machine, with litequeue and huey in SQLite
+from as many processes, and with an echo of the same bytes over a Unix socket. Bodies have 128 bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+from benchmarks.frame import CHECKOUT, Bench, Case, Run, Target, main
+
+BODY: Final = b"x" * 128
+TOPIC: Final = "bench"
+WINDOW: Final = 64
+
+
+@contextmanager
+def program(call: str, *words: object) -> Iterator[Any]:
+    """Start a function of this module in a process of its own, which ends with its input."""
+    # The checkout is the last place to import from, so that the installed librmq is measured.
+    code = f"import sys; sys.path.append({str(CHECKOUT)!r}); from benchmarks import share; share.{call}(*sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()  # it is ready
+        yield process
+    finally:
+        process.communicate()
+
+
+def ask(process: Any, kind: str, count: int) -> None:
+    process.stdin.write(f"{kind} {count}\n")
+    process.stdin.flush()
+
+
+# ----------------------------------------------------------------------------------------------------------- processes
+
+
+def sender(way: str, place: str) -> None:
+    """Print the seconds in which this process does what each line of input names, as often as it says."""
+    with ExitStack() as opened:
+        do = {"share": _of_route, "connect": _of_route, "litequeue": _litequeue, "huey": _huey, "echo": _echo}[way](
+            way, place, opened
+        )
+        print("ready", flush=True)
+        for line in sys.stdin:
+            kind, count = line.split()
+            begin = time.perf_counter()
+            answer = do(kind, int(count))
+            print(json.dumps(time.perf_counter() - begin if answer is None else answer), flush=True)
+
+
+def _of_route(way: str, place: str, opened: ExitStack) -> Any:
+    import librmq
+
+    route: Any = opened.enter_context(librmq.share(place) if way == "share" else librmq.connect(place))
+    producer = opened.enter_context(librmq.Producer(route, "shop"))
+    producer.send(TOPIC, BODY)
+    times: list[float] = []
+    listening: list[Any] = []
+
+    def listen(message: Any) -> None:
+        times.append(time.perf_counter() - float(message.body))
+
+    async def pipeline(count: int) -> None:
+        free = asyncio.Semaphore(WINDOW)
+
+        async def send_one() -> None:
+            async with free:
+                await producer.send_async(TOPIC, BODY)
+
+        await asyncio.gather(*(send_one() for _ in range(count)))
+
+    def send(count: int) -> None:
+        for _ in range(count):
+            producer.send(TOPIC, BODY)
+
+    def send_times(count: int) -> None:  # to the listener of another process
+        for _ in range(count):
+            producer.send("times", repr(time.perf_counter()).encode())
+            time.sleep(0.002)
+
+    def begin_listening(_: int) -> None:
+        times.clear()
+        if not listening:
+            consumer = librmq.PushConsumer(route, "clock", consume_from=librmq.ConsumeFrom.FIRST)
+            consumer.subscribe("times", listen)
+            listening.append(opened.enter_context(consumer))
+
+    def median(count: int) -> float:
+        while len(times) < count:
+            time.sleep(0.01)
+        return 1000 * statistics.median(times)
+
+    kinds: dict[str, Any] = {
+        "send": send,
+        "async": lambda count: asyncio.run(pipeline(count)),
+        "time": send_times,
+        "listen": begin_listening,
+        "median": median,
+    }
+    return lambda kind, count: kinds[kind](count)
+
+
+def _litequeue(way: str, place: str, opened: ExitStack) -> Any:
+    from litequeue import LiteQueue
+
+    queue = LiteQueue(place)
+    text = BODY.decode()
+
+    def do(kind: str, count: int) -> None:
+        for _ in range(count):
+            queue.put(text)
+
+    return do
+
+
+def _huey(way: str, place: str, opened: ExitStack) -> Any:
+    from huey import SqliteHuey
+
+    huey = SqliteHuey(filename=place, results=False)
+
+    @huey.task()  # type: ignore[untyped-decorator]
+    def charge(body: str) -> None:
+        """Do nothing: only its enqueueing is measured."""
+
+    text = BODY.decode()
+
+    def do(kind: str, count: int) -> None:
+        for _ in range(count):
+            charge(text)
+
+    return do
+
+
+def _echo(way: str, place: str, opened: ExitStack) -> Any:
+    connected = opened.enter_context(socket.socket(socket.AF_UNIX))
+    connected.connect(place)
+
+    def do(kind: str, count: int) -> None:
+        for _ in range(count):
+            connected.sendall(BODY)
+            connected.recv(4096)
+
+    return do
+
+
+def owner(way: str, place: str) -> None:
+    """Own a store, or echo bytes, until the input ends; the owner's own sends are measured like those of others."""
+    if way == "echo":
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(place)
+        listening.listen()
+        print("ready", flush=True)
+        while True:
+            connected, _ = listening.accept()
+            threading.Thread(target=_answer, args=(connected,), daemon=True).start()
+    if way == "share":
+        sender(way, place)
+        return
+    import librmq
+    from librmq.wire.remoting import RemotingServer
+
+    with librmq.Broker.open(place) as broker, RemotingServer(broker) as server:
+        Path(f"{place}.address").write_text(server.address, "utf-8")
+        print("ready", flush=True)
+        sys.stdin.read()
+
+
+def _answer(connected: socket.socket) -> None:
+    while received := connected.recv(4096):
+        connected.sendall(received)
+
+
+# ------------------------------------------------------------------------------------------------------------ the cases
+
+
+def processes(bench: Bench) -> Iterator[Any]:
+    """Yield two clients of each way, beside an owner each."""
+    with bench.folder() as folder, ExitStack() as opened:
+        owners, clients = {}, {}
+        for way in ("share", "connect", "litequeue", "huey", "echo"):
+            place = str(folder / way)
+            if way in ("share", "connect"):
+                owners[way] = opened.enter_context(program("owner", way, place))
+            elif way == "echo":
+                echoing = program("owner", way, place)
+                process = echoing.__enter__()
+                opened.callback(process.kill)
+                owners[way] = process
+            if way == "connect":
+                place = Path(f"{place}.address").read_text("utf-8")
+            clients[way] = [opened.enter_context(program("sender", way, place)) for _ in range(2)]
+        alone = opened.enter_context(program("owner", "share", folder / "alone"))
+        yield SimpleNamespace(owners=owners, clients=clients, alone=alone, bench=bench)
+
+
+def rate_of(given: Any, _: Path, *, way: str, kind: str = "send", count: int, senders: int = 1) -> float:
+    """Return sends a second, of so many processes together."""
+    count = given.bench.count(count)
+    working = given.clients[way][:senders]
+    for process in working:
+        ask(process, kind, count)
+    return senders * count / max(float(process.stdout.readline()) for process in working)
+
+
+def own_rate(given: Any, _: Path, *, is_shared: bool, count: int) -> float:
+    """Return the sends a second of an owner, with idle peers or without any."""
+    count, process = given.bench.count(count), given.owners["share"] if is_shared else given.alone
+    ask(process, "send", count)
+    return count / float(process.stdout.readline())
+
+
+def latency(given: Any, _: Path, *, way: str, count: int) -> float:
+    """Return the median from a send of a process to the listener of another one, in ms."""
+    count, (first, second) = given.bench.count(count), given.clients[way]
+    ask(second, "listen", 0)
+    second.stdout.readline()
+    ask(first, "time", count)
+    first.stdout.readline()
+    ask(second, "median", count)
+    return float(second.stdout.readline())
+
+
+def cases() -> Iterator[Case]:
+    def sends(way: str, senders: int = 1, kind: str = "send") -> Run:
+        return partial(rate_of, way=way, kind=kind, count=4_000, senders=senders)
+
+    one, two, pipelined = sends("share"), sends("share", 2), sends("share", kind="async")
+    tcp_pipelined, lite = sends("connect", kind="async"), sends("litequeue", 2)
+    case = partial(Case, "a peer's sends", setup=processes)
+    yield case(one, "one by one", target=Target(10_000), unit="/s")
+    yield case(one, "one by one", sends("connect"), "TCP", Target(1), limit=True)
+    yield case(one, "one by one", sends("echo"), "an echo over the socket", limit=True)
+    yield case(two, "by two peers", target=Target(16_000), unit="/s")
+    yield case(two, "by two peers", sends("connect", 2), "TCP", limit=True)
+    yield case(two, "by two peers", lite, "litequeue from two", needs=("litequeue",))
+    yield case(two, "by two peers", sends("huey", 2), "huey from two", Target(2), needs=("huey",))
+    yield case(pipelined, f"{WINDOW} under way", target=Target(40_000), unit="/s")
+    yield case(pipelined, f"{WINDOW} under way", tcp_pipelined, "TCP", limit=True)
+    yield case(pipelined, f"{WINDOW} under way", lite, "litequeue from two", Target(1.5), needs=("litequeue",))
+    shared, connected = (partial(latency, way=way, count=200) for way in ("share", "connect"))
+    yield Case("peer to peer", shared, "send to listener, median", target=Target(1, at_most=True), unit="ms",
+               setup=processes)  # fmt: skip
+    yield Case("peer to peer", shared, "send to listener, median", connected, "TCP", unit="ms", limit=True,
+               setup=processes)  # fmt: skip
+    with_peers, alone = (partial(own_rate, is_shared=is_shared, count=20_000) for is_shared in (True, False))
+    yield Case("the owner's sends", with_peers, "with idle peers", alone, "no peers", Target(0.95), limit=True,
+               setup=processes)  # fmt: skip
+
+
+CASES: Final = list(cases())
+
+if __name__ == "__main__":
+    main("share", __doc__, CASES)
