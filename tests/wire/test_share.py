@@ -43,7 +43,7 @@ from librmq import (
 from librmq.clock import SystemClock
 from librmq.errors import NotAStoreError
 from librmq.protocol import QueryOffset
-from librmq.testing import check_history
+from librmq.testing import Anomaly, check_history
 from librmq.wire.remote import ClusterAdmin
 from librmq.wire.remoting.codec import frame_of
 from librmq.wire.remoting.frames import encode
@@ -256,9 +256,19 @@ def end_owners(scene: Scene, way: str, end: Callable[[Worker], None], rounds: It
     scene.drain("billing")
     for worker in list(scene.workers.values()):
         worker.leave()
-    # While a queue moves, as at every rebalance, the former reader's last progress can come after the next one's first.
-    assert [anomaly for anomaly in check_history(scene.events()) if anomaly.anomaly != "progress-back"] == []
+    events = scene.events()
+    assert [anomaly for anomaly in check_history(events) if not is_of_a_move(anomaly, events)] == []
     return slowest
+
+
+def is_of_a_move(anomaly: Anomaly, events: list[dict[str, Any]]) -> bool:
+    """Return whether two processes had a queue for a moment, as at every rebalance: both deliver and report then."""
+    return anomaly.anomaly in ("progress-back", "repeat") and any(
+        event["event"] in ("assign", "revoke")
+        and event["queue_id"] == anomaly.queue_id
+        and abs(event["at_ms"] - anomaly.at_ms) < 1000
+        for event in events
+    )
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.slow)])
