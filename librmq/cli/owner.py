@@ -29,7 +29,7 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerTables, topic_type
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.directory import CONFIG
 from librmq.wire.remote import ClusterAdmin, RemoteRoute
 from librmq.wire.share_links import connect_to_owner
@@ -88,7 +88,7 @@ class OwnerTables(BrokerTables):
         topics, groups, offsets = self._before
         changed_topics = _changed(topics, self.topics.rows)
         for topic, row in changed_topics.items():
-            if topic_type(row) != topic_type(topics.get(topic, {})):
+            if row.get("attributes") != topics.get(topic, {}).get("attributes"):
                 raise InputError(f"topic {topic!r}: --type can't be set while a process shares the store: end it first")
         for topic in topics.keys() - self.topics.rows.keys():
             call(DeleteTopic(topic))
