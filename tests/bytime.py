@@ -11,8 +11,9 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import encode_properties
+from librmq.message.topics import TIMER_TOPIC
 from librmq.scheduling.timer import Timers
-from librmq.scheduling.timer_config import TIMER_TOPIC, TimerConfig
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from tests.stores import ROOT, SMALL, START_MS, died

@@ -18,7 +18,7 @@ from librmq.errors import BrokerError, ConfigError, CorruptionError, RmqError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.message.topics import HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, is_system_topic, moved_keys
+from librmq.message.topics import HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, TIMER_TOPIC, is_system_topic, moved_keys
 from librmq.protocol import (
     CleanUnusedTopics,
     ConsumeFrom,
@@ -46,7 +46,6 @@ from librmq.runtime.event_log import EventLog
 from librmq.scheduling.half_messages import CHECK_GROUP, QUEUE
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer import Timers
-from librmq.scheduling.timer_config import TIMER_TOPIC
 from librmq.store.retention import Unread, UnreadInFile
 
 _MAX_RESULTS: Final = 64

@@ -16,7 +16,7 @@ from librmq.java.lang import java_int, java_long
 from librmq.message import Message, record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import StoredMessage
-from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX
+from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, TIMER_TOPIC
 from librmq.protocol import CancelMessage, CancelResult
 from librmq.runtime.runner import Step
 from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, HopProxy, send_at
@@ -26,7 +26,6 @@ from librmq.scheduling.timer_config import (
     DELETE_KEY,
     DELIVER_MS,
     OUT_MS,
-    TIMER_TOPIC,
     delete_key,
     deliver_time_ms,
     without_time,

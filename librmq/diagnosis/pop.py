@@ -46,8 +46,7 @@ from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import BodyCompressionError, CorruptionError, MalformedError, MessageIllegalError
 from librmq.message import record
 from librmq.message.message import StoredMessage
-from librmq.message.topics import RETRY_PREFIX, receive_retry_topic, validate_topic
-from librmq.scheduling.timer_config import TIMER_TOPIC
+from librmq.message.topics import RETRY_PREFIX, TIMER_TOPIC, receive_retry_topic, validate_topic
 from librmq.scheduling.timer_wheel import waiting_timers
 from librmq.store.format.broker_tables import ConfigTable
 from librmq.store.format.directory import CONFIG

@@ -33,10 +33,10 @@ from librmq.message.topics import (
     OP_TOPIC,
     RETRY_PREFIX,
     REVIVE_PREFIX,
+    TIMER_TOPIC,
     group_of_retries,
     is_system_topic,
 )
-from librmq.scheduling.timer_config import TIMER_TOPIC
 from librmq.store import MessageStore
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format import directory

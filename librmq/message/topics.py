@@ -38,6 +38,7 @@ NOT_FOR_SENDING: Final = frozenset(
 SYSTEM_TOPICS: Final = NOT_FOR_SENDING | {AUTO_CREATE_TOPIC, "BenchmarkTest", TRACE_TOPIC}
 """The topics that RocketMQ reserves, besides topics with `SYSTEM_PREFIX`."""
 SYSTEM_PREFIX: Final = "rmq_sys_"
+TIMER_TOPIC: Final = "rmq_sys_wheel_timer"
 REVIVE_PREFIX: Final = "rmq_sys_REVIVE_LOG_"
 """With the name of the cluster, the topic of what POP of 5.x holds: `librmq.diagnosis.pop`."""
 _RECEIVE_SEPARATOR: Final = "_"

@@ -36,7 +36,7 @@ from librmq.java.lang import java_int, java_long, string_hash
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
-from librmq.message.topics import HALF_TOPIC, validate_topic
+from librmq.message.topics import HALF_TOPIC, TIMER_TOPIC, validate_topic
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.earlier_copies import EarlierCopies
@@ -46,7 +46,6 @@ from librmq.scheduling.timer_config import (
     ENQUEUE_MS,
     OUT_MS,
     ROLL_TIMES,
-    TIMER_TOPIC,
     TimerConfig,
     delete_key,
     is_timed,

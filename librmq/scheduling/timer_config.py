@@ -17,7 +17,6 @@ from librmq.message import Message, record
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format.timerfiles import SLOT_SIZE, UNIT_SIZE, TimerWheel, timer_log_size
 
-TIMER_TOPIC: Final = "rmq_sys_wheel_timer"
 DELAY_SEC: Final = "TIMER_DELAY_SEC"
 DELAY_MS: Final = "TIMER_DELAY_MS"
 DELIVER_MS: Final = "TIMER_DELIVER_MS"

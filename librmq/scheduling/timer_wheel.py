@@ -18,10 +18,11 @@ from librmq.files.interface import Files
 from librmq.java.lang import java_long, string_hash
 from librmq.message import record
 from librmq.message.message import StoredMessage
+from librmq.message.topics import TIMER_TOPIC
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside
-from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, TIMER_TOPIC, TimerConfig, delete_key
+from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, TimerConfig, delete_key
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import (
     DELETE,

@@ -31,10 +31,10 @@ from librmq.java.lang import java_int, java_long
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
-from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, is_system_topic
+from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, TIMER_TOPIC, is_system_topic
 from librmq.runtime.locks import Lock
 from librmq.scheduling.relay import HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC
-from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, ROLL_TIMES, TIMER_TOPIC, deliver_time_ms
+from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, ROLL_TIMES, deliver_time_ms
 from librmq.store.format.documents import CANCELLED_FILE, read_document, write_document
 
 WAITING_TOPICS: Final = (SCHEDULE_TOPIC, TIMER_TOPIC, HOP_TOPIC)

@@ -531,6 +531,7 @@ class StoreHandle:
         """Leave the store to the parent, in a forked child."""
         self.closed = "was opened before a fork: reopen the store in the child"
         self.thread.after_fork()
+        self.retention.after_fork()
         self._file_lock = None  # so that closing does not wait for a thread of the parent
         self.appender.after_fork()
         self.durability.commit.stop_after_fork(f"{self.path}: this handle {self.closed}")

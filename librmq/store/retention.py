@@ -418,6 +418,10 @@ class Retention:
     def _forced(self) -> bool:
         return self.used_ratio > self._force_clean
 
+    def after_fork(self) -> None:
+        """Replace the lock in a forked child: a thread of the parent may hold it."""
+        self._check_guard = Lock()
+
     def _check_disk(self, now_ms: int) -> None:
         with critical, self._check_guard:
             self._checked_at_ms = now_ms

@@ -16,10 +16,9 @@ from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.filter import SQL92, SqlFilter
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import MessageQueue, StoredMessage, retry_topic
-from librmq.message.topics import CHECK_MAX_TIME_TOPIC, DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX
+from librmq.message.topics import CHECK_MAX_TIME_TOPIC, DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, TIMER_TOPIC
 from librmq.protocol import PERM_READ, Heartbeat, MessageModel
 from librmq.scheduling.relay import HOP_TOPIC
-from librmq.scheduling.timer_config import TIMER_TOPIC
 from librmq.scheduling.waiting import Cancellations
 from librmq.testing.anomalies import KINDS, check_history
 from librmq.testing.from_store import StoreStart, earlier_attempts

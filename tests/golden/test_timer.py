@@ -17,8 +17,9 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files.disk import DiskFiles
 from librmq.message.message import Message, StoredMessage
+from librmq.message.topics import TIMER_TOPIC
 from librmq.scheduling.timer import Timers
-from librmq.scheduling.timer_config import TIMER_TOPIC, TimerConfig, TimerRefusedError
+from librmq.scheduling.timer_config import TimerConfig, TimerRefusedError
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, Unit, read_slots
 from tests.reference import Row, folders, jsonl, rows

@@ -14,7 +14,8 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message
 from librmq.message.record import TRANSACTION_PREPARED
-from librmq.scheduling.timer_config import TIMER_TOPIC, TimerConfig, TimerRefusedError, delete_key, is_timed
+from librmq.message.topics import TIMER_TOPIC
+from librmq.scheduling.timer_config import TimerConfig, TimerRefusedError, delete_key, is_timed
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit, read_slots
 from tests.bytime import TINY, Wheel
 from tests.stores import ROOT, START_MS, contents, died

@@ -12,8 +12,8 @@ import pytest
 from librmq.delay import DelayConfig
 from librmq.errors import ConfigError, DiskFullError, FlushFailedError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.topics import HALF_TOPIC
-from librmq.scheduling.timer_config import TIMER_TOPIC, TimerConfig
+from librmq.message.topics import HALF_TOPIC, TIMER_TOPIC
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.txn import TransactionConfig
 from tests.bytime import NOW, TINY, ByTime, Waiting, Wheel
 from tests.stores import START_MS

@@ -17,8 +17,7 @@ from librmq.columns.options import Mode
 from librmq.config import suggest
 from librmq.errors import ConfigError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX
-from librmq.scheduling.timer_config import TIMER_TOPIC
+from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, TIMER_TOPIC
 from librmq.spark import stores
 from librmq.spark.pipelines.backlog import MESSAGE_COLUMNS as BACKLOG_COLUMNS
 from librmq.spark.pipelines.backlog import backlog, what_if, what_retention_frees
