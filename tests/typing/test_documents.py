@@ -17,9 +17,10 @@ UNTYPED = ("columns.md", "spark.md")
 """These pages use packages that have no types or may not be installed."""
 AS_ON_A_PAGE = (
     *("--allow-untyped-defs", "--allow-incomplete-defs", "--allow-untyped-calls", "--allow-untyped-decorators"),
-    *("--allow-redefinition-new", "--local-partial-types", "--disable-error-code=var-annotated", "--disable-error-code=import-untyped"),
+    *("--allow-redefinition-new", "--local-partial-types", "--disable-error-code=var-annotated"),
+    "--disable-error-code=import-untyped",
 )
-"""A short example may leave its own functions and empty lists untyped, and may reuse a name."""
+"""A short example may leave its own functions and empty lists untyped, reuse a name, and use packages without types."""
 
 pytestmark = pytest.mark.slow
 
