@@ -110,9 +110,9 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
         CONFIG.add_to(parser)
         if reads:
             AS_RECOVERED.add_to(parser)
-            if command.name in PAST:
-                AT.add_to(parser)
             STORAGE_OPTIONS.add_to(parser)
+        if command.name in PAST:
+            AT.add_to(parser)
         if command.takes_route:
             for argument in (ROUTE, *SECURED):
                 argument.add_to(parser)

@@ -786,5 +786,5 @@ COMMANDS: Final[dict[str, Command]] = {command.name: command for section in SECT
 """The commands by name."""
 READING: Final = frozenset((*(command.name for command in _LOOK), "ask", "dump", "export", "queue", "timers"))
 """Commands that read the messages of a store, or what is known about them."""
-PAST: Final = READING - {"expiring", "export", "timers", "whatif"}
-"""Commands that can show a store as it was; the others need more than its log."""
+PAST: Final = (READING | {"extract"}) - {"expiring", "timers", "whatif"}
+"""Commands that can show a store as it was; the others need progress or timers back then, which are not kept."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Final, Literal
 
 from librmq.errors import ConfigError, StoreError
@@ -152,6 +153,8 @@ class ReadOptions:
     """Whether several stores can be read, so that each row needs its store."""
     storage_options: Mapping[str, Any] | None = None
     """Arguments of the file system, for paths that are URLs."""
+    at: datetime | int | None = None
+    """The moment at which the store is read: a time, or the physical offset of the log's end; None for now."""
 
 
 # ---- parts of a read

@@ -152,6 +152,8 @@ class PlannedStore:
     _cut: Damage | None = None
     """Where a recovery would end the log, if it is read as recovered and opening has passed over the damage."""
     _ends_as_recovered: bool = True
+    _past_end: int | None = None
+    """The end of the log at the moment at which the store is read."""
 
     @classmethod
     def open(cls, path: str, options: ReadOptions, files: Files | None = None) -> PlannedStore:
@@ -177,6 +179,9 @@ class PlannedStore:
         if fails and options.as_recovered and options.checksums and store is not None:
             planned._cut = store.check_covered()
         try:
+            if options.at is not None:
+                with MessageStore.open(path, read_only=True, files=files, at=options.at) as past:
+                    planned._past_end = past.log.end
             planned._plan_queues()
         except BaseException:
             planned.close()
@@ -216,11 +221,13 @@ class PlannedStore:
             self.log_end = max(starts) + config.commitlog_file_size if starts else 0
         if self._cut is not None:
             self.log_end = self._cut.offset
+        if self._past_end is not None:
+            self.log_end = min(self.log_end, self._past_end)
         states = {} if store is None else store.queues.states()
         for name in sorted(self._names()):
             if self.options.selection.has_queue(*name):
                 try:
-                    self.queues[name] = self._before_cut(self._queue(name, states.get(name)))
+                    self.queues[name] = self._before_end(self._queue(name, states.get(name)))
                 except CorruptionError as error:
                     if self._fails:
                         raise
@@ -334,11 +341,11 @@ class PlannedStore:
             return begin
         return bisect_left(range(end), self.log_begin, begin, end, key=place)
 
-    def _before_cut(self, queue: QueueRange) -> QueueRange:
-        """Return the queue without the messages that a recovery would cut."""
-        if self._cut is None:
+    def _before_end(self, queue: QueueRange) -> QueueRange:
+        """Return the queue without the messages that a recovery would cut, and those after the past moment."""
+        if self._cut is None and self._past_end is None:
             return queue
-        end = bisect_left(range(queue.end), self._cut.offset, queue.begin, queue.end, key=queue.place_of)
+        end = bisect_left(range(queue.end), self.log_end, queue.begin, queue.end, key=queue.place_of)
         inline = queue.inline[: max(end - queue.inline_from, 0) * ENTRY_SIZE]
         return replace(queue, end=end, inline_from=min(queue.inline_from, end), inline=inline)
 

@@ -65,6 +65,9 @@ class ReaderKeywords(TypedDict, total=False):
     assumed to grow along a queue."""
     until: datetime | int | None
     """Exclusive end of the store times."""
+    at: datetime | int | None
+    """The moment at which the store is read, as `librmq.MessageStore.open` takes it: a time with a time zone, or the
+    physical offset at which the log ended."""
     offsets: range | Mapping[tuple[str, int], range | int] | None
     """Queue offsets: one range for every queue, or a mapping from topic and queue id to a range or the first offset.
     Only queues in the mapping are read."""
@@ -252,6 +255,7 @@ def _options(paths: tuple[str, ...], settings: ReaderKeywords) -> ReadOptions:
         fail_on_data_loss=settings.get("fail_on_data_loss", True),
         checksums=settings.get("checksums", True),
         several=len(paths) > 1,
+        at=settings.get("at"),
     )
     return _with_offsets(options, settings.get("offsets"))
 

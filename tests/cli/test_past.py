@@ -39,6 +39,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 WITHOUT_PROGRESS = {"ask", "diagnose", "groups", "lag", "stats", "story"}
 """Commands whose output depends on the progress of groups too."""
+COPYING = {"export", "extract"}
+"""Commands that write what they read."""
 
 
 class Copied(NamedTuple):
@@ -106,6 +108,26 @@ def test_the_past_is_shown_as_a_copy_shows_it(command: str, recorded: Recorded, 
     assert len(set(printed)) > 1
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_an_export_ends_with_the_moment(processes: str, recorded: Recorded, shell: Shell, tmp_path: Path) -> None:
+    for number, (folder, log_end, now_ms) in enumerate(recorded.moments):
+        expected = tmp_path / f"{number}.jsonl"
+        assert shell("export", folder, "--out", expected, "--all").status == 0
+        for kind, moment in (("end", log_end), ("time", datetime.fromtimestamp(now_ms / 1000, UTC).isoformat())):
+            out = tmp_path / f"{number}-{kind}.jsonl"
+            answer = shell("export", recorded.store, "--out", out, "--all", "--at", moment, "--processes", processes)
+            assert answer.status == 0
+            assert out.read_text("utf-8") == expected.read_text("utf-8")
+
+
+def test_an_extracted_store_ends_with_the_moment(recorded: Recorded, shell: Shell, tmp_path: Path) -> None:
+    for number, (folder, log_end, _) in enumerate(recorded.moments):
+        shell("extract", folder, "--topic", "orders", "-o", tmp_path / f"{number}")
+        shell("extract", recorded.store, "--topic", "orders", "-o", tmp_path / f"{number}-at", "--at", log_end)
+        expected = shell("dump", tmp_path / f"{number}")
+        assert (expected.status, expected.rows) == (0, shell("dump", tmp_path / f"{number}-at").rows)
+
+
 def test_ends_of_lag_are_those_of_then(recorded: Recorded, shell: Shell) -> None:
     folder, log_end, _ = recorded.moments[1]
     then = {(row["topic"], row["queue_id"]): row for row in shell("lag", folder).rows}
@@ -130,7 +152,7 @@ def test_before_the_first_message_nothing_is_wrong(recorded: Recorded, shell: Sh
 
 
 def test_commands_that_show_the_past_are_listed() -> None:
-    assert COMMANDS.keys() | WITHOUT_PROGRESS == PAST
+    assert COMMANDS.keys() | WITHOUT_PROGRESS | COPYING == PAST
 
 
 @pytest.mark.parametrize(

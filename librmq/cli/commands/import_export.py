@@ -16,12 +16,12 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from librmq.cli.fields import parse_object
 from librmq.cli.output import Output, ProgressBar, complain
 from librmq.cli.selection import age_clock, check_times, note_topic, parse_time
-from librmq.cli.stores import settle_config, storage_options
+from librmq.cli.stores import read_moment, settle_config, storage_options
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import nearest
 from librmq.errors import CorruptionError, InputError, MessageIllegalError, MissingExtraError
@@ -380,18 +380,17 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
         fail_on_data_loss=not arguments.skip_deleted,
         as_recovered=arguments.as_recovered,
     )
-    if (options := storage_options(arguments)) is not None:
-        settings["storage_options"] = options
-    if arguments.columns is not None:
-        settings["columns"] = arguments.columns
     since, until = (None if text is None else parse_time(text, clock) for text in (arguments.since, arguments.until))
     check_times(arguments, since, until)
-    if since is not None:
-        settings["since"] = since
-    if until is not None:
-        settings["until"] = until
-    if arguments.queue is not None:
-        settings["queue"] = arguments.queue
+    limits = {
+        "storage_options": storage_options(arguments),
+        "columns": arguments.columns,
+        "at": read_moment(arguments),
+        "since": since,
+        "until": until,
+        "queue": arguments.queue,
+    }
+    settings.update(cast("ReaderKeywords", {name: value for name, value in limits.items() if value is not None}))
 
     def show(done: int, total: int | None) -> None:
         if total is not None:  # otherwise these are bytes of the log, which opening walks over
