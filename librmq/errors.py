@@ -14,6 +14,7 @@
     │   ├── ClientStateError          the state of a client forbids the call; names the state
     │   ├── NoRouteError              no broker is known for a topic
     │   ├── BrokerUnreachableError    a broker cannot be reached, or its answer was lost (ConnectionError)
+    │   │   └── RequestNotSentError   the request was not sent whole, so no broker has carried it out
     │   ├── SendTimeoutError          the time for all tries of a send is over (TimeoutError)
     │   ├── GroupBehindError          groups have not consumed all in time (TimeoutError)
     │   └── BrokerError               a broker refused a request; its code says why

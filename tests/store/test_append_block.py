@@ -1,4 +1,4 @@
-"""A large block written around the mapping reads back the same as one written by `append`."""
+"""A large block written around the mapping reads back the same as one written by `copy_in`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_a_log_of_blocks_is_that_of_records(tmp_path: Path) -> None:
             places = {one.claim(len(data)) for one in (log, plain)}
             assert len(places) == 1
             log.append_block(data)
-            plain.append(data)
+            plain.make_room(len(data))
+            plain.copy_in(data, len(data))
             assert (log.end, log.last_write) == (plain.end, plain.last_write)
         assert log.end > SIZE  # the block continued in another file
         log.flush()

@@ -106,7 +106,8 @@ class Subject:
     def append(self, size: int, entries: int = 1) -> bool:
         """Append this many bytes; return whether the thread must be woken."""
         self.log.claim(size)
-        self.log.append(b"x" * size)
+        self.log.make_room(size)
+        self.log.copy_in(b"x" * size, size)
         self.entries += entries
         woken = self.log.end >= self.step.alarm
         self.wakes += woken

@@ -506,7 +506,8 @@ class RemotingServer:
         """Wait for other threads' ends; return whether all have ended in time."""
         clock = SystemClock()
         deadline = clock.monotonic() + timeout
-        others = [thread for thread in threads if thread is not threading.current_thread()]
+        # One that is about to start finds its connection ended.
+        others = [thread for thread in threads if thread.ident is not None and thread is not threading.current_thread()]
         for thread in others:
             thread.join(max(0.0, deadline - clock.monotonic()))
         return not any(thread.is_alive() for thread in others)
