@@ -223,6 +223,9 @@ def _options(paths: tuple[str, ...], settings: ReaderKeywords) -> ReadOptions:
     for name in ("fail_on_data_loss", "checksums", "as_recovered"):
         if not isinstance(settings.get(name, True), bool):
             raise ConfigError(f"{name}: expected True or False, found {settings.get(name)!r:.80}")
+    at = settings.get("at")
+    if at is not None and not (at >= 0 if type(at) is int else isinstance(at, datetime)):
+        raise ConfigError(f"at: expected a time with a time zone or a physical offset, found {at!r:.80}")
     sql = settings.get("sql")
     tags = check_filters(view, settings.get("tags"), sql, "sql")
     selection = ReadSelection(
@@ -255,7 +258,7 @@ def _options(paths: tuple[str, ...], settings: ReaderKeywords) -> ReadOptions:
         fail_on_data_loss=settings.get("fail_on_data_loss", True),
         checksums=settings.get("checksums", True),
         several=len(paths) > 1,
-        at=settings.get("at"),
+        at=at,
     )
     return _with_offsets(options, settings.get("offsets"))
 

@@ -31,6 +31,7 @@ WRONG: Final[dict[str, tuple[Any, ...]]] = {
     "sql": (*ODD, *NUMBERS, []),
     "filter": (*ODD, *NUMBERS, *TEXTS),
     "columns": (*ODD, *NUMBERS, *TEXTS, [], ["topic", "topic"]),
+    "at": (*ODD, *TEXTS, True, -1),
     "since": (*ODD, *TEXTS, True),
     "until": (*ODD, *TEXTS, True),
     "offsets": (*ODD, *NUMBERS, *TEXTS, range(5, 2), range(0, 9, 2), {("A", 0): None}, {("A", 0): range(9, 2)},
