@@ -25,6 +25,7 @@ import asyncio
 import inspect
 import secrets
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -257,7 +258,8 @@ class DedupListener:
         if not isinstance(business_key, str):
             raise ConfigError(f"key: expected a text or None, found {business_key!r:.100}")
         key_of = partial(dedup_key, self._application, message.topic, self._group, message.tags)
-        key = key_of(business_key)
+        plain = business_key.replace("\0", "\0\0")  # so that no key is that of a step
+        key = key_of(plain)
         owner = secrets.token_hex(12)
         now_ms = self._clock.now_ms()
         expires_at_ms = now_ms + self._consuming_ms
@@ -284,7 +286,7 @@ class DedupListener:
         if claim is Claim.TAKEN_OVER:
             self._count("taken_over", message.topic)
             _log.warning("%(key)s: taken over from a consumer that did not end in time", key=key)
-        return _Claimed(key, owner, lambda name: key_of(f"{business_key}\0{name}"), expires_at_ms)
+        return _Claimed(key, owner, lambda name: key_of(f"{plain}\0{name}"), expires_at_ms)
 
     def _finish_claim(self, claim: _Claimed) -> Generator[_Request, Any, None]:
         now_ms = self._clock.now_ms()
@@ -358,8 +360,8 @@ class DedupListener:
         without a key are not recorded, and a listener of lists has none.
 
         Entering raises:
-            ConfigError: The listener of this guard does not run here, it consumes a list, or the name is empty or was
-                used before for this message.
+            ConfigError: The listener of this guard does not run here, or it consumes a list; or the name is no text, is
+                empty, has a NUL, or was used before for this message.
             ReconsumeLater: The message's claim has expired, or another consumer does the step, or the store failed and
                 the guard has ``when_store_fails="retry"``.
         """
@@ -370,7 +372,7 @@ class DedupListener:
         consumption = _consumption.get()
         if consumption is None or consumption.guard is not self:
             raise ConfigError(f"step {name!r}: expected a running listener of this guard, for a single message")
-        if not name or name in consumption.step_names:
+        if type(name) is not str or not name or "\0" in name or name in consumption.step_names:
             raise ConfigError(f"step {name!r}: expected a name that this message has not used yet")
         consumption.step_names.add(name)
         message = consumption.claim
@@ -395,7 +397,7 @@ class DedupListener:
             _log.warning(
                 "%(key)s: step %(step)s begins again, because an earlier run did not end it", key=key, step=name
             )
-        return _Claimed(key, message.owner)
+        return _Claimed(key, message.owner, expires_at_ms=message.expires_at_ms)
 
     def _end_step(self, claim: _Claimed, failed: bool) -> _Flow:
         """Record a step, or remove its claim."""
@@ -404,6 +406,9 @@ class DedupListener:
             yield from self._end_claim(claim, request, "", "failed", "released")
         else:
             now_ms = self._clock.now_ms()
+            if claim.owner and now_ms >= claim.expires_at_ms:  # renew the claim, unless another consumer has it now
+                with suppress(DedupStoreError):
+                    yield self._request("claim", claim.key, claim.owner, now_ms, now_ms + self._consuming_ms)
             request = self._request("finish", claim.key, claim.owner, now_ms, now_ms + self._keep_ms)
             yield from self._end_claim(claim, request, "steps", "done", "recorded")
 

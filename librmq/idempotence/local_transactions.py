@@ -58,8 +58,11 @@ class LocalTransactions:
         Raises:
             ConfigError: ``database`` is neither, the table's name would have to be quoted, or ``keep`` is no duration.
         """
-        if not (hasattr(database, "dialect") and hasattr(database, "connect")) and not callable(database):
-            raise ConfigError(f"database: expected an Engine or a function, found {database!r:.100}")
+        is_engine = hasattr(database, "dialect") and hasattr(database, "connect")
+        if not is_engine and (not callable(database) or hasattr(database, "cursor")):
+            raise ConfigError(
+                f"database: expected an Engine, or a function that opens a connection, found {database!r:.100}"
+            )
         self._database = database
         self._table = check_name(table)
         self._keep_ms = to_milliseconds("keep", keep)
@@ -71,14 +74,14 @@ class LocalTransactions:
 
         ``session`` is a SQLAlchemy ``Session`` or ``Connection``, or a DB-API connection, without an open transaction.
         Leaving the block commits both. An exception, or `OpenTransaction.rollback`, rolls both back; it propagates. If
-        the outcome of the database's commit is unknown because it raised, the broker asks `check`, and the error
-        propagates too.
+        the outcome of the database's commit is unknown because it raised, or the block has committed before it raised,
+        the broker asks `check`, and the error propagates too.
 
         Raises:
-            ConfigError: The session has an open transaction, or commits each statement; nothing is sent.
+            ConfigError: The session has an open transaction, or commits each statement; nothing is sent. Or the block
+                has rolled its transaction back; nothing is committed since.
             ClientError: The half message could not be stored; the block does not run.
-            TransactionRefusedError: A check has ended the transaction before its row was written; the block does not
-                run.
+            TransactionRefusedError: A transaction with this message's id has ended before; the block does not run.
         """
         link = Link(session)
         if link.in_transaction:
@@ -87,23 +90,33 @@ class LocalTransactions:
         link.rollback()  # SQLAlchemy has begun a transaction to show its connection
         failure: Exception | None = None
         with producer.transaction(message) as opened:
+            transaction_id, keeps = opened.sent.message_id, False
             try:
-                if not self._write(link, opened.sent.message_id, _COMMITTED):
-                    raise TransactionRefusedError(
-                        _TRANSACTION_REFUSED, f"transaction {opened.sent.message_id}: a check has rolled it back before"
-                    )
+                self._write_first(link, transaction_id)
                 yield opened
+                keeps = opened.state is not TransactionState.ROLLBACK
+                if keeps and self._read(link, transaction_id) is None:
+                    keeps = False
+                    raise ConfigError(
+                        f"transaction {transaction_id}: a rollback in the block has undone its state too: use a "
+                        "savepoint, or open another session"
+                    )
+            except Exception as error:
+                failure = error
             except BaseException:
                 link.rollback()
                 raise
-            if opened.state is TransactionState.ROLLBACK:
-                link.rollback()
-                return
             try:
-                link.commit()
+                if keeps:
+                    link.commit()
+                else:
+                    link.rollback()
+                    is_committed = self._read(link, transaction_id) == _COMMITTED  # by a commit in the block
+                    link.rollback()
+                    (opened.unknown if is_committed else opened.rollback)()
             except Exception as error:
                 opened.unknown()
-                failure = error
+                failure = failure or error
         if failure is not None:
             raise failure
 
@@ -134,15 +147,26 @@ class LocalTransactions:
                 connection.close()
 
     def _state(self, link: Link, transaction_id: str) -> TransactionState:
-        select = f"SELECT state FROM {self._table} WHERE transaction_id = :id"
-        rows = link.execute(select, id=transaction_id).rows
-        if not rows:
+        state = self._read(link, transaction_id)
+        if state is None:
             link.rollback()  # a later SELECT of this transaction would not see rows of others
             if self._write(link, transaction_id, _ROLLED_BACK):
                 link.commit()
                 return TransactionState.ROLLBACK
-            rows = link.execute(select, id=transaction_id).rows
-        return TransactionState.COMMIT if rows and int(rows[0][0]) == _COMMITTED else TransactionState.ROLLBACK
+            state = self._read(link, transaction_id)
+        return TransactionState.COMMIT if state == _COMMITTED else TransactionState.ROLLBACK
+
+    def _read(self, link: Link, transaction_id: str) -> int | None:
+        """Return the state in the row of a transaction, None if there is no row."""
+        rows = link.execute(f"SELECT state FROM {self._table} WHERE transaction_id = :id", id=transaction_id).rows
+        return int(rows[0][0]) if rows else None
+
+    def _write_first(self, link: Link, transaction_id: str) -> None:
+        """Insert the row of a local transaction; refuse it if there is one."""
+        if not self._write(link, transaction_id, _COMMITTED):
+            is_committed = self._read(link, transaction_id) == _COMMITTED
+            what = "it was committed before" if is_committed else "a check has rolled it back before"
+            raise TransactionRefusedError(_TRANSACTION_REFUSED, f"transaction {transaction_id}: {what}")
 
     def _write(self, link: Link, transaction_id: str, state: int) -> bool:
         """Insert the row of a transaction; return False, with nothing open, if there is one."""

@@ -152,6 +152,44 @@ def test_a_commit_of_unknown_outcome(shop: Shop, is_done: bool, monkeypatch: pyt
     assert shop.outcome == (int(is_done), int(is_done))
 
 
+def end_inside(session: Any, how: str) -> None:
+    getattr(session, how)()
+
+
+@pytest.mark.parametrize("base", DATABASES)
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("how", ["commit", "rollback"])
+def test_a_block_that_ends_its_transaction(shop: Shop, how: str, fails: bool) -> None:
+    """Message and change stay together: a commit inside counts, and after a rollback inside nothing is committed."""
+    with (
+        suppress(ZeroDivisionError, ConfigError),
+        opened(shop.place, "driver") as session,
+        shop.local.transaction(shop.producer, message(), session),
+    ):
+        shop.insert(session)
+        end_inside(session, how)
+        if fails:
+            raise ZeroDivisionError
+        if how == "rollback":
+            shop.insert(session)
+    shop.settle()
+    assert shop.outcome == ((1, 1) if how == "commit" else (0, 0))
+
+
+@pytest.mark.parametrize("base", ["sqlite"])
+def test_a_transaction_ends_once(shop: Shop) -> None:
+    with opened(shop.place, "driver") as session:
+        with shop.local.transaction(shop.producer, Message("orders", b"x", unique_key=shop.name), session):
+            shop.insert(session)
+        with (
+            pytest.raises(TransactionRefusedError, match="it was committed before"),
+            shop.local.transaction(shop.producer, Message("orders", b"x", unique_key=shop.name), session),
+        ):
+            raise AssertionError("begun")
+    shop.settle()
+    assert shop.outcome == (1, 1)
+
+
 @pytest.mark.parametrize("base", DATABASES)
 def test_a_check_before_the_row_decides(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     write = LocalTransactions._write
@@ -211,8 +249,9 @@ def test_what_is_refused(shop: Shop) -> None:
         ):
             raise AssertionError("begun")
     assert list(shop.broker.messages("RMQ_SYS_TRANS_HALF_TOPIC")) == []
-    with pytest.raises(ConfigError, match="expected an Engine or a function"):
-        LocalTransactions("sqlite:///shop.db")
+    for database in ("sqlite:///shop.db", shop.place.connect()):
+        with pytest.raises(ConfigError, match="expected an Engine, or a function"):
+            LocalTransactions(database)
     with pytest.raises(ConfigError, match="letters, digits"):
         LocalTransactions(shop.place.engine, table="my table")
 

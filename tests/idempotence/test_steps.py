@@ -157,6 +157,35 @@ def test_a_step_does_not_begin_after_its_claim() -> None:
         shop.guard(delivery())
 
 
+def test_a_step_that_ends_after_its_claim_is_recorded(store: DedupStore) -> None:
+    """No other consumer has taken it over, so that the retry does not do it again."""
+    shop, message = Shop(store, consuming_timeout=60), delivery(next(_messages))
+    late = [True]
+
+    def consume(message: Delivery) -> None:
+        with shop.guard.step("charge") as first:
+            if first:
+                shop.effects.append((message.unique_key, "charge"))
+            if late:
+                late.clear()
+                shop.clock.advance(minutes=2)
+
+    shop.guard.listener = consume
+    shop.guard(message)
+    shop.guard(message)
+    assert len(shop.effects) == 1
+
+
+def test_no_key_is_that_of_a_step() -> None:
+    shop = Shop(MemoryDedupStore(), key=lambda message: message.unique_key.replace("-", "\0"))
+    shop.guard.listener = lambda message: shop.effects.append(
+        (message.unique_key, str(shop.guard.step("b").__enter__()))
+    )
+    for name in ("a", "a-b"):
+        shop.guard(Delivery("orders", b"x", unique_key=name))
+    assert shop.effects == [("a", "True"), ("a-b", "True")]
+
+
 def test_steps_in_the_wrong_place() -> None:
     shop, other = Shop(MemoryDedupStore()), Shop(MemoryDedupStore())
 
@@ -167,7 +196,8 @@ def test_steps_in_the_wrong_place() -> None:
     def consume(message: Delivery) -> None:
         with shop.guard.step("charge"):
             expect(shop.guard, "charge", "has not used yet")
-        expect(shop.guard, "", "has not used yet")
+        for name in ("", "a\0b", 5):
+            expect(shop.guard, name, "has not used yet")  # type: ignore[arg-type]
         expect(other.guard, "charge", "a running listener of this guard")
 
     shop.guard.listener = consume
