@@ -49,6 +49,8 @@ def _no_check() -> None:
 def _record_of(message: Message) -> bytes:
     """Return the record of a message that is born and stored now."""
     validate_topic(message.topic)
+    if message._delays is not None:
+        raise MessageIllegalError("a log has no clock for delay= or deliver_at=: expected a message without a delay")
     now_ms = SystemClock().now_ms()
     return record.encode_record(
         record.Record(

@@ -483,7 +483,20 @@ def test_a_message_and_records_are_appended_by_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "item", [b"", b"xxx", b"x" * 200, bytes(200), None, 3, "text", record(0)[:-1], record(0) + b"x", b"\0" * 91]
+    "item",
+    [
+        b"",
+        b"xxx",
+        b"x" * 200,
+        bytes(200),
+        None,
+        3,
+        "text",
+        record(0)[:-1],
+        record(0) + b"x",
+        b"\0" * 91,
+        Message("T", b"x", delay=3),
+    ],
 )
 def test_a_log_takes_records_alone(item: object) -> None:
     log = opened(MemoryFiles())

@@ -18,8 +18,8 @@ from librmq.diagnosis.pending import waiting_retries
 from librmq.diagnosis.view import StoreView, is_own_group
 from librmq.errors import ConfigError
 from librmq.message.message import StoredMessage
-from librmq.message.record import PROPERTY_RETRY_TOPIC
-from librmq.message.topics import RETRY_PREFIX
+from librmq.message.record import PROPERTY_ORIGIN_MESSAGE_ID, PROPERTY_RETRY_TOPIC
+from librmq.message.topics import RETRY_PREFIX, group_of_retries
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Step, Work
 
@@ -56,7 +56,7 @@ class Watch:
         self._moved_ms: dict[tuple[str, str], int] = {}  # time of a group's last consumption in a topic
         self._clients: dict[str, set[str]] = {}
         self._retries: dict[tuple[str, int], int] = {}  # by topic and queue id: start of the next round
-        self._failing: set[str] = set()  # groups with messages that failed often
+        self._failing: set[str] = set()  # retry topics with messages that failed often
         self.dead = False
         """Whether it was stopped; its turns no longer run."""
         self._step = Step(f"watch over {broker.name}", self._submit_round, self)
@@ -170,7 +170,7 @@ class Watch:
         Such a message is noticed when it is sent back. It counts until its group has consumed it or given it up, so
         an alarm lasts through all its retries.
         """
-        failing = {group: dict[int, StoredMessage]() for group in self._failing}
+        failing = {topic: list[StoredMessage]() for topic in self._failing}
         for topic in view.topics:
             if not topic.startswith(RETRY_PREFIX):
                 continue
@@ -179,16 +179,18 @@ class Watch:
                 self._retries[queue] = offsets.stop
                 for message in view.messages(queue, range(begin, offsets.stop)):
                     if message.reconsume_times >= self._limits.retries:
-                        group = topic.removeprefix(RETRY_PREFIX)
-                        failing.setdefault(group, {})[message.physical_offset] = message
+                        failing.setdefault(topic, []).append(message)
         self._failing = set()
-        for group, new in failing.items():
-            by_topic: dict[str, list[StoredMessage]] = {}
-            waiting = {message.physical_offset: message for message in waiting_retries(view.store, view.tables, group)}
-            for message in (new | waiting).values():
+        for retry_topic, new in failing.items():
+            group = group_of_retries(retry_topic, set(view.groups), view.topics)
+            latest: dict[str, StoredMessage] = {}  # of each message's copies
+            for message in [*new, *waiting_retries(view.store, view.tables, group, retry_topic)]:
                 if message.reconsume_times >= self._limits.retries:
-                    by_topic.setdefault(message.properties.get(PROPERTY_RETRY_TOPIC, ""), []).append(message)
-                    self._failing.add(group)
+                    latest[message.unique_key or message.properties.get(PROPERTY_ORIGIN_MESSAGE_ID, "")] = message
+                    self._failing.add(retry_topic)
+            by_topic: dict[str, list[StoredMessage]] = {}
+            for message in latest.values():
+                by_topic.setdefault(message.properties.get(PROPERTY_RETRY_TOPIC, ""), []).append(message)
             for topic, messages in by_topic.items():
                 worst = max(messages, key=lambda message: message.reconsume_times)
                 keys = " ".join(worst.keys)

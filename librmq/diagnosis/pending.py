@@ -442,9 +442,11 @@ _READABLE: Final = 6  # and writable
 _OF_THE_DELAY: Final = frozenset((record.PROPERTY_DELAY, record.PROPERTY_REAL_TOPIC, record.PROPERTY_REAL_QUEUE_ID))
 
 
-def waiting_retries(store: MessageStore, tables: BrokerTables, group: str) -> Iterator[StoredMessage]:
-    """Yield the retries that a group has not consumed, those in its retry topic first."""
-    topic = retry_topic(group)
+def waiting_retries(
+    store: MessageStore, tables: BrokerTables, group: str, topic: str | None = None
+) -> Iterator[StoredMessage]:
+    """Yield the retries that a group has not consumed, those in its retry topic, or in ``topic``, first."""
+    topic = topic or retry_topic(group)
     for row in lag(StoreView.over(store, tables), group=group, topic=topic, times=False):
         begin = row.next_offset
         yield from store.messages(topic, row.queue_id, begin, row.max_offset)

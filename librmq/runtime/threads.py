@@ -47,7 +47,7 @@ class ThreadRunner(Runner):
     checks every few milliseconds that the work does not wait for a slow listener.
 
     A worker that calls a listener is named after its group, ``ConsumeMessageThread_<group>_<number>`` as in RocketMQ,
-    so that a dump of all threads can be searched by group. It keeps the name until it does something else.
+    so that a dump of all threads can be searched by group. It has its own name again while it has nothing to do.
 
     A signal handler can raise in the main thread at any point. So waking a thread only releases the lock that it waits
     for, which is safe to repeat. Only the threads themselves change the counts.
@@ -280,6 +280,8 @@ class ThreadRunner(Runner):
                     except BaseException:
                         _log.exception(_NOT_APPLIED, work=work.label)
                     self._holder_searches = False
+                if group and not self.ready:
+                    group, thread.name = "", f"librmq-worker-{number}"
                 work = self._next_work(turn)
 
     def _next_work(self, turn: Lock) -> Work | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from librmq import Broker, ConfigError, DeadLetter, Message, ReconsumeLater
+from librmq import Broker, ConfigError, DeadLetter, Message, ReconsumeLater, SimpleConsumer
 from librmq.diagnosis import Alarm, Thresholds, watch
 from librmq.testing import Kit
 
@@ -106,10 +106,25 @@ def test_an_alarm_of_retries_lasts_until_consumption(rmq: Kit) -> None:
     assert heard.told() == ["raised many-retries"]
     (alarm,) = heard.alarms
     assert alarm.finding.subject == "group G, topic T"
-    assert alarm.finding.evidence["key"] == "order-7"
+    assert (alarm.finding.evidence["key"], alarm.finding.evidence["messages"]) == ("order-7", 1)
     broken.clear()
     rmq.advance(hours=2)
     assert heard.told() == ["raised many-retries", "cleared many-retries"]
+
+
+def test_retries_of_received_messages_raise_one_alarm(rmq: Kit) -> None:
+    """Their retry topic has the names of group and topic, either of which can have an underscore."""
+    heard = Heard(rmq)
+    receiver = SimpleConsumer(rmq.broker, "work_ers")
+    receiver.subscribe("jo_bs")
+    rmq.producer().send("jo_bs", b"x", keys="job-1")
+    with receiver:
+        for _ in range(8):
+            receiver.receive(1, invisible=10, wait=0)
+            rmq.advance(seconds=30)
+    raised = [alarm for alarm in heard.alarms if alarm.finding.kind == "many-retries"]
+    assert {alarm.finding.subject for alarm in raised} <= {"group work_ers, topic jo_bs", "group work_ers"}
+    assert [alarm.state for alarm in raised] in ([], ["raised"], ["raised", "cleared"])
 
 
 def test_retries_in_any_queue_of_a_new_retry_topic(rmq: Kit) -> None:

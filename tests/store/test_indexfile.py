@@ -690,6 +690,7 @@ def test_keys_are_strings(tmp_path: Path) -> None:
         index.append("orders", ["a"], 400, BEGIN)
         assert index.query("orders", "a") == [400, 100]
         assert [index.query("orders", "größe"), index.query("other", "a")] == [[100], [200]]
-        with pytest.raises(TypeError, match="expected a sequence of strings"):
-            index.append("orders", "a", 500, BEGIN)
+        for topic, keys in (("orders", "a"), ("orders", [b"a"]), ("orders", [1]), (b"orders", ["a"])):
+            with pytest.raises(TypeError, match="expected a topic and a sequence of keys as text"):
+                index.append(topic, keys, 500, BEGIN)  # type: ignore[arg-type]
         assert index.last_record() == (400, 1)

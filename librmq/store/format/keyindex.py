@@ -224,10 +224,10 @@ class KeyIndex:
         Records come in log order, those without keys too; one before the last indexed record is skipped.
 
         Raises:
-            TypeError: ``keys`` is a single string.
+            TypeError: ``topic`` or one of the keys is no text, or ``keys`` is a single one.
         """
-        if isinstance(keys, str):
-            raise TypeError(f"keys: expected a sequence of strings, not the string {keys[:40]!r}")
+        if isinstance(keys, str) or not all(isinstance(text, str) for text in (topic, *keys)):
+            raise TypeError(f"expected a topic and a sequence of keys as text, found {topic!r:.40} and {keys!r:.40}")
         self.append_many([(physical_offset, store_timestamp_ms, [index_key_hash(topic, key) for key in keys])])
 
     def append_many(self, records: Sequence[tuple[int, int, Sequence[int]]]) -> None:
