@@ -236,8 +236,10 @@ def watch(
         every: Seconds between two rounds.
 
     Raises:
-        ConfigError: ``every`` is not a duration above 0.
+        ConfigError: ``every`` is not a duration above 0, or ``callback`` no function.
     """
+    if not callable(callback):
+        raise ConfigError(f"callback: expected a function of an alarm, found {callback!r:.80}")
     seconds = to_seconds("every", every)
     if seconds <= 0:
         raise ConfigError(f"every: expected seconds above 0, found {every!r}")

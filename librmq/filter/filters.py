@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache, partial
-from inspect import iscoroutinefunction
+from inspect import iscoroutinefunction, isgeneratorfunction
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 from librmq.clock import Clock, SystemClock
@@ -294,8 +294,10 @@ class WatchedPredicate(Generic[M]):
         if not budget > 0:
             raise ConfigError(f"budget: expected a positive number of seconds, found {budget}")
         answers: object = predicate
-        if iscoroutinefunction(answers) or not callable(answers):
-            raise ConfigError(f"predicate: expected a plain function, not a coroutine's, found {predicate!r:.100}")
+        if iscoroutinefunction(answers) or isgeneratorfunction(answers) or not callable(answers):
+            raise ConfigError(
+                f"predicate: expected a plain function, no coroutine or generator, found {predicate!r:.100}"
+            )
         if on_error is Policy.AS_ANSWERED:
             raise ConfigError("on_error: expected SKIP, DELIVER or STOP, since a predicate that raised has no answer")
         if over_budget is Policy.STOP:

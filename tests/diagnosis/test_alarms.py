@@ -178,5 +178,7 @@ def test_a_callback_that_raises_is_called_again(rmq: Kit, caplog: pytest.LogCapt
 
 
 def test_an_alarm_period_of_zero_is_refused() -> None:
+    with Broker.temporary() as broker, pytest.raises(ConfigError, match="callback: expected a function"):
+        watch(broker, 5)  # type: ignore[arg-type]
     with Broker.temporary() as broker, pytest.raises(ConfigError, match="above 0"):
         watch(broker, print, every=0)
