@@ -6,7 +6,7 @@ import json
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,15 @@ import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812
 
+from librmq.commitlog import CommitLog
 from librmq.errors import ConfigError, MessageIllegalError, StoreLockedError
 from librmq.message.record import decode_record
+from librmq.spark import write
 from librmq.spark.encode import Encoder
 from librmq.spark.options import WriteOptions
 from librmq.spark.staged_records import Staged, StagedRecords, discard, job_folder
 from librmq.spark.write import Writer, commit, wait_until_free
+from tests.job_histories import JobHistory
 from tests.spark_session import killing, shared_session
 
 START_MS = 1_700_000_000_000
@@ -104,10 +107,13 @@ def test_order_and_defaults(tmp_path: Path) -> None:
 def test_a_repeated_job_writes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "made"
     frame = shared_session().createDataFrame([(b"x",), (b"y",)], "body binary")
+    history = JobHistory(path)
+    job = history.job("T", [b"x", b"y"])
     for _ in range(2):
-        frame.write.format("rocketmq").mode("append").options(topic="T", jobId="nightly-7").save(str(path))
-    with MessageStore.open(path, read_only=True) as store:
-        assert sorted(message.body for message in store) == [b"x", b"y"]
+        with job:
+            writer = frame.write.format("rocketmq").mode("append").options(topic="T", queueId="0", jobId="nightly-7")
+            writer.save(str(path))
+        assert history.anomalies() == []
 
 
 @pytest.mark.parametrize(
@@ -166,8 +172,10 @@ def test_a_failed_job_leaves_the_store_as_it_was(tmp_path: Path) -> None:
         F.lit("T").alias("topic"), F.lit("body").alias("body"),
         F.when(F.col("id") == 25, F.lit("a\x01b")).otherwise("fine").alias("tags"),
     )  # fmt: skip
-    with pytest.raises(PySparkException, match="01 and 02 separate properties"):
+    history = JobHistory(path)
+    with pytest.raises(PySparkException, match="01 and 02 separate properties"), history.job("T", [b"body"]):
         frame.write.format("rocketmq").mode("append").save(str(path))
+    assert history.anomalies() == []
     assert {one: one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()} == before
 
 
@@ -175,10 +183,11 @@ def test_a_failed_job_leaves_the_store_as_it_was(tmp_path: Path) -> None:
 def test_a_worker_that_is_killed_writes_nothing_twice(tmp_path: Path) -> None:
     path = new_store(tmp_path / "store")
     frame = shared_session().range(3000, numPartitions=3).select(F.col("id").cast("string").alias("body"))
-    with killing(tmp_path / "killed"):
+    history = JobHistory(path)
+    queue_ids = (number % 1000 % 4 for number in range(3000))  # each task begins with the first queue
+    with killing(tmp_path / "killed"), history.job("New", map(b"%d".__mod__, range(3000)), queue_ids):
         frame.write.format("rocketmq").mode("append").options(topic="New").save(str(path))
-    with MessageStore.open(path, read_only=True) as store:
-        assert [message.body for message in store][3:] == [b"%d" % number for number in range(3000)]
+    assert history.anomalies() == []
     assert not list((path / "librmq" / "spark").iterdir())
 
 
@@ -200,9 +209,10 @@ def test_a_task_that_is_retried_writes_once(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         writer.write(failing())
     writer.write(iter([batch]))  # the driver never gets this attempt's message
-    writer.commit([writer.write(iter([batch])), None])
-    with MessageStore.open(path, read_only=True) as store:
-        assert [message.body for message in store] == [b"one", b"two"]
+    history = JobHistory(path)
+    with history.job("T", [b"one", b"two"], [0, 1]):
+        writer.commit([writer.write(iter([batch])), None])
+    assert history.anomalies() == []
     assert not list((path / "librmq" / "spark").iterdir())
 
 
@@ -248,6 +258,11 @@ def test_a_session_with_wide_offsets_writes_and_reads(tmp_path: Path) -> None:
     assert (row.topic, bytes(row.body), row.tags) == ("T", b"one", "t1")
 
 
+def staged_bodies(count: int) -> list[bytes]:
+    """Return the bodies that `stage` gives this many records, in the order of the tasks."""
+    return [b"%d" % number * 40 for number in range(count)]
+
+
 def stage(
     folder: Path, tasks: int, records: int, order: Callable[[int, int], int | None] | None = None
 ) -> list[Staged]:
@@ -258,7 +273,7 @@ def stage(
     encoder = Encoder("N", 0, 1, "127.0.0.1:10911", 8192, 16376)
     made = []
     for task in range(tasks):
-        bodies = [b"%d" % (task * records + n) * 40 for n in range(records)]
+        bodies = staged_bodies(tasks * records)[task * records :][:records]
         batch = pa.RecordBatch.from_pydict(
             {"body": pa.array(bodies), "keys": pa.array([f"k{b[:4]!r}" for b in bodies])}
         )
@@ -316,10 +331,10 @@ def test_records_in_another_folder_are_not_committed(tmp_path: Path) -> None:
     staged = stage(folder, 2, 10)
     (folder / "t1.log").unlink()
     (folder / "t1.arrow").unlink()
-    with pytest.raises(ConfigError, match="driver and workers must share"):
+    history = JobHistory(path)
+    with pytest.raises(ConfigError, match="driver and workers must share"), history.job("N", staged_bodies(20)):
         commit(str(path), "job", staged, str(folder), ordered=False, keep_note=True)
-    with MessageStore.open(path, read_only=True) as store:
-        assert len(list(store)) == 3
+    assert history.anomalies() == []
     assert verify(str(path)).sound
 
 
@@ -372,9 +387,11 @@ sys.exit(1)
 def test_a_commit_that_is_killed_anywhere_is_done_once(tmp_path: Path) -> None:
     """After each kill the store is sound and has all messages or none, and the repeated job writes them once."""
     paths = [new_store(tmp_path / f"s{calls}") for calls in range(25)]
+    histories = [JobHistory(path) for path in paths]
+    jobs = [history.job("N", staged_bodies(300)) for history in histories]
     assert not run_program(KILLED, *paths).returncode
     ends = set()
-    for path in paths:
+    for path, history, job in zip(paths, histories, jobs, strict=True):
         left = Path(job_folder(str(path), "job", None))
         if not left.parent.exists():
             break  # every call was allowed, so no kill
@@ -382,16 +399,64 @@ def test_a_commit_that_is_killed_anywhere_is_done_once(tmp_path: Path) -> None:
             there = sum(message.topic == "N" for message in store)
             ends.add(there)
         assert there in (0, 300)
+        assert history.anomalies() == []
         assert verify(str(path)).sound
         staged = [
             Staged(f"t{n}", n, 150, (("N", 0),)) for n in range(2) if (left / f"t{n}.log").exists()
         ]  # fmt: skip
-        commit(str(path), "job", staged, str(left), ordered=False, keep_note=True)
+        with job:
+            commit(str(path), "job", staged, str(left), ordered=False, keep_note=True)
+        assert history.anomalies() == []
         with MessageStore.open(path, read_only=True) as store:
-            bodies = [message.body for message in store if message.topic == "N"]
-            assert bodies == [b"%d" % n * 40 for n in range(300)]
-            assert len(store.find_by_key("N", f"k{bodies[0][:4]!r}")) >= 1
+            assert len(store.find_by_key("N", f"k{staged_bodies(1)[0][:4]!r}")) >= 1
     assert ends == {0, 300}
+
+
+def commit_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "_was_committed", lambda store, job: False)
+
+
+def keep_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch = CommitLog.patch
+
+    def failing(log: CommitLog, at: int, data: bytes) -> None:
+        patch(log, at, data)
+        raise OSError("planted")
+
+    monkeypatch.setattr(CommitLog, "patch", failing)
+    monkeypatch.setattr(CommitLog, "truncate", lambda log, end: None)
+
+
+def forget_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "StagedRecords", lambda folder, files, order: StagedRecords(folder, files[:-1], order))
+
+
+def turn_the_tasks_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "StagedRecords", lambda folder, files, order: StagedRecords(folder, files[::-1], order))
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind"),
+    [
+        (commit_again, "repeat"),
+        (keep_what_failed, "aborted"),
+        (forget_a_task, "lost"),
+        (turn_the_tasks_round, "offset-conflict"),
+    ],
+)
+def test_a_history_shows_a_planted_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], kind: str
+) -> None:
+    """A job is committed, and repeated."""
+    path = new_store(tmp_path / "store")
+    folder = Path(job_folder(str(path), "job", None))
+    history = JobHistory(path)
+    job = history.job("N", staged_bodies(20))
+    plant(monkeypatch)
+    for _ in range(2):
+        with suppress(OSError), job:
+            commit(str(path), "job", stage(folder, 2, 10), str(folder), ordered=False, keep_note=True)
+    assert {anomaly.anomaly for anomaly in history.anomalies()} == {kind}
 
 
 @pytest.mark.parametrize("job", [".", "..", ".hidden", "../up", "a/b", "", "-x", "a\0"])
@@ -452,11 +517,13 @@ def test_records_are_sorted_over_tasks_and_queues(tmp_path: Path) -> None:
     path = new_store(tmp_path / "store")
     folder = Path(job_folder(str(path), "job", None))
     staged = stage(folder, 3, 50, order=lambda task, n: None if n == 7 else (n * 13 + task) % 50)
-    assert commit(str(path), "job", staged, str(folder), ordered=True, keep_note=False) == 150
     ranked = sorted((-1 if n == 7 else (n * 13 + task) % 50, task, n) for task in range(3) for n in range(50))
-    bodies = [b"%d" % (task * 50 + n) * 40 for _, task, n in ranked]
+    bodies = [staged_bodies(150)[task * 50 + n] for _, task, n in ranked]
+    history = JobHistory(path)
+    with history.job("N", bodies):
+        assert commit(str(path), "job", staged, str(folder), ordered=True, keep_note=False) == 150
+    assert history.anomalies() == []
     with MessageStore.open(path, read_only=True) as store:
-        assert [message.body for message in store if message.topic == "N"] == bodies
         for body in bodies[::31]:
             assert body in [message.body for message in store.find_by_key("N", f"k{body[:4]!r}")]
     assert verify(str(path)).sound
@@ -494,13 +561,18 @@ def test_a_commit_waits_for_another_writer(tmp_path: Path) -> None:
     path = new_store(tmp_path / "store")
     folder = Path(job_folder(str(path), "job", None))
     staged = stage(folder, 1, 10)
+    history = JobHistory(path)
+    job = history.job("N", staged_bodies(10))
     other = MessageStore.open(path)
     with pytest.raises(StoreLockedError, match="locked by"):
         wait_until_free(str(path), 0)
-    with pytest.raises(StoreLockedError):
+    with pytest.raises(StoreLockedError), job:
         commit(str(path), "job", staged, str(folder), ordered=False, keep_note=True)
+    assert history.anomalies() == []
     threading.Timer(0.2, other.close).start()
-    assert commit(str(path), "job", staged, str(folder), ordered=False, keep_note=True, wait_seconds=60) == 10
+    with job:
+        assert commit(str(path), "job", staged, str(folder), ordered=False, keep_note=True, wait_seconds=60) == 10
+    assert history.anomalies() == []
 
 
 OTHER = """
@@ -519,12 +591,13 @@ def test_messages_that_others_append_during_a_job_stay(tmp_path: Path) -> None:
     folder = Path(job_folder(str(path), "job", None))
     wait_until_free(str(path), 0)
     staged = stage(folder, 1, 10)
-    assert not run_program(OTHER, path).returncode
-    assert commit(str(path), "job", staged, str(folder), ordered=False, keep_note=True) == 10
+    history = JobHistory(path)
+    with history.job("N", [b"theirs"]):
+        assert not run_program(OTHER, path).returncode
+    with history.job("N", staged_bodies(10)):
+        assert commit(str(path), "job", staged, str(folder), ordered=False, keep_note=True) == 10
+    assert history.anomalies() == []
     with MessageStore.open(path, read_only=True) as store:
-        found = [message for message in store if message.topic == "N"]
-        assert found[0].body == b"theirs"
-        assert [message.queue_offset for message in found] == list(range(11))
         assert len(list(store.find_by_key("N", "theirs"))) == 1
     assert verify(str(path)).sound
 
