@@ -23,7 +23,7 @@ from librmq.errors import ConfigError
 from librmq.spark.options import StreamLimits, parse_read_options
 from librmq.spark.source import arrow_schema, schema_of
 from librmq.spark.stream import Key, StreamLag, StreamReader, share, stream_lags
-from tests.job_histories import JobHistory
+from tests.job_histories import JobHistory, Row
 from tests.spark_session import shared_session
 
 START_MS = 1_700_000_000_000
@@ -42,6 +42,12 @@ def fill(store: MessageStore, topic: str, first: int, count: int) -> None:
         store.append(Message(topic, b"%d" % number), number % 2)
 
 
+def fill_recorded(store: MessageStore, history: JobHistory, topic: str, first: int, count: int) -> None:
+    numbers = range(first, first + count)
+    with history.job(topic, map(b"%d".__mod__, numbers), (number % 2 for number in numbers)):
+        fill(store, topic, first, count)
+
+
 class Sink:
     """Writes each batch to a folder named by its number, so that a repeated batch replaces itself."""
 
@@ -50,12 +56,13 @@ class Sink:
         self.sizes: list[int] = []
 
     def take(self, frame: Any, batch: int) -> None:
-        frame.select("topic", "body").write.mode("overwrite").parquet(str(self.folder / f"b{batch}"))
+        rows = frame.select("topic", "queueId", "queueOffset", "body")
+        rows.write.mode("overwrite").parquet(str(self.folder / f"b{batch}"))
         self.sizes.append(shared_session().read.parquet(str(self.folder / f"b{batch}")).count())
 
-    def numbers(self) -> list[int]:
+    def rows(self) -> list[Row]:
         found = shared_session().read.option("recursiveFileLookup", "true").parquet(str(self.folder)).collect()
-        return sorted(int(bytes(row["body"])) for row in found)
+        return [Row(topic, queue_id, queue_offset, bytes(body)) for topic, queue_id, queue_offset, body in found]
 
 
 def reader(path: Path, given: Mapping[str, str] | None = None, **limits: Any) -> StreamReader:
@@ -147,26 +154,26 @@ def run(path: Path, sink: Sink, checkpoint: Path, **options: str) -> Any:
 @pytest.mark.spark
 def test_limits_restarts_and_later_messages(tmp_path: Path) -> None:
     path, checkpoint = tmp_path / "store", tmp_path / "checkpoint"
-    sink = Sink(tmp_path / "sink")
+    sink, history = Sink(tmp_path / "sink"), JobHistory(path)
     clock = ManualClock(START_MS)
     with MessageStore.open(path, StoreConfig.tiny(), clock=clock) as store:
-        fill(store, "A", 0, 25)
+        fill_recorded(store, history, "A", 0, 25)
         query = run(path, sink, checkpoint, maxOffsetsPerTrigger="10")
         assert sink.sizes == [10, 10, 5]
         lags = [stream_lags(progress) for progress in query.recentProgress if progress["numInputRows"]]
         assert [sum(one.lag for one in found) for found in lags] == [15, 5, 0]
         assert {one[:3] for one in lags[0]} == {(str(path), "A", 0), (str(path), "A", 1)}
         assert isinstance(lags[0][0], StreamLag)
-        fill(store, "A", 25, 5)
-        fill(store, "B", 30, 3)  # a topic that did not exist
+        fill_recorded(store, history, "A", 25, 5)
+        fill_recorded(store, history, "B", 30, 3)  # a topic that did not exist
         run(path, sink, checkpoint, maxOffsetsPerTrigger="100")
-        assert sink.numbers() == list(range(33))
+        assert history.anomalies(sink.rows()) == []
     # Spark requests an unfinished batch again.
     last = max((checkpoint / "commits").glob("[0-9]*"), key=lambda one: int(one.name))
     last.unlink()
     last.with_name(f".{last.name}.crc").unlink(missing_ok=True)
     run(path, sink, checkpoint, maxOffsetsPerTrigger="100")
-    assert sink.numbers() == list(range(33))
+    assert history.anomalies(sink.rows()) == []
 
 
 @pytest.mark.spark
@@ -216,7 +223,7 @@ def test_loss_is_reported(tmp_path: Path) -> None:
     with pytest.raises(PySparkException, match="read up to offset 10, but it ends at 2"):
         run(path, sink, checkpoint)
     run(path, sink, checkpoint, failOnDataLoss="false")
-    assert sink.numbers() == [*range(20), *range(100, 104)]
+    assert sorted(int(row.body) for row in sink.rows()) == [*range(20), *range(100, 104)]
 
 
 @pytest.mark.spark
@@ -233,16 +240,16 @@ def test_a_stream_that_is_killed_repeatedly(tmp_path: Path) -> None:
             if chance < 0.25:
                 raise RuntimeError("killed before")
             super().take(frame, batch)
-            fill(store, "AB"[batch % 2], written[0], 5)
+            fill_recorded(store, history, "AB"[batch % 2], written[0], 5)
             written[0] += 5
             if chance > 0.75:
                 raise RuntimeError("killed behind")
 
-    sink, written = Failing(tmp_path / "sink"), [40]
+    sink, history, written = Failing(tmp_path / "sink"), JobHistory(path), [40]
     with MessageStore.open(path, StoreConfig.tiny(), clock=clock) as store:
-        fill(store, "A", 0, 40)
+        fill_recorded(store, history, "A", 0, 40)
         for _ in range(6):
             with contextlib.suppress(PySparkException):
                 run(path, sink, checkpoint, maxOffsetsPerTrigger="9")
         run(path, Sink(tmp_path / "sink"), checkpoint)
-    assert sink.numbers() == list(range(written[0]))
+    assert history.anomalies(sink.rows()) == []
