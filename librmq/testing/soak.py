@@ -490,12 +490,12 @@ class _Process:
 
     def ask(self, order: str) -> None:
         """Send a line."""
-        with suppress(BrokenPipeError):  # it has ended
+        with suppress(BrokenPipeError, ValueError):  # it has ended, or was killed
             file = cast(IO[bytes], self._process.stdin)
             file.write(f"{order}\n".encode())
             file.flush()
 
-    def wait_until_ready(self) -> Self:
+    def wait_until_ready(self) -> None:
         """Wait until its clients have started.
 
         Raises:
@@ -504,7 +504,6 @@ class _Process:
         if not self._is_ready.wait(_START_S):
             raise InputError(f"the process {self.name} did not start within {_START_S:g} s")
         self.check()
-        return self
 
     def check(self) -> None:
         """Refuse an end that the soak did not ask for.
@@ -705,7 +704,8 @@ class Soak:
 
     def _start_server(self) -> None:
         settings = {"role": "server", "store": self._plan.store, "port": self._port}
-        self._server = _Process(f"server-{self._faults['crash']}", settings, self._parts).wait_until_ready()
+        self._server = _Process(f"server-{self._faults['crash']}", settings, self._parts)
+        self._server.wait_until_ready()
         address = cast(str, self._server.address)
         self._port = int(address.rpartition(":")[2])
         self._cluster = ClusterAccess(address)
@@ -742,7 +742,8 @@ class Soak:
             self._add_crash(killed_ms, process=worker.name)
             if fault == "crash":
                 self._add_crash(killed_ms, broker=self._broker_name)
-            self._workers[place] = self._start_worker().wait_until_ready()
+            self._workers[place] = self._start_worker()
+            self._workers[place].wait_until_ready()
         self._faults[fault] += 1
 
     def _add_crash(self, at_ms: int, **actor: str) -> None:

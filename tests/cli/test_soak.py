@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from librmq.message.record import PROPERTY_DELAY
 from librmq.protocol import DeleteTopic, EndTransaction, SendMessage, SendPlain, SetGroup, TransactionState
 from librmq.store import verify
 from librmq.testing import check_history
+from librmq.testing import soak as soaks
 from librmq.testing.soak import LOADS, PREFIX, ClusterAccess, Load, Recording, Soak, SoakNames, SoakPlan, SoakResult
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell
@@ -226,6 +227,37 @@ def test_what_a_fault_does_explains_itself(
     assert sorted(path.name for path in tmp_path.iterdir()) == [result.history, "store"]
     with Broker.open("store") as broker:
         assert not any(PREFIX in name for name in (*broker.topics(), *broker.groups()))
+
+
+@pytest.mark.parametrize(("is_served", "role"), [(False, "embedded"), (True, "server"), (True, "client")])
+def test_a_restart_that_fails_names_its_reason_and_ends_all(
+    is_served: bool, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    processes: list[Any] = []
+
+    class Unready(soaks._Process):
+        """A process that is not ready if it is the second one of the role."""
+
+        def __init__(self, name: str, settings: Mapping[str, object], folder: str) -> None:
+            super().__init__(name, settings, folder)
+            self.role = settings["role"]
+            processes.append(self)
+
+        def wait_until_ready(self) -> None:
+            super().wait_until_ready()
+            if [process.role for process in processes].count(role) == 2:
+                raise InputError(f"the {role} is not ready")
+
+    monkeypatch.setattr(soaks, "_Process", Unready)
+    plan = SoakPlan(
+        store="store", is_served=is_served, seconds=60, rate=10, workers=1, fault_every_s=0.1,
+        faults=["kill" if role == "client" else "crash"], loads=["plain"],
+    )  # fmt: skip
+    with pytest.raises(InputError, match=f"the {role} is not ready"):
+        soak(plan)
+    assert len(processes) == 2 + is_served
+    assert all(process._process.poll() is not None for process in processes)
 
 
 @contextmanager
