@@ -1,4 +1,4 @@
-"""Tests that begin with a store: chosen topics and groups of a broker's folder, and the fewest messages that fail.
+"""Tests that begin with a store: chosen topics and groups of a broker's folder, and the fewest with which a test fails.
 
 ::
 

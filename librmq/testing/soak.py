@@ -49,11 +49,11 @@ from librmq.wire.remote.connection import OpenSocket
 from librmq.wire.remoting import RemotingServer, listen
 
 PREFIX: Final = "librmq_soak_"
-"""Of all topics and groups of a soak."""
+"""Begins the names of all topics and groups of a soak."""
 LOADS: Final = ("plain", "ordered", "delayed", "halves")
 """Messages and batches for concurrent listeners and polls, messages of ordered queues, delays, transactions."""
 FAULTS: Final = ("kill", "crash", "cut")
-"""Of a client's process, of the process that owns the store, and of connections."""
+"""Kills of a client's process, kills of the process that owns the store, and cuts of connections."""
 MAX_RATE: Final = 2_000
 MAX_SECONDS: Final = 86_400
 MAX_MESSAGES: Final = 200_000
@@ -85,7 +85,7 @@ class ClusterAccess:
     ca_file: str | None = None
 
     def connect(self, open_socket: OpenSocket = socket.create_connection) -> RemoteRoute:
-        """Connect.
+        """Return a route to the cluster.
 
         Raises:
             BrokerUnreachableError: No name server answers.
@@ -313,7 +313,10 @@ def _decision_of(half: CheckedMessage) -> TransactionState:
 
 
 def main() -> None:
-    """Run a process of a soak until standard input ends or says so; its first line has the settings, as JSON."""
+    """Run a process of a soak until standard input ends or has the line ``end``.
+
+    The first line has the settings, as JSON.
+    """
     settings = json.loads(sys.stdin.readline())
     orders = {order: threading.Event() for order in ("stop", "end")}
     threading.Thread(target=_read_orders, args=(orders,), daemon=True).start()
