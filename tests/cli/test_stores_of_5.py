@@ -203,6 +203,10 @@ def test_a_broker_with_tables_in_rocksdb_keeps_them(shell: Shell, folder: str) -
         assert (status, why in said) == (2, True), words
     assert state_of(shell.folder / "store") == before
     assert shell("verify", "store").status == 0
+    file = max((shell.folder / "store" / "commitlog").iterdir())
+    file.write_bytes(b"\x01" + file.read_bytes()[1:])
+    status, _, said = shell("verify", "store")
+    assert (status, "next: `librmq salvage STORE" in said) == (1, True)
 
 
 def test_compacted_topics_are_named(shell: Shell) -> None:

@@ -15,7 +15,7 @@ from librmq.cli.stores import files_and_config
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError, InputError
 from librmq.files.interface import Files
-from librmq.store.format.directory import CONFIG, check_kind, recognise
+from librmq.store.format.directory import CONFIG, check_kind, recognise, tables_database
 from librmq.store.format.directory import broker_conf as broker_conf_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
         complain(f"note: {note}")
     if not verdict.sound:
         cut = "copy the folder, then `librmq recover STORE --dry-run` shows what a recovery would cut, and "
-        if recognise(arguments.store, files).derives_queues:
+        database = tables_database(os.path.join(arguments.store, CONFIG), files)
+        if database is not None or recognise(arguments.store, files).derives_queues:
             cut = ""
         complain(f"next: {cut}`librmq salvage STORE --into NEW` saves every record that can be read")
     return 0 if verdict.sound else DAMAGED
