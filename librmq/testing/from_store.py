@@ -208,7 +208,18 @@ def _progress(view: StoreView, topics: Collection[str], groups: GroupNames | Non
             raise ConfigError(
                 f"groups: {group}: expected progress in {', '.join(topics) or 'no topic'}, found {others[0]!r:.80}"
             )
+        for topic, offsets in start.items() if isinstance(start, Mapping) else ():
+            queue_ids = _queue_ids(view, topic)
+            if missing := sorted(offsets.keys() - queue_ids):
+                raise ConfigError(
+                    f"groups: {group}: expected progress in queues {', '.join(map(str, sorted(queue_ids)))} of topic "
+                    f"{topic}, found {missing[0]}"
+                )
     return progress
+
+
+def _queue_ids(view: StoreView, topic: str) -> set[int]:
+    return {*range(view.queue_count(topic)), *view.topics.get(topic, ())}
 
 
 def _check_names(setting: str, expected: str, names: object) -> None:
@@ -219,7 +230,8 @@ def _check_names(setting: str, expected: str, names: object) -> None:
 def _is_progress(start: object) -> bool:
     if isinstance(start, Mapping):
         return all(
-            isinstance(offsets, Mapping) and all(map(_is_offset, offsets.values())) for offsets in start.values()
+            isinstance(offsets, Mapping) and all(map(_is_offset, (*offsets, *offsets.values())))
+            for offsets in start.values()
         )
     return start in (None, "begin", "end") or isinstance(start, datetime) or _is_offset(start)
 
@@ -238,7 +250,7 @@ def _tables(
     for topic in retry_topics:
         if topic in view.tables.topics.rows:
             tables.topics.set(topic, view.tables.topics.rows[topic])
-    queue_ids = {topic: {*range(view.queue_count(topic)), *view.topics.get(topic, ())} for topic in by_topic}
+    queue_ids = {topic: _queue_ids(view, topic) for topic in by_topic}
     for topic, ids in queue_ids.items():
         tables.topics.set(topic, _readable(view.tables.topics.rows.get(topic), topic, max(ids, default=0) + 1))
     for group, start in progress.items():

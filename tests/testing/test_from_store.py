@@ -359,6 +359,8 @@ def test_explored_schedules_begin_with_the_store(source: Path) -> None:
         ({"groups": {"billing": True}}, ConfigError, "groups: billing: expected 'begin', 'end'"),
         ({"groups": {"billing": {"orders": {0: -1}}}}, ConfigError, "groups: billing: expected 'begin', 'end'"),
         ({"groups": {"billing": {"order": {0: 1}}}}, ConfigError, "expected progress in empty, orders, payments"),
+        ({"groups": {"billing": {"orders": {"0": 1}}}}, ConfigError, "groups: billing: expected 'begin', 'end'"),
+        ({"groups": {"billing": {"orders": {0: 1, 2: 1}}}}, ConfigError, "in queues 0, 1 of topic orders, found 2"),
         ({"groups": {"billing": "middle"}}, ConfigError, "groups: billing: expected 'begin', 'end'"),
         ({"groups": {"billing": datetime(2020, 1, 1)}}, ConfigError, "time zone"),
         ({"now_ms": NOW_MS}, ConfigError, "now_ms: expected a time after the store's last message"),
