@@ -298,12 +298,12 @@ def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
     if arguments.config is None and getattr(arguments, "at", None) is None:
         with StoreView.open(arguments.store, tables=_owner_tables(arguments)) as view:
             check_opened(arguments, view.store)
-            _note_unknown_progress(view)
+            note_unknown_progress(view)
             yield view
     else:
         with open_store(arguments) as store:
             view = StoreView.over(store)
-            _note_unknown_progress(view)
+            note_unknown_progress(view)
             yield view
 
 
@@ -317,12 +317,15 @@ def _owner_tables(arguments: argparse.Namespace) -> BrokerTables | None:
         return None
 
 
-def _note_unknown_progress(view: StoreView) -> None:
+def note_unknown_progress(view: StoreView) -> None:
+    """Say that the progress of groups is unknown, and how to export it, if that is so."""
+    from librmq.store.format.broker_tables import progress_export
+
     folder = os.path.join(view.store.path, CONFIG)
     if tables_database(folder, view.store.files) is not None and not view.tables.knows_progress:
         complain(
             "note: the broker keeps the progress of groups in RocksDB, which librmq does not read, so it is unknown: "
-            f"mqadmin rocksDBConfigToJson -p {folder} -t consumerOffsets -e {folder}/consumerOffsets.json exports it"
+            f"{progress_export(folder)} exports it"
         )
 
 

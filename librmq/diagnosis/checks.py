@@ -39,6 +39,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_user_topic
 from librmq.store.format import directory
+from librmq.store.format.broker_tables import progress_export
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.recovery.open import read_closed_state
 
@@ -106,8 +107,7 @@ def progress_findings(view: StoreView) -> list[Finding]:
             "unknown-progress", "info", f"store {view.store.path}",
             f"The broker keeps the progress of groups in RocksDB ({folder}), which librmq does not read.",
             {"folder": folder},
-            "Write an export beside it: mqadmin rocksDBConfigToJson -p STORE/config -t consumerOffsets -e "
-            "STORE/config/consumerOffsets.json.",
+            f"Write an export beside it: {progress_export('STORE/config')}.",
         )
     ]  # fmt: skip
 

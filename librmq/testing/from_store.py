@@ -33,7 +33,8 @@ from librmq.message.message import StoredMessage, retry_topic
 from librmq.message.topics import LIGHT_PREFIX, RETRY_PREFIX, validate_group
 from librmq.protocol import PERM_READ, PERM_WRITE
 from librmq.store.extraction import Extracted, make_store, small_config
-from librmq.store.format.broker_tables import BrokerTables, topic_row
+from librmq.store.format.broker_tables import BrokerTables, progress_export, topic_row
+from librmq.store.format.directory import CONFIG
 from librmq.testing.history import show
 from librmq.testing.network import SMALL_FILES
 
@@ -194,6 +195,7 @@ def _messages(view: StoreView, topic: str) -> list[StoredMessage]:
 def _progress(view: StoreView, topics: Collection[str], groups: GroupNames | None) -> dict[str, Progress]:
     """Return the progress of each group by name."""
     if groups is None:
+        _check_known(view, "all groups")
         return {group: None for group in view.groups if not is_own_group(group)}
     _check_names("groups", "a list of groups, or their progress by name", groups)
     progress = dict(groups) if isinstance(groups, Mapping) else dict.fromkeys(groups)
@@ -208,6 +210,8 @@ def _progress(view: StoreView, topics: Collection[str], groups: GroupNames | Non
             raise ConfigError(
                 f"groups: {group}: expected progress in {', '.join(topics) or 'no topic'}, found {others[0]!r:.80}"
             )
+        if start is None:
+            _check_known(view, group)
         for topic, offsets in start.items() if isinstance(start, Mapping) else ():
             queue_ids = _queue_ids(view, topic)
             if missing := sorted(offsets.keys() - queue_ids):
@@ -216,6 +220,15 @@ def _progress(view: StoreView, topics: Collection[str], groups: GroupNames | Non
                     f"{topic}, found {missing[0]}"
                 )
     return progress
+
+
+def _check_known(view: StoreView, name: str) -> None:
+    if not view.tables.knows_progress:
+        export = progress_export(os.path.join(view.store.path, CONFIG))
+        raise ConfigError(
+            f"groups: the progress of {name} is unknown, because the broker keeps it in RocksDB, which librmq does not "
+            f"read: export it by `{export}`, or say where groups begin, as in groups={{'GROUP': 'begin'}}"
+        )
 
 
 def _queue_ids(view: StoreView, topic: str) -> set[int]:

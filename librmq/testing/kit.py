@@ -158,7 +158,8 @@ class Kit:
         Raises:
             NotAStoreError: There is no store, or one of another kind.
             CorruptionError: The store is damaged where messages are needed, or ends before sound records.
-            ConfigError: The store has no such topic, or a progress or a setting is wrong.
+            ConfigError: The store has no such topic, a progress or a setting is wrong, or a recorded progress is in
+                RocksDB, and so unknown.
             MessageIllegalError: A group's name is not valid.
         """
         return cls(store=path, topics=topics, groups=groups, **settings)

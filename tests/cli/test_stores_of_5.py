@@ -183,6 +183,7 @@ def test_progress_in_rocksdb_is_unknown_unless_exported(shell: Shell) -> None:
     findings = {row["finding"] for row in diagnosis.rows}
     assert "unknown-progress" in findings
     assert not findings & {"backlog", "old-messages", "retries-without-progress", "progress-beyond-end"}
+    assert "note: the broker keeps the progress of groups in RocksDB" in shell("extract", "store", "-o", "small").said
     assert state_of(shell.folder / "store") == before
 
     # the file that mqadmin rocksDBConfigToJson -t consumerOffsets -e writes

@@ -130,6 +130,27 @@ def test_stores_of_rocketmq_5_are_read_too(source: Path, tmp_path: Path, kind: s
     assert tree(store) == before
 
 
+def test_progress_in_rocksdb_is_no_recorded_one(source: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(source, store)
+    add_database(store / "config" / "consumerOffsets")
+    for groups in (None, ["billing"], {"first": "begin", "billing": None}):
+        with pytest.raises(
+            ConfigError, match=r"progress of .* unknown.*mqadmin .*/config/consumerOffsets\.json.*'begin'"
+        ):
+            Kit.from_store(store, ["orders"], groups)
+    with Kit.from_store(store, ["orders"], {"billing": "begin"}) as rmq:
+        rmq.consumer("billing").subscribe("orders", nothing)
+        rmq.run_until_idle()
+        assert len(rmq.delivered("billing")) == 12
+    table = re.sub(r"(\d+):", r'"\1":', (store / "config" / "consumerOffset.json").read_text())
+    (store / "config" / "consumerOffsets.json").write_text(table)
+    with Kit.from_store(store, ["orders"], ["billing"]) as rmq:
+        rmq.consumer("billing").subscribe("orders", nothing)
+        rmq.run_until_idle()
+        assert sorted(bodies(rmq, "billing")) == [b"orders 10", b"orders 11"]
+
+
 def test_messages_of_light_queues_come_once(tmp_path: Path) -> None:
     properties = {"INNER_MULTI_DISPATCH": "%LMQ%a", "INNER_MULTI_QUEUE_OFFSET": "0", "UNIQ_KEY": "U"}
     light = Record(topic="orders", body=b"light", properties_raw=encode_properties(properties))

@@ -48,6 +48,11 @@ _ATTRIBUTES: Final = "attributes"
 _TOPIC_TYPE: Final = "message.type"
 
 
+def progress_export(folder: str) -> str:
+    """Return the command that exports the progress in a RocksDB in ``folder`` to the file that `BrokerTables` reads."""
+    return f"mqadmin rocksDBConfigToJson -p {folder} -t consumerOffsets -e {folder}/consumerOffsets.json"
+
+
 class BrokerTables:
     """The tables, read by `open` and written by `persist`, all or one by one. Not thread-safe."""
 
