@@ -32,7 +32,7 @@ from librmq.java.lang import java_decode, java_int, string_hash
 from librmq.message.batch import inner_messages
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_INNER_NUM, find_keys_and_tags
-from librmq.message.record import INNER_BATCH, SYS_FLAG_AT
+from librmq.message.record import INNER_BATCH
 from librmq.message.topics import validate_queue
 from librmq.store.engine.dispatch import (
     MULTI_DISPATCH,
@@ -46,9 +46,8 @@ from librmq.store.engine.dispatch import (
 from librmq.store.engine.store_parts import Parts, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.keyindex import KeyIndex
-from librmq.store.live_tail import GLANCE, FollowedParts
+from librmq.store.live_tail import FLAG_AT, GLANCE, FollowedParts
 
-_FLAG_AT: Final = SYS_FLAG_AT + 3  # its lowest byte
 _TOGETHER: Final = 4096
 """Most entries of a queue, and most records with keys, to add together."""
 _LARGEST_GAP: Final = 100_000  # as for a recovery of files
@@ -285,7 +284,7 @@ class DerivedParts(FollowedParts):
                     queue = by_raw_name.get((topic, queue_id)) or self._queue(topic, queue_id)
                     if queue is None:
                         pass
-                    elif raw[_FLAG_AT] & INNER_BATCH:
+                    elif raw[FLAG_AT] & INNER_BATCH:
                         queue.collect_batch(queue_offset, place, size, _batch_codes(raw))
                         changed.add(queue)
                     elif queue.collected and queue_offset == queue.expected:  # as nearly always
@@ -332,7 +331,7 @@ class DerivedParts(FollowedParts):
         if prefix is None:
             prefix = self._prefix_hashes[topic] = string_hash(java_decode(topic) + "#")
         self._keys.append((place, stored, prefix, unique, keys))
-        if raw[_FLAG_AT] & INNER_BATCH:
+        if raw[FLAG_AT] & INNER_BATCH:
             with suppress(RecordError):
                 for message in inner_messages(StoredMessage(raw)):
                     unique, keys, _ = find_keys_and_tags(message.properties_raw)

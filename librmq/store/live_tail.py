@@ -21,12 +21,13 @@ from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue, entry_dtype
 from librmq.consumequeue_entries import place_at
 from librmq.consumequeue_ext import ConsumeQueueExt
-from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
+from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
 from librmq.files.interface import File, Files, FolderEntry
 from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.message.batch import is_batch
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
-from librmq.message.record import PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, split_keys
+from librmq.message.record import INNER_BATCH, PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, SYS_FLAG_AT, split_keys
 from librmq.message.topics import validate_queue
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.locks import RLock
@@ -44,6 +45,8 @@ ATTEMPTS: Final = 20
 """Most repetitions of a listing after the deletion of a listed file."""
 GLANCE: Final = 128
 """Number of bytes that identify a record: all but its text."""
+FLAG_AT: Final = SYS_FLAG_AT + 3
+"""Place of the lowest byte of a record's sys flag."""
 _LOG_FILES_MAPPED: Final = 32
 _MAX_TIMESTAMP: Final = (1 << 63) - 1
 
@@ -391,6 +394,12 @@ class LiveParts(FollowedParts):
     """The parts of a store that another process writes to, with its files."""
 
     def __init__(self, path: str, config: StoreConfig, files: Files) -> None:
+        """Open the parts.
+
+        Raises:
+            NotAStoreError: A record is a batch of 5.x, which the files of queues show as one message; `follow_log`
+                raises it too.
+        """
         super().__init__(path, config, files)
         self._index = LiveIndex(
             os.path.join(path, directory.INDEX), config.max_hash_slot_num, config.max_index_num, files
@@ -415,7 +424,7 @@ class LiveParts(FollowedParts):
         A record is indexed after its entry, in log order. So queues lack nothing below the last indexed record.
         """
         log = self._log
-        walk = log.walk(begin)
+        walk = log.walk(begin, _refuse_batch)
         log.end = max(begin, min(self._index.end_physical_offset, walk.physical_offset))
         self._walk_on()
         if walk.last_record is not None and log.end < walk.last_record:  # the index leads to no record
@@ -454,6 +463,7 @@ class LiveParts(FollowedParts):
     def _collect(self, place: int, size: int, raw: bytes) -> None:
         """Hold the entry and the keys of a record."""
         message = StoredMessage(raw)
+        _refuse_batch(self._log, place, raw)
         topic, queue_id, queue_offset = message.topic, message.queue_id, message.queue_offset
         sys_flag = message.sys_flag
         if has_queue_entry(sys_flag):
@@ -470,3 +480,8 @@ class LiveParts(FollowedParts):
             unique_key, keys = get(PROPERTY_UNIQUE_KEY), get(PROPERTY_KEYS)
             if unique_key or keys:
                 self._index.unwritten.append(_Keys(place, message.store_timestamp_ms, topic, unique_key, keys))
+
+
+def _refuse_batch(_: CommitLog, place: int, raw: bytes) -> None:
+    if raw[FLAG_AT] & INNER_BATCH and is_batch(StoredMessage(raw)):
+        raise NotAStoreError(f"at {place}: a batch of messages of RocketMQ 5, which the files of queues show as one")

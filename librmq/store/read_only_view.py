@@ -215,8 +215,11 @@ class ReadOnlyView:
                     self._open()
             elif live.has_lost_end() or self._can_infer_more():
                 self._open()
-            elif live.follow_log():
-                self.version += 1
+            else:
+                try:
+                    self.version += live.follow_log()
+                except NotAStoreError:  # a new record is a batch
+                    self._open()
             return self.version != before
 
     def complete(self) -> None:

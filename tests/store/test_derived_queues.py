@@ -175,17 +175,21 @@ def test_a_batch_that_cannot_be_opened_is_damage(tmp_path: Path, body: bytes, nu
     assert [row["body"] for row in rows if row["body"]] == [b"sound"]
 
 
-def test_new_records_of_a_running_broker_are_seen(tmp_path: Path) -> None:
-    write_log(tmp_path, [Record(topic="T", body=b"0", properties_raw=encode_properties({"KEYS": "k0"}))])
-    add_database(tmp_path / "consumequeue")
+@pytest.mark.parametrize("has_database", [True, False])
+@pytest.mark.parametrize("begins_with_batch", [True, False])
+def test_new_records_of_a_running_broker_are_seen(tmp_path: Path, has_database: bool, begins_with_batch: bool) -> None:
+    record = Record(topic="T", body=b"0", properties_raw=encode_properties({"KEYS": "k0"}))
+    write_log(tmp_path, [batch_record(record, [BatchItem(b"0")] * 3) if begins_with_batch else record])
+    if has_database:
+        add_database(tmp_path / "consumequeue")
     lock = DiskFiles().lock(str(tmp_path / "lock"))
     try:
         with (
             MessageStore.open(tmp_path, read_only=True) as store,
             CommitLog.open(tmp_path / "commitlog", 1 << 16) as log,
         ):
-            assert len(store.find_by_key("T", "k0")) == 1
-            at = 1
+            at = 3 if begins_with_batch else 1
+            assert len(store.find_by_key("T", "k0")) == at
             for number in range(1, 50):
                 record = Record(topic="T", queue_offset=at, body=b"%d" % number)
                 record = replace(record, properties_raw=encode_properties({"KEYS": f"k{number}"}))
