@@ -216,8 +216,7 @@ class Transactions:
             return final
         family = self._family(half)
         if not self._is_delivered(family):
-            pending = self._pending(family)
-            if not pending and not self._is_discarded(family):
+            if self._is_rolled_back(family):
                 how = "was rolled back" if half.unique_key else "has ended"
                 raise TransactionRefusedError(_SYSTEM_ERROR, f"The transaction {how} before")
             final = self._write_final(half, family[0].flag)
@@ -307,6 +306,17 @@ class Transactions:
     def open_halves(self) -> tuple[int, Callable[[int], bool]]:
         """Return the queue offset from which halves can be open, and a function for whether one has ended."""
         return self._checks.judged_below(), self._ended_halves().ended_lookup()
+
+    def is_rolled_back(self, half: StoredMessage) -> bool:
+        """Return whether a half's transaction has ended without a delivery, so that `commit` refuses it."""
+        if half.physical_offset in self._recent or self._original or self._is_plain(half):
+            return False
+        family = self._family(half)
+        return not self._is_delivered(family) and self._is_rolled_back(family)
+
+    def _is_rolled_back(self, family: list[StoredMessage]) -> bool:
+        """Return whether a family without a delivery can't be delivered any more."""
+        return not self._pending(family) and not self._is_discarded(family)
 
     def _ended_halves(self) -> EndedHalves:
         if self._ended is None:

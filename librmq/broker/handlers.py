@@ -149,7 +149,13 @@ class BrokerParts:
             store.readers = StoreReaders(context, self.deliveries.schedule, self.transactions, self.deliveries.timers)
             wake = partial(runner.wake, self._housekeeping) if by_hand else lambda: None
             self.replication = Replication(context, life.check_open)
-            self.sending = SendHandler(context, self.deliveries, self.replication, self.transactions.half_stored)
+            self.sending = SendHandler(
+                context,
+                self.deliveries,
+                self.replication,
+                self.transactions.half_stored,
+                self.transactions.is_rolled_back,
+            )
             self.pulling = PullHandler(context, self.sending, self.replication)
             self.progress = Progress(context)
             self.receives = ReceiveHandler(context, self.sending, self.progress, self.pulling.check_subscription)

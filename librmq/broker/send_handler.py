@@ -53,7 +53,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import RLock
 from librmq.scheduling.relay import HOP_TOPIC, TARGET_TOPIC
 from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, is_timed, time_properties
-from librmq.scheduling.waiting import sent_to
+from librmq.scheduling.waiting import WAITING_TOPICS, sent_to
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.append_lock import CTRL_C_WAITS_S
 from librmq.store.engine.copies import Prepared
@@ -81,8 +81,13 @@ class SendHandler:
         deliveries: Deliveries,
         replication: Replication,
         half_stored: Callable[[str | None, int], object],
+        is_rolled_back: Callable[[StoredMessage], bool],
     ) -> None:
-        """``half_stored(unique_key, physical_offset)`` notes a half message before its producer gets an answer."""
+        """Send on behalf of producers and groups.
+
+        ``half_stored(unique_key, physical_offset)`` notes a half message before its producer gets an answer;
+        ``is_rolled_back(half)`` returns whether its transaction ended without a delivery.
+        """
         store, config = context.store, context.config
         self._runner = context.runner
         self._store = store
@@ -110,7 +115,17 @@ class SendHandler:
         self._recent: RecentSends | None = None
         if config.drop_resends_within is not None and config.replica_of is None:
             window_ms = round(1000 * to_seconds("drop_resends_within", config.drop_resends_within))
-            self._recent = RecentSends(store, window_ms, self._runner.now_ms, self._metrics)
+            self._recent = RecentSends(
+                store,
+                window_ms,
+                self._runner.now_ms,
+                self._metrics,
+                lambda message: (
+                    is_rolled_back(message)
+                    if message.topic == HALF_TOPIC
+                    else message.topic in WAITING_TOPICS and context.cancellations.of_message(message) is not None
+                ),
+            )
         host = record.encode_host(record.parse_host(store.config.store_host))
         self._id_prefix = host.hex().upper()
 
@@ -157,7 +172,7 @@ class SendHandler:
             queue_id = _priority_queue(topic, properties, queue_id)
         stored_message = Message._from_parts(name, message.body, message.flag, properties)
         stored_queue_id = queue_id
-        is_half = _PREPARED in properties and properties[_PREPARED].lower() == "true"
+        is_half = _is_half(properties)
         if is_half:
             stored_queue_id = 0
             sys_flag = self._make_half(stored_message, queue_id, sys_flag, wait)
@@ -489,20 +504,24 @@ def _priority_queue(topic: Topic, properties: dict[str, str], queue_id: int) -> 
     priority = priority_of(properties)
     if priority is None:
         return queue_id
-    is_half = properties.get(_PREPARED, "").lower() == "true"
-    if is_half or _DELAY in properties or is_timed(properties) or PROPERTY_SHARDING_KEY in properties:
+    if _is_half(properties) or _DELAY in properties or is_timed(properties) or PROPERTY_SHARDING_KEY in properties:
         del properties[PROPERTY_PRIORITY]
         return queue_id
     last: int = topic.queues - 1
     return min(priority, last)
 
 
+def _is_half(properties: dict[str, str]) -> bool:
+    return _PREPARED in properties and properties[_PREPARED].lower() == "true"
+
+
 # ---- resends
 
-_Name = tuple[str, str]
-"""The topic and the unique id of a producer's send."""
+_Name = tuple[str, str, str]
+"""The topic and the unique id of a producer's send, and the producer group of a half message."""
 _MOST_IDS: Final = 1 << 19
 _UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
+_GROUP: Final = record.PROPERTY_PRODUCER_GROUP
 
 
 class FirstSend(NamedTuple):
@@ -520,7 +539,17 @@ def name_of_send(group: str, message: Message) -> _Name | None:
     is_own = group not in TOOL_PRODUCERS and not topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
     if not unique_key or not is_own or DELETE_KEY in properties:
         return None
-    return (properties.get(TARGET_TOPIC, topic) if topic == HOP_TOPIC else topic), unique_key
+    target = properties.get(TARGET_TOPIC, topic) if topic == HOP_TOPIC else topic
+    return target, unique_key, properties.get(_GROUP, "") if _is_half(properties) else ""
+
+
+def _name_of_record(message: StoredMessage) -> _Name | None:
+    """Return the name of the send that a record is the first of."""
+    destination, unique_key = sent_to(message), message.unique_key
+    if destination is None or not unique_key:
+        return None
+    group = message.properties.get(_GROUP, "") if message.topic == HALF_TOPIC else ""
+    return destination.topic, unique_key, group
 
 
 class RecentSends:
@@ -530,13 +559,25 @@ class RecentSends:
     two generations, so that dropping old ones costs nothing.
     """
 
-    def __init__(self, store: MessageStore, window_ms: int, now_ms: Callable[[], int], metrics: Metrics | None) -> None:
-        """Read the sends of the last ``window_ms`` from the log."""
+    def __init__(
+        self,
+        store: MessageStore,
+        window_ms: int,
+        now_ms: Callable[[], int],
+        metrics: Metrics | None,
+        is_withdrawn: Callable[[StoredMessage], bool],
+    ) -> None:
+        """Read the sends of the last ``window_ms`` from the log.
+
+        ``is_withdrawn(message)`` returns whether a record was rolled back or cancelled: a message that is sent again
+        after that is a new one.
+        """
         self.lock = RLock()
         self._store = store
         self._window_ms = window_ms
         self._now_ms = now_ms
         self._metrics = metrics
+        self._is_withdrawn = is_withdrawn
         self._begin_ms = now_ms()
         self._recent: dict[int, int] = {}
         self._older: dict[int, int] = {}
@@ -545,7 +586,7 @@ class RecentSends:
             metrics.gauge("resend_ids", lambda: len(self._recent) + len(self._older))
 
     def _read_log(self, begin_ms: int) -> None:
-        """Note the sends that were stored at a time or later; the first one of an id counts."""
+        """Note the sends that were stored at a time or later; the first one of an id counts that was not withdrawn."""
         log = self._store.log
         place = log.begin
         for start in reversed(log.sequence.starts):
@@ -555,10 +596,9 @@ class RecentSends:
                 break
         for _, _, raw in log.scan(place, check_body=False):
             message = None if raw is None else StoredMessage(raw)
-            if message is not None and message.store_timestamp_ms >= begin_ms and message.unique_key:
-                destination = sent_to(message)
-                name = None if destination is None else (destination.topic, message.unique_key)
-                if name is not None and self._place_of(name) is None:
+            if message is not None and message.store_timestamp_ms >= begin_ms:
+                name = _name_of_record(message)
+                if name is not None and self.first_send(name) is None:
                     self.note(name, message.physical_offset)
 
     def _place_of(self, name: _Name) -> int | None:
@@ -578,7 +618,7 @@ class RecentSends:
         if message is None or self._now_ms() - message.store_timestamp_ms > self._window_ms:
             return None
         destination = sent_to(message)
-        if destination is None or (destination.topic, message.unique_key) != name:
+        if destination is None or _name_of_record(message) != name or self._is_withdrawn(message):
             return None
         host = record.encode_host(message.store_host)
         result = AppendResult(place, message.size, message.queue_offset, message.store_timestamp_ms, host)

@@ -117,6 +117,11 @@ class BrokerTransactions:
         with self._lock:
             return self._transactions.open_halves()
 
+    def is_rolled_back(self, half: StoredMessage) -> bool:
+        """Return whether a half's transaction has ended without a delivery, so that a commit would be refused."""
+        with self._lock:
+            return self._transactions.is_rolled_back(half)
+
     def save(self) -> None:
         """Save the progress of the check, after a flush of the store. Raises the errors of the flush."""
         with self._lock:

@@ -129,7 +129,10 @@ class Cancellation(NamedTuple):
 
 
 class Cancellations:
-    """The cancelled messages of a store. `write` is thread-safe; the other methods need one caller at a time."""
+    """The cancelled messages of a store.
+
+    `write`, `of_message` and `of_id` are thread-safe; the other methods need one caller at a time.
+    """
 
     def __init__(self, path: str, files: Files) -> None:
         """Read the file of the store in ``path``; `CorruptionError` if it holds something else."""

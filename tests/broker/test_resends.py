@@ -96,10 +96,11 @@ class ResendMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 5), form=st.sampled_from(sorted(FORMS)), queue_id=st.integers(-1, 1))
     def send(self, number: int, form: str, queue_id: int) -> None:
         at_ms, end = self.runner.now_ms(), self.broker.store.log.end
-        known = self.first("T", number)
+        name = "half of T" if form == "half" else "T"  # another message than one without a transaction
+        known = self.first(name, number)
         answer = self.broker.call(request_of(message_of(number, form), queue_id))
         assert (self.broker.store.log.end == end) == (known is not None)
-        self.compare("T", number, place(answer), at_ms)
+        self.compare(name, number, place(answer), at_ms)
 
     @rule(numbers=st.lists(st.integers(0, 5), min_size=1, max_size=4))
     def send_together(self, numbers: list[int]) -> None:
@@ -260,6 +261,56 @@ def test_a_half_whose_answer_is_lost_is_one_transaction() -> None:
         assert [message.unique_key for message in broker.messages("T")] == ["U1"]
         broker.call(request_of(message_of(1, "half")))
         assert len(list(broker.messages(HALF_TOPIC))) == 1
+
+
+@pytest.mark.parametrize("is_killed", [None, False, True])
+def test_a_half_after_a_rollback_is_another_one(is_killed: bool | None) -> None:
+    files, runner = MemoryFiles(), ManualRunner()
+    broker = open_broker(files, runner)
+    half = request_of(message_of(1, "half"))
+    for state in (TransactionState.ROLLBACK, TransactionState.COMMIT):
+        if is_killed is not None:
+            broker.abandon() if is_killed else broker.close()
+            broker = open_broker(files, runner)
+        placed = broker.call(half)
+        assert broker.call(half) == placed
+        broker.call(EndTransaction("p", state, placed.queue_offset, placed.physical_offset, "U1"))
+    assert broker.call(half) == placed
+    assert [message.unique_key for message in broker.messages("T")] == ["U1"]
+    assert len(list(broker.messages(HALF_TOPIC))) == 2
+    broker.close()
+
+
+def test_a_half_of_another_group_or_of_none_is_another_one() -> None:
+    with open_broker(MemoryFiles(), ManualRunner()) as broker:
+        of_q = message_of(1, "half")
+        of_q.properties["PGROUP"] = "q"
+        for _ in range(2):
+            for message in (message_of(1, "half"), of_q, message_of(1, "plain")):
+                placed = broker.call(request_of(message))
+                if message is of_q:
+                    end = TransactionState.COMMIT, placed.queue_offset, placed.physical_offset, "U1"
+                    broker.call(EndTransaction("q", *end))
+        assert (len(list(broker.messages(HALF_TOPIC))), len(list(broker.messages("T")))) == (2, 2)
+
+
+@pytest.mark.parametrize("form", ["level", "timer", "relay"])
+@pytest.mark.parametrize("is_reopened", [False, True])
+def test_a_message_after_its_cancellation_is_another_one(form: str, is_reopened: bool) -> None:
+    files, runner = MemoryFiles(), ManualRunner()
+    broker = open_broker(files, runner, drop_resends_within=600)
+    first = broker.call(request_of(message_of(1, form)))
+    assert broker.cancel("U1").cancelled
+    if is_reopened:
+        broker.close()
+        broker = open_broker(files, runner, drop_resends_within=600)
+    runner.advance(2_000)  # a timer's deletion is of all messages of the id that are due in the same second
+    second = broker.call(request_of(message_of(1, form)))
+    assert second.physical_offset > first.physical_offset
+    assert broker.call(request_of(message_of(1, form))) == second
+    runner.advance(1_000_000_000)
+    assert [message.unique_key for message in broker.messages("T")] == ["U1"]
+    broker.close()
 
 
 @pytest.mark.parametrize("durability", ["async", "sync"])
