@@ -106,6 +106,8 @@ class BrokerContext:
         saving = steps.step("saves progress", self.saving.run_due)
         self.offsets = self.saving.offsets
         self.cancellations = Cancellations(store.path, store.files)
+        if config.replica_of is None and self.cancellations.cut(store.log.end):
+            self.cancellations.write(store.log.begin, runner.now_ms())
         with runner.lock:  # before transactions and the relay resume from their progress
             self.offsets.clamp(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
             if config.replica_of is None:

@@ -226,8 +226,9 @@ class Deliveries:
         """Cancel a message that waits; see `librmq.broker.Broker.cancel`. Thread-safe."""
         with self._runner.lock:
             result = self._cancel(request)
-        if result.cancelled:
-            self._cancellations.write(self._store.log.begin, self._runner.now_ms())
+            version = self._cancellations.version
+        if result.cancelled and not self._cancellations.is_durable(version):
+            self._cancellations.write(self._store.log.begin, self._runner.now_ms(), version)
             with self._runner.lock:
                 self._notify_watchers()
         return result
@@ -247,12 +248,12 @@ class Deliveries:
                 if last.topic == TIMER_TOPIC and last.unique_key is not None:
                     self._delete_timer(last, topic, last.unique_key)
             return CancelResult(True, f"it waited for topic {topic!r}, and is not delivered")
-        for message in records:
-            if message.topic in WAITING_TOPICS and self._cancellations.of_message(message) is not None:
-                return CancelResult(True, "it was cancelled before its time")
-        if not records:
+        sends = [message for message in records if DELETE_KEY not in message.properties]
+        if not sends:
             return CancelResult(False, "the broker has no message of a producer with this id")
-        last = records[-1]
+        last = sends[-1]
+        if last.topic in WAITING_TOPICS and self._cancellations.of_message(last) is not None:
+            return CancelResult(True, "it was cancelled before its time")
         if last.topic == HALF_TOPIC:
             return CancelResult(False, "half messages can't be cancelled: roll the transaction back")
         if last.topic in WAITING_TOPICS:

@@ -140,6 +140,9 @@ class Cancellations:
         self._files = files
         self._lock = Lock()
         self._by_name: dict[tuple[str, str], Cancellation] = {}
+        self.version = 0
+        """Number of messages that `add` cancelled."""
+        self._durable_version = 0
         if files.size(self._path):
             fields = read_document(self._path, files, {"messages": (list,)}, max_size=_MAX_SIZE)
             try:
@@ -158,6 +161,13 @@ class Cancellations:
         for row in rows:
             self._keep(_checked(row))
         return self._by_name != before
+
+    def cut(self, log_end: int) -> bool:
+        """Let no cancellation reach beyond the end of a log that lost its tail; return whether any did.
+
+        Otherwise a later message of the same id would count as cancelled.
+        """
+        return self.replace([row._replace(end=min(row.end, log_end)) for row in self._by_name.values()])
 
     def _keep(self, cancellation: Cancellation) -> None:
         self._by_name[cancellation[:2]] = cancellation
@@ -192,19 +202,30 @@ class Cancellations:
         message_id, topic = message.unique_key or message.offset_id, destination_of(message).topic
         stored_ms = message.store_timestamp_ms
         self._keep(Cancellation(message_id, topic, message.physical_offset, log_end, stored_ms, now_ms))
+        self.version += 1
 
-    def write(self, log_begin: int, now_ms: int) -> None:
+    def is_durable(self, version: int) -> bool:
+        """Return whether the file has all messages that were cancelled up to a `version`. Thread-safe."""
+        return self._durable_version >= version
+
+    def write(self, log_begin: int, now_ms: int, version: int | None = None) -> None:
         """Write the file without deleted and old passed messages; durable when it returns.
+
+        Nothing is written if the file has all messages up to ``version``, as after another thread's write.
 
         Raises:
             StoreIOError: The disk refuses.
         """
         with self._lock:
+            if version is not None and self.is_durable(version):
+                return
+            version_now = self.version  # before the rows
             in_log = [row for row in list(self._by_name.values()) if row.end > log_begin]
             passed = [row for row in in_log if row.passed_ms is not None and row.passed_ms + _SAVED_MS < now_ms]
             dropped = set(passed[:-_MOST_PASSED])
             rows = [row for row in in_log if row not in dropped]
             write_document(self._path, self._files, {"messages": rows})
+            self._durable_version = version_now
             for name, row in list(self._by_name.items()):
                 if row in dropped or row.end <= log_begin:
                     self._by_name.pop(name, None)

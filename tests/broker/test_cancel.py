@@ -128,6 +128,67 @@ TestCancel.settings = settings(max_examples=examples(40), stateful_step_count=25
 
 # --- one at a time
 
+
+def test_an_id_stands_for_all_its_sends_so_far() -> None:
+    files, runner = MemoryFiles(), ManualRunner()
+    with open_broker(files, runner) as broker, Producer(broker, "p") as producer:
+        broker.create_topic("T", 1)
+        message = Message("T", b"x", unique_key="order-7", delay=10)
+        assert producer.cancel(producer.send(message)).cancelled
+        for _ in range(2):
+            again = producer.send(message)
+        assert list(broker.messages("T")) == []
+        runner.advance(20_000)
+        assert len(list(broker.messages("T"))) == 2
+        result = producer.cancel(again)
+        assert (result.cancelled, result.why) == (False, "delivered already: T/0 has it at 1")
+        producer.send(message)
+        assert producer.cancel(producer.send(message)).cancelled
+        runner.advance(20_000)
+        assert len(list(broker.messages("T"))) == 2
+
+
+def test_no_cancellation_outlives_the_tail_of_a_log() -> None:
+    """After a power failure the file has a message whose record and successors the log has lost."""
+    runner = ManualRunner()
+    before, after = MemoryFiles(), MemoryFiles()
+    for files in (before, after):
+        with open_broker(files, runner) as broker:
+            broker.create_topic("T", 1)
+    message = Message("T", b"x", unique_key="order-7", delay=10)
+    with open_broker(after, runner) as broker, Producer(broker, "p") as producer:
+        assert producer.cancel(producer.send(message)).cancelled
+        path = f"{broker.store.path}/librmq/cancelled.json"
+        before.write(path, after.read(path))
+    for _ in range(2):
+        with open_broker(before, runner) as broker, Producer(broker, "p") as producer:
+            if not list(pending_messages(broker.store)):
+                producer.send(message)
+            assert len(list(pending_messages(broker.store))) == 1
+    with open_broker(before, runner) as broker:
+        runner.advance(20_000)
+        assert [message.unique_key for message in broker.messages("T")] == ["order-7"]
+
+
+def test_a_repeated_cancellation_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[object] = []
+    write = waiting.write_document
+
+    def count(path: str, files: Files, fields: Any) -> None:
+        write(path, files, fields)
+        written.append(fields)
+
+    monkeypatch.setattr(waiting, "write_document", count)
+    files, runner = MemoryFiles(), ManualRunner()
+    with open_broker(files, runner) as broker, Producer(broker, "p") as producer:
+        receipts = [producer.send("T", b"x", delay=10) for _ in range(3)]
+        for receipt in receipts * 2:
+            assert producer.cancel(receipt).cancelled
+    with open_broker(files, runner) as broker:
+        assert broker.cancel(receipts[0]).cancelled
+    assert len(written) == 3
+
+
 WAITS: Final[dict[str, Any]] = {
     "level": {"delay": 10},
     "timer": {"delay": 41},
@@ -429,6 +490,6 @@ def test_a_replica_and_a_snapshot_have_it(tmp_path: Path) -> None:
 
 
 def test_a_cancellation_that_only_memory_has_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting.Cancellations, "write", lambda self, log_begin, now_ms: None)
+    monkeypatch.setattr(waiting.Cancellations, "write", lambda self, *args: None)
     with pytest.raises(AssertionError, match="taken"):
         explore(cancelled_stays_cancelled, runs=20)
