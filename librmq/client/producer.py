@@ -127,7 +127,8 @@ class Producer(Startable):
         Raises:
             ConfigError: There is no such setting, or its value is refused. Then nothing has changed.
         """
-        self.config = self.config.with_settings(settings)
+        with self._runner.lock:
+            self.config = self.config.with_settings(settings)
 
     @property
     def config(self) -> ProducerConfig:

@@ -120,7 +120,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             ConfigError: There is no such setting, its value is refused, it is for listeners, or it can't change after
                 the consumer was made. Then nothing has changed.
         """
-        self._change_settings(self.config.with_settings(settings))
+        with self.runner.lock:
+            self._change_settings(self.config.with_settings(settings))
 
     # ---- which queues
 

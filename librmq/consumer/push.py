@@ -333,7 +333,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
             ConfigError: There is no such setting, its value is refused, or it can't change after the consumer was made.
                 Then nothing has changed.
         """
-        self._change_settings(self.config.with_settings(settings))
+        with self.runner.lock:
+            self._change_settings(self.config.with_settings(settings))
 
     def _check_settings(self, config: ConsumerConfig) -> None:
         topic = self.listeners.without_batches()

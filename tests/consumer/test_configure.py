@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier
 from typing import Any
 
 import pytest
 
+from librmq.broker import Broker
 from librmq.client.producer import Producer
 from librmq.client.sender import ProducerConfig
 from librmq.consumer import ConsumerConfig, DeliveredMessage, PullConsumer, PushConsumer
@@ -205,6 +209,32 @@ def test_a_refused_setting_of_a_producer_changes_nothing(rmq: Kit, settings: dic
     with pytest.raises(ConfigError, match="expected a ProducerConfig, found dict"):
         producer.config = {}  # type: ignore[assignment]
     assert producer.config is before is producer._sender.config
+
+
+def test_changes_at_the_same_time_are_all_made() -> None:
+    def change(barrier: Barrier, changed: Any, **settings: Any) -> None:
+        barrier.wait()
+        changed.configure(**settings)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with Broker.temporary() as broker, ThreadPoolExecutor(2) as threads:
+            pull, producer = PullConsumer(broker, "pull"), Producer(broker, "p")
+            push = PushConsumer(broker, "push")
+            for number in range(1, 100):
+                for changed, names in (
+                    (push, ("threads", "max_held_messages")),
+                    (pull, ("pull_batch_size", "poll_timeout")),
+                    (producer, ("retries", "timeout")),
+                ):
+                    barrier = Barrier(2)
+                    ends = [threads.submit(change, barrier, changed, **{name: number}) for name in names]
+                    for end in ends:
+                        end.result()
+                    assert [getattr(changed.config, name) for name in names] == [number, number]
+    finally:
+        sys.setswitchinterval(interval)
 
 
 # ------------------------------------------------------------------------------------------------------------ schedules
