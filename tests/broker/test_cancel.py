@@ -30,6 +30,7 @@ from librmq.protocol import CancelMessage, CancelResult, ResponseCode, SendBack,
 from librmq.runtime.runner import ManualRunner
 from librmq.scheduling import waiting
 from librmq.scheduling.timer_config import TimerConfig
+from librmq.store.format.documents import write_document
 from librmq.testing import CrashImages, Kit, Process, RecordingFiles, explore
 from librmq.testing.verdict import HistoryAnomalyError
 from librmq.wire.remote.remote_route import connect
@@ -172,13 +173,12 @@ def test_no_cancellation_outlives_the_tail_of_a_log() -> None:
 
 def test_a_repeated_cancellation_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[object] = []
-    write = waiting.write_document
 
     def count(path: str, files: Files, fields: Any) -> None:
-        write(path, files, fields)
+        write_document(path, files, fields)
         written.append(fields)
 
-    monkeypatch.setattr(waiting, "write_document", count)
+    monkeypatch.setattr("librmq.scheduling.waiting.write_document", count)
     files, runner = MemoryFiles(), ManualRunner()
     with open_broker(files, runner) as broker, Producer(broker, "p") as producer:
         receipts = [producer.send("T", b"x", delay=10) for _ in range(3)]
