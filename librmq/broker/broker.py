@@ -359,8 +359,9 @@ class Broker:
         """Cancel the delivery of a message that waits in a delay level, the timer or the relay.
 
         The answer says whether it is cancelled, or why not: most often it was delivered already. A second call gets
-        the same answer. It holds after a restart and a kill; a broker of RocketMQ that opens the store delivers a
-        message of a delay level anyway. Half messages can't be cancelled. Thread-safe.
+        the same answer. An id stands for all messages sent with it so far: those that wait are cancelled, and if none
+        does, the answer is about the last. It holds after a restart and a kill; a broker of RocketMQ that opens the
+        store delivers a message of a delay level anyway. Half messages can't be cancelled. Thread-safe.
 
         Args:
             receipt: What `send` returned, or the message's unique id or offset id.

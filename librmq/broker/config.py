@@ -66,7 +66,8 @@ class BrokerConfig(Config):
     """Whether levels deliver messages at any time, by topic ``SYSTEM_SCHEDULE_MSG``: see `librmq.scheduling.relay`."""
     drop_resends_within: Annotated[timedelta | float | None, Seconds(0.001)] = None
     """Time in which a further send of a unique id to its topic gets the first one's answer and is not stored. None
-    stores every send, as 4.9 does. The broker keeps at most 524,288 ids."""
+    stores every send, as 4.9 does. A send that was cancelled or rolled back does not count. The broker keeps at
+    most 524,288 ids."""
     original_transactions: bool = False
     """End and check transactions exactly like 4.9, including its losses: see `librmq.txn.Transactions`."""
 
