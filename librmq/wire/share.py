@@ -9,7 +9,8 @@ that gets the lock opens the store, and is the owner.
     librmq/share/           of the store, 0700
         lock                held by the owner, from before it opens the store to its end
         owner               its socket, 0600
-        place               where the path of a socket is too long: the path of the socket, in the temporary directory
+        place               where the path of a socket is too long: the device and inode of the store's folder, and the
+                            path of the socket, in the temporary directory; a copy of the store ignores it
 
     looks for an owner ── connects ──> peer ── the connection ends ──> looks for an owner
               └────────── takes the locks, recovers ──> owner

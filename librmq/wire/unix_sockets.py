@@ -122,11 +122,17 @@ def share_folder(path: str | os.PathLike[str]) -> str:
 def owner_socket(path: str | os.PathLike[str]) -> str:
     """Return the path of the socket at which the owner of a store answers, if it has one."""
     folder = share_folder(path)
-    try:
-        with open(os.path.join(folder, "place"), encoding="utf-8") as file:
-            return file.read()
-    except OSError:
-        return os.path.join(folder, "owner")
+    with suppress(OSError), open(os.path.join(folder, "place"), encoding="utf-8") as file:
+        identity, _, named = file.read().partition(" ")
+        if identity == _identity(path):
+            return named
+    return os.path.join(folder, "owner")
+
+
+def _identity(path: str | os.PathLike[str]) -> str:
+    """Return what a copy of a store's folder does not share with it."""
+    status = os.stat(path)
+    return f"{status.st_dev}:{status.st_ino}"
 
 
 def listen_as_owner(path: str) -> tuple[socket.socket, list[str]]:
@@ -140,7 +146,7 @@ def listen_as_owner(path: str) -> tuple[socket.socket, list[str]]:
     named = os.path.join(elsewhere, "owner")
     listening = listen_at(named)
     with open(place + ".new", "w", encoding="utf-8") as file:
-        file.write(named)
+        file.write(f"{_identity(path)} {named}")
     os.rename(place + ".new", place)
     return listening, [named, elsewhere, place]
 

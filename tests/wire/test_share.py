@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -406,6 +407,21 @@ def test_a_long_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 producer.send("orders", b"x")
         assert not place.exists()
         assert not place.parent.exists()
+
+
+def test_a_copy_has_an_owner_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    deep = tmp_path / ("d" * 100)
+    with librmq.share(deep / "store") as shared, Producer(shared, "shop") as producer:
+        producer.send("orders", b"x")
+        shutil.copytree(deep / "store", deep / "copy")
+        with librmq.share(deep / "copy") as copy, Producer(copy, "shop") as other:
+            assert copy.is_owner
+            other.send("orders", b"y")
+        assert [message.body for message in shared.messages("orders")] == [b"x"]
+        producer.send("orders", b"z")  # its place is still there
+        with librmq.share(deep / "store") as peer:
+            assert not peer.is_owner
 
 
 @pytest.mark.parametrize(
