@@ -224,7 +224,15 @@ class SharedBroker:
             except RmqError as error:
                 self._error = error
                 return error
-        self._settle(link)
+        try:
+            self._settle(link)
+        except BaseException:
+            with self._lock:
+                if self._link is link:
+                    self._link = None
+                    self._settled.clear()
+            link.close()
+            raise
         return None
 
     def _own(self, unreachable: BrokerUnreachableError) -> StoreOwner:
@@ -290,17 +298,22 @@ class SharedBroker:
                 link = self._link
                 if isinstance(link, StoreOwner):
                     return
-                if link is not None:
-                    former.close()
-                    former.callback(link.close)
-                    link.wait_for_end()
-                    self._lose(link)
-                elif (error := self._try_to_join()) is not None:
-                    if isinstance(error, BrokerUnreachableError | StoreLockedError):
-                        SystemClock().wait(self._closing, _AGAIN_S)
-                    else:
-                        self._states.failing(("share",), "taking the store over", error)
-                        SystemClock().wait(self._closing, _FAILED_S)
+                error: Exception | None
+                try:
+                    if link is not None:
+                        former.close()
+                        link.wait_for_end()
+                        self._lose(link)
+                        former.callback(link.close)
+                        continue
+                    error = self._try_to_join()
+                except Exception as unexpected:  # without this thread the process would find no owner any more
+                    error = unexpected
+                if isinstance(error, BrokerUnreachableError | StoreLockedError):
+                    SystemClock().wait(self._closing, _AGAIN_S)
+                elif error is not None:
+                    self._states.failing(("share",), "taking the store over", error)
+                    SystemClock().wait(self._closing, _FAILED_S)
 
     def _lose(self, link: StorePeer) -> None:
         """Let calls wait for the next owner."""

@@ -11,7 +11,7 @@ import socket
 import struct
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Final, NamedTuple
 
 from librmq.errors import BrokerUnreachableError
@@ -97,17 +97,16 @@ def connect_to(path: str, timeout_s: float) -> socket.socket:
     Raises:
         BrokerUnreachableError: No process does, or another user's.
     """
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connected.settimeout(timeout_s)
-        connected.connect(path)
-        checked_credentials(connected)
-        connected.settimeout(None)
-    except BaseException as error:
-        connected.close()
-        if isinstance(error, OSError):
-            raise BrokerUnreachableError(f"{path} can't be reached: {error}") from error
-        raise
+        with ExitStack() as undo:
+            connected = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            connected.settimeout(timeout_s)
+            connected.connect(path)
+            checked_credentials(connected)
+            connected.settimeout(None)
+            undo.pop_all()
+    except OSError as error:  # also of a process without free descriptors
+        raise BrokerUnreachableError(f"{path} can't be reached: {error}") from error
     return connected
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -499,6 +500,34 @@ def test_shared_without_blocking_the_event_loop(tmp_path: Path) -> None:
             return next(owner.messages("orders")).body
 
     assert asyncio.run(run()) == b"x"
+
+
+def test_an_unexpected_error_ends_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the next owner has opened the store already."""
+    errors = [OSError(errno.EMFILE, "Too many open files"), RuntimeError("a bug"), MemoryError()]
+    settle = SharedBroker._settle
+
+    def settle_late(shared: SharedBroker, link: Any) -> None:
+        if errors:
+            raise errors.pop()
+        settle(shared, link)
+
+    monkeypatch.setattr("librmq.wire.share._FAILED_S", 0.01)
+    with librmq.share(tmp_path / "store") as owner, librmq.share(tmp_path / "store") as peer:
+        with Producer(peer, "shop", timeout=30) as producer:
+            monkeypatch.setattr(SharedBroker, "_settle", settle_late)
+            owner.close()
+            producer.send("orders", b"x", timeout=30)
+        assert (peer.is_owner, errors) == (True, [])
+
+
+def test_a_process_without_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("librmq.wire.unix_sockets.socket.socket", refuse)
+    with pytest.raises(BrokerUnreachableError, match="Too many open files"):
+        connect_to(str(tmp_path / "owner"), 1)
 
 
 # ---- forks
