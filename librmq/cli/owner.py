@@ -123,11 +123,11 @@ class OwnedStore:
     def __init__(self, store: MessageStore, route: RemoteRoute) -> None:
         """Ask the owner for its tables."""
         self.admin = ClusterAdmin(route)
-        (name,) = route.broker_names()
+        (self._name,) = route.broker_names()
         self.store = store
         """Opened for reading."""
         self.runner = route.runner
-        self.call = route.broker(name).call
+        self.call = route.broker(self._name).call
         self.tables = OwnerTables(store.path, self.admin)
 
     def topics(self) -> dict[str, QueueData]:
@@ -140,7 +140,8 @@ class OwnedStore:
 
     def consumer_offsets(self, group: str, topic: str) -> dict[int, int]:
         """Return a group's stored progress in a topic, by queue id."""
-        return dict(self.tables.offsets.rows.get(f"{topic}@{group}", {}))
+        row = self.admin.tables(self._name)[2].get(f"{topic}@{group}", {})  # as it is now: the group may be running
+        return {int(queue_id): queue_offset for queue_id, queue_offset in row.items()}
 
     def reset_group(self, group: str, topic: str, to: Literal["end"] | int, *, queue_id: int) -> None:
         """Move a running or stopped group in a queue."""

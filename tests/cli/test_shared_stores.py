@@ -7,12 +7,15 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import librmq
-from librmq import Broker
+from librmq import Broker, ConfigError
+from librmq.cli.owner import owner_of
+from librmq.diagnosis.skips import plan_skip, skip
+from librmq.diagnosis.view import StoreView
 from tests.cli.stand import Shell
 from tests.programs import Process, start_program
 from tests.wire.stub import wait_until
@@ -126,6 +129,19 @@ def test_a_group_is_moved_forward(shell: Shell, application: Sharing) -> None:
     assert application("broker.consumer_offsets('billing', 'orders')") == {"0": 4, "1": 4}
     assert application("sorted(m.body.decode() for m in shared.messages('late'))") == [str(n) for n in range(8)]
     assert (shell.folder / "live" / "librmq" / "skipped.jsonl").exists()
+
+
+def test_a_group_that_runs_is_not_moved_back(shell: Shell, application: Sharing) -> None:
+    with owner_of(str(shell.folder / "live")) as owner:
+        assert owner is not None
+        with StoreView.open("live", tables=owner.tables) as view:
+            plan = plan_skip(view, "billing", "orders", lag_above=2)
+        assert {queue.end for queue in plan.queues} == {3}
+        application("broker.reset_group('billing', 'orders', 4) and None")  # after the command has connected
+        assert owner.consumer_offsets("billing", "orders") == {0: 4, 1: 4}
+        with pytest.raises(ConfigError, match="the group is already at 4"):
+            skip(cast("Broker", owner), plan)
+    assert application("broker.consumer_offsets('billing', 'orders')") == {"0": 4, "1": 4}
 
 
 def test_dead_letters_are_sent_again(shell: Shell, application: Sharing) -> None:
