@@ -91,8 +91,8 @@ class DiskLock:
         except OSError as error:
             if error.errno not in _CONFLICTS:
                 raise
-            holder = _conflict(descriptor, os.fstat(descriptor)) or "another process"
-            raise StoreLockedError(f"{path}: locked by {holder}") from None
+            holder = _conflict(descriptor, os.fstat(descriptor)) or 0
+            raise StoreLockedError(f"{path}: locked by {_described(holder)}") from None
 
     def hold_folder(self) -> None:
         """Lock the folder too, where the file system can; see `FileLock.hold_folder`."""
@@ -107,8 +107,9 @@ class DiskLock:
                 pid = _find_holder(_key_of(os.fstat(descriptor)))
                 os.close(descriptor)
                 if error.errno in _CONFLICTS:
-                    holder = f"process {pid}" if pid else "another process"
-                    raise StoreLockedError(f"{self._path}: locked by {holder}, whose lock file was deleted") from None
+                    raise StoreLockedError(
+                        f"{self._path}: locked by {_described(pid)}, whose lock file was deleted"
+                    ) from None
                 return
             self._folder = descriptor
 
@@ -161,6 +162,14 @@ if hasattr(os, "register_at_fork"):
 
 def lock_holder(path: str) -> str | None:
     """Return the holder of the lock of the file ``path``, None if it is free. Changes nothing."""
+    process = lock_process(path)
+    if process == os.getpid():
+        return f"this process (pid {process})"
+    return None if process is None else _described(process)
+
+
+def lock_process(path: str) -> int | None:
+    """Return the process that holds the lock of the file ``path``, 0 if it is not visible, None if the lock is free."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -169,7 +178,7 @@ def lock_holder(path: str) -> str | None:
         raise StoreIOError("look at the lock", path, error) from error
     with _held_guard:
         if _key_of(status) in _held:
-            return f"this process (pid {os.getpid()})"
+            return os.getpid()
         if sys.platform == "win32":
             return None
         with named("look at the lock", path):
@@ -217,15 +226,21 @@ def _flock(kind: int) -> bytes:
     return _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0)
 
 
-def _conflict(descriptor: int, status: os.stat_result) -> str | None:
-    """Return the holder of a lock of the first byte, None if it is free."""
+def _described(process: int) -> str:
+    return f"process {process}" if process else "another process"
+
+
+def _conflict(descriptor: int, status: os.stat_result) -> int | None:
+    """Return the process that holds a lock of the first byte, 0 if it is not visible, None if the lock is free."""
     fields = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, _flock(fcntl.F_WRLCK)))
+    pid: int
+    kind: int
     pid, kind = (fields[2], fields[3]) if sys.platform == "darwin" else (fields[4], fields[0])
     if kind == fcntl.F_UNLCK:
         return None
     if pid <= 0:  # a lock of an open file description, which has no process
         pid = _find_holder(_key_of(status))
-    return f"process {pid}" if pid > 0 else "another process"
+    return pid
 
 
 def _find_holder(key: _Key) -> int:

@@ -201,7 +201,7 @@ class SharedBroker:
         """
         clock = SystemClock()
         begin = clock.monotonic()
-        while (error := self._try_to_join()) is not None:
+        while (error := self._try_to_join(lambda: clock.monotonic() - begin >= wait_s)) is not None:
             patience_s = 0.0
             if isinstance(error, BrokerUnreachableError):
                 patience_s = wait_s
@@ -212,12 +212,12 @@ class SharedBroker:
             clock.wait(self._closing, _AGAIN_S)
         self._begin_watching()
 
-    def _try_to_join(self) -> RmqError | None:
+    def _try_to_join(self, gives_up: Callable[[], bool]) -> RmqError | None:
         """Connect to the owner, or become it; return the error if there is none now."""
         settings = self._settings
         link: StoreOwner | StorePeer
         try:
-            link = StorePeer(self.path, settings.timeout_s, self.runner, settings.take_over_stopped_s)
+            link = StorePeer(self.path, settings.timeout_s, self.runner, settings.take_over_stopped_s, gives_up)
         except BrokerUnreachableError as unreachable:
             try:
                 link = self._own(unreachable)
@@ -306,7 +306,7 @@ class SharedBroker:
                         self._lose(link)
                         former.callback(link.close)
                         continue
-                    error = self._try_to_join()
+                    error = self._try_to_join(self._closing.is_set)
                 except Exception as unexpected:  # without this thread the process would find no owner any more
                     error = unexpected
                 if isinstance(error, BrokerUnreachableError | StoreLockedError):

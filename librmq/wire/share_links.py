@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any, Final
 
 from librmq.broker import Broker
+from librmq.clock import SystemClock
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, RmqError
-from librmq.files.lock import DiskLock
+from librmq.files.lock import DiskLock, lock_process
 from librmq.message.ids import format_host, parse_host
 from librmq.protocol import ConsumerOffsets, Endpoint, Heartbeat, MessageModel, QueueData, Request, UpdateOffset
 from librmq.runtime.event_log import EventLog
@@ -35,6 +36,7 @@ from librmq.wire.unix_sockets import (
     is_stopped,
     listen_as_owner,
     owner_socket,
+    share_folder,
 )
 
 _log = EventLog("librmq.wire")
@@ -90,10 +92,10 @@ class StoreOwner:
 
     def close(self) -> None:
         """Hand the store over: end the connections first, so that no request is refused meanwhile."""
-        delete_place(self._files)
         try:
             self.server.drain()
             self.server.close()
+            delete_place(self._files)  # late, because a peer that finds no socket under the lock expects it to be lost
             self.route.close()
         finally:
             self._lock.release()
@@ -103,20 +105,35 @@ class StorePeer:
     """A route to the owner, and a connection that ends with it."""
 
     def __init__(
-        self, path: str, timeout_s: float, runner: ThreadRunner | None, take_over_stopped_s: float | None = None
+        self,
+        path: str,
+        timeout_s: float,
+        runner: ThreadRunner | None,
+        take_over_stopped_s: float | None = None,
+        gives_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Connect to the owner; end one that is stopped, after a time.
+        """Connect to the owner; end one that is stopped, after a time, unless ``gives_up`` answers True before.
 
         Raises:
             BrokerUnreachableError: There is none, or it does not answer.
         """
         address = owner_socket(path)
         self._path = path
+        self._lock_path = os.path.join(share_folder(path), "lock")
         self._take_over_stopped_s = take_over_stopped_s
         self.has_ended = threading.Event()
         self._link: tuple[Endpoint, SharedEndpoint] | None = None
         with ExitStack() as undo:
-            self._sentinel = undo.enter_context(connect_to(address, timeout_s))
+            try:
+                self._sentinel = undo.enter_context(connect_to(address, timeout_s))
+            except BrokerUnreachableError as error:
+                if not isinstance(error.__cause__, BlockingIOError):  # others wait already for an answer
+                    raise
+                self.process = lock_process(self._lock_path) or 0
+                self.label = path
+                explained = self.explained(error)
+                self._wait_while_stopped(gives_up)
+                raise explained from error
             close_in_child(self._sentinel)
             self.process = checked_credentials(self._sentinel).process
             self.label = f"{path} (process {self.process})"
@@ -140,8 +157,7 @@ class StorePeer:
                 self.name = self.route.broker_names()[0]
             except (BrokerUnreachableError, IndexError) as error:  # without a broker while it closes
                 explained = self.explained(error)
-                if take_over_stopped_s is not None and is_stopped(self.process):
-                    self.wait_for_end(while_stopped=True)
+                self._wait_while_stopped(gives_up)
                 raise explained from error
             at_close.push(undo.pop_all())
 
@@ -151,9 +167,18 @@ class StorePeer:
         try:
             return connect_to(address, timeout_s)
         except BrokerUnreachableError as error:
+            if isinstance(error.__cause__, FileNotFoundError) and not self._is_lock_free():
+                raise RequestNotSentError(
+                    f"{self._path}: process {self.process} owns the store, and its socket file {address} is missing: "
+                    "restart that process"
+                ) from error
             if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
                 self.has_ended.set()  # it listens no more
             raise RequestNotSentError(str(error)) from error
+
+    def _is_lock_free(self) -> bool:
+        """Return whether the owner has ended, as far as its lock says; not if the lock file was deleted too."""
+        return os.path.exists(self._lock_path) and lock_process(self._lock_path) is None
 
     def explained(self, error: Exception) -> BrokerUnreachableError:
         """Return the error of a request to the owner, which says whether the owner is stopped."""
@@ -185,8 +210,8 @@ class StorePeer:
         """Return the topics in use."""
         return self.route.known_topics()
 
-    def wait_for_end(self, *, while_stopped: bool = False) -> None:
-        """Wait until the owner has ended, or continues; end one that is stopped, where the settings say so."""
+    def wait_for_end(self) -> None:
+        """Wait until the owner has ended; end one that is stopped, where the settings say so."""
         stopped_s, most_s = 0.0, self._take_over_stopped_s
         if most_s is not None:
             self._sentinel.settimeout(_STOPPED_S)
@@ -196,13 +221,20 @@ class StorePeer:
                 break
             except TimeoutError:
                 stopped_s = stopped_s + _STOPPED_S if is_stopped(self.process) else 0.0
-                if while_stopped and not stopped_s:
-                    return
                 if most_s is not None and stopped_s >= most_s:
                     self._end_stopped()
             except OSError:
                 break
         self.has_ended.set()
+
+    def _wait_while_stopped(self, gives_up: Callable[[], bool]) -> None:
+        """Where the settings say that an owner that is stopped is ended, wait for it, and end it."""
+        stopped_s, most_s = 0.0, self._take_over_stopped_s
+        while most_s is not None and is_stopped(self.process) and not gives_up():
+            if stopped_s >= most_s:
+                self._end_stopped()
+            SystemClock().wait(self.has_ended, _STOPPED_S)
+            stopped_s += _STOPPED_S
 
     def _end_stopped(self) -> None:
         """Kill the owner, by a handle that can't mean a later process of the same number."""
@@ -211,7 +243,7 @@ class StorePeer:
         with suppress(ProcessLookupError):
             handle = os.pidfd_open(self.process)
             try:
-                if is_stopped(self.process) and not self._is_disconnected():
+                if is_stopped(self.process) and lock_process(self._lock_path) == self.process:
                     _log.warning(
                         "%(path)s: its owner, process %(pid)d, is stopped, and is ended",
                         path=self._path,
@@ -220,16 +252,6 @@ class StorePeer:
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
             finally:
                 os.close(handle)
-
-    def _is_disconnected(self) -> bool:
-        """Return whether the owner's end of the connection is closed, after which its number may be another's."""
-        try:
-            self._sentinel.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
-        except (BlockingIOError, TimeoutError):
-            return False
-        except OSError:
-            return True
-        return True
 
     def wake(self) -> None:
         """End `wait_for_end`."""

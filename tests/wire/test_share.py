@@ -295,6 +295,27 @@ def test_a_stopped_owner_keeps_the_store(scene: Scene, times: int) -> None:
         wait_until(lambda: peer.sends[-1][0] == "sent", "a send is stored again", 30)
 
 
+def test_a_stopped_owner_that_many_wait_for(scene: Scene) -> None:
+    """Its queue of new connections is full, so that a connection can't say who it is."""
+    owner = scene.start().wait_ready()
+    owner.process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: is_stopped(owner.process.pid), "the owner is stopped")
+    with ExitStack() as waiting:
+        with suppress(BlockingIOError):
+            while True:
+                connected = waiting.enter_context(socket.socket(socket.AF_UNIX))
+                connected.setblocking(False)
+                connected.connect(owner_socket(scene.store))
+        stopped = f"process {owner.process.pid}, which owns the store, is stopped"
+        for settings in ({}, {"take_over_stopped": 60}):
+            begin_s = CLOCK.monotonic()
+            with pytest.raises(BrokerUnreachableError, match=stopped):
+                librmq.share(scene.store, timeout=0.1, wait=0.1, **settings)
+            assert CLOCK.monotonic() - begin_s < 20
+        with librmq.share(scene.store, take_over_stopped=0) as heir:
+            assert heir.is_owner
+
+
 # ---- in this process: it is an owner and a peer
 
 
@@ -528,6 +549,14 @@ def test_a_process_without_descriptors(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("librmq.wire.unix_sockets.socket.socket", refuse)
     with pytest.raises(BrokerUnreachableError, match="Too many open files"):
         connect_to(str(tmp_path / "owner"), 1)
+
+
+def test_a_missing_socket_file_is_not_the_end(tmp_path: Path) -> None:
+    with pair(tmp_path) as (_, peer), Producer(peer, "shop", timeout=0.2) as producer:
+        os.unlink(owner_socket(tmp_path / "store"))
+        with pytest.raises(BrokerUnreachableError, match=rf"process {os.getpid()} owns .* is missing: restart"):
+            producer.send("orders", b"x")
+        assert peer.owner == os.getpid()
 
 
 # ---- forks

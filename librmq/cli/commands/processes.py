@@ -11,6 +11,7 @@ from librmq.cli.output import Output, complain
 from librmq.cli.rows import Row
 from librmq.errors import BrokerUnreachableError
 from librmq.files.disk import DiskFiles
+from librmq.files.lock import lock_process
 from librmq.store.format import directory
 
 
@@ -31,13 +32,16 @@ def who(arguments: argparse.Namespace, output: Output) -> int:
 
 def _sharing(path: str) -> list[Row]:
     from librmq.cli.owner import owner_of
-    from librmq.wire.unix_sockets import connect_to, credentials_of, owner_socket, process_of_host
+    from librmq.wire.unix_sockets import connect_to, credentials_of, owner_socket, process_of_host, share_folder
 
     try:
         with connect_to(owner_socket(path), _LOOK_S) as connected:
             owner = credentials_of(connected).process
-    except BrokerUnreachableError:
-        return []
+    except BrokerUnreachableError:  # also of an owner that is stopped while many wait for it
+        holder = lock_process(os.path.join(share_folder(path), "lock"))
+        if holder is None:
+            return []
+        owner = holder
     try:
         with owner_of(path) as store:
             if store is None:
