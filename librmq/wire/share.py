@@ -347,20 +347,24 @@ class SharedBroker:
         """
         return self.endpoint(self._name).call(request)
 
-    def _call_owner(self, link: StorePeer, endpoint: Endpoint, request: Request[Any]) -> object:
+    def _call_owner(
+        self, link: StorePeer, endpoint: Endpoint, request: Request[Any], until_s: float | None = None
+    ) -> object:
+        """Pass a request to the owner, and to the next ones as long as it has time, until ``until_s``."""
+        if until_s is None:
+            until_s = SystemClock().monotonic() + self._timeout_of(request)
         if self._link is not link:
-            return self._call_next(request)
-        begin_s = SystemClock().monotonic()
+            return self._call_next(request, until_s)
         try:
             return endpoint.call(request)
         except BrokerUnreachableError as error:
-            if not self._is_lost(link, begin_s + self._timeout_of(request) - SystemClock().monotonic()):
+            if not self._is_lost(link, until_s - SystemClock().monotonic()):
                 raise link.explained(error) from error
             if type(request) in _STORES and not isinstance(error, RequestNotSentError):
                 raise BrokerUnreachableError(f"the owner of the store has ended: {error}") from error
-            return self._call_next(request)
+            return self._call_next(request, until_s)
 
-    def _call_next(self, request: Request[Any]) -> object:
+    def _call_next(self, request: Request[Any], until_s: float | None = None) -> object:
         """Wait for the next owner within the time of a request, and pass the request to it."""
         self._watch_in_child()
         if is_held_here(self.runner.lock):  # others wait for the lock, so this call must not
@@ -371,13 +375,17 @@ class SharedBroker:
             if now is None:
                 raise self._absence()
             return self._endpoint_at(now, now.name).call(request)
-        begin_ms = self.runner.now_ms()
-        link = self._wait_for_owner(self._timeout_of(request))
+        clock = SystemClock()
+        if until_s is None:
+            until_s = clock.monotonic() + self._timeout_of(request)
+        link = self._wait_for_owner(max(0.0, until_s - clock.monotonic()))
         send = request.send if isinstance(request, SendReply) else request
         if isinstance(send, SendMessage | SendBatch) and send.timeout_ms is not None:
-            send = replace(send, timeout_ms=max(0.0, send.timeout_ms - (self.runner.now_ms() - begin_ms)))
+            send = replace(send, timeout_ms=max(0.0, (until_s - clock.monotonic()) * 1000))
             request = SendReply(cast("SendMessage", send)) if isinstance(request, SendReply) else send
-        return self._endpoint_at(link, link.name).call(request)
+        if isinstance(link, StorePeer):
+            return self._call_owner(link, link.route.endpoint(link.name), request, until_s)
+        return link.endpoint.call(request)
 
     def _timeout_of(self, request: Request[Any]) -> float:
         """Return the seconds that a request may take."""
@@ -623,8 +631,8 @@ def share(  # noqa: PLR0913 (what a user may choose)
         timeout: Time for each answer of the owner, in seconds or as a `timedelta`.
         wait: Time for an owner that opens the store, and recovers it, at this moment.
         take_over_stopped: Time after which an owner that is stopped, by Ctrl-Z or a debugger, is ended by SIGKILL so
-            that another process can take over. None leaves it alone: then sends end within their time limit by an
-            error that names it, until it continues.
+            that another process can take over; on Linux only. None leaves it alone: then sends end within their time
+            limit by an error that names it, until it continues.
 
     Raises:
         StoreLockedError: A process that does not share has the store open for writing.
@@ -636,6 +644,8 @@ def share(  # noqa: PLR0913 (what a user may choose)
     """
     check_settings("librmq.share", path, config, name, cluster_name, metrics)
     check_kind("store_config", store_config, StoreConfig)
+    if take_over_stopped is not None and sys.platform != "linux":
+        raise ConfigError("take_over_stopped: only Linux tells which process is stopped: leave it out")
     settings = _Settings(
         config=config,
         name=name,

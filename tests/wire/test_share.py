@@ -479,6 +479,9 @@ def test_wrong_places_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="network file system nfs4"):
         librmq.share(tmp_path / "store")
     monkeypatch.undo()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConfigError, match="take_over_stopped: only Linux"):
+        librmq.share(tmp_path / "store", take_over_stopped=1)
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(ConfigError, match="not for Windows yet"):
         librmq.share(tmp_path / "store")
@@ -557,6 +560,22 @@ def test_a_missing_socket_file_is_not_the_end(tmp_path: Path) -> None:
         with pytest.raises(BrokerUnreachableError, match=rf"process {os.getpid()} owns .* is missing: restart"):
             producer.send("orders", b"x")
         assert peer.owner == os.getpid()
+
+
+def test_a_repeated_request_has_the_time_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def fail(_: SharedBroker, timeout_s: float) -> None:
+        waits.append(timeout_s)
+        raise BrokerUnreachableError("no owner")
+
+    with pair(tmp_path) as (_, peer):
+        monkeypatch.setattr(SharedBroker, "_wait_for_owner", fail)
+        for left_s in (2.0, -1.0):
+            with pytest.raises(BrokerUnreachableError, match="no owner"):
+                peer._call_next(QueryOffset("audit", "orders", 0), CLOCK.monotonic() + left_s)
+        assert 0 < waits[0] <= 2.0
+        assert waits[1] == 0.0
 
 
 # ---- forks
