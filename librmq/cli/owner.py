@@ -4,6 +4,9 @@
 
     commands that read     the files, which have the owner's messages, and its tables as they are now
     commands that change   requests to the owner, which tells the clients of all processes
+
+Only the notes of skips and of dead letters sent again, in the store's folder ``librmq``, are written by the command
+itself: a note is lost if two processes write at the same moment.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ _MOST_BYTES: Final = 100
 _NETWORK_FILE_SYSTEMS: Final = frozenset(
     (
         *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "glusterfs", "lustre", "afs", "gpfs", "beegfs"),
-        *("fuse.sshfs", "fuse.glusterfs"),
+        *("9p", "virtiofs", "vboxsf", "ocfs2", "gfs2"),
+        *("fuse.sshfs", "fuse.glusterfs", "fuse.s3fs", "fuse.rclone", "fuse.ceph-fuse"),
     )
 )
 

@@ -8,7 +8,7 @@
     index/                times of creation  key index
     config/               *.json             the broker's tables: topics, groups, offsets
     checkpoint abort lock
-    librmq/                                  librmq's own files; can be deleted without loss, but not while processes share
+    librmq/                                  librmq's own files; can be deleted without loss while none shares it
     timerlog/ timerwheel compaction/ …       5.x
     dledger-ID/data, dledger-ID/index        a log replicated by DLedger, instead of commitlog/
     consumequeue/CURRENT, MANIFEST-*         5.x with its queues in RocksDB, perhaps beside folders of queues
