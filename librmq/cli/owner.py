@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import Any, Final, Literal
 
 from librmq.broker.retries import resend_letters
@@ -57,7 +58,7 @@ def owner_of(path: str) -> Iterator[OwnedStore | None]:
             yield None
             return
         opened.callback(route.close)
-        yield OwnedStore(opened.enter_context(MessageStore.open(path, read_only=True)), route)
+        yield OwnedStore(path, route, opened)
 
 
 class OwnerTables(BrokerTables):
@@ -123,15 +124,19 @@ def _groups(rows: dict[Any, Any], offsets: dict[Any, Any]) -> set[str]:
 class OwnedStore:
     """A store and its owner, with the methods of `librmq.Broker` that commands use. Not thread-safe."""
 
-    def __init__(self, store: MessageStore, route: RemoteRoute) -> None:
-        """Ask the owner for its tables."""
+    def __init__(self, path: str, route: RemoteRoute, opened: ExitStack) -> None:
+        """Ask the owner for its tables; ``opened`` closes the store."""
         self.admin = ClusterAdmin(route)
         (self._name,) = route.broker_names()
-        self.store = store
-        """Opened for reading."""
+        self._path, self._opened = path, opened
         self.runner = route.runner
         self.call = route.broker(self._name).call
-        self.tables = OwnerTables(store.path, self.admin)
+        self.tables = OwnerTables(path, self.admin)
+
+    @cached_property
+    def store(self) -> MessageStore:
+        """The store, opened for reading at the first use: commands that read open it by themselves."""
+        return self._opened.enter_context(MessageStore.open(self._path, read_only=True))
 
     def topics(self) -> dict[str, QueueData]:
         """Return all topics by name, including the broker's own."""

@@ -158,6 +158,10 @@ def test_dead_letters_are_sent_again(shell: Shell, application: Sharing) -> None
 
 def test_reading_commands_have_the_present(shell: Shell, application: Sharing) -> None:
     application("broker.reset_group('billing', 'orders', 4) and None")
+    with owner_of("live") as owner:
+        assert owner is not None
+        assert "store" not in vars(owner)  # is opened once, by the command
+        assert owner.store.path == "live"
     (row,) = shell("lag", "live", "--by", "topic").rows
     assert (row["group"], row["lag"]) == ("billing", 2)
     assert [row["group"] for row in shell("groups", "live").rows] == ["billing"]
