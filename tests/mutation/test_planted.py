@@ -11,6 +11,7 @@ import pytest
 
 from tests.mutation.planted import BUGS, Bug
 from tests.mutation.programs import PROGRAMS, anomalies_of
+from tests.programs import environment
 from tests.reference import CHECKOUT
 
 QUICK = ("progress-of-last", "late-commit", "queue-not-rebuilt", "replica-ahead")
@@ -32,7 +33,7 @@ def test_a_planted_bug_has_its_place(bug: Bug) -> None:
 )
 def test_a_history_finds_a_planted_bug(bug: Bug) -> None:
     command = [sys.executable, "-m", "tests.mutation.planted", bug.name]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert bug.anomaly in json.loads(done.stdout)
 
