@@ -40,7 +40,7 @@ from librmq.store.format.documents import CANCELLED_FILE, read_document, write_d
 WAITING_TOPICS: Final = (SCHEDULE_TOPIC, TIMER_TOPIC, HOP_TOPIC)
 """The topics in which messages wait for their time."""
 _OF_GROUPS: Final = (RETRY_PREFIX, DEAD_LETTER_PREFIX)
-_PRECISION_MS: Final = 1000
+PRECISION_MS: Final = 1000
 
 
 class Destination(NamedTuple):
@@ -72,7 +72,7 @@ def own_time_ms(message: StoredMessage) -> int | None:
         return None
     out_ms = java_long(properties.get(OUT_MS, "0")) or 0
     if ROLL_TIMES in properties:  # its store time is not that of the send
-        return out_ms + _PRECISION_MS
+        return out_ms + PRECISION_MS
     return max(out_ms, deliver_time_ms(properties, message.store_timestamp_ms))
 
 

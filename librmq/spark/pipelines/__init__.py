@@ -399,7 +399,10 @@ def _timers(inputs: Inputs) -> DataFrame:
         is_retry = target.startswith(RETRY_PREFIX) | target.startswith(DEAD_LETTER_PREFIX)
         delayed = delayed.where(target.isin(topics) | (is_retry & first.isin(topics)))
     delays = pending_delays(entries, delayed, stores.offsets(spark, paths))
-    columns = "store string, queueOffset bigint, physicalOffset bigint, properties map<string,string>, uniqueKey string"
+    columns = (
+        "store string, queueOffset bigint, physicalOffset bigint, storeTimestamp timestamp, "
+        "properties map<string,string>, uniqueKey string"
+    )
     timed = inputs.all_messages(columns, topic=TIMER_TOPIC, queueId="0")
     timers = pending_timers(stores.timer_units(spark, paths), timed, stores.timer_progress(spark, paths))
     return delays.unionByName(named_rows(timers, inputs.settings))

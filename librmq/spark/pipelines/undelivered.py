@@ -17,7 +17,8 @@ from librmq.message.record import (
 )
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX
 from librmq.scheduling.half_messages import CHECK_GROUP
-from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS
+from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, OUT_MS, ROLL_TIMES
+from librmq.scheduling.waiting import PRECISION_MS
 from librmq.spark.stores import DELAY_GROUP
 from librmq.store.format.timerfiles import DELETE, ROLL
 
@@ -88,8 +89,8 @@ def pending_timers(units: DataFrame, messages: DataFrame, progress: DataFrame) -
     """Return undelivered timed messages of 5.x, in the wheel or on their way into it.
 
     ``units`` and ``progress`` belong to the timer, as in `librmq.spark.stores`; ``messages`` the timer topic's with
-    store, queueOffset, physicalOffset, properties, uniqueKey. What a deletion in the same slot names is left out.
-    Columns: as `pending_delays`, with kind "timer" and no level.
+    store, queueOffset, physicalOffset, storeTimestamp, properties, uniqueKey. What a deletion in the same slot names is
+    left out. Columns: as `pending_delays`, with kind "timer" and no level; ``due`` as `own_time_ms` computes it.
     """
     value_of = _properties("properties")
     timers = units.join(messages, ["store", "physicalOffset"])
@@ -102,9 +103,18 @@ def pending_timers(units: DataFrame, messages: DataFrame, progress: DataFrame) -
     on_the_way = messages.join(F.broadcast(progress), "store").where(
         (F.col("queueOffset") >= F.col("done")) & value_of(DELETE_KEY).isNull()
     )
-    columns = "store", "properties", "uniqueKey", "queueOffset", "physicalOffset"
+    columns = "store", "properties", "uniqueKey", "queueOffset", "physicalOffset", "storeTimestamp"
     waiting = in_slots.select(*columns).unionByName(on_the_way.select(*columns))
-    return _waiting(waiting, "timer", F.lit(None).cast("int"), F.coalesce(_whole_number(value_of(OUT_MS)), F.lit(0)))
+    stored_ms = F.unix_millis("storeTimestamp")
+    out_ms = F.coalesce(_whole_number(value_of(OUT_MS)), F.lit(0))
+    own_ms = F.coalesce(
+        stored_ms + 1000 * _whole_number(value_of(DELAY_SEC)),
+        stored_ms + _whole_number(value_of(DELAY_MS)),
+        _whole_number(value_of(DELIVER_MS)),
+        stored_ms,
+    )
+    due_ms = F.when(value_of(ROLL_TIMES).isNotNull(), out_ms + PRECISION_MS).otherwise(F.greatest(out_ms, own_ms))
+    return _waiting(waiting, "timer", F.lit(None).cast("int"), due_ms)
 
 
 def _waiting(messages: DataFrame, kind: str, level: Column, due_ms: Column) -> DataFrame:

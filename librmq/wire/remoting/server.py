@@ -474,6 +474,7 @@ class RemotingServer:
         """Accept no connections and no further requests, and answer those that have come. Call `close` then."""
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
+        self._join_threads([self._acceptor], timeout)  # so that each accepted connection has its thread
         channels = self._budgets.channels()
         for channel in channels:
             channel.end_reading()
