@@ -536,7 +536,7 @@ def test_an_unexpected_error_ends_no_process(tmp_path: Path, monkeypatch: pytest
         settle(shared, link)
 
     monkeypatch.setattr("librmq.wire.share._FAILED_S", 0.01)
-    with librmq.share(tmp_path / "store") as owner, librmq.share(tmp_path / "store") as peer:
+    with pair(tmp_path, timeout=30) as (owner, peer):
         with Producer(peer, "shop", timeout=30) as producer:
             monkeypatch.setattr(SharedBroker, "_settle", settle_late)
             owner.close()

@@ -448,7 +448,7 @@ class RemotingServer:
         self.refused = 0
         """Connections that were closed because they sent no valid frames, or used more than their share."""
         self._accepted = 0
-        self._is_open = True
+        self._is_open = self._is_accepting = True
         self._acceptor = threading.Thread(target=self._accept, name="librmq remoting", daemon=True)
         self._acceptor.start()
         _log.info("serving %(broker)s by remoting on %(address)s", broker=broker.name, address=self.address)
@@ -472,9 +472,8 @@ class RemotingServer:
 
     def drain(self, timeout: float = 1) -> None:
         """Accept no connections and no further requests, and answer those that have come. Call `close` then."""
-        with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._join_threads([self._acceptor], timeout)  # so that each accepted connection has its thread
+        self._end_accepting()
+        self._join_threads([self._acceptor], timeout)  # so that each connection that has come has its thread
         channels = self._budgets.channels()
         for channel in channels:
             channel.end_reading()
@@ -491,8 +490,7 @@ class RemotingServer:
                 return True
             self._is_open = False
             channels = self._budgets.channels()
-        with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
+        self._end_accepting()
         self._listening.close()
         for channel in channels:
             channel.close()
@@ -501,6 +499,11 @@ class RemotingServer:
         if not has_ended:
             _log.warning("requests by remoting on %(address)s did not end, and are abandoned", address=self.address)
         return has_ended
+
+    def _end_accepting(self) -> None:
+        self._is_accepting = False  # first, because the acceptor reads it at the error that the shutdown causes
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
 
     @staticmethod
     def _join_threads(threads: Iterable[threading.Thread], timeout: float) -> bool:
@@ -529,7 +532,7 @@ class RemotingServer:
             try:
                 connected, peer = self._listening.accept()
             except OSError as error:
-                if not self._is_open or self._listening.fileno() < 0:
+                if not self._is_accepting or self._listening.fileno() < 0:
                     return
                 _log.debug("a connection from %(client)s was lost: %(error)s", client="a client", error=error)
                 SystemClock().wait(threading.Event(), _REST_S)  # no free descriptor, for example
