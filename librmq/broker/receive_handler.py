@@ -30,7 +30,7 @@ from librmq.broker.in_flight import (
     SavedFlights,
     is_receive_retry,
 )
-from librmq.broker.long_polling import ALL, Selection, selection_of
+from librmq.broker.long_polling import ALL, Deadlines, Selection, selection_of
 from librmq.broker.send_handler import SendHandler
 from librmq.broker.topics import Topic, not_readable
 from librmq.errors import BrokerError, ReceiptError, RmqError
@@ -51,7 +51,6 @@ from librmq.protocol import (
     ResponseCode,
     SendBack,
 )
-from librmq.runtime.deadlines import Deadlines
 from librmq.runtime.event_log import EventLog, StateLog
 
 _log = EventLog("librmq.broker")

@@ -26,9 +26,9 @@ from librmq import (
     StoreError,
 )
 from librmq.broker.in_flight import QueueKey, Receipt
+from librmq.broker.long_polling import Deadlines
 from librmq.broker.receive_handler import ReceiveHandler
 from librmq.protocol import Acknowledge, CancelReceive, ChangeInvisible, Receive, Received, Subscription
-from librmq.runtime.deadlines import Deadlines
 from librmq.store import MessageStore, verify
 from librmq.testing import Kit
 

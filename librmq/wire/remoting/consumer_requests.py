@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final
 
 from librmq.broker import Broker
+from librmq.broker.long_polling import Deadlines
 from librmq.errors import BrokerError, BrokerUnreachableError, RmqError
 from librmq.protocol import (
     Acknowledge,
@@ -34,7 +35,6 @@ from librmq.protocol import (
     UnlockQueues,
     UpdateOffset,
 )
-from librmq.runtime.deadlines import Deadlines
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Step

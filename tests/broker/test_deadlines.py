@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.runtime.deadlines import Deadlines
+from librmq.broker.long_polling import Deadlines
 
 KEYS = st.sampled_from("abcde")
 TIMES = st.integers(0, 20)
