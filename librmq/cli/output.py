@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TextIO, T
 from librmq.clock import Clock, SystemClock
 from librmq.errors import InputError, MissingExtraError
 from librmq.message.printable import UNSAFE, cell, escape, printable
-from librmq.runtime.call_progress import watched
+from librmq.runtime.event_log import watched
 
 if TYPE_CHECKING:
     import socket

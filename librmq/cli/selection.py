@@ -19,7 +19,7 @@ from librmq.errors import BodyCompressionError, InputError, MissingExtraError, S
 from librmq.message.message import StoredMessage
 from librmq.message.topics import is_system_topic
 from librmq.runtime import lazy_numpy as np
-from librmq.runtime.call_progress import advance
+from librmq.runtime.event_log import advance
 
 if TYPE_CHECKING:
     from librmq.consumequeue import ConsumeQueue

@@ -35,7 +35,7 @@ from librmq.columns.remote import RemoteFiles, RemoteStore
 from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import make_folders
-from librmq.runtime.call_progress import advance
+from librmq.runtime.event_log import advance
 from librmq.store.format import directory
 
 ExportFormat = Literal["parquet", "csv", "jsonl"]

@@ -31,7 +31,7 @@ from librmq.errors import ConfigError, CorruptionError, MissingExtraError, NotAS
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files, make_folders
 from librmq.files.rolling import file_name
-from librmq.runtime.call_progress import advance
+from librmq.runtime.event_log import advance
 from librmq.store.format import directory
 from librmq.store.format.documents import OWN_FOLDER
 

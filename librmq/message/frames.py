@@ -12,8 +12,8 @@ from typing import Final
 from librmq.errors import BodyChecksumError, CorruptionError, RecordError
 from librmq.message import record
 from librmq.message.record import crc32
-from librmq.runtime.call_progress import advance
 from librmq.runtime.compiled_core import CORE
+from librmq.runtime.event_log import advance
 
 SIZE_AND_MAGIC: Final = record.header_struct("size", "magic", unsigned=("size",))
 MAGICS: Final = (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2)

@@ -9,15 +9,17 @@
     attributes   record.rmq_group == "billing", record.rmq_count == 3
 
 The prefix keeps the attributes apart from `logging.LogRecord`'s and other packages' attributes. docs/logging.md lists
-every line.
+every line. A long call reports its progress to `watched`.
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable
-from typing import Final, Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Final, Self, TypeAlias
 
 _PREFIX: Final = "rmq_"
 _DEEP: Final = 3  # stack levels from a record to its caller: `_write`, the method of the level, the caller
@@ -157,3 +159,34 @@ class StateLog:
         """Note that ``what`` succeeds; log it if it failed before."""
         if self.causes and self.causes.pop(key, None) is not None:
             self._log.info("%(owner)s: %(task)s works again", task=what)
+
+
+# ---- progress of a long call
+
+Watcher: TypeAlias = Callable[[int, int | None], object]
+"""Receives the amount just done, and the total if the call knows it."""
+
+_watcher: Final[ContextVar[Watcher | None]] = ContextVar("librmq_call_progress", default=None)
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Report the progress of calls inside the block, in the current thread or task, to ``watcher``.
+
+    ::
+
+        with watched(lambda done, total: print(done)):
+            verify(path)                     # reports the log bytes that it has read, a MiB at a time
+    """
+    before = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(before)
+
+
+def advance(done: int, total: int | None = None) -> None:
+    """Report that the amount ``done`` has just been completed, of ``total`` altogether."""
+    watcher = _watcher.get()
+    if watcher is not None:
+        watcher(done, total)

@@ -21,7 +21,7 @@ import pytest
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.cli import main
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, StoreIOError, StoreLockedError
-from librmq.runtime.call_progress import watched
+from librmq.runtime.event_log import watched
 from tests.programs import run_program
 
 pytest.importorskip("pyarrow")

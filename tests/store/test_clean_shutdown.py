@@ -14,7 +14,7 @@ from librmq.clock import ManualClock
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.runtime.call_progress import watched
+from librmq.runtime.event_log import watched
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
 from librmq.testing import FailingFiles

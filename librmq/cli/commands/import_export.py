@@ -31,7 +31,7 @@ from librmq.message.ids import parse_host
 from librmq.message.printable import cell_text, unguarded
 from librmq.message.properties import checked_encoding
 from librmq.message.topics import is_system_topic, validate_topic
-from librmq.runtime.call_progress import watched
+from librmq.runtime.event_log import watched
 from librmq.store import MessageStore
 from librmq.store.engine.append import AppendFields
 from librmq.store.format import directory

@@ -55,7 +55,7 @@ from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import group_of_retries
-from librmq.runtime.call_progress import advance
+from librmq.runtime.event_log import advance
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format.directory import COMMITLOG
 from librmq.store.recovery.verify import MISSING_LOG, verify

@@ -30,7 +30,7 @@ from librmq.files.interface import Buffer, Files, copy_file, link_file, numbered
 from librmq.files.rolling import MappedFileQueue, file_name
 from librmq.message import record
 from librmq.message.message import StoredMessage
-from librmq.runtime.call_progress import advance
+from librmq.runtime.event_log import advance
 from librmq.store.format.directory import COMMITLOG, check_kind
 from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
 
