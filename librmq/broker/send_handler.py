@@ -55,8 +55,8 @@ from librmq.scheduling.relay import HOP_TOPIC, TARGET_TOPIC
 from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, is_timed, time_properties
 from librmq.scheduling.waiting import WAITING_TOPICS, sent_to
 from librmq.store import AppendResult, MessageStore
-from librmq.store.engine.append_lock import CTRL_C_WAITS_S
 from librmq.store.engine.copies import Prepared
+from librmq.store.engine.store_parts import CTRL_C_WAITS_S
 
 _log = EventLog("librmq.broker")
 

@@ -27,10 +27,9 @@ from librmq.message.record import crc32
 from librmq.message.topics import validate_topic
 from librmq.runtime.compiled_core import AppendState
 from librmq.runtime.locks import Lock, critical
-from librmq.store.engine.append_lock import AppendLock
 from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level
 from librmq.store.engine.durability import GroupCommit, Housekeeping
-from librmq.store.engine.store_parts import Parts
+from librmq.store.engine.store_parts import AppendLock, Parts
 
 _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
 _TRANSACTION_MASK: Final = record_format.TRANSACTION_MASK

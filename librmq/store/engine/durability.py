@@ -29,8 +29,7 @@ from librmq.runtime.background import Background
 from librmq.runtime.compiled_core import AlarmState
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, critical
-from librmq.store.engine.append_lock import AppendLock
-from librmq.store.engine.store_parts import Parts
+from librmq.store.engine.store_parts import AppendLock, Parts
 
 # ---- group commit
 
