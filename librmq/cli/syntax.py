@@ -664,7 +664,7 @@ _TOOLS: Final = (
     ),
     Command(
         "soak",
-        "soak",
+        "histories",
         "send and consume with kills and cuts, and judge what happened",
         "copy --for 2s --every 1s",
         (
