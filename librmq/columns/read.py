@@ -19,10 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from librmq.columns.arrays import Ints, Mask, keep_freed_memory, numbers, runs, strings
+from librmq.columns.arrays import Ints, Mask, keep_freed_memory, numbers, record_starts, runs, strings
 from librmq.columns.decode import CORRUPT, FIXED_COLUMNS, TYPES, Block
 from librmq.columns.options import REST, DataLossError, Part, ReadOptions, Slice
-from librmq.columns.record_starts import record_starts
 from librmq.columns.remote import RemoteFiles, RemoteStore, fetch
 from librmq.config import ENTRY_SIZE
 from librmq.consumequeue import entry_dtype

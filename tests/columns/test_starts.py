@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pyarrow")
 
-from librmq.columns import record_starts
+from librmq.columns import arrays
 from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC, MESSAGE_MAGIC_V2, Record, encode_record
 
 PAD = encode_record(Record(topic="T", body=b""))
@@ -52,10 +52,10 @@ def by_one_chain(data: bytes, end: int) -> tuple[list[int], bool]:
 def test_chains_in_lock_step_agree_with_a_single_chain(pieces: list[bytes], zeros: int, windows: int) -> None:
     data = b"".join(pieces) + bytes(zeros)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record_starts, "_STRETCH", 512)
-        patch.setattr(record_starts, "_NEAR", 64)
-        patch.setattr(record_starts, "WINDOW", max(1024, len(data) // windows))
-        blocks = list(record_starts.record_starts(np.frombuffer(data, np.uint8), 0, len(data)))
+        patch.setattr(arrays, "_STRETCH", 512)
+        patch.setattr(arrays, "_NEAR", 64)
+        patch.setattr(arrays, "WINDOW", max(1024, len(data) // windows))
+        blocks = list(arrays.record_starts(np.frombuffer(data, np.uint8), 0, len(data)))
     found: list[Any] = [place for places, _ in blocks for place in places.tolist()]
     bad = [one for _, wrong in blocks for one in wrong]
     wanted, broken = by_one_chain(data, len(data))
