@@ -29,7 +29,7 @@ with lazy_exports(globals()):
     from librmq.testing.kit import UnsoundStoreError as UnsoundStoreError
     from librmq.testing.kit_runner import Elapsed as Elapsed
     from librmq.testing.kit_runner import NotAwaitedError as NotAwaitedError
+    from librmq.testing.kit_runner import ProcessStateError as ProcessStateError
     from librmq.testing.process import Process as Process
     from librmq.testing.process import ProcessDied as ProcessDied
-    from librmq.testing.process_table import ProcessStateError as ProcessStateError
     from librmq.testing.verdict import HistoryAnomalyError as HistoryAnomalyError

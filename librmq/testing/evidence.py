@@ -25,10 +25,9 @@ from librmq.runtime.runner import Work
 from librmq.testing.faults import Faults
 from librmq.testing.from_store import StoreStart
 from librmq.testing.history import Call, DeliveryAttempt, History, show
-from librmq.testing.kit_runner import KitRunner, current_work
+from librmq.testing.kit_runner import KitRunner, ProcessStateError, ProcessTable, current_work
 from librmq.testing.network import Network
 from librmq.testing.process import Process, Repeated
-from librmq.testing.process_table import ProcessStateError, ProcessTable
 from librmq.testing.verdict import Facts
 
 # ---- undelivered messages and unmatched subscriptions

@@ -17,9 +17,8 @@ from librmq.message.message import StoredMessage
 from librmq.protocol import Endpoint, LogBytes, Request
 from librmq.testing.evidence import KitObserver
 from librmq.testing.history import History
-from librmq.testing.kit_runner import KitRunner
+from librmq.testing.kit_runner import KitRunner, ProcessStateError
 from librmq.testing.network import Network
-from librmq.testing.process_table import ProcessStateError
 
 # ---- the link to the master
 

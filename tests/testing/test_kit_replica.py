@@ -11,7 +11,7 @@ from librmq.broker import BrokerConfig
 from librmq.client.sender import SendResult
 from librmq.protocol import SendStatus
 from librmq.testing import Kit, explore
-from librmq.testing.process_table import ProcessStateError
+from librmq.testing.kit_runner import ProcessStateError
 
 MINUTE = 60
 
