@@ -12,15 +12,15 @@ from librmq.lazy_exports import lazy_exports
 with lazy_exports(globals()):
     from librmq.testing.anomalies import Anomaly as Anomaly
     from librmq.testing.anomalies import check_history as check_history
-    from librmq.testing.crash_images import CrashImages as CrashImages
-    from librmq.testing.crash_images import Image as Image
     from librmq.testing.evidence import UndeliveredWarning as UndeliveredWarning
     from librmq.testing.evidence import UnknownGroupError as UnknownGroupError
     from librmq.testing.exploration import Exploration as Exploration
     from librmq.testing.exploration import explore as explore
     from librmq.testing.faults import Faults as Faults
+    from librmq.testing.files import CrashImages as CrashImages
     from librmq.testing.files import Event as Event
     from librmq.testing.files import FailingFiles as FailingFiles
+    from librmq.testing.files import Image as Image
     from librmq.testing.files import RecordingFiles as RecordingFiles
     from librmq.testing.history import DeliveryAttempt as DeliveryAttempt
     from librmq.testing.history import History as History

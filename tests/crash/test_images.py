@@ -8,7 +8,7 @@ import os
 import pytest
 
 from librmq.testing import CrashImages, Event, Image, RecordingFiles
-from librmq.testing.crash_images import PAGE, SECTOR
+from librmq.testing.files import PAGE, SECTOR
 from tests.budget import examples, many, some
 from tests.conftest import SlowBudget
 from tests.crash.runs import Run, check_images, check_lives
