@@ -6,6 +6,7 @@ from librmq.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
     from librmq.testing.drills.drill import Deployment as Deployment
+    from librmq.testing.drills.drill import DrillReport as DrillReport
     from librmq.testing.drills.drill import Fault as Fault
     from librmq.testing.drills.drill import one_active as one_active
     from librmq.testing.drills.drill import one_active_replicated as one_active_replicated
@@ -15,4 +16,3 @@ with lazy_exports(globals()):
     from librmq.testing.drills.drill import run_drill as run_drill
     from librmq.testing.drills.drill import two_active as two_active
     from librmq.testing.drills.drill import two_active_routed as two_active_routed
-    from librmq.testing.drills.drill_report import DrillReport as DrillReport
