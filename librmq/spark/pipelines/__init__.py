@@ -20,7 +20,16 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, TIMER_TOPIC
 from librmq.spark import stores
 from librmq.spark.pipelines.backlog import MESSAGE_COLUMNS as BACKLOG_COLUMNS
-from librmq.spark.pipelines.backlog import backlog, what_if, what_retention_frees
+from librmq.spark.pipelines.backlog import (
+    backlog,
+    dead_letters,
+    pending_delays,
+    pending_timers,
+    pending_transactions,
+    replayable,
+    what_if,
+    what_retention_frees,
+)
 from librmq.spark.pipelines.comparisons import (
     FILTER_COLUMNS,
     duplicates,
@@ -30,13 +39,6 @@ from librmq.spark.pipelines.comparisons import (
     skew,
 )
 from librmq.spark.pipelines.comparisons import MESSAGE_COLUMNS as DUPLICATE_COLUMNS
-from librmq.spark.pipelines.undelivered import (
-    dead_letters,
-    pending_delays,
-    pending_timers,
-    pending_transactions,
-    replayable,
-)
 from librmq.spark.stores import (
     GROUP,
     MESSAGES,
