@@ -1,4 +1,10 @@
-"""Arrow arrays over the bytes of a log file: numbers, texts and slices, mostly without a copy."""
+"""Arrays over the bytes of a log file: Arrow's numbers, texts and slices, mostly without a copy; starts of records.
+
+A record's size leads to the next record, so one chain reaches all of them, step by step. To use arrays instead, many
+chains are followed in lock step, each from a guess: the first magic after an evenly spaced place. A chain counts if the
+chain before it ends at its start. A guess can be wrong, because a body can contain what looks like a record; then the
+plain walk continues until it meets a right guess.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +147,7 @@ def known_text(array: pa.BinaryArray) -> pa.StringArray:
     return pa.Array.from_buffers(pa.string(), len(array), array.buffers())
 
 
-# ---- search for the starts of records in a stretch of the log, without queue entries
+# ---- starts of records, without queue entries
 
 WINDOW: Final = 64 << 20
 """Bytes of the log to scan before the found records are yielded."""

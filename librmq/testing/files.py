@@ -1,4 +1,18 @@
-"""File seams for tests: one that records what a store does to its files, one that fails on request."""
+"""File seams for tests: one that records what a store does, one that fails, and the disks that a power failure leaves.
+
+A `CrashImages` computes from the trace of `RecordingFiles` which contents a disk can have::
+
+    written and flushed          present
+    written since the last flush each sector (512 bytes) or page (4,096) in its state after any write since the last
+                                 flush, independently of the others; the last write can be there in part
+    ... when a flush failed      the same, whatever is flushed later: the kernel drops what it could not write
+    the length of a file         0 until its first flush, or the created length
+    names made, deleted, renamed each possibly, until the folder is flushed; also the folder's own name
+    `Files.write`                the old file or the new one until it returns, then the new one
+
+A sector is written as a whole; a running write is there in whole words (8 bytes). This module does not depend on
+stores: it works for the trace of any program that writes through `librmq.files`.
+"""
 
 from __future__ import annotations
 
@@ -263,7 +277,7 @@ class FailingFiles:
         return self._files.used_ratio(path)
 
 
-# ---- possible contents of a disk after a power failure, from the trace of `librmq.testing.RecordingFiles`
+# ---- contents of a disk after a power failure
 
 SECTOR: Final = 512
 PAGE: Final = 4096

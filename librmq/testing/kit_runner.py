@@ -1,4 +1,4 @@
-"""Runner of the kit, which also records errors, sends and times of listeners."""
+"""Runner of the kit, which also records errors, sends and times of listeners, and the processes whose code it runs."""
 
 from __future__ import annotations
 
@@ -423,7 +423,7 @@ def _own_traceback(error: BaseException) -> TracebackType | None:
     return traceback or error.__traceback__
 
 
-# ---- the processes of a test: their names, which of them live, and whose failures fail the test
+# ---- processes
 
 
 class ProcessStateError(RuntimeError):

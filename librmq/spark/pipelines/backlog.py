@@ -1,4 +1,4 @@
-"""Lag of consumer groups, the time to drain it, and what a shorter retention would delete unread."""
+"""Undelivered messages: lag, the time to drain it, retention, open transactions, delays, and dead letters."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def what_retention_frees(
     )
 
 
-# ---- undelivered messages: transactions without an end, messages with a delay, and dead letters
+# ---- transactions without an end, messages with a delay
 
 
 def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) -> DataFrame:

@@ -1,4 +1,4 @@
-"""A drill: deployments over sites run with a manual clock, and parts of their sites fail as a script says."""
+"""Drills: deployments over several sites fail according to a script, and report what was lost, delayed and repeated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from librmq.store import MessageStore
 from librmq.testing.anomalies import Anomaly, check_history
 from librmq.testing.history import History
 
-# ---- the results of a drill: a timeline, totals for comparison, and a picture
+# ---- results
 
 _COLOURS: Final = ("#1b6ca8", "#2e9e5b", "#b8860b", "#8e44ad", "#16a085", "#7f5539", "#5c6bc0", "#ad1457")
 _WIDTH, _LEFT, _EDGE, _TOP, _LANE = 400, 44, 8, 76, 110  # little wider than a phone
