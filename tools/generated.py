@@ -1,6 +1,7 @@
 """Tables of the documentation that come from the code: ``<!-- generated: commands -->`` in a page becomes one.
 
-The others are ``log lines``, ``metrics``, and ``settings librmq.TimerConfig`` for the fields of a class.
+The others are ``log lines``, ``metrics``, ``settings librmq.TimerConfig`` for the fields of a class, and
+``format librmq.consumequeue`` for the files that a module draws in its docstring.
 """
 
 from __future__ import annotations
@@ -141,7 +142,14 @@ def default_of(field: dataclasses.Field[typing.Any]) -> str:
     return f"{value:,}" if type(value) is int else str(getattr(value, "__name__", value))
 
 
+def format_text(path: str) -> str:
+    """Return what a module of a format says below the first line of its docstring."""
+    text = inspect.getdoc(importlib.import_module(path)) or ""
+    return re.sub(r"::$", ":", text.partition("\n\n")[2].removeprefix("::\n\n"), flags=re.MULTILINE)
+
+
 def fill(markdown: str) -> str:
     """Return a page with its tables."""
     tables = {"commands": command_tables, "log lines": log_tables, "metrics": metrics_table}
-    return _MARK.sub(lambda mark: settings_table(mark[2]) if mark[2] else tables[mark[1]](), markdown)
+    of_path = {"settings": settings_table, "format": format_text}
+    return _MARK.sub(lambda mark: of_path[mark[1]](mark[2]) if mark[2] else tables[mark[1]](), markdown)
