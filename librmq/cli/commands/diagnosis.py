@@ -164,7 +164,8 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
 
     if arguments.action == "list":
         for name, pipeline in PIPELINES.items():
-            output.row({"pipeline": name, "about": pipeline.about, "settings": dict(pipeline.settings)})
+            described = {"about": pipeline.about, "settings": dict(pipeline.settings), "columns": pipeline.columns}
+            output.row({"pipeline": name, **described})
         return 0
     if not arguments.stores:
         raise InputError("run: expected the name of a pipeline and the folder of a store: librmq spark run NAME STORE")
