@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from functools import partial
@@ -555,8 +555,15 @@ class Broker:
         """Answer pulls that wait for messages of these queues, which `MessageStore.copy_log` has added to a replica."""
         self._parts.deliveries.arrivals.copied(queues)
 
+    def copy_topics(self, rows: Mapping[str, Any]) -> None:
+        """Replace a replica's topics by its master's, durable when it returns. `copy_tables` must be called later."""
+        self._context.topics.copy_rows(rows, self._context.writing.save_now)
+
     def copy_tables(self, tables: CopiedTables) -> None:
-        """Replace a replica's topics, groups and progress by its master's. `librmq.cluster.Replica` calls it."""
+        """Replace a replica's groups and progress by its master's, and notify clients of changed topics.
+
+        `librmq.cluster.Replica` calls it.
+        """
         with self._locked():
             self._context.copy_tables(tables)
 

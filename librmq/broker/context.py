@@ -128,8 +128,8 @@ class BrokerContext:
         )
 
     def copy_tables(self, tables: CopiedTables) -> None:
-        """Replace the tables by a master's. Under the runner's lock."""
-        self.topics.copy_rows(tables.topics)
+        """Replace the tables by a master's, except the topics. Under the runner's lock."""
+        self.topics.copied()
         self.groups.copy_rows(tables.groups)
         self.offsets.merge(tables.offsets)
         if self.tables.delays.replace(tables.delays):

@@ -190,6 +190,17 @@ class TableWriter:
             self._latest[table] = table.snapshot(now_ms)
             self._wake()
 
+    def save_now(self, table: ConfigTable, now_ms: int) -> None:
+        """Write the present content of a table, which does not change meanwhile; durable when it returns. Thread-safe.
+
+        Raises:
+            StoreIOError: The disk refuses.
+            StoreClosedError: After the end.
+        """
+        self._check_not_ended()
+        self._latest[table] = table.snapshot(now_ms)
+        self.write()
+
     def watch(self, changed: Callable[[], None]) -> None:
         """Call ``changed()`` once, when a table has changed. Under the runner's lock."""
         self._watchers.append(changed)

@@ -2,7 +2,8 @@
 
 Mirrors ``HAService``, ``HAConnection`` and ``CommitLog.submitReplicaRequest``. A replica requests the bytes after a
 physical offset, and thereby acknowledges all bytes before it. With ``replication="sync"`` the thread of a send first
-lets the replicas copy, so that one copy serves many senders, and then waits.
+lets the replicas copy, so that one copy serves many senders, and then waits. Topics that a replica lacks come with the
+bytes, because a message without its topic can't be seen on the replica.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _OK: Final = SendStatus.SEND_OK
 class _Follower:
     """A replica as its master sees it."""
 
-    __slots__ = ("acknowledged", "behind_since_ms", "follow", "notify", "take")
+    __slots__ = ("acknowledged", "behind_since_ms", "follow", "notify", "take", "topics_version")
 
     def __init__(self) -> None:
         self.acknowledged = 0
@@ -42,6 +43,7 @@ class _Follower:
         self.notify: Callable[[], None] | None = None
         self.behind_since_ms: int | None = None
         """Time since which the replica has lacked bytes of the master; None while it has all."""
+        self.topics_version = 0
 
 
 _acknowledged: Final = attrgetter("acknowledged")
@@ -90,11 +92,14 @@ class Replication:
         if at > end:  # the replica finds out from the end in the answer
             return LogBytes(b"", log.begin, end, opened=self._opened)
         follower = self._acknowledge(request) if request.replica else None
+        version = self._context.topics.version  # after the end, and before the rows
+        has_topics = follower is None or request.topics_version == version
+        topics = None if has_topics else dict(self._context.tables.topics.rows)
         data = b"" if at < log.begin else log.data_at(at, min(request.size, end - at))
         is_held = not data and at >= log.begin and request.notify is not None and follower is not None
         if is_held and follower is not None:
             self._watch(follower, request)
-        return LogBytes(data, log.begin, end, is_held, self._opened)
+        return LogBytes(data, log.begin, end, is_held, self._opened, topics, version)
 
     def _acknowledge(self, request: FollowLog) -> _Follower:
         with self._guard:
@@ -103,6 +108,7 @@ class Replication:
                 follower = self._followers[request.replica] = _Follower()
                 self._all = tuple(self._followers.values())
             follower.follow, follower.take = request.follow, request.take
+            follower.topics_version = request.topics_version
             self._record(follower, request.physical_offset)
             return follower
 
@@ -151,9 +157,8 @@ class Replication:
             self._table_watchers[request.replica] = request.notify
         offsets = {name: dict(row) for name, row in tables.offsets.rows.items()}
         cancelled = self._context.cancellations.rows()
-        return CopiedTables(
-            dict(tables.topics.rows), dict(tables.groups.rows), offsets, dict(tables.delays.rows), cancelled
-        )
+        topics, groups, delays = dict(tables.topics.rows), dict(tables.groups.rows), dict(tables.delays.rows)
+        return CopiedTables(topics, groups, offsets, delays, cancelled, self._context.topics.version)
 
     def _tables_changed(self) -> None:
         """Notify the replicas. Called under the runner's lock."""
@@ -201,8 +206,9 @@ class Replication:
     def _copy_to(self, follower: _Follower, end: int) -> int:
         """Let a replica copy immediately; return the physical offset up to which it has the log."""
         at, log = follower.acknowledged, self._store.log
-        if follower.take is not None and at % log.file_size + end - at < log.file_size and log.begin <= at:
-            # Within one file, and before its blank.
+        has_topics = follower.topics_version == self._context.topics.version
+        is_in_file = at % log.file_size + end - at < log.file_size and log.begin <= at  # and before its blank
+        if follower.take is not None and has_topics and is_in_file:
             return follower.take(at, log.data_at(at, end - at))
         return 0 if follower.follow is None else follower.follow()
 

@@ -27,6 +27,7 @@ from librmq.message.topics import (
 )
 from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, ResponseCode
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.store.format.broker_tables import MOST_QUEUES, ConfigTable, topic_row, topic_type, with_topic_type
 
@@ -34,6 +35,7 @@ _READ_WRITE: Final = PERM_READ | PERM_WRITE
 _BENCHMARK_TOPIC: Final = "BenchmarkTest"
 
 _NAMED: Final = 10
+_versions: Final = itertools.count(1)
 
 _log = EventLog("librmq.broker")
 
@@ -135,6 +137,10 @@ class Topics:
             table.rows.setdefault(name, topic_row(name, count, count, permission))
         self.by_name: dict[str, Topic] = {name: self._topic(name) for name in table.rows}
         """By name."""
+        self.version = next(_versions)
+        """Version of the topics, which a new or changed topic increases before its next message."""
+        self._lock = Lock()  # of the table: a replica copies topics without the runner's lock
+        self._is_changed = False
 
     def add_unlisted(self, unlisted: Mapping[str, int]) -> None:
         """Handle topics with messages that the table lacks, by their numbers of queues. Under the runner's lock.
@@ -162,13 +168,23 @@ class Topics:
         )
         self._save(self._table, self._now_ms())
 
-    def copy_rows(self, rows: Mapping[str, Any]) -> None:
-        """Replace all topics by a master's."""
-        if self._table.replace(rows):
-            self.by_name.update({name: self._topic(name) for name in rows})
-            for name in self.by_name.keys() - rows.keys():
-                del self.by_name[name]
-            self._save(self._table, self._now_ms())
+    def copy_rows(self, rows: Mapping[str, Any], write: Callable[[ConfigTable, int], None]) -> None:
+        """Replace all topics by a master's, which ``write(table, now_ms)`` makes durable. Thread-safe.
+
+        `copied` must be called later.
+        """
+        with self._lock:
+            if self._table.replace(rows):
+                self.by_name.update({name: self._topic(name) for name in rows})
+                for name in self.by_name.keys() - rows.keys():
+                    del self.by_name[name]
+                self.version, self._is_changed = next(_versions), True
+            write(self._table, self._now_ms())
+
+    def copied(self) -> None:
+        """Notify the watchers of topics that were copied. Called under the runner's lock."""
+        if self._is_changed:
+            self._is_changed = False
             self._changed()
 
     def _topic(self, name: str) -> Topic:
@@ -258,8 +274,9 @@ class Topics:
         self._refuse_own_topic(name)
         if self.by_name.pop(name, None) is None:
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
-        self._table.remove(name)
-        self._save(self._table, self._now_ms())
+        with self._lock:
+            self._table.remove(name)
+            self._save(self._table, self._now_ms())
         self._changed()
 
     def _refuse_own_topic(self, name: str) -> None:
@@ -277,8 +294,10 @@ class Topics:
         old = self._table.rows.get(name) or topic_row(name, read_queues, write_queues, permission)
         settings = {"readQueueNums": read_queues, "writeQueueNums": write_queues, "perm": permission}
         row = {**old, **settings}
-        self._table.set(name, row if message_type is None else with_topic_type(row, message_type))
-        self._save(self._table, self._now_ms())
-        topic = self.by_name[name] = self._topic(name)
+        with self._lock:
+            self._table.set(name, row if message_type is None else with_topic_type(row, message_type))
+            self.version = next(_versions)
+            self._save(self._table, self._now_ms())
+            topic = self.by_name[name] = self._topic(name)
         self._changed()
         return topic

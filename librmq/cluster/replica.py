@@ -4,16 +4,18 @@
 
     master                          replica
     log      ── FollowLog ───────>  log, byte for byte; the replica derives queues and index like the master
+    topics   ── FollowLog ───────>  topics, before the bytes of messages in new ones
     tables   ── CopyTables ──────>  topics, groups, progress of consumers and delays; every 10 s if they have changed
 
 Mirrors ``HAClient`` and ``SlaveSynchronize``. The tables are copied separately from the log, so after a failover
-consumers receive again what they consumed since the last copy of their progress.
+consumers receive again what they consumed since the last copy of their progress. The store of another process, which
+is copied from its files, gives its topics with the tables only.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Final, Self, TypeVar, cast
@@ -257,7 +259,7 @@ class Replica:
         self._master_end = described.end
         self._id = os.path.realpath(self.path)
         self._following = Lock()
-        self._copying_tables = Lock()  # so that an older copy does not replace a newer one
+        self._copying_tables, self._copying_topics = Lock(), Lock()  # so that no older copy replaces a newer one
         self._retry_ms = self._first_retry_ms = round(1000 * self._config.retry_after_s)
         self._tables_ms = round(1000 * self._config.copy_tables_every_s)
         self._begun_ms = self.runner.now_ms()
@@ -288,6 +290,7 @@ class Replica:
         self._master = master
         # A link in between can be cut, so the replica asks it for each copy.
         self._take = partial(self._take_for_send, master) if isinstance(master, Broker) else None
+        self._topics_version = 0
 
     def _mark(self) -> None:
         """Note which store the master is."""
@@ -446,7 +449,9 @@ class Replica:
             at = self._next_offset()
             try:
                 answer = self._master.call(
-                    FollowLog(self._id, at, size, self._notified, self._follow_for_send, self._take)
+                    FollowLog(
+                        self._id, at, size, self._notified, self._follow_for_send, self._take, self._topics_version
+                    )
                 )
                 is_same = self._is_same_log(answer)
             except (BrokerUnreachableError, StoreClosedError) as error:
@@ -458,6 +463,8 @@ class Replica:
             self._master_end, self._is_held = answer.end, answer.is_held
             if not is_same or not self._continues_copy(at, answer):
                 continue
+            if answer.topics is not None:
+                self._add_topics(answer.topics, answer.topics_version)
             left = store.log.file_size - at % store.log.file_size
             complete, needed = len(answer.data), 0
             if at + complete != answer.end:  # otherwise the last record is whole too
@@ -485,6 +492,13 @@ class Replica:
             raise
         self._copied_end = at + len(data)
         return queues
+
+    def _add_topics(self, rows: Mapping[str, Any], version: int) -> None:
+        """Replace the topics unless these are older. They are durable when it returns, so bytes that follow can be."""
+        with self._copying_topics:
+            if not version or version > self._topics_version:
+                self.broker.copy_topics(rows)
+                self._topics_version = version
 
     def _note_unreachable(self, error: RmqError) -> None:
         """Log once that the master is unreachable, until it is reachable again."""
@@ -552,7 +566,9 @@ class Replica:
             notify = None if self._are_tables_watched else self._tables_changed
             self._are_tables_watched = True
             try:
-                self.broker.copy_tables(self._master.call(CopyTables(notify, self._id)))
+                tables = self._master.call(CopyTables(notify, self._id))
+                self._add_topics(tables.topics, tables.topics_version)
+                self.broker.copy_tables(tables)
             except (BrokerUnreachableError, StoreClosedError) as error:
                 self._note_unreachable(error)
                 self._are_tables_watched = self._has_tables = False

@@ -299,6 +299,10 @@ class LogBytes:
     opened: object = None
     """Another object after the master was reopened, so that a replica compares its end with the master's. None if the
     master can't say: then the replica compares with each answer."""
+    topics: Mapping[str, Any] | None = None
+    """The topics of these bytes and all others, as in `CopiedTables`; None if the replica has them."""
+    topics_version: int = 0
+    """Their version, which grows within a process."""
 
 
 @value
@@ -321,6 +325,8 @@ class FollowLog(Request[LogBytes]):
     take: Callable[[int, bytes], int] | None = None
     """Does the same with the bytes that follow ``physical_offset``, without a request: ``take(physical_offset, data)``.
     Only for a replica without a link that could fail."""
+    topics_version: int = 0
+    """The version of the topics that the replica has on its device."""
 
 
 @value
@@ -340,6 +346,8 @@ class CopiedTables:
     delays: Mapping[int, int]
     cancelled: Sequence[Sequence[Any]] = ()
     """The cancelled messages, which no file of RocketMQ has."""
+    topics_version: int = 0
+    """The version of ``topics``, as in `LogBytes`; 0 if the master can't say."""
 
 
 @value

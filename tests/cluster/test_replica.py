@@ -272,6 +272,39 @@ def test_two_copies_of_tables_do_not_cross() -> None:
     assert replica.broker.consumer_offset("g", "T") == 2
 
 
+@pytest.mark.parametrize("through", ["broker", "link"])
+@pytest.mark.parametrize("end", ["promoted", "killed too", "read"])
+def test_a_new_topic_is_copied_before_its_send_is_acknowledged(through: str, end: str) -> None:
+    """Also a queue of a topic that has grown. An older copy of the tables, which is under way, does not remove it."""
+    broker = opened(replication="sync")
+    link = _Watched(broker)
+    replica = copy_of(broker, of=broker if through == "broker" else link)
+    broker.create_topic("T", 1)
+    sent = [send(broker, "T"), send(broker, "New")]
+
+    def newer() -> None:
+        broker.create_topic("T", 3)
+        sent.append(send(broker, "T", queue_id=2))
+
+    link.between = newer
+    assert replica.follow()
+    if link.between is not None:
+        newer()
+    assert {response.status for response in sent} == {SendStatus.SEND_OK}
+    broker.abandon()
+    promoted = replica.broker
+    if end == "killed too":
+        replica.abandon()
+        promote_replica(COPY, files=broker.store.files)
+    elif end == "promoted":
+        replica.promote()
+    if end != "read":
+        promoted = Broker.open(COPY, runner=broker.runner, files=broker.store.files)
+    topics = promoted.topics()
+    assert topics["T"].read_queues == 3
+    assert [one.queue_id for topic in ("T", "New") for one in promoted.messages(topic)] == [0, 2, 0]
+
+
 def test_a_recreated_topic_is_copied() -> None:
     """The queue starts at 0 again, although the copy has an older queue of that name."""
     broker = opened(store=StoreConfig.tiny(max_total_size=2 << 16))

@@ -407,6 +407,19 @@ def failover(rmq: Kit) -> None:
     rmq.advance(minutes=2)
 
 
+def failover_of_new_topic(rmq: Kit) -> None:
+    """A master dies right after the first messages of a topic, and its synchronous replica takes its place."""
+    master = rmq.cluster(brokers=1).broker("broker-a")
+    replica = rmq.replica(sync=True)
+    rmq.consumer("billing").subscribe("orders")(ignore)
+    rmq.advance(seconds=15)
+    rmq.network.named(master.name).create_topic("orders", 1)
+    send(rmq, 3)
+    rmq.crash_broker(down=600)
+    replica.promote()
+    rmq.advance(minutes=2)
+
+
 def once(rmq: Kit) -> None:
     """A guarded effect, while its process dies and messages come twice."""
     store = MemoryDedupStore()
@@ -444,6 +457,7 @@ PROGRAMS: dict[str, Callable[[Kit], None]] = {
         wrong_delay_progress,
         delays,
         failover,
+        failover_of_new_topic,
         failures,
         flow,
         instances,
