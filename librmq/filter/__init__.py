@@ -3,7 +3,6 @@
 `Registrations` makes the bitmap of a message, from the filters of all groups on its topic.
 """
 
-from librmq.filter.explain import Explanation, Lint
 from librmq.filter.filters import (
     FilterWarning,
     Policy,
@@ -13,6 +12,7 @@ from librmq.filter.filters import (
     WatchedPredicate,
     tags_code,
 )
+from librmq.filter.interpreter import Explanation, Lint
 from librmq.filter.registrations import (
     BROKER_BLOOM,
     SQL92,

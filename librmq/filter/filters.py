@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 from librmq.clock import Clock, SystemClock
 from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.filter import interpreter
-from librmq.filter.explain import Explanation, Lint, explain, lint
+from librmq.filter.interpreter import Explanation, Lint, explain, lint
 from librmq.filter.normal_form import reduce
 from librmq.filter.parser import Dialect, Selector, parse, refuse_rest
 from librmq.filter.python_backend import EvaluationRefusedError, compile_evaluate, compile_match

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from librmq.errors import FilterEvaluationError, FilterSyntaxError
 from librmq.filter import SqlFilter, interpreter
-from librmq.filter.explain import explain, lint
 from librmq.filter.filters import Compiled
+from librmq.filter.interpreter import explain, lint
 from librmq.filter.parser import Dialect, parse
 from librmq.java.lang import java_int, java_long, parse_double
 from tests.budget import examples, some

@@ -14,7 +14,7 @@ from typing import Any
 
 from librmq.errors import FilterEvaluationError, FilterSyntaxError
 from librmq.filter import interpreter
-from librmq.filter.explain import explain, lint
+from librmq.filter.interpreter import explain, lint
 from librmq.filter.normal_form import reduce
 from librmq.filter.parser import Dialect, parse, postorder
 from librmq.filter.python_backend import compile_match

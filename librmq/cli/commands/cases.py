@@ -31,8 +31,8 @@ from librmq.errors import (
     FilterSyntaxError,
     InputError,
 )
-from librmq.filter.explain import explain, lint
 from librmq.filter.filters import compiled
+from librmq.filter.interpreter import explain, lint
 from librmq.filter.parser import Dialect, parse, refuse_rest
 from librmq.filter.registrations import BloomFilter
 from librmq.java.lang import long_hash
