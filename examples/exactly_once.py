@@ -16,10 +16,10 @@ from pathlib import Path
 
 from librmq import Message, MessageStore, StoreConfig, StoredMessage
 from librmq.dedup import deduplicated
-from librmq.idempotence.inbox import transactional
 from librmq.idempotence.outbox import Outbox, OutboxSender
 from librmq.idempotence.sqltables import upgrade_tables
 from librmq.idempotence.stores import SqliteDedupStore
+from librmq.idempotence.transactional_tables import transactional
 
 
 class LogProducer:

@@ -24,8 +24,8 @@ from librmq import (
     TransactionProducer,
     TransactionState,
 )
-from librmq.idempotence.inbox import transactional
 from librmq.idempotence.sqltables import upgrade_tables
+from librmq.idempotence.transactional_tables import transactional
 from librmq.protocol import Route
 
 

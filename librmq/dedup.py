@@ -15,8 +15,8 @@ Finishing and releasing check that token and that time, so an expired holder cha
 ``docs/dedup.md`` says what this guarantees, and what it cannot.
 
 `MemoryDedupStore` is for one process, `SqliteDedupStore` for those of one machine; `librmq.idempotence.dedup_sql` and
-`librmq.idempotence.dedup_redis` have stores on servers. `librmq.idempotence.inbox` is the strongest form, for effects
-in a database.
+`librmq.idempotence.dedup_redis` have stores on servers. `librmq.idempotence.transactional_tables` is the
+strongest form, for effects in a database.
 """
 
 from __future__ import annotations

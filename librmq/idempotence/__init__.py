@@ -8,10 +8,6 @@ with lazy_exports(globals()):
     from librmq.idempotence.dedup_redis import RedisDedupStore as RedisDedupStore
     from librmq.idempotence.dedup_sql import SeenKeys as SeenKeys
     from librmq.idempotence.dedup_sql import SqlDedupStore as SqlDedupStore
-    from librmq.idempotence.inbox import Transactional as Transactional
-    from librmq.idempotence.inbox import purge_messages as purge_messages
-    from librmq.idempotence.inbox import transactional as transactional
-    from librmq.idempotence.local_transactions import LocalTransactions as LocalTransactions
     from librmq.idempotence.outbox import Outbox as Outbox
     from librmq.idempotence.outbox import OutboxSender as OutboxSender
     from librmq.idempotence.sqltables import upgrade_tables as upgrade_tables
@@ -23,3 +19,7 @@ with lazy_exports(globals()):
     from librmq.idempotence.stores import dedup_key as dedup_key
     from librmq.idempotence.stores import purge_step as purge_step
     from librmq.idempotence.stores import unique_id as unique_id
+    from librmq.idempotence.transactional_tables import LocalTransactions as LocalTransactions
+    from librmq.idempotence.transactional_tables import Transactional as Transactional
+    from librmq.idempotence.transactional_tables import purge_messages as purge_messages
+    from librmq.idempotence.transactional_tables import transactional as transactional

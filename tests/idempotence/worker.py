@@ -19,9 +19,9 @@ from librmq.clock import Clock, SystemClock
 from librmq.dedup import DedupListener
 from librmq.idempotence.dedup_redis import RedisDedupStore
 from librmq.idempotence.dedup_sql import SqlDedupStore
-from librmq.idempotence.inbox import transactional
 from librmq.idempotence.outbox import OutboxSender
 from librmq.idempotence.stores import DedupStore, SqliteDedupStore
+from librmq.idempotence.transactional_tables import transactional
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message
 
