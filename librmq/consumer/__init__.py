@@ -8,15 +8,15 @@ with lazy_exports(globals()):
     from librmq.consumer.assignment import ProcessQueue as ProcessQueue
     from librmq.consumer.config import ConsumerConfig as ConsumerConfig
     from librmq.consumer.config import PullConsumerConfig as PullConsumerConfig
+    from librmq.consumer.failures import MessageTrack as MessageTrack
+    from librmq.consumer.failures import TrackType as TrackType
+    from librmq.consumer.failures import message_tracks as message_tracks
+    from librmq.consumer.failures import resend_dead_letters as resend_dead_letters
     from librmq.consumer.instance import BlockedQueue as BlockedQueue
     from librmq.consumer.instance import ConsumeContext as ConsumeContext
     from librmq.consumer.instance import ConsumeHook as ConsumeHook
     from librmq.consumer.instance import ConsumerCounts as ConsumerCounts
     from librmq.consumer.listeners import DeliveredMessage as DeliveredMessage
-    from librmq.consumer.message_track import MessageTrack as MessageTrack
-    from librmq.consumer.message_track import TrackType as TrackType
-    from librmq.consumer.message_track import message_tracks as message_tracks
-    from librmq.consumer.message_track import resend_dead_letters as resend_dead_letters
     from librmq.consumer.orderly import OrderlyResult as OrderlyResult
     from librmq.consumer.pull import PullConsumer as PullConsumer
     from librmq.consumer.push import PushConsumer as PushConsumer
