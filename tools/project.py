@@ -154,7 +154,7 @@ def prepare(extras: frozenset[str], wheel: Path | None = None) -> None:
         project = hashlib.sha256(repr(project_table()).encode()).hexdigest()
         is_same = PYTHON.exists() and (stamp.get("basis"), stamp.get("project")) == (basis, project)
         installed = frozenset(stamp["extras"] if is_same else ())
-        # The demo runs the Python code, and librmq can do without its core where there is no compiler.
+        # The demo runs the Python code, and so do most tests.
         has_compiler = shutil.which(os.environ.get("CC", "cc")) is not None
         with_core = "test" in extras and has_compiler and stamp.get("core") != core
         if extras <= installed and not with_core:
@@ -169,10 +169,14 @@ def prepare(extras: frozenset[str], wheel: Path | None = None) -> None:
         if "spark" in extras and not has("pyspark"):
             # To learn what PySpark requires, uv would download its source of 430 MB, and again to build it.
             install(["--no-deps", *requirements(extras)])
-        librmq = [f"{wheel}[{','.join(extras)}]"] if wheel else ["--editable", f"{CHECKOUT}[{','.join(extras)}]"]
+        librmq: list[str | Path] = [wheel] if wheel else ["--editable", CHECKOUT]
         # To install librmq again would take it away from programs that run meanwhile.
-        target: list[str | Path] = [*(requirements(extras) if installed else librmq), *([CORE] if with_core else [])]
-        install(target, () if installed else ("librmq",), ("librmq-core",) if with_core else ())
+        install([*([] if installed else librmq), *requirements(extras)], () if installed else ("librmq",))
+        if with_core:
+            try:
+                install([CORE], ("librmq-core",))
+            except Refused:
+                print("The compiled core can't be built, for the reason above: its tests are left out.", flush=True)
         core_there = core if with_core else stamp.get("core")
         write_stamp({"basis": basis, "project": project, "core": core_there, "extras": sorted(extras)})
 
@@ -184,10 +188,10 @@ def project_table() -> dict[str, Any]:
 
 
 def requirements(extras: Iterable[str]) -> list[str]:
-    """Return what librmq and its extras require, once each."""
+    """Return what librmq and its extras require, once each, but for the core, which lies beside librmq."""
     project = project_table()
     of_extras = (line for extra in sorted(extras) for line in project["optional-dependencies"][extra])
-    return [*dict.fromkeys([*project["dependencies"], *of_extras])]
+    return [line for line in dict.fromkeys([*project["dependencies"], *of_extras]) if "librmq-core" not in line]
 
 
 def digest(*files: Path) -> str:

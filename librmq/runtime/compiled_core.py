@@ -49,7 +49,7 @@ def _load() -> tuple[Core, str]:
     try:
         import librmq_core as module
     except ModuleNotFoundError:
-        return PURE, "pure Python, because librmq-core is not installed, or was installed without a C compiler"
+        return PURE, "pure Python, because librmq-core is not installed: the extra `fast` brings it"
     except ImportError as error:
         return PURE, f"pure Python, because librmq-core can't be loaded: {error}"
     if (api := getattr(module, "API", None)) != _API:

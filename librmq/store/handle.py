@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import threading
@@ -24,6 +25,7 @@ from librmq.errors import (
 from librmq.files.disk import TemporaryFolder
 from librmq.files.interface import Damage, FileLock, Files, make_folders
 from librmq.message.delay_levels import DelayLevels
+from librmq.runtime.compiled_core import CORE, CORE_STATE
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.lazy_numpy import import_numpy
 from librmq.runtime.locks import critical
@@ -114,6 +116,13 @@ def drop_locks() -> None:
 
 
 _log = EventLog("librmq.store")
+
+
+@functools.cache
+def _report_python() -> None:
+    """Log once in a process that it runs without the compiled core."""
+    if CORE.module is None:
+        _log.info("hot paths run in %(core)s", core=CORE_STATE)
 
 
 class StoreHandle:
@@ -220,6 +229,7 @@ class StoreHandle:
             raise
         self._accept_calls()
         _open_handles.add(self)
+        _report_python()
 
     def _configure(self, config: StoreConfig) -> None:
         self.config = config

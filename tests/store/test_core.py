@@ -244,6 +244,16 @@ def test_a_variable_switches_the_core_off() -> None:
     assert said_with("off") == "pure Python, because LIBRMQ_CORE is off\n"
 
 
+def test_one_log_line_says_that_python_runs() -> None:
+    opened = (
+        "import logging, sys\nfrom librmq import MessageStore\nfrom librmq.files import MemoryFiles\n"
+        "logging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
+        "for name in 'ab': MessageStore.open(name, files=MemoryFiles()).close()"
+    )
+    said = "INFO:librmq.store:hot paths run in pure Python, because LIBRMQ_CORE is off"
+    assert said_with("off", opened).splitlines()[:-1] == [said]
+
+
 def test_a_free_threaded_build_runs_python_code() -> None:
     said = said_with("on", "import sys; sys._is_gil_enabled = lambda: False")
     assert said == "pure Python, because the compiled core needs the interpreter lock\n"
