@@ -30,6 +30,7 @@ from librmq.message.frames import MAGICS, SIZE_AND_MAGIC, LogItem
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import encode_properties
 from librmq.message.topics import validate_topic
+from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import LogState
 from librmq.runtime.locks import Lock
 
@@ -76,7 +77,7 @@ class LogEnd(NamedTuple):
     """Start of the last record of the walk."""
 
 
-class CommitLog(LogState):
+class CommitLog(Closing, LogState):
     """The log of a store, to append, read and scan.
 
     One thread can append or truncate (`MessageStore` serialises its producers) while any number of threads read:
@@ -414,12 +415,6 @@ class CommitLog(LogState):
         self._buffer = None
         self._file_start = self._file_end = -1
         self._sequence.unmap_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---------------------------------------------------------------------------------------------------------- read
 

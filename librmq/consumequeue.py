@@ -19,7 +19,6 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import TracebackType
 from typing import Final, Self
 
 from librmq import consumequeue_entries as stored_entries
@@ -30,6 +29,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.runtime import lazy_numpy as np
+from librmq.runtime.closing import Closing
 
 __all__ = [
     "ENTRY",
@@ -49,7 +49,7 @@ _RECOVERED_FILES: Final = 3
 _pack = ENTRY.pack
 
 
-class ConsumeQueue:
+class ConsumeQueue(Closing):
     """The entries of one queue. One thread can write while many read, without a lock.
 
     Numbers count entries unless stated otherwise; ranges from ``begin`` to ``end`` exclude ``end``.
@@ -119,14 +119,6 @@ class ConsumeQueue:
         pool = pool or MappingPool(4)
         queue = MappedFileQueue(os.fspath(folder), file_size, files, pool, writable=writable)
         return cls(queue, None if ext_folder is None else (ext_folder, ext_file_size, files, pool))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<ConsumeQueue {self.folder} {self.min_offset} to {self.max_offset}>"

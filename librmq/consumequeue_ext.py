@@ -24,6 +24,7 @@ from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClos
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.runtime.closing import Closing
 
 __all__ = [
     "EXT_FILE_SIZE",
@@ -92,7 +93,7 @@ def check_bitmap(bit_count: int, file_size: int) -> None:
         )
 
 
-class ConsumeQueueExt:
+class ConsumeQueueExt(Closing):
     """The units of one queue. One thread can write while many read."""
 
     __slots__ = ("_closed", "_end", "_files", "_hint", "_sure")
@@ -129,12 +130,6 @@ class ConsumeQueueExt:
         files = files or DiskFiles()
         pool = pool or MappingPool(4)
         return cls(MappedFileQueue(folder, file_size, files, pool, writable=writable), last_address)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<ConsumeQueueExt {self._files.folder}>"

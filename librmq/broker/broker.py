@@ -67,6 +67,7 @@ from librmq.protocol import (
 )
 from librmq.protocol.client_requests import SentMessage, cancel_request
 from librmq.runtime.background import opened_in_thread
+from librmq.runtime.closing import AsyncClosing
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
@@ -78,7 +79,7 @@ _LOCK_RETRY_S: Final = 0.05
 _JOIN_STEP_S: Final = 0.02
 
 
-class Broker:
+class Broker(AsyncClosing):
     """A broker inside the process: an `Endpoint` that answers requests, and a `Route` to itself. Thread-safe.
 
     Created by `open` or `temporary`. As a context manager it closes at the end. A forked child cannot use the handle.
@@ -623,18 +624,6 @@ class Broker:
             self._own_runner.shutdown()
         if self._temporary is not None:
             self._temporary.delete()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.runner.offload(self.close)
 
     def __repr__(self) -> str:
         return f"<Broker {self.name!r} in {self.store.path!r}{', closed' if self.dead else ''}>"

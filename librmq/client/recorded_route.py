@@ -6,14 +6,14 @@ import json
 import os
 import socket
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, TypeVar
 
 from librmq.client.recorder import Event, Recorder
 from librmq.config import check_path
 from librmq.errors import ConfigError
 from librmq.message.message import StoredMessage
 from librmq.protocol import Endpoint, QueueData, Request, Route
+from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.store import MessageStore
@@ -70,7 +70,7 @@ class RecordedRoute:
         consumer.recorder = self.recorder.consumer(self._process, consumer)
 
 
-class HistoryFile(RecordedRoute):
+class HistoryFile(RecordedRoute, Closing):
     """A route whose clients write a history. Made by `record_history`; a context manager. Thread-safe."""
 
     def __init__(self, route: Route, path: str | os.PathLike[str], process: str, max_bytes: int) -> None:
@@ -144,14 +144,6 @@ class HistoryFile(RecordedRoute):
         self.recorder.end_invisible_times()
         with self._lock:
             self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _line(event: Event) -> bytes:

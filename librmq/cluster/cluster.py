@@ -30,6 +30,7 @@ from librmq.message.message import StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import Endpoint, QueueData, Request
 from librmq.protocol.endpoint import Watchers
+from librmq.runtime.closing import Closing
 from librmq.runtime.runner import Runner, Step, next_on_grid
 from librmq.runtime.threads import ThreadRunner
 
@@ -272,7 +273,7 @@ _PORT: Final = 10911
 _NOT_IN_NAMES: Final = frozenset("/\\\0:")
 
 
-class Cluster(RouteTable):
+class Cluster(RouteTable, Closing):
     """A `RouteTable` that opens, crashes and reopens its brokers, and closes them as a context manager. Thread-safe."""
 
     name: str
@@ -400,12 +401,6 @@ class Cluster(RouteTable):
                 last.callback(self._own_runner.shutdown)
             for broker in self.brokers():
                 last.callback(broker.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Cluster {self.name!r}: {', '.join(broker.name for broker in self.brokers())}>"

@@ -51,6 +51,7 @@ from librmq.protocol import (
     Request,
     ResponseCode,
 )
+from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner, Step, Work, next_on_grid
@@ -166,7 +167,7 @@ _MOST_AT_ONCE: Final = 8 << 20
 _LONGEST_RETRY_MS: Final = 60_000
 
 
-class Replica:
+class Replica(Closing):
     """A copy of a master's store, which follows the master until it is closed. Thread-safe.
 
     Created by `open`; a context manager that closes it.
@@ -642,12 +643,6 @@ class Replica:
             self._master.close()
         if self._own_runner is not None:
             self._own_runner.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.dead else "stopped" if self.failure else f"{self.lag_bytes} bytes behind"

@@ -37,6 +37,7 @@ from librmq.files.interface import Damage, Files
 from librmq.files.rolling import MappingPool, file_name
 from librmq.message.record import header_struct
 from librmq.message.topics import is_system_topic
+from librmq.runtime.closing import Closing
 from librmq.store import MessageStore
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format import directory
@@ -135,7 +136,7 @@ _IDENTITY: Final = header_struct("queue_id", "queue_offset", "physical_offset", 
 
 
 @dataclass(slots=True)
-class PlannedStore:
+class PlannedStore(Closing):
     """A store at the time of planning."""
 
     path: str
@@ -258,12 +259,6 @@ class PlannedStore:
         for queue in self._opened:
             queue.close()
         self._opened = []
-
-    def __enter__(self) -> PlannedStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _queue(self, name: QueueName, state: QueueState | None) -> QueueRange:
         store = self._store

@@ -37,6 +37,7 @@ from librmq.message.topics import (
     group_of_retries,
     is_system_topic,
 )
+from librmq.runtime.closing import Closing
 from librmq.store import MessageStore
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format import directory
@@ -206,7 +207,7 @@ def group_summaries(view: View[Any], *, includes_own: bool) -> Iterator[GroupSum
             yield GroupSummary(group, list(topics), lag if topics else None, letters)
 
 
-class StoreView:
+class StoreView(Closing):
     """A store at one moment, opened by `open` or `of`. Not thread-safe."""
 
     store: MessageStore
@@ -453,12 +454,6 @@ class StoreView:
         if self._opened:
             self._opened = False
             self.store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<StoreView of {self.store.path!r}, {'live' if self.is_live else self.owner or 'not in use'}>"

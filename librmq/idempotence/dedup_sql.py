@@ -14,6 +14,7 @@ from librmq.clock import Clock
 from librmq.errors import ConfigError, DedupStoreError, MissingExtraError
 from librmq.idempotence.sqltables import StatementResult, is_integrity_error, run, upgrade_tables
 from librmq.idempotence.stores import CLAIMS, Claim, DedupRecord, DedupStatements
+from librmq.runtime.closing import Closing
 from librmq.runtime.locks import Lock
 
 # ruff: noqa: D102 (the methods of a store are described at DedupStore)
@@ -31,7 +32,7 @@ _ATTEMPTS: Final = 5
 _REPEATABLE: Final = frozenset({"40001", "40P01", 1213, 1205})
 
 
-class SqlDedupStore:
+class SqlDedupStore(Closing):
     """Records in the table ``table`` of a database; `librmq.idempotence.sqltables` has its columns. Thread-safe.
 
     ``engine`` is an ``Engine``, or a URL to create one from. The store sets its connections to commit each statement.
@@ -123,12 +124,6 @@ class SqlDedupStore:
         """Close the connections, if the store created the engine."""
         if self._owned is not None:
             self._owned.dispose()
-
-    def __enter__(self) -> SqlDedupStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---- claims
 

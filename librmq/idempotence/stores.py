@@ -25,6 +25,7 @@ from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
 from librmq.idempotence.sqltables import KEY_LIMIT, check_name, upgrade_tables
 from librmq.listener import Delivered
 from librmq.runtime.background import Background
+from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, critical
 
@@ -240,7 +241,7 @@ class DedupStatements:
         )
 
 
-class SqliteDedupStore:
+class SqliteDedupStore(Closing):
     """Records in a SQLite file with a write-ahead log, for the processes of one machine. Thread-safe.
 
     With ``durability`` "async" a record survives the process immediately, and the machine after SQLite's next
@@ -315,12 +316,6 @@ class SqliteDedupStore:
             connection, self._connection = self._connection, None
             if connection is not None:
                 connection.close()
-
-    def __enter__(self) -> SqliteDedupStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _execute(self, statement: str, parameters: dict[str, Any]) -> tuple[list[Any], int]:
         """Run one statement; return its rows and the number of rows it changed."""

@@ -21,6 +21,7 @@ from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.interface import Damage, Files
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message, StoredMessage
+from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE_STATE
 from librmq.store.engine.append import Appender, AppendFields, AppendResult, BatchFields
 from librmq.store.engine.copies import CopiedRecords, CopyWriter
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from librmq.store.snapshots import Snapshot
 
 
-class MessageStore:
+class MessageStore(Closing):
     """The open store in a directory.
 
     Thread-safe: appends take turns, reads take no lock. In a child process after a fork, calls raise an error.
@@ -656,9 +657,3 @@ class MessageStore:
     def __repr__(self) -> str:
         state = self._handle.closed or ("is open for reading" if self.read_only else "is open for writing")
         return f"<MessageStore {self.path!r}: {state}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -43,6 +43,7 @@ from librmq.protocol import (
     Unregister,
     UpdateOffset,
 )
+from librmq.runtime.closing import Closing
 from librmq.runtime.runner import Step
 from librmq.scheduling.timer_config import DELETE_KEY
 from librmq.testing.history import Call, show
@@ -219,7 +220,7 @@ def serve_remoting(listening: socket.socket) -> Serve:
     return serve
 
 
-class ServedKit:
+class ServedKit(Closing):
     """A kit and its server. A context manager; at its end clients are cut off. Not thread-safe."""
 
     def __init__(self, kit: Kit, serve: Serve = serve_grpc) -> None:
@@ -326,12 +327,6 @@ class ServedKit:
     def close(self) -> None:
         """Cut the clients off."""
         self.server.close()
-
-    def __enter__(self) -> ServedKit:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 # ---- the server of the 4.x protocol

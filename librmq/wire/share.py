@@ -30,7 +30,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, Self, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Final, TypedDict, TypeVar, Unpack, cast
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.broker.broker import check_settings
@@ -71,6 +71,7 @@ from librmq.protocol import (
 )
 from librmq.protocol.endpoint import Watchers
 from librmq.runtime.background import opened_in_thread
+from librmq.runtime.closing import AsyncClosing
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.threads import ThreadRunner
@@ -137,7 +138,7 @@ class _Settings:
     take_over_stopped_s: float | None
 
 
-class SharedBroker:
+class SharedBroker(AsyncClosing):
     """A broker of all processes that share its store: an `Endpoint` and a `Route`, like a `Broker`. Thread-safe.
 
     Made by `librmq.share`. Close it after its producers and consumers, or use it as a context manager. A forked child
@@ -566,18 +567,6 @@ class SharedBroker:
         with self.runner.lock:
             self._watchers.notify()
         self.runner.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.runner.offload(self.close)
 
 
 _shared: Final[weakref.WeakSet[SharedBroker]] = weakref.WeakSet()

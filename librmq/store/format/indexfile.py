@@ -30,12 +30,13 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Buffer, File, Files
 from librmq.runtime import lazy_numpy as np
+from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE
 
 if TYPE_CHECKING:
@@ -325,7 +326,7 @@ _FIRST_STEP: Final = 4096 // ENTRY_SIZE
 _MAX_STEP: Final = (1 << 20) // ENTRY_SIZE
 
 
-class IndexFile:
+class IndexFile(Closing):
     """One index file, usable alone.
 
     One thread can write while any number of threads query. Write records in log order. Hashes are those of
@@ -649,9 +650,3 @@ class IndexFile:
             self.flush()
             self._closed = True
             self.release_mapping()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

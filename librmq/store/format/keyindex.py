@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import chain
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 from librmq.clock import SystemClock
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
@@ -15,6 +15,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files, FolderEntry, make_folders
 from librmq.java.lang import index_key_hash
 from librmq.runtime import lazy_numpy as np
+from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE
 from librmq.runtime.locks import Lock
 from librmq.store.format.indexfile import FRESH, IndexFile, check_geometry, file_length
@@ -46,7 +47,7 @@ def _moment(name: str) -> int | None:
     return (moment - _EPOCH) // timedelta(milliseconds=1) + int(name[14:])
 
 
-class KeyIndex:
+class KeyIndex(Closing):
     """The index files of a folder, usable alone.
 
     One thread can append and delete while others query. Any thread can flush. Only few files are mapped at a time.
@@ -375,12 +376,6 @@ class KeyIndex:
         self._tail = None
         for file in self._list:
             file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if self._closed:

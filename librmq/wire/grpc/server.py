@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from librmq.broker import Broker
 from librmq.clock import moves_by_itself
@@ -28,6 +28,7 @@ from librmq.protocol import (
     SendMessage,
     TransactionState,
 )
+from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.timer_config import DELIVER_MS
 from librmq.wire.certificates import server_context
@@ -381,7 +382,7 @@ _METRICS_EXPORT: Final = "/opentelemetry.proto.collector.metrics.v1.MetricsServi
 _LAST_PORT: Final = 65_535
 
 
-class GrpcServer:
+class GrpcServer(Closing):
     """Serves one broker to official clients of RocketMQ 5. Thread-safe.
 
     Mirrors 5.3.3's proxy in local mode. Messages with a delivery time need a broker with timers:
@@ -503,12 +504,6 @@ class GrpcServer:
     def _stop(self) -> None:
         self._server.stop(grace=None).wait()
         self._pool.shutdown(wait=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<GrpcServer {self.address}{'' if self._is_open else ', closed'}>"

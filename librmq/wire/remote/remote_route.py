@@ -14,13 +14,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 from librmq.clock import moves_by_itself
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError, RmqError
 from librmq.protocol import PERM_WRITE, Endpoint, QueueData, ResponseCode
 from librmq.protocol.endpoint import Watchers
+from librmq.runtime.closing import AsyncClosing
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.threads import ThreadRunner
@@ -225,7 +226,7 @@ class Notices:
             self._thread.join()
 
 
-class RemoteRoute:
+class RemoteRoute(AsyncClosing):
     """A `Route` to the brokers of a cluster over TCP, made by `librmq.connect`. Thread-safe.
 
     Producers and consumers take it like a `Broker`. Close it after them.
@@ -576,18 +577,6 @@ class RemoteRoute:
             link.group.close()
         self._connections.close()
         self._at_close.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.runner.offload(self.close)
 
 
 # ---- connecting over TCP

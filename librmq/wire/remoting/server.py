@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from librmq.broker import Broker
 from librmq.clock import SystemClock
@@ -23,6 +23,7 @@ from librmq.errors import BrokerError, ConfigError, MalformedError, RmqError
 from librmq.message.ids import Host, format_host
 from librmq.message.topics import RETRY_PREFIX, is_system_topic
 from librmq.protocol import LOCAL_HOST, PERM_WRITE, CreateTopic, Endpoint, QueueData, ResponseCode
+from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.certificates import server_context
@@ -378,7 +379,7 @@ _COUNTED: Final = 64 << 10
 _REST_S: Final = 0.1
 
 
-class RemotingServer:
+class RemotingServer(Closing):
     """Serves one broker to clients of RocketMQ 4.x, ``mqadmin`` and the dashboard. Thread-safe.
 
     Mirrors ``NettyRemotingServer``.
@@ -515,12 +516,6 @@ class RemotingServer:
         for thread in others:
             thread.join(max(0.0, deadline - clock.monotonic()))
         return not any(thread.is_alive() for thread in others)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<RemotingServer {self.address}{'' if self._is_open else ', closed'}>"
