@@ -23,12 +23,10 @@ from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, dead_letter_topic, i
 from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription
 from librmq.runtime.runner import Work
 from librmq.testing.faults import Faults
-from librmq.testing.from_store import StoreStart
 from librmq.testing.history import Call, DeliveryAttempt, History, show
 from librmq.testing.kit_runner import KitRunner, ProcessStateError, ProcessTable, current_work
-from librmq.testing.network import Network
 from librmq.testing.process import Process, Repeated
-from librmq.testing.verdict import Facts
+from librmq.testing.verdict import Facts, Scene
 
 # ---- undelivered messages and unmatched subscriptions
 
@@ -133,23 +131,10 @@ class UnknownGroupError(LookupError):
     """The test asks about a group that none of its consumers has."""
 
 
-class _Scene(Protocol):
-    """The parts of the kit that evidence needs."""
-
-    network: Network
-    runner: KitRunner
-    start: StoreStart | None
-
-    def brokers(self) -> Sequence[Broker]: ...
-
-    @property
-    def processes(self) -> Sequence[Process]: ...
-
-
 class Evidence:
     """Answers from the broker and the history; records which topics were subscribed to, sent to and asked about."""
 
-    def __init__(self, scene: _Scene, history: History) -> None:
+    def __init__(self, scene: Scene, history: History) -> None:
         self._scene = scene
         self._history = history
         history.about = self.about

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from traceback import format_exception
 from types import TracebackType
 from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
@@ -114,7 +115,7 @@ class Kit:
         self._history = History(self.clock.now_ms())
         self.recorder = Recorder(self.clock.now_ms, self._history, describes_groups=False)
         """Turns what clients and brokers do into the events of the history."""
-        self._process_table = ProcessTable(self, self.runner.choose)
+        self._process_table = ProcessTable(partial(Process, self), self.runner.choose)
         self._unstarted: list[PushConsumer] = []
         self._producers: dict[tuple[str, str | None], Producer] = {}
         self._is_new = False

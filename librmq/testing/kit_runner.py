@@ -22,7 +22,7 @@ from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.runtime.runner import ManualRunner, Step, Turn, Work
 from librmq.testing.faults import Faults
 from librmq.testing.network import Network
-from librmq.testing.process import A_PROCESS, LIBRARY, Process, ProcessDied, ProcessHost
+from librmq.testing.process import A_PROCESS, LIBRARY, Process, ProcessDied
 
 LONGEST_CHAIN = 1_000
 
@@ -34,83 +34,53 @@ def current_work() -> Work | None:
     return _current.get()
 
 
-class WorkObserver(Protocol):
-    """What a runner reports user code to; `KitObserver` is one."""
+class _Observer(Protocol):
+    """What a runner reports user code to: `KitObserver`."""
 
-    def process_of(self, work: Work) -> Process | None:
-        """Return the process that runs this code."""
-        ...
+    def process_of(self, work: Work) -> Process | None: ...
 
-    def listener_begins(self, work: Work) -> None:
-        """Note that user code begins."""
-        ...
+    def listener_begins(self, work: Work) -> None: ...
 
-    def listener_ends(self, work: Work, outcome: str, error: Exception | None) -> None:
-        """Note that user code ends."""
-        ...
+    def listener_ends(self, work: Work, outcome: str, error: Exception | None) -> None: ...
 
-    def fails_fast(self, work: Work) -> bool:
-        """Return whether an error of this code fails the test."""
-        ...
+    def fails_fast(self, work: Work) -> bool: ...
 
 
-class TurnObserver(Protocol):
-    """A runner's calls to the kit."""
+class _Kit(Protocol):
+    """The parts of the kit that its runner uses."""
 
     faults: Faults
     network: Network
 
     @property
-    def processes(self) -> Sequence[Process]:
-        """All processes so far, including dead ones."""
-        ...
+    def processes(self) -> Sequence[Process]: ...
 
     @property
-    def observer(self) -> WorkObserver:
-        """What the runner reports user code to."""
-        ...
+    def observer(self) -> _Observer: ...
 
-    def note(self, actor: str, what: str) -> None:
-        """Add a line to the history."""
-        ...
+    def note(self, actor: str, what: str) -> None: ...
 
-    def died(self, process: Process) -> None:
-        """Restart a process that died within its own code, unless it must stay dead."""
-        ...
+    def died(self, process: Process) -> None: ...
 
-    def let_others_run(self) -> None:
-        """Take all due turns before the test continues."""
-        ...
+    def let_others_run(self) -> None: ...
 
-    def crash(self, process: Process) -> None:
-        """Let a process die and start again."""
-        ...
+    def crash(self, process: Process) -> None: ...
 
-    def crash_broker(self, name: str, *, down: float) -> None:
-        """Let a broker die and return later."""
-        ...
+    def crash_broker(self, name: str, *, down: float) -> None: ...
 
-    def lose_site(self, site: str, *, down: float) -> None:
-        """Let a site die and return later."""
-        ...
+    def lose_site(self, site: str, *, down: float) -> None: ...
 
-    def restart(self, process: Process) -> Process:
-        """Shut a process down and start it again."""
-        ...
+    def restart(self, process: Process) -> Process: ...
 
-    def lose(self, process: Process) -> None:
-        """Let the broker lose a process."""
-        ...
+    def lose(self, process: Process) -> None: ...
 
-    def join(self, process: Process) -> Process:
-        """Start another process like this one."""
-        ...
+    def join(self, process: Process) -> Process: ...
 
 
 class KitRunner(ManualRunner):
     """A `ManualRunner` that reports user code to a kit, and stops at the first failure."""
 
-    kit: TurnObserver
+    kit: _Kit
     settles_history = True
     """Whether the history is read after the broker has closed."""
 
@@ -433,9 +403,10 @@ class ProcessStateError(RuntimeError):
 class ProcessTable:
     """All processes of a test, dead ones too, in the order in which they were made."""
 
-    def __init__(self, host: ProcessHost, choose: Callable[[str, Sequence[str]], str]) -> None:
+    def __init__(self, new_process: Callable[..., Process], choose: Callable[[str, Sequence[str]], str]) -> None:
+        """``new_process`` takes what `Process` takes behind its kit."""
         self.processes: list[Process] = []
-        self._host = host
+        self._new_process = new_process
         self._choose = choose
         self._tolerated: set[str] = set()
 
@@ -446,7 +417,7 @@ class ProcessTable:
         count = len(self.processes)
         order = "after" if not count else self._choose(f"client ids of {name}", ("after", "before"))
         host = f"10.0.0.{254 - count % 150}" if order == "before" else f"10.0.1.{100 + count % 150}"
-        process = Process(self._host, name, generation, host, factory, site)
+        process = self._new_process(name, generation, host, factory, site)
         before = next((earlier for earlier in self.processes if earlier.name == name), None)
         if before is not None:
             process.restarts(before)

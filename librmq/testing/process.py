@@ -92,40 +92,28 @@ Repeated = Literal["request", "answer"]
 """What comes twice."""
 
 
-class ProcessObserver(Protocol):
-    """What processes report to; `KitObserver` is one."""
+class _Observer(Protocol):
+    """What processes report to: `KitObserver`."""
 
-    def place(self, topic: str, broker_name: str, queue_id: int) -> str:
-        """Return a queue as the history shows it."""
-        ...
+    def place(self, topic: str, broker_name: str, queue_id: int) -> str: ...
 
-    def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None:
-        """Note a pull."""
-        ...
+    def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None: ...
 
-    def noted_receive(self, process: Process, request: Receive, broker_name: str, messages: Sequence[Received]) -> None:
-        """Note what a simple consumer received."""
-        ...
+    def noted_receive(
+        self, process: Process, request: Receive, broker_name: str, messages: Sequence[Received]
+    ) -> None: ...
 
-    def noted_heartbeat(self, process: Process, request: Heartbeat) -> None:
-        """Note the subscriptions of a process's consumers."""
-        ...
+    def noted_heartbeat(self, process: Process, request: Heartbeat) -> None: ...
 
-    def before_send(self, process: Process, topic: str, broker_name: str) -> Repeated | None:
-        """Refuse a send if a fault is due; return what comes twice, if anything does."""
-        ...
+    def before_send(self, process: Process, topic: str, broker_name: str) -> Repeated | None: ...
 
-    def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None:
-        """Lose or delay the answer to a send if a fault is due."""
-        ...
+    def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None: ...
 
-    def ended_in_background(self, result: object, error: Exception | None) -> None:
-        """Fail the test with the error of a call by `Process.background`."""
-        ...
+    def ended_in_background(self, result: object, error: Exception | None) -> None: ...
 
 
-class ProcessHost(Protocol):
-    """The surroundings of a process; `Kit` is one."""
+class _Kit(Protocol):
+    """The parts of the kit that a process uses."""
 
     clock: ManualClock
     files: Files
@@ -133,31 +121,19 @@ class ProcessHost(Protocol):
     network: Network
 
     @property
-    def runner(self) -> Runner:
-        """The runner of all processes."""
-        ...
+    def runner(self) -> Runner: ...
 
     @property
-    def observer(self) -> ProcessObserver:
-        """What the processes report to."""
-        ...
+    def observer(self) -> _Observer: ...
 
     @property
-    def recorder(self) -> Recorder:
-        """What turns their requests into events."""
-        ...
+    def recorder(self) -> Recorder: ...
 
-    def later(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None:
-        """Call a function after ``seconds``."""
-        ...
+    def later(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None: ...
 
-    def note(self, actor: str, what: str | Callable[[], str]) -> None:
-        """Add a line to the history."""
-        ...
+    def note(self, actor: str, what: str | Callable[[], str]) -> None: ...
 
-    def noted_async_call(self, call: Coroutine[Any, Any, SendResult], what: str) -> Coroutine[Any, Any, SendResult]:
-        """Record a coroutine that has to be awaited, and return it."""
-        ...
+    def noted_async_call(self, call: Coroutine[Any, Any, SendResult], what: str) -> Coroutine[Any, Any, SendResult]: ...
 
 
 class Process:
@@ -165,7 +141,7 @@ class Process:
 
     def __init__(
         self,
-        kit: ProcessHost,
+        kit: _Kit,
         name: str,
         generation: int,
         host: str,
@@ -315,7 +291,7 @@ class Process:
 class _Masters:
     """The route of a process over the brokers alone."""
 
-    def __init__(self, kit: ProcessHost, process: Process) -> None:
+    def __init__(self, kit: _Kit, process: Process) -> None:
         self._kit = kit
         self._process = process
         self._connections: dict[str, _Connection] = {}
@@ -344,7 +320,7 @@ class _Masters:
 class _Connection:
     """A process's connection to a broker."""
 
-    def __init__(self, kit: ProcessHost, process: Process, broker_name: str) -> None:
+    def __init__(self, kit: _Kit, process: Process, broker_name: str) -> None:
         self._kit = kit
         self._process = process
         self._name = broker_name

@@ -34,17 +34,19 @@ _SHOWN = 5
 _WAITING_TOPICS = frozenset((SCHEDULE_TOPIC, HALF_TOPIC, TIMER_TOPIC))
 
 
-class _Scene(Protocol):
-    """The parts of the kit that tell the facts."""
+class Scene(Protocol):
+    """The parts of the kit that tell the facts and the evidence."""
 
     network: Network
     runner: KitRunner
     start: StoreStart | None
 
-    def brokers(self) -> Sequence[Broker]: ...
+    def brokers(self) -> Sequence[Broker]:
+        """Return all brokers."""
 
     @property
-    def processes(self) -> Sequence[Process]: ...
+    def processes(self) -> Sequence[Process]:
+        """All processes."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class _Group:
 class Facts:
     """The events of a test that its clients do not see: groups, dead letters, given-up transactions, and rest."""
 
-    def __init__(self, scene: _Scene, history: History) -> None:
+    def __init__(self, scene: Scene, history: History) -> None:
         self._scene = scene
         self._history = history
         self._groups: dict[str, _Group] = {}
