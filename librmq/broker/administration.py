@@ -38,6 +38,7 @@ from librmq.protocol import (
     ResetOffsets,
     ResponseCode,
     SetGroup,
+    StartGroup,
     TopicGroups,
     UpdateOffset,
     ViewMessage,
@@ -168,6 +169,7 @@ class Progress:
         self._offsets = context.offsets
         self._clients = context.clients
         self._broker_name = context.name
+        self._now_ms = context.runner.now_ms
         self.reset_hooks: list[ResetHook] = []
 
     def query_offset(self, request: QueryOffset) -> int | None:
@@ -254,6 +256,27 @@ class Progress:
         offsets = {number: self._offset_of(topic, number, to) for number in queues}
         self._reset_to(group, topic, offsets)
         return offsets
+
+    def start(self, request: StartGroup) -> bool:
+        """Move a group in a topic for its first start with ``start_at``; return whether it is moved.
+
+        A topic that does not exist yet is marked too: its messages come after the start.
+        """
+        group, name, to_ms = request.group, request.topic, request.timestamp_ms
+        if self._offsets.is_started(group, name):
+            return False
+        topic = self._topics.by_name.get(name)
+        offsets = {}
+        for queue_id in range(0 if topic is None else topic.queues):
+            begin, end = self._store.queue_range(name, queue_id)
+            if request.queue_offset is not None:
+                offsets[queue_id] = min(max(request.queue_offset, begin), end)
+            else:
+                offsets[queue_id] = end if to_ms == -1 else self._offset_from(name, queue_id, to_ms)
+        if offsets:
+            self._reset_to(group, name, offsets)
+        self._offsets.mark_started(group, name, self._now_ms())
+        return bool(offsets)
 
     def _offset_of(self, topic: str, queue_id: int, to: str | datetime | int) -> int:
         begin, end = self._store.queue_range(topic, queue_id)

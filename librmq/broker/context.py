@@ -132,6 +132,7 @@ class BrokerContext:
         self.topics.copied()
         self.groups.copy_rows(tables.groups)
         self.offsets.merge(tables.offsets)
+        self.offsets.copy_starts(tables.starts)
         if self.tables.delays.replace(tables.delays):
             self.writing.save(self.tables.delays, self.runner.now_ms())
         if self.cancellations.replace(tables.cancelled):

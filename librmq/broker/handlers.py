@@ -62,6 +62,7 @@ from librmq.protocol import (
     SendPlain,
     SendReply,
     SetGroup,
+    StartGroup,
     TopicGroups,
     UnlockQueues,
     Unregister,
@@ -78,7 +79,7 @@ Q = TypeVar("Q", bound=Request[Any])
 
 _WRITES: Final = (
     *(SendMessage, SendPlain, SendBatch, SendReply, SendBack),
-    *(CancelMessage, EndTransaction, LockQueues, UnlockQueues, ResetGroup),
+    *(CancelMessage, EndTransaction, LockQueues, UnlockQueues, ResetGroup, StartGroup),
     *(Receive, CancelReceive, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
     *(CreateTopic, DeleteTopic, CleanUnusedTopics, DeleteExpiredFiles, SetGroup),
     *(DescribeLog, FollowLog, LeaveLog, CopyTables),
@@ -206,6 +207,7 @@ class BrokerParts:
         answer(MinOffset, progress.queue_begin)
         answer(QueueOffsetAt, progress.queue_offset_at)
         answer(ResetGroup, locked(progress.reset))
+        answer(StartGroup, durable(progress.start))
         answer(TopicGroups, locked(progress.groups))
         answer(CreateTopic, durable(administration.create_topic))
         answer(DeleteTopic, durable(administration.delete_topic))

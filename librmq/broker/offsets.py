@@ -31,10 +31,14 @@ _log = EventLog("librmq.broker")
 class GroupOffsets:
     """The queue offset of the next message, by group, topic and queue."""
 
-    def __init__(self, table: ConfigTable, saving: DelayedSave) -> None:
-        """``table`` has the rows of ``consumerOffset.json``, and ``saving`` saves it."""
+    def __init__(
+        self, table: ConfigTable, saving: DelayedSave, starts: ConfigTable, save_starts: Callable[[], None]
+    ) -> None:
+        """``table`` has the rows of ``consumerOffset.json``, and ``saving`` saves it; ``starts`` has the marks."""
         self._table = table
         self._saving = saving
+        self._starts = starts
+        self._save_starts = save_starts
         self.moved_back = set[tuple[str, str]]()
         """Groups and topics in which progress went back, as after a reset."""
         self._rows: dict[tuple[str, str], dict[int, int]] = {}  # rows of the table in use
@@ -80,6 +84,24 @@ class GroupOffsets:
         if not self._saving.has_changed:
             self._saving.save_soon()
 
+    def is_started(self, group: str, topic: str) -> bool:
+        """Return whether ``start_at`` has moved a group in a topic."""
+        return topic in self._starts.rows.get(group, {})
+
+    def mark_started(self, group: str, topic: str, now_ms: int) -> None:
+        """Save the progress, then the mark that ``start_at`` has moved a group in a topic.
+
+        A kill between the two moves the group again, to where it has not begun yet.
+        """
+        self._saving.save()
+        self._starts.rows.setdefault(group, {})[topic] = now_ms
+        self._save_starts()
+
+    def copy_starts(self, starts: Mapping[str, Mapping[str, int]]) -> None:
+        """Replace the marks by a master's."""
+        if self._starts.replace({group: dict(row) for group, row in starts.items()}):
+            self._save_starts()
+
     def merge(self, rows: Mapping[str, Mapping[int, int]]) -> None:
         """Merge a master's progress, by ``topic@group``; progress that only this table has stays."""
         for name, row in rows.items():
@@ -100,11 +122,14 @@ class GroupOffsets:
                 self._rows.pop((group, topic), None)
 
     def drop_group(self, group: str) -> None:
-        """Delete a group's progress in all topics."""
+        """Delete a group's progress in all topics, and its marks."""
         for name in [name for name in self._table.rows if name.rpartition("@")[2] == group]:
             self._table.remove(name)
             self._rows.pop((group, name.rpartition("@")[0]), None)
             self._saving.save_soon()
+        if group in self._starts.rows:
+            self._starts.remove(group)
+            self._save_starts()
 
     def clamp(self, end_of: Callable[[str, int], int]) -> None:
         """Limit all progress to the ends of the queues.
@@ -325,7 +350,9 @@ class Persistence:
             "the progress of consumers", self._save_offsets, now_ms, save_offsets_every_s, wake_for_offsets
         )
         self._filters_saving = DelayedSave("the filters of consumers", self._save_filters, now_ms, _FILTERS_S, wake)
-        self.offsets = GroupOffsets(tables.offsets, self.offsets_saving)
+        self.offsets = GroupOffsets(
+            tables.offsets, self.offsets_saving, tables.starts, lambda: writing.save(tables.starts, now_ms())
+        )
 
     def filters_changed(self) -> None:
         """Note that the filters may differ from the saved ones."""

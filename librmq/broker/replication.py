@@ -158,7 +158,8 @@ class Replication:
         offsets = {name: dict(row) for name, row in tables.offsets.rows.items()}
         cancelled = self._context.cancellations.rows()
         topics, groups, delays = dict(tables.topics.rows), dict(tables.groups.rows), dict(tables.delays.rows)
-        return CopiedTables(topics, groups, offsets, delays, cancelled, self._context.topics.version)
+        starts = {group: dict(row) for group, row in tables.starts.rows.items()}
+        return CopiedTables(topics, groups, offsets, delays, cancelled, self._context.topics.version, starts)
 
     def _tables_changed(self) -> None:
         """Notify the replicas. Called under the runner's lock."""

@@ -118,7 +118,12 @@ class StoredMaster:
             tables = BrokerTables.open(os.path.join(self.path, "config"), files=self._files)
             cancelled = Cancellations(self.path, self._files).rows()
             return CopiedTables(
-                tables.topics.rows, tables.groups.rows, tables.offsets.rows, tables.delays.rows, cancelled
+                tables.topics.rows,
+                tables.groups.rows,
+                tables.offsets.rows,
+                tables.delays.rows,
+                cancelled,
+                starts=tables.starts.rows,
             )
         if isinstance(request, LeaveLog):
             return None

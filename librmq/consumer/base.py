@@ -22,7 +22,7 @@ from librmq.consumer.instance import instance_state
 from librmq.consumer.listeners import check_at_brokers, make_subscription
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
 from librmq.consumer.rebalancing import Rebalancing, next_from_first, readable_queues
-from librmq.errors import ClientStateError, ConfigError, RmqError
+from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, RmqError
 from librmq.filter import TagFilter
 from librmq.message.message import MessageQueue
 from librmq.message.topics import retry_topic, validate_group
@@ -183,6 +183,7 @@ class Consumer(Startable, Generic[C]):
     def _set_subscription(self, subscription: Subscription, tag_filter: TagFilter | None) -> None:
         if self.is_running:
             self._learn_routes([subscription.topic])
+            self._move_group([subscription.topic])
         with self.runner.lock:
             if self.is_running:
                 check_at_brokers(self.client, self.group, subscription)
@@ -216,7 +217,6 @@ class Consumer(Startable, Generic[C]):
     def _join_group(self) -> None:
         config = self.config
         if config.model is MessageModel.CLUSTERING:
-            self.offsets = BrokerOffsets(self.client, self.group, self.states)
             if self.kind == "push":
                 retries = retry_topic(self.group)
                 self.subscriptions[retries] = Subscription(retries, version=self.runner.now_ms())
@@ -307,7 +307,7 @@ class Consumer(Startable, Generic[C]):
         """Join the group and begin to consume.
 
         Raises:
-            BrokerError: A broker does not serve an SQL subscription.
+            BrokerError: A broker does not serve an SQL subscription, or has no ``start_at``.
             BrokerUnreachableError: The route is a single broker, which is closed.
             ConfigError: A push consumer has no listener yet; subscribe one, then start.
             ClientStateError: The consumer was started before.
@@ -316,6 +316,9 @@ class Consumer(Startable, Generic[C]):
         is_first = False
         if self._life.state is State.CREATED:
             self._learn_routes([*self.subscriptions, retry_topic(self.group)])
+            if self.config.model is MessageModel.CLUSTERING:
+                self.offsets = BrokerOffsets(self.client, self.group, self.states, self.config.start_at)
+                self._move_group(self.subscriptions)
         try:
             with self.runner.lock:
                 if self._life.state is State.CREATED:
@@ -330,6 +333,14 @@ class Consumer(Startable, Generic[C]):
                     self._leave()
             raise
         return self
+
+    def _move_group(self, topics: Iterable[str]) -> None:
+        """Let the brokers move the group to ``start_at``; without the runner's lock, because they write it first."""
+        if self.config.start_at is not None:
+            for topic in topics:
+                for name in self.route.broker_names():
+                    with suppress(BrokerUnreachableError):  # it is asked again before a queue is taken
+                        cast("BrokerOffsets", self.offsets).start(topic, name)
 
     def _learn_routes(self, topics: Iterable[str]) -> None:
         """Ask a remote route for topics, without the runner's lock, so that nothing waits for the answer under it."""

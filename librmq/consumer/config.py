@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Annotated, Final, TypedDict
+from datetime import datetime, timedelta
+from typing import Annotated, Final, Literal, TypeAlias, TypedDict
 
 from librmq.client.allocation import AllocationStrategy, allocate_averagely
 from librmq.config import Between, Config, Seconds
+from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
 from librmq.protocol import ConsumeFrom, MessageModel
+
+StartAt: TypeAlias = Literal["first", "last"] | datetime | int
+"""The first message, the end, the first message stored at or after a time with a zone, or a queue offset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,9 @@ class ConsumerConfig(Config):
     """Where the group starts in a queue without stored progress."""
     consume_from_timestamp_ms: Annotated[int | None, Between(0)] = None
     """The start with `ConsumeFrom.TIMESTAMP`; None: half an hour before the consumer was made."""
+    start_at: Annotated[StartAt | None, Between(0)] = None
+    """Where the group starts once, in each topic, with or without progress: ``"first"``, ``"last"``, a time with a
+    zone, or a queue offset. The broker keeps a mark, so later starts and further instances continue."""
     strategy: AllocationStrategy = allocate_averagely
     """The strategy that allocates queues to instances (`librmq.client.allocation`)."""
     guard: bool = False
@@ -69,6 +76,15 @@ class ConsumerConfig(Config):
     files: Files = field(default_factory=DiskFiles)
     """Files by which progress is written."""
 
+    def _check_together(self) -> None:
+        if isinstance(self.start_at, datetime) and self.start_at.tzinfo is None:
+            raise self.refusal("start_at", "a time with a time zone")
+        if self.start_at is not None and self.model is MessageModel.BROADCASTING:
+            raise ConfigError(
+                "start_at: a broadcasting instance keeps its progress in a file of its own, where no mark says that it "
+                "was moved: delete the file to start by consume_from"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullConsumerConfig(ConsumerConfig):
@@ -86,6 +102,7 @@ _FIXED: Final = {
     "model": "the group's instances agree on it, and it says where progress is kept",
     "consume_from": "it says where the group starts, and queues were taken by it",
     "consume_from_timestamp_ms": "it says where the group starts, and queues were taken by it",
+    "start_at": "it says where the group starts, and queues were taken by it",
     "strategy": "all instances of the group share the queues by one strategy",
     "guard": "it is checked at the start",
     "orderly": "messages that are held now were pulled for the other kind of delivery",
@@ -123,6 +140,7 @@ class ConsumerKeywords(TypedDict, total=False):
     model: MessageModel
     consume_from: ConsumeFrom
     consume_from_timestamp_ms: int | None
+    start_at: StartAt | None
     strategy: AllocationStrategy
     guard: bool
     orderly: bool

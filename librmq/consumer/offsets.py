@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import datetime
 from typing import Final
 
 from librmq.client.client import Client
+from librmq.config import to_timestamp_ms
 from librmq.consumer.assignment import AssignedQueue
+from librmq.consumer.config import StartAt
 from librmq.errors import ConfigError, MalformedError, RmqError
 from librmq.files.interface import Files, make_folders
 from librmq.java.json import ObjectKey, dumps, loads
 from librmq.message.message import MessageQueue
-from librmq.protocol import QueryOffset, UpdateOffset
+from librmq.message.topics import RETRY_PREFIX
+from librmq.protocol import QueryOffset, StartGroup, UpdateOffset
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside
@@ -32,13 +37,42 @@ _RETRY_S: Final = 2  # within the time of two saves
 class BrokerOffsets:
     """Progress at the brokers, for all instances of the group."""
 
-    def __init__(self, client: Client, group: str, states: StateLog) -> None:
+    def __init__(self, client: Client, group: str, states: StateLog, start_at: StartAt | None) -> None:
         self._client = client
         self._group = group
         self._states = states
+        self._start_at = start_at
+        self._started: set[tuple[str, str]] = set()
+
+    def start(self, topic: str, broker_name: str) -> None:
+        """Let a broker move the group in a topic to ``start_at``, unless it has moved it before.
+
+        Raises:
+            BrokerError: The broker can't.
+            BrokerUnreachableError: It can't be reached; `read` asks again.
+        """
+        at, place = self._start_at, (topic, broker_name)
+        if at is None or place in self._started or topic.startswith(RETRY_PREFIX):
+            return
+        request = StartGroup(self._group, topic)
+        if isinstance(at, datetime):
+            request = replace(request, timestamp_ms=to_timestamp_ms("start_at", at))
+        elif at != "last":
+            request = replace(request, queue_offset=0 if at == "first" else at)
+        is_moved = self._client.endpoint(broker_name).call(request)
+        self._started.add(place)
+        _log.info(
+            "group %(group)s in %(topic)s at %(broker)s: start_at is %(start_at)s, which %(effect)s",
+            group=self._group,
+            topic=topic,
+            broker=broker_name,
+            start_at=at,
+            effect="has moved it" if is_moved else "has no effect, because the group was moved before, or is there",
+        )
 
     def read(self, queue: MessageQueue) -> int | None:
         """Ask the broker for the stored progress; None if there is none."""
+        self.start(queue.topic, queue.broker_name)
         request = QueryOffset(self._group, queue.topic, queue.queue_id)
         return self._client.endpoint(queue.broker_name).call(request)
 

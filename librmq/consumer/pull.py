@@ -206,6 +206,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 if self.recorder is not None:
                     self.recorder.takes(queue, next_offset, stored)
                 self._start_queue(assigned)
+        self.rebalancing.report_start()
 
     @property
     def assignment(self) -> tuple[MessageQueue, ...]:

@@ -35,6 +35,11 @@ INTERVAL_MS: Final = 20_000
 PULL_IDLE_MS: Final = 120_000
 _LONGEST_FIRST_MS: Final = 60_000
 _HALF_AN_HOUR_MS: Final = 30 * 60_000
+_STARTS: Final = {
+    ConsumeFrom.FIRST: "at the first message",
+    ConsumeFrom.LAST: "at the end",
+    ConsumeFrom.TIMESTAMP: "at the first message stored since consume_from_timestamp_ms",
+}
 
 
 def next_from_first(now_ms: int, first_ms: int, interval_ms: int) -> int:
@@ -82,6 +87,7 @@ class Rebalancing:
         self._route_of = getattr(route, "known_route", route.topic_route)  # a remote route must not wait here
         self._is_remote = hasattr(route, "known_route")
         self._is_incomplete = False
+        self._is_reported = False
         self._brokers: frozenset[str] = frozenset()
         self._initial_queues: dict[str, frozenset[MessageQueue]] = {}
         self.step = Step(f"{member.label} rebalance", self.run_due, member.client)
@@ -141,6 +147,7 @@ class Rebalancing:
                 taken=len(member.assigned.keys() - before),
                 released=len(before - member.assigned.keys()),
             )
+            self.report_start()
         if changed:
             if member.metrics is not None:
                 for topic in changed:
@@ -149,6 +156,25 @@ class Rebalancing:
                 member.subscriptions[topic] = replace(member.subscriptions[topic], version=now_ms)
             member.client.beat()
         return next_from_first(now_ms, self._started_ms, INTERVAL_MS) if self._is_incomplete else None
+
+    def report_start(self) -> None:
+        """Log once, for the first queues that are taken, what `consume_from` means for the group."""
+        offsets = [assigned.progress for assigned in self._member.assigned.values() if not assigned.is_retry]
+        if self._is_reported or not offsets:
+            return
+        self._is_reported = True
+        consume_from = self._member.config.consume_from
+        new, at_first = offsets.count(None), offsets.count(0)
+        self._member.log.info(
+            "%(consumer)s: consume_from is %(consume_from)s. The group has no progress in %(new)d queues, and begins "
+            "%(start)s; it has progress in %(old)d queues, and continues there, whatever consume_from says; it begins "
+            "%(at_first)d queues with the first message, which it has not consumed",
+            consume_from=consume_from.name,
+            new=new,
+            start=_STARTS[consume_from],
+            old=len(offsets) - new - at_first,
+            at_first=at_first,
+        )
 
     def _rebalance_topic(self, topic: str, now_ms: int) -> bool:
         """Rebalance one topic, and return whether anything has changed."""

@@ -348,6 +348,8 @@ class CopiedTables:
     """The cancelled messages, which no file of RocketMQ has."""
     topics_version: int = 0
     """The version of ``topics``, as in `LogBytes`; 0 if the master can't say."""
+    starts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """The marks of groups that ``start_at`` has moved; no file of RocketMQ has these either."""
 
 
 @value

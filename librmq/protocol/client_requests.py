@@ -292,6 +292,21 @@ class UpdateOffset(Request[None]):
 
 
 @value
+class StartGroup(Request[bool]):
+    """Move a group's progress in a topic, unless this request has moved it before; return whether it moved.
+
+    RocketMQ has no such request.
+    """
+
+    group: str
+    topic: str
+    timestamp_ms: int = -1
+    """To the first message stored at or after a time; -1 is the end."""
+    queue_offset: int | None = None
+    """To this queue offset instead, or the nearest that a queue has."""
+
+
+@value
 class MaxOffset(Request[int]):
     """Return the queue offset of the next message."""
 

@@ -57,8 +57,8 @@ _ATTEMPTS: Final = 10
 _MAKING_S: Final = 0.01
 _PROGRESS: Final = re.compile(r"(consumerOffset|delayOffset)\.json(\.bak)?|timercheck")
 KEPT_CONFIG: Final = re.compile(r"config\.json")
-_OF_PLACES: Final = re.compile(r"(config|cancelled)\.json")
-"""These and those with physical offsets, which a snapshot keeps."""
+_OF_PLACES: Final = re.compile(r"(config|cancelled|starts)\.json")
+"""These and the tables with physical offsets, which a snapshot keeps."""
 _NOTE: Final = re.compile(r".*\.json")  # of a job whose records are in the log
 
 

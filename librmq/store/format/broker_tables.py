@@ -7,6 +7,7 @@
     consumerOffset.json      offsetTable             topic@group -> queue id -> queue offset
     delayOffset.json         offsetTable             delay level -> queue offset in its queue
     consumerFilter.json      filterDataByTopic       topic -> group -> filter
+    ../librmq/starts.json    startTable              group -> topic -> time of its move by ``start_at``, in ms
     *.json.bak               the previous content of the file
     consumerOffsets.json     an export of ``mqadmin rocksDBConfigToJson``, which a person puts there
 
@@ -32,6 +33,7 @@ from librmq.files.interface import Files
 from librmq.java import json as java_json
 from librmq.message.topics import TOPIC_TYPES, TopicType
 from librmq.store.format.directory import tables_database
+from librmq.store.format.documents import START_FILE
 
 if TYPE_CHECKING:
     from librmq.filter import BloomFilter, Registrations
@@ -77,6 +79,7 @@ class BrokerTables:
         self.delays = self._table("delayOffset.json", "offsetTable", _check_offsets)
         """Queue offsets by delay level."""
         self.filter_table = self._table("consumerFilter.json", "filterDataByTopic", _check_objects)
+        self._starts: ConfigTable | None = None
 
     @classmethod
     def open(cls, folder: str, *, files: Files | None = None) -> Self:
@@ -89,6 +92,14 @@ class BrokerTables:
 
     def _table(self, file: str, name: str, check: Callable[[Rows], Rows], *, versioned: bool = False) -> ConfigTable:
         return ConfigTable(os.path.join(self._folder, file), name, check, versioned, self._files)
+
+    @property
+    def starts(self) -> ConfigTable:
+        """Times of moves by topic, by group: marks of groups that ``start_at`` has moved; only a broker reads it."""
+        if self._starts is None:
+            path = os.path.join(os.path.dirname(self._folder), START_FILE)
+            self._starts = ConfigTable(path, "startTable", _check_starts, versioned=False, files=self._files)
+        return self._starts
 
     def progress(self) -> dict[tuple[str, str], dict[int, int]]:
         """Return a copy of all groups' queue offsets by queue id, by group and topic."""
@@ -105,8 +116,11 @@ class BrokerTables:
 
         ``now_ms`` becomes the time of their data versions.
         """
+        starts = self._starts
         for table in (self.topics, self.groups, self.offsets, self.delays, self.filter_table):
             table.persist(now_ms)
+        if starts is not None and starts.rows:
+            starts.persist(now_ms)
 
     def set_topic(self, topic: str, *, read_queues: int, write_queues: int, permission: int) -> None:
         """Make or change a topic; ``permission`` has the bits 4 read, 2 write, 1 inherited."""
@@ -377,6 +391,14 @@ def _check_offsets(rows: Rows) -> Rows:
             raise MalformedError(f"expected numbers with offsets, found {key!r:.80}: {row!r:.80}")
         checked[number] = row
     return checked
+
+
+def _check_starts(rows: Rows) -> Rows:
+    for group, row in _check_objects(rows).items():
+        for topic, at_ms in row.items():
+            if not isinstance(topic, str) or type(at_ms) is not int:
+                raise MalformedError(f"{group[:80]}: expected topics with times, found {topic!r:.80}: {at_ms!r:.80}")
+    return rows
 
 
 def _check_offsets_by_text(rows: Rows) -> Rows:

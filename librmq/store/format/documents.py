@@ -10,6 +10,8 @@
                                note about a Spark job, which writes nothing again if it is committed again
     librmq/cancelled.json      {"version": 1, "messages": […]}
                                messages that were cancelled while they waited (`librmq.scheduling.waiting`)
+    librmq/starts.json         {"startTable": {group: {topic: time of the move}}}
+                               groups that ``start_at`` has moved (`librmq.store.format.broker_tables`)
     librmq/resent.json         [[physical offset, message id, store time, time of the last resend], …]
                                dead letters that were sent to their groups again
 
@@ -41,6 +43,7 @@ OWN_FOLDER: Final = "librmq"
 """The folder of librmq's own files in a store."""
 CONFIG_FILE: Final = os.path.join(OWN_FOLDER, "config.json")
 CANCELLED_FILE: Final = os.path.join(OWN_FOLDER, "cancelled.json")
+START_FILE: Final = os.path.join(OWN_FOLDER, "starts.json")
 MARK_FILE: Final = os.path.join(OWN_FOLDER, "replica.json")
 _log = EventLog("librmq.store")
 _VERSION: Final = 1

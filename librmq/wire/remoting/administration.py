@@ -34,6 +34,7 @@ from librmq.protocol import (
     ResetGroup,
     ResponseCode,
     SetGroup,
+    StartGroup,
     TopicGroups,
     UpdateOffset,
     ViewMessage,
@@ -136,7 +137,7 @@ class AdminRequests:
             RequestCode.UPDATE_BROKER_CONFIG: self._check_settings,
             RequestCode.VIEW_BROKER_STATS_DATA: self._stats,
             **served(broker.call, CancelMessage, QueryMessages, ViewMessage, CleanUnusedTopics, DeleteExpiredFiles),
-            **served(broker.call, SetGroup, ResetGroup, TopicGroups),
+            **served(broker.call, SetGroup, ResetGroup, StartGroup, TopicGroups),
         }
 
     # ---- messages

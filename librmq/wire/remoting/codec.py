@@ -65,6 +65,7 @@ from librmq.protocol import (
     SendResponse,
     SendStatus,
     SetGroup,
+    StartGroup,
     Subscription,
     TopicGroups,
     TransactionState,
@@ -110,6 +111,7 @@ from librmq.wire.remoting.headers import (
     RequestCode,
     SendBackHeader,
     SentHeader,
+    StartedHeader,
 )
 
 _STATUSES: Final[dict[int, SendStatus]] = {code: status for status, code in SEND_CODES.items()}
@@ -317,6 +319,20 @@ def _read_cancelled(request: CancelMessage, answer: Frame) -> CancelResult:
     return CancelResult(header.cancelled, header.why)
 
 
+def _reply_started(request: StartGroup, is_moved: bool) -> Reply:
+    return Reply(StartedHeader(is_moved))
+
+
+def _read_started(request: StartGroup, answer: Frame) -> bool:
+    if answer.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
+        why = (
+            "start_at: the broker keeps no mark that the group was moved, as librmq's brokers do: move the group once "
+            f"by `librmq reset --route … --group {request.group} --topic {request.topic}`, and leave start_at out"
+        )
+        raise BrokerError(answer.code, why)
+    return from_fields(StartedHeader, check(answer).fields).moved
+
+
 def _reply_messages(request: QueryMessages, messages: Sequence[StoredMessage]) -> Reply:
     if not messages:
         remark = "can not find message, maybe time range not correct"
@@ -362,6 +378,7 @@ _GROUPS: Final = _Result(_reply_groups, _read_groups)
 """Only the names of the groups."""
 _LOCKED: Final = _Result(_reply_locked, _read_locked)
 _CANCELLED: Final = _Result(_reply_cancelled, _read_cancelled)
+_STARTED: Final = _Result(_reply_started, _read_started)
 _VIEWED: Final = _Result(_reply_viewed, _read_viewed)
 _MESSAGES: Final = _Result(_reply_messages, _read_messages)
 _MOVED: Final = _Result(_reply_moved, _read_moved)
@@ -513,6 +530,9 @@ FORMS: Final[Mapping[type[Any], Form]] = {
     ),
     ViewMessage: _by_fields(ViewMessage, _C.VIEW_MESSAGE_BY_ID, "offset=physical_offset", _VIEWED),
     CancelMessage: _by_fields(CancelMessage, _C.CANCEL_MESSAGE, "message_id topic", _CANCELLED),
+    StartGroup: _by_fields(
+        StartGroup, _C.START_GROUP, "group topic timestamp=timestamp_ms offset=queue_offset", _STARTED
+    ),
     QueryMessages: _by_fields(
         QueryMessages,
         _C.QUERY_MESSAGE,

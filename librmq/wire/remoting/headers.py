@@ -112,7 +112,7 @@ class RequestCode(enum.IntEnum):
     ADD_WRITE_PERM_OF_BROKER = 327
     GET_ALL_PRODUCER_INFO = 328
     DELETE_EXPIRED_COMMITLOG = 329
-    # librmq's own, for processes that share a store: receives, which 4.x lacks and 5.x has in another form, and cancel
+    # librmq's own, which 4.x lacks and 5.x has in another form, if at all
     RECEIVE = 31_001
     CANCEL_RECEIVE = 31_002
     NOTIFY_RECEIVE = 31_003
@@ -121,6 +121,7 @@ class RequestCode(enum.IntEnum):
     FORWARD_TO_DEAD_LETTERS = 31_006
     CANCEL_MESSAGE = 31_007
     LIST_CONNECTIONS = 31_008
+    START_GROUP = 31_009
 
 
 @value
@@ -137,6 +138,23 @@ class CancelledHeader:
 
     cancelled: bool
     why: str
+
+
+@value
+class StartHeader:
+    """Where a group starts in a topic; the request is librmq's own."""
+
+    group: str
+    topic: str
+    timestamp: int
+    offset: int | None = None
+
+
+@value
+class StartedHeader:
+    """Whether the group was moved."""
+
+    moved: bool
 
 
 @value
@@ -691,6 +709,7 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.GET_BROKER_CONSUME_STATS: RequestForm(OrderedOnlyHeader),
     RequestCode.QUERY_CONSUME_QUEUE: RequestForm(QueueEntriesHeader),
     RequestCode.CANCEL_MESSAGE: RequestForm(CancelHeader, CancelledHeader),
+    RequestCode.START_GROUP: RequestForm(StartHeader, StartedHeader),
     RequestCode.SEND_REPLY_MESSAGE: RequestForm(SendHeader, SentHeader),
     RequestCode.SEND_REPLY_MESSAGE_V2: RequestForm(SendHeader, SentHeader, by_letters=True),
     RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT: RequestForm(PushedReplyHeader),

@@ -1,0 +1,253 @@
+"""`start_at` moves a group once, whatever progress it has, and one line says what `consume_from` means."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+import librmq
+from librmq import Broker, ManualClock, ManualRunner, MessageModel, Producer, PullConsumer, PushConsumer, StoreConfig
+from librmq.cluster import Replica
+from librmq.consumer.config import StartAt
+from librmq.errors import BrokerError, ConfigError, CorruptionError
+from librmq.files.interface import Files
+from librmq.files.memory import MemoryFiles
+from librmq.message.message import MessageQueue
+from librmq.protocol import ConsumeFrom, ResponseCode, StartGroup, UpdateOffset
+from librmq.store import snapshot
+from librmq.testing import CrashImages, Kit, Process, RecordingFiles, explore
+from librmq.wire.remote.remote_route import connect
+from librmq.wire.remoting import RemotingServer
+from librmq.wire.remoting.codec import FORMS
+from librmq.wire.remoting.frames import Frame, answer_to
+from tests.budget import examples, some
+
+BEGIN: Final = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def open_broker(files: Files, **settings: Any) -> Broker:
+    clock = ManualClock(1000 * int(BEGIN.timestamp()))
+    return Broker.open("/b", store_config=StoreConfig.tiny(), files=files, runner=ManualRunner(clock), **settings)
+
+
+def fill(broker: Broker) -> None:
+    """Store a, b, c a minute apart, of which group g has consumed a and b."""
+    broker.create_topic("t", 1)
+    with Producer(broker, "p") as producer:
+        for body in "abc":
+            producer.send("t", body.encode())
+            broker.runner.pass_time(60)
+    with PullConsumer(broker, "g", pull_batch_size=2) as consumer:
+        consumer.subscribe("t")
+        assert len(consumer.poll()) == 2
+
+
+def read(broker: Any, kind: str = "pull", **settings: Any) -> str:
+    """Return what group g gets from its progress on."""
+    bodies: list[bytes] = []
+    if kind == "push":
+        consumer = PushConsumer(broker, "g", **settings)
+        consumer.subscribe("t", lambda message: bodies.append(message.body))
+        with consumer:
+            broker.runner.advance(5_000)
+    else:
+        with PullConsumer(broker, "g", **settings) as polling:
+            if kind == "assign":
+                polling.assign([MessageQueue("t", broker.broker_names()[0], 0)])
+            else:
+                polling.subscribe("t")
+            while messages := polling.poll():
+                bodies += [message.body for message in messages]
+    return b"".join(bodies).decode()
+
+
+@pytest.mark.parametrize("kind", ["push", "pull", "assign"])
+@pytest.mark.parametrize(
+    ("start_at", "expected"),
+    [
+        ("first", "abc"),
+        ("last", ""),
+        (BEGIN + timedelta(seconds=30), "bc"),
+        (BEGIN + timedelta(days=1), ""),
+        (1, "bc"),
+        (99, ""),
+        (None, "c"),
+    ],
+)
+def test_a_group_with_progress_moves_once(kind: str, start_at: StartAt | None, expected: str) -> None:
+    files = MemoryFiles()
+    with open_broker(files) as broker:
+        fill(broker)
+        assert read(broker, kind, start_at=start_at) == expected
+        assert read(broker, kind, start_at=start_at) == ""
+    with open_broker(files) as broker:
+        assert read(broker, kind, start_at=start_at) == ""
+        assert read(broker, kind, start_at="first") == ("abc" if start_at is None else "")
+        broker.delete_group("g", keep_progress=False)
+        assert read(broker, kind, start_at="first") == "abc"
+
+
+def test_further_instances_and_those_that_run(rmq: Kit) -> None:
+    """The second instance finds the mark; the first instance with `start_at` moves running ones along."""
+    rmq.broker.create_topic("t", 2)
+    for number in range(6):
+        rmq.producer().send("t", b"%d" % number)
+    seen: list[bytes] = []
+
+    def begin(**settings: Any) -> None:
+        rmq.consumer("g", **settings).subscribe("t", lambda message: seen.append(message.body))
+        rmq.advance(minutes=1)
+
+    begin()
+    assert len(seen) == 6
+    begin(start_at="first")
+    assert len(seen) == 12
+    begin(start_at="first")
+    begin(start_at="last")
+    rmq.producer().send("t", b"6")
+    rmq.advance(minutes=1)
+    assert len(seen) == 13
+
+
+def test_a_topic_that_comes_later_and_a_new_queue(rmq: Kit) -> None:
+    seen: list[bytes] = []
+    rmq.consumer("g", start_at="last").subscribe("t", lambda message: seen.append(message.body))
+    rmq.run_until_idle()
+    for number in range(8):
+        rmq.producer().send("t", b"%d" % number)
+    rmq.advance(minutes=1)
+    assert len(seen) == 8  # they came after the start
+
+
+def test_over_tcp_and_in_a_shared_store(rmq: Kit, tmp_path: Path) -> None:
+    rmq.broker.create_topic("t", 1)
+    for body in "abc":
+        rmq.producer().send("t", body.encode())
+    with RemotingServer(rmq.broker) as server, connect(f"127.0.0.1:{server.port}") as route:
+        assert read(route, consume_from=ConsumeFrom.FIRST, poll_timeout=0.3) == "abc"
+        assert read(route, start_at=1, poll_timeout=0.3) == "bc"
+        assert read(route, start_at=1, poll_timeout=0.3) == ""
+    with librmq.share(tmp_path / "store") as owner:
+        for body in "abc":
+            Producer(owner, "p").send("t", body.encode())
+        assert sorted(read(owner, consume_from=ConsumeFrom.FIRST, poll_timeout=0.3)) == list("abc")
+        assert sorted(read(owner, start_at="first", poll_timeout=0.3)) == list("abc")
+        assert read(owner, start_at="first", poll_timeout=0.3) == ""
+
+
+def test_a_broker_of_rocketmq_is_refused() -> None:
+    answer = answer_to(Frame(31_009, {}), ResponseCode.REQUEST_CODE_NOT_SUPPORTED, " request type 31009 not supported")
+    with pytest.raises(BrokerError, match="as librmq's brokers do: move the group once by `librmq reset --route"):
+        FORMS[StartGroup].read(StartGroup("g", "t"), answer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"start_at": "begin"}, "start_at: expected one of 'first', 'last'"),
+        ({"start_at": -1}, "a whole number of at least 0"),
+        ({"start_at": True}, "start_at: expected"),
+        ({"start_at": 1.5}, "start_at: expected"),
+        ({"start_at": datetime(2026, 1, 1)}, "a time with a time zone"),
+        ({"start_at": "first", "model": MessageModel.BROADCASTING}, "a broadcasting instance keeps its progress"),
+    ],
+)
+def test_refused(settings: dict[str, Any], error: str) -> None:
+    with open_broker(MemoryFiles()) as broker:
+        for kind in (PushConsumer, PullConsumer):
+            with pytest.raises(ConfigError, match=error):
+                kind(broker, "g", **settings)
+        with pytest.raises(ConfigError, match="it says where the group starts"):
+            PullConsumer(broker, "g").configure(start_at="last")
+
+
+@pytest.mark.parametrize("rubbish", [b"{", b"[]", b'{"startTable": {"g": 7}}', b'{"startTable": {"g": {"t": "x"}}}'])
+def test_a_damaged_file(rubbish: bytes) -> None:
+    files = MemoryFiles()
+    open_broker(files).close()
+    assert not files.size("/b/librmq/starts.json")  # no store without `start_at` has it
+    files.write("/b/librmq/starts.json", rubbish)
+    with pytest.raises(CorruptionError, match=r"starts\.json"):
+        open_broker(files)
+
+
+def test_snapshots_and_replicas_keep_the_mark() -> None:
+    files = MemoryFiles()
+    with open_broker(files) as master:
+        fill(master)
+        with Replica.open("/replica", of=master, files=files):
+            assert read(master, start_at="first") == "abc"
+            master.runner.pass_time(60)
+        snapshot("/b", "/copy", files=files)
+    for path in ("/replica", "/copy"):
+        assert files.read(f"{path}/librmq/starts.json") == files.read("/b/librmq/starts.json"), path
+
+
+@pytest.mark.slow
+def test_no_power_failure_moves_a_group_that_has_begun() -> None:
+    """Once a poll has returned, the mark and the progress that it belongs to are on the device."""
+    files = RecordingFiles()
+    broker = open_broker(files)
+    fill(broker)
+    begin = len(files.trace)
+    with PullConsumer(broker, "g", start_at="first", pull_batch_size=1) as consumer:
+        consumer.subscribe("t")
+        started = len(files.trace)
+        assert consumer.poll()[0].body == b"a"
+        consumer.poll()
+        consumer.shutdown()
+    broker.close()
+    images = CrashImages(files.trace)
+    for crash_point in some(range(begin, len(images))):
+        with open_broker(images.image(crash_point, crash_point).files()) as again:
+            rest = read(again, start_at="first")
+            assert rest in (("abc", "bc", "c") if crash_point >= started else ("abc",)), crash_point
+            assert read(again, start_at="first") == ""
+
+
+def moved_once(rmq: Kit) -> None:
+    """Two instances start a group at its first message again, while they and the broker die."""
+    seen: list[bytes] = []
+
+    def shop(process: Process) -> None:
+        process.consumer("g", start_at="first").subscribe("t", lambda message: seen.append(message.body))
+
+    rmq.broker.create_topic("t", 2)
+    for number in range(4):
+        rmq.producer().send("t", b"%d" % number)
+    for queue_id in range(2):
+        rmq.broker.call(UpdateOffset("g", "t", queue_id, 2))
+    rmq.app("one", shop)
+    rmq.app("two", shop)
+    rmq.advance(minutes=2)
+    rmq.crash_broker()
+    rmq.advance(minutes=2)
+    assert set(seen) == {b"0", b"1", b"2", b"3"}
+    before = len(seen)
+    rmq.app("three", shop)
+    rmq.advance(minutes=2)
+    assert len(seen) == before  # a kill before the progress is saved explains a repeat, a start does not
+
+
+def test_no_schedule_moves_a_group_twice() -> None:
+    assert explore(moved_once, runs=examples(50)).chosen["fault"] > 0
+
+
+@pytest.mark.parametrize(("has_progress", "consume_from"), [(False, "FIRST"), (False, "LAST"), (True, "FIRST")])
+def test_one_line_says_what_consume_from_means(
+    caplog: pytest.LogCaptureFixture, has_progress: bool, consume_from: str
+) -> None:
+    with open_broker(MemoryFiles()) as broker:
+        broker.create_topic("t", 1)
+        if has_progress:
+            fill(broker)
+        caplog.set_level(logging.INFO, "librmq.consumer")
+        caplog.clear()
+        read(broker, "push", consume_from=ConsumeFrom[consume_from])
+    (line,) = [line.getMessage() for line in caplog.records if "consume_from" in line.getMessage()]
+    assert f"consume_from is {consume_from}" in line
+    assert ("it has progress in 1 queues" in line) == has_progress
