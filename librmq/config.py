@@ -228,8 +228,8 @@ def _check_of(hint: Any) -> tuple[str, _Check]:  # noqa: ANN401 types have none
 
 def _one_of(options: list[Any], limits: Between | None) -> tuple[str, _Check]:
     if len(options) > 1:
-        kinds = [_one_of([option], limits) for option in options]
-        return " or ".join(what for what, _ in kinds), lambda value: any(check(value) for _, check in kinds)
+        choices = [_one_of([option], limits) for option in options]
+        return " or ".join(what for what, _ in choices), lambda value: any(check(value) for _, check in choices)
     hint = options[0]
     origin = get_origin(hint) or hint
     if origin is Literal:
