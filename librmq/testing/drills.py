@@ -10,13 +10,14 @@ from functools import partial
 from html import escape
 from typing import Final, Literal, NamedTuple, get_args
 
-from librmq.broker import Broker
+from librmq.broker import Broker, BrokerConfig
 from librmq.client.allocation import allocate_by_site
 from librmq.client.client import Client
 from librmq.client.producer import Producer
 from librmq.client.recorded_route import RecordedRoute
 from librmq.client.recorder import Event, Recorder
 from librmq.cluster import Cluster, Replica, ReplicaRoute, RoutedClient, RouteTable, SiteRoute, SiteRouter, site_of
+from librmq.cluster.replica import ReplicaConfig
 from librmq.cluster.sites import check_site
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PushConsumer
@@ -79,7 +80,7 @@ class DrillReport:
     longest_wait_s: float = 0
     """The longest time from a send to the first delivery."""
     lost: int = 0
-    """Stored messages that were never delivered, although everything was restored at the end."""
+    """Stored messages that were never delivered, although everything but destroyed disks returned at the end."""
     history: list[Event] = field(default_factory=list)
     """What clients and brokers did, as `librmq.testing.check_history` judges it."""
     anomalies: list[Anomaly] = field(default_factory=list)
@@ -217,6 +218,7 @@ Verb = Literal[
     "return consumers",
     "lose brokers",
     "return brokers",
+    "destroy disks",
     "lose site",
     "return site",
     "cut link",
@@ -253,6 +255,10 @@ class Deployment:
     """How a site changes to another cluster in an outage; by promotion, replicas take their masters' places."""
     replicas: Mapping[str, str] = field(default_factory=dict)
     """The site at which the brokers of a cluster have replicas."""
+    replication: Literal["async", "sync"] = "async"
+    """Whether sends wait for replicas, as in `BrokerConfig`."""
+    replica_lag_s: float = 0.05
+    """Time after which a replica gets messages that no send waits for."""
     moves_consumers: bool = False
     """Whether consumers change to another cluster too."""
     operator_minutes: float = 5
@@ -284,14 +290,17 @@ def one_active(sites: Sequence[str] = _TWO) -> Deployment:
     )
 
 
-def one_active_replicated(sites: Sequence[str] = _TWO) -> Deployment:
+def one_active_replicated(
+    sites: Sequence[str] = _TWO, *, replication: Literal["async", "sync"] = "async"
+) -> Deployment:
     """A cluster at the first site, whose brokers have replicas at the second; an operator promotes these manually."""
     return Deployment(
-        name="one active, replicas",
+        name=f"one active, {'sync ' * (replication == 'sync')}replicas",
         title="a cluster at one site, with replicas at another",
         clusters={sites[0]: (sites[0],)},
         homes=dict.fromkeys(sites, sites[0]),
         replicas={sites[0]: sites[1]},
+        replication=replication,
         switched="by promotion",
     )
 
@@ -340,6 +349,19 @@ def outages(site: str = "hz") -> tuple[Fault, ...]:
     )
 
 
+def disk_loss(sites: Sequence[str] = _TWO) -> tuple[Fault, ...]:
+    """Return a script of half an hour in which the first site loses its brokers' disks while no consumer runs.
+
+    The brokers return with empty disks, unless replicas have taken their places.
+    """
+    return (
+        *(Fault(5, "lose consumers", site) for site in sites),
+        Fault(10, "destroy disks", sites[0]),
+        Fault(16, "return brokers", sites[0]),
+        *(Fault(20, "return consumers", site) for site in sites),
+    )
+
+
 def check_script(deployment: Deployment, script: Script, minutes: float) -> list[Fault]:
     """Return the failures in a script, ordered by time.
 
@@ -378,8 +400,8 @@ def run_drill(
 ) -> DrillReport:
     """Run a deployment for ``minutes`` of its own clock, with ``rate`` orders a second at each site.
 
-    Users of a lost site use the next one. At the end everything returns, and messages that are not consumed within ten
-    more minutes count as lost. By default the first site fails according to `outages`.
+    Users of a lost site use the next one. At the end everything but destroyed disks returns, and messages that are not
+    consumed within ten more minutes count as lost. By default the first site fails according to `outages`.
 
     Raises:
         ConfigError: The script or the deployment is impossible.
@@ -424,7 +446,13 @@ class _Drill:
         for name, at in deployment.clusters.items():
             names = [f"{site}-{name}-{number}" for site in at for number in range(deployment.brokers)]
             cluster = Cluster.open(
-                f"/{name}", names, name=name, runner=self.runner, files=MemoryFiles(), store_config=store
+                f"/{name}",
+                names,
+                name=name,
+                config=BrokerConfig(replication=deployment.replication),
+                runner=self.runner,
+                files=MemoryFiles(),
+                store_config=store,
             )
             self._closing.callback(cluster.close)
             cluster.create_topic(_TOPIC, _QUEUES)
@@ -432,11 +460,14 @@ class _Drill:
         tables: dict[str, RouteTable] = dict(self._clusters)
         self._replicas: dict[str, Replica] = {}
         self._replicated_at: dict[str, str] = {}  # the site of a broker's replica
+        follows = ReplicaConfig(follow_after_s=deployment.replica_lag_s)
         for name, site in deployment.replicas.items():
             for broker in self._clusters[name].brokers():
                 self._replicated_at[broker.name] = site
-                self._replicas[broker.name] = Replica.open(f"/replicas/{broker.name}", of=broker)
+                self._replicas[broker.name] = Replica.open(f"/replicas/{broker.name}", of=broker, config=follows)
         self._promoted: set[str] = set()
+        self._destroyed: set[str] = set()
+        self._paths: dict[str, str] = {}  # the folders of promoted copies, and those on new disks
         self._router = SiteRouter(tables, deployment.homes, moves_consumers=deployment.moves_consumers)
         self._closing.callback(self._router.close)
         if deployment.switched == "by probe":
@@ -549,12 +580,14 @@ class _Drill:
     def _fail(self, fault: Fault) -> None:
         self._note(f"{fault.site}: {fault.verb}")
         site, (lost, what) = fault.site, fault.verb.split(" ")
-        is_lost = lost in ("lose", "cut")
-        if what in ("brokers", "site"):
+        is_lost = lost in ("lose", "cut", "destroy")
+        if what in ("brokers", "site", "disks"):
             for cluster, name in self._brokers_at(site):
                 if is_lost and not cluster.broker(name).dead:
                     self._recorder.broker_crashed(name)
                     cluster.crash(name)
+                if what == "disks":
+                    self._destroyed.add(name)
                 elif not is_lost and cluster.broker(name).dead:
                     self._reopen(cluster, name)
             act = {"by hand": self._router.redirect, "by promotion": self._promote}.get(self.deployment.switched)
@@ -590,13 +623,18 @@ class _Drill:
     # ---- replicas
 
     def _reopen(self, cluster: Cluster, name: str) -> None:
-        """Open a broker again, and let its replica follow it. A promoted copy is opened in its own folder."""
-        if name in self._promoted:
-            self._open_copy(cluster, name)
-            return
-        cluster.reopen(name)
-        if name in self._replicas:
-            self._replicas[name].reconnect(cluster.broker(name))
+        """Open a broker again, and let its replica follow it. A destroyed one is its replica or begins empty."""
+        replica = self._replicas.get(name)
+        if name in self._destroyed and replica is not None and not replica.dead:
+            self._promote_replica(cluster, name, replica)
+        elif name in self._destroyed:
+            self._replace(cluster, name, f"/disk-{len(self.report.events)}/{name}").create_topic(_TOPIC, _QUEUES)
+        elif name in self._paths:
+            self._open_at(cluster, name, self._paths[name])
+        else:
+            cluster.reopen(name)
+            if replica is not None:
+                replica.reconnect(cluster.broker(name))
 
     def _promote(self) -> None:
         """Let the replicas of dead brokers take their places."""
@@ -604,25 +642,37 @@ class _Drill:
             for broker in cluster.brokers():
                 replica = self._replicas.get(broker.name)
                 if replica is not None and not replica.dead and broker.dead:
-                    self._note(f"{self._replicated_at[broker.name]}: the replica of {broker.name} is promoted")
-                    replica.promote()
-                    self._promoted.add(broker.name)
-                    store = broker.store
-                    with MessageStore.open(store.path, store.config, read_only=True, files=store.files) as master:
-                        self._history.promoted(self._open_copy(cluster, broker.name), master)
+                    self._promote_replica(cluster, broker.name, replica)
 
-    def _open_copy(self, cluster: Cluster, name: str) -> Broker:
+    def _promote_replica(self, cluster: Cluster, name: str, replica: Replica) -> None:
+        self._note(f"{self._replicated_at[name]}: the replica of {name} is promoted")
+        replica.promote()
+        self._promoted.add(name)
+        self._replace(cluster, name, replica.path)
+
+    def _replace(self, cluster: Cluster, name: str, path: str) -> Broker:
+        """Open another store, in which acknowledged messages can be missing, in place of a dead broker's."""
+        store = cluster.broker(name).store
+        self._destroyed.discard(name)
+        self._paths[name] = path
+        broker = self._open_at(cluster, name, path)
+        with MessageStore.open(store.path, store.config, read_only=True, files=store.files) as before:
+            self._history.promoted(broker, before)
+        return broker
+
+    def _open_at(self, cluster: Cluster, name: str, path: str) -> Broker:
         before = cluster.broker(name)
-        copy = Broker.open(
-            self._replicas[name].path,
+        broker = Broker.open(
+            path,
+            before.config,
             name=name,
             cluster_name=cluster.name,
             store_config=before.store.config,
             runner=self.runner,
             files=before.store.files,
         )
-        cluster.add(copy)
-        return copy
+        cluster.add(broker)
+        return broker
 
     def _link(self, site: str, *, is_cut: bool) -> None:
         """Cut or restore all links between a site and others."""

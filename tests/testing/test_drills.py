@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
+from librmq.broker.replication import Replication
 from librmq.errors import ConfigError
+from librmq.protocol import SendStatus
 from librmq.testing.drills import (
     Deployment,
     DrillReport,
     Fault,
+    disk_loss,
     one_active,
+    one_active_replicated,
     one_cluster,
     presets,
     run_drill,
@@ -133,6 +138,35 @@ def test_more_sites_than_two() -> None:
     for deployment in presets(sites):
         report = run_drill(deployment, [(2, "lose site", "hz"), (6, "return site", "hz")], minutes=8, rate=0.2)
         assert (report.lost, report.sites) == (0, sites)
+
+
+@pytest.mark.parametrize(
+    ("deployment", "expected"),
+    [
+        (one_active(), 300),
+        (replace(one_active_replicated(), replica_lag_s=30), 24),
+        (one_active_replicated(), 0),
+        (one_active_replicated(replication="sync"), 0),
+    ],
+)
+def test_only_replicas_keep_what_was_on_a_destroyed_disk(deployment: Deployment, expected: int) -> None:
+    """No acknowledgement promised more, so the history has no anomaly. A second disk, of the replica, has no copy."""
+    report = run_drill(deployment, disk_loss(), minutes=30, rate=0.5)
+    assert (report.lost, report.anomalies) == (expected, [])
+    again = [*disk_loss(), (22, "lose consumers", "hz"), (22, "lose consumers", "sh")]
+    again += [(25, "destroy disks", site) for site in ("hz", "sh")] + [(26, "return brokers", "hz")]
+    report = run_drill(deployment, again, minutes=30, rate=0.5)
+    assert report.lost > expected
+    assert report.anomalies == []
+
+
+def test_a_drill_shows_that_a_synchronous_master_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a bug that answers SEND_OK to messages that only the destroyed disk has, the history is wrong."""
+    monkeypatch.setattr(Replication, "confirm", lambda *_: SendStatus.SEND_OK)
+    deployment = replace(one_active_replicated(replication="sync"), replica_lag_s=30)
+    report = run_drill(deployment, disk_loss(), minutes=30, rate=0.5)
+    assert report.lost == 24
+    assert "offset-conflict" in {anomaly.anomaly for anomaly in report.anomalies}
 
 
 @pytest.mark.parametrize(
