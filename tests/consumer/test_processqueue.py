@@ -1,14 +1,134 @@
-"""The process queue: its progress in RocketMQ's examples, and its size in memory."""
+"""The process queue: progress and size in RocketMQ's examples, and compared with a plain sorted dict."""
 
 from __future__ import annotations
 
 import tracemalloc
 
-from librmq.consumer import ProcessQueue
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from librmq.consumer import DeliveredMessage, ProcessQueue
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.record import Record, encode_record
+from tests.budget import examples
 
 QUEUE = MessageQueue("t", "broker-a", 0)
+
+
+def record(queue_offset: int, size: int) -> StoredMessage:
+    return StoredMessage(encode_record(Record(topic="t", queue_offset=queue_offset, body=bytes(size))))
+
+
+class ProcessQueueMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.real = ProcessQueue(QUEUE)
+        self.waiting: dict[int, int] = {}  # queue offset -> size of the body
+        self.begun: dict[int, int] = {}
+        self.taken: dict[int, DeliveredMessage] = {}
+        self.bounds: dict[int, tuple[int, int]] = {}
+        self.largest = -1
+
+    @rule(gaps=st.lists(st.integers(1, 4), max_size=6), back=st.integers(0, 3), size=st.integers(0, 9))
+    def pull(self, gaps: list[int], back: int, size: int) -> None:
+        """Filtered messages leave gaps; messages that are pulled twice are ignored."""
+        queue_offset = max(-1, self.largest - back)
+        offsets = []
+        for gap in gaps:
+            queue_offset += gap
+            offsets.append(queue_offset)
+        new = [one for one in offsets if one > self.largest]
+        bounds = (0, (offsets[-1] if offsets else 0) + 7)
+        assert self.real.put([record(one, size) for one in offsets], *bounds) == len(new)
+        for one in new:
+            self.waiting[one] = size
+            self.bounds[one] = bounds
+        self.largest = max([self.largest, *new])
+
+    @rule(most=st.integers(1, 5))
+    def take(self, most: int) -> None:
+        messages = self.real.take(most)
+        expected = sorted(self.waiting)[:most]
+        assert [message.queue_offset for message in messages] == expected
+        assert [(m.min_offset, m.max_offset) for m in messages] == [self.bounds[one] for one in expected]
+        for message in messages:
+            self.begun[message.queue_offset] = self.waiting.pop(message.queue_offset)
+            self.taken[message.queue_offset] = message
+
+    @rule(gap=st.integers(-1, 3), size=st.integers(0, 9))
+    def begin(self, gap: int, size: int) -> None:
+        """Pull a message and begin it immediately, unless others precede it or the queue already had it."""
+        queue_offset = max(0, self.largest + gap)
+        bounds = (1, queue_offset + 3)
+        message = self.real.begin(record(queue_offset, size), bounds)
+        if self.waiting or queue_offset <= self.largest:
+            assert message is None
+            return
+        assert message is not None
+        assert (message.queue_offset, message.min_offset, message.max_offset) == (queue_offset, *bounds)
+        self.begun[queue_offset], self.taken[queue_offset] = size, message
+        self.bounds[queue_offset], self.largest = bounds, queue_offset
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        """Remove some started messages, some of which may already have ended."""
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.taken)), unique=True))
+        held = bool(self.waiting or self.begun)
+        progress = self.real.remove([self.taken[one] for one in chosen])
+        for one in chosen:
+            self.begun.pop(one, None)
+        assert progress == (self.progress() if held else None)
+
+    @rule(count=st.integers(1, 3))
+    def put_back(self, count: int) -> None:
+        offsets = sorted(self.begun)[-count:]
+        self.real.put_back([self.taken[one] for one in offsets])
+        for one in offsets:
+            self.waiting[one] = self.begun.pop(one)
+
+    @rule()
+    def commit(self) -> None:
+        expected = max(self.begun) + 1 if self.begun else None
+        assert self.real.commit() == expected
+        self.begun.clear()
+
+    @rule()
+    def roll_back(self) -> None:
+        self.real.roll_back()
+        self.waiting.update(self.begun)
+        self.begun.clear()
+
+    @rule()
+    def clear(self) -> None:
+        self.real.drop_all()
+        self.waiting.clear()
+        self.begun.clear()
+        self.largest = -1
+
+    def progress(self) -> int:
+        return min([*self.waiting, *self.begun], default=self.largest + 1)
+
+    @invariant()
+    def agrees(self) -> None:
+        self.real._check()
+        both = sorted([*self.waiting, *self.begun])
+        assert len(self.real) == len(both)
+        assert (self.real.waiting, self.real.begun) == (len(self.waiting), len(self.begun))
+        assert self.real.first == (both[0] if both else None)
+        assert self.real.span == (both[-1] - both[0] if both else 0)
+        assert self.real.progress == self.progress()
+        assert self.real.size == sum(self.waiting.values()) + sum(self.begun.values())
+        first = self.real.first_begun()
+        assert (first and first.queue_offset) == (min(self.begun) if self.begun else None)
+
+
+TestProcessQueue = ProcessQueueMachine.TestCase
+TestProcessQueue.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
+
+
+# The process queue: its progress in RocketMQ's examples, and its size in memory.
 
 
 def _messages(first: int, count: int, body: bytes = b"x", **more: str) -> list[StoredMessage]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from librmq import (
     ReconsumeLater,
     StoreConfig,
 )
-from librmq.diagnosis import Finding, StoreView, Thresholds, diagnose
+from librmq.diagnosis import Finding, StoreView, Thresholds, design_check, diagnose
 from librmq.message import record
 from librmq.message.topics import HALF_TOPIC
 from librmq.store.format.broker_tables import BrokerTables
@@ -159,3 +161,70 @@ def test_the_largest_of_equal_severity_comes_first(tmp_path: Path) -> None:
             tables.set_consumer_offset(topic, "G", 0, 0)
         found = diagnose(StoreView.over(store, tables), Thresholds(normal_lag=5, large_lag=10))
     assert [(one.kind, one.evidence["lag"]) for one in found] == [("backlog", 60), ("backlog", 40), ("backlog", 20)]
+
+
+# Damage of a folder is a finding, before everything else.
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Return a closed store whose group has consumed nothing of two queues; one has a frequent key."""
+    path = tmp_path / "store"
+    with Broker.open(path) as broker:
+        broker.create_topic("T", 4)
+        broker.set_group("G")
+        broker.reset_group("G", "T", "begin")
+        for number in range(120):
+            broker.store.append(Message("T", b"body %d" % number, keys=["hot"] if number % 2 else []), 1)
+        broker.store.append(Message("T", b"the only one"), 0)
+    return path
+
+
+def kinds(path: Path, *, check: bool | None = None) -> list[str]:
+    return [one.kind for one in diagnose(path, Thresholds(old_s=1e9), check=check)]
+
+
+def test_a_changed_byte_of_a_body_comes_first(store: Path) -> None:
+    log = min((store / "commitlog").iterdir())
+    raw = log.read_bytes()
+    log.write_bytes(raw.replace(b"body 7", b"bodi 7", 1))
+    (first, *_) = diagnose(store)
+    assert (first.kind, first.severity) == ("damage", "error")
+    assert "body checksum" in first.what
+    assert kinds(store, check=False)[0] == "damage"
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_missing_queue_is_found_with_and_without_verify(store: Path, check: bool) -> None:
+    shutil.rmtree(store / "consumequeue" / "T" / "1")
+    found = [one for one in diagnose(store, check=check) if one.kind == "damage"]
+    assert [one.evidence["kinds"] for one in found] == [["missing"]]
+
+
+@pytest.mark.slow
+def test_a_sound_folder_has_no_damage_even_after_a_crash(store: Path) -> None:
+    assert "damage" not in kinds(store)
+    with MessageStore.open(store) as writer:
+        writer.append(Message("T", b"x"), 2)
+        for check in (True, False):
+            assert "damage" not in kinds(store, check=check)
+    (store / "abort").touch()
+    for check in (True, False):
+        assert "damage" not in kinds(store, check=check)
+
+
+def test_a_folder_shows_the_hot_key_of_a_queue_that_lags(store: Path) -> None:
+    found = {one.kind: one for one in diagnose(store)}
+    assert found["hot-key"].subject == "group G, topic T, queue 1"
+    assert (found["hot-key"].evidence["key"], found["hot-key"].evidence["share"]) == ("hot", 0.5)
+    assert set(found) == {"hot-key", "backlog"}
+
+
+def test_findings_are_the_same_without_arrow(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Findings read samples as rows, for which Arrow would only take longer to load."""
+    found = [*diagnose(store), *design_check(store)]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pyarrow"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert [*diagnose(store), *design_check(store)] == found
+    assert len(found) >= 2

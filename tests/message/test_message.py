@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from datetime import datetime, timedelta, timezone
 
 import pytest
 
 from librmq.errors import MessageIllegalError
-from librmq.message.message import Message
+from librmq.message.message import Message, MessageQueue
 from librmq.message.properties import encode_properties
 from librmq.message.record import RESERVED_PROPERTIES
+from librmq.message.topics import NOT_FOR_SENDING, is_system_topic, validate_client_topic, validate_topic
 
 
 def test_all_but_topic_body_and_flag_are_ordered_properties() -> None:
@@ -175,3 +177,63 @@ def test_a_property_that_is_not_unicode_is_named() -> None:
     for properties in ({"a": "1", "b": "\ud800"}, {"a": "1", "b\ud800": "1"}):
         with pytest.raises(MessageIllegalError, match=r"^property 'b.* cannot be written as UTF-8: surrogates"):
             encode_properties(properties)
+
+
+# Message queues as values, and their order.
+
+
+def test_a_queue_is_a_value() -> None:
+    queue = MessageQueue("T", "broker-a", 3)
+    assert str(queue) == "MessageQueue [topic=T, brokerName=broker-a, queueId=3]"
+    assert queue == MessageQueue("T", "broker-a", 3)
+    assert len({queue, MessageQueue("T", "broker-a", 3), MessageQueue("T", "broker-a", 4)}) == 2
+    assert queue.java_hash == 1680488765
+
+
+def test_queues_sort_by_utf16_units() -> None:
+    ordered = [
+        MessageQueue("A", "b", 10),
+        MessageQueue("T", "a", 2),
+        MessageQueue("T", "b", 1),
+        MessageQueue("T\U0001f600", "a", 0),
+        MessageQueue("T\uffee", "\U0001f600", 0),  # after it in UTF-16, but before it by code points
+        MessageQueue("T\uffee", "\uffee", 0),
+    ]
+    shuffled = ordered[:]
+    random.Random(5).shuffle(shuffled)
+    assert sorted(shuffled) == ordered
+    for at, one in enumerate(ordered):
+        for place, other in enumerate(ordered):
+            assert (one < other, one <= other, one > other, one >= other) == (
+                at < place,
+                at <= place,
+                at > place,
+                at >= place,
+            )
+
+
+# Names of topics: which are valid, and which belong to the broker.
+
+
+@pytest.mark.parametrize("topic", ["T", "a b", "中文", "T" * 127, "中" * 42, "...", "%RETRY%g", "a\\b", "rmq_sys_x"])
+def test_topics_of_a_store(topic: str) -> None:
+    validate_topic(topic)
+
+
+@pytest.mark.parametrize("topic", ["", ".", "..", "a/b", "/", "a\0", "T" * 128, "中" * 43, "\ud800", None, 5, b"T"])
+def test_no_topics(topic: str) -> None:
+    for validate in (validate_topic, validate_client_topic):
+        with pytest.raises(MessageIllegalError, match="topic"):
+            validate(topic)
+
+
+@pytest.mark.parametrize("topic", ["a b", "中文", "a.b", "T\n", "a+b", "...", "²"])
+def test_clients_are_stricter(topic: str) -> None:
+    validate_topic(topic)
+    with pytest.raises(MessageIllegalError, match="may only contain"):
+        validate_client_topic(topic)
+
+
+def test_topics_of_the_broker_are_system_topics() -> None:
+    assert all(is_system_topic(topic) for topic in NOT_FOR_SENDING)
+    assert not is_system_topic("%RETRY%g")

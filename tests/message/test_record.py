@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import struct
+import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from librmq.errors import (
     BodyChecksumError,
@@ -21,7 +25,7 @@ from librmq.errors import (
 from librmq.message import properties as property_names
 from librmq.message import record as record_format
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.record import check_record, compression_type, decode_record, encode_record
+from librmq.message.record import check_record, compression_type, crc32, decode_record, encode_record
 from tests.message.samples import record
 
 V6 = ("fe80:0:0:0:0:0:0:1", 10911)
@@ -519,3 +523,39 @@ def test_a_missing_extra_is_named(flag: int, module: str, monkeypatch: pytest.Mo
     with pytest.raises(MissingExtraError, match=r"librmq\[compression\]") as caught:
         record_format.decompress_body(WRITTEN[flag], flag, 1 << 20)
     assert caught.value.extra == "compression"
+
+
+# The checksum of a body is the same with and without ISA-L.
+
+
+STORE = """
+import sys
+if sys.argv[2] == "without":
+    sys.modules["isal"] = None
+from librmq import ManualClock, Message, MessageStore
+from librmq.message.record import crc32
+with MessageStore.open(sys.argv[1], clock=ManualClock(1000)) as store:
+    for size in range(200):
+        store.append(Message("t", bytes([size]) * size, unique_key=str(size)))
+    store.append_batch([Message("t", b"x" * size) for size in range(50)])
+print(crc32.__module__)
+"""
+
+
+@given(st.binary(max_size=300), st.integers(0, 20))
+def test_checksums_are_those_of_zlib(data: bytes, begin: int) -> None:
+    assert crc32(data) == zlib.crc32(data)
+    assert crc32(memoryview(data)[begin:]) == zlib.crc32(data[begin:])
+
+
+@pytest.mark.slow
+def test_logs_are_equal_with_and_without_isal(tmp_path: Path) -> None:
+    pytest.importorskip("isal")
+    logs = []
+    for kind in ("with", "without"):
+        ran = subprocess.run(
+            [sys.executable, "-c", STORE, tmp_path / kind, kind], capture_output=True, text=True, check=True
+        )
+        assert (ran.stdout.strip() == "zlib") == (kind == "without")
+        logs.append(min((tmp_path / kind / "commitlog").iterdir()).read_bytes())
+    assert logs[0] == logs[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.mutation.__main__ import modules, mutants
 from tests.mutation.planted import BUGS, Bug
 from tests.mutation.programs import PROGRAMS, anomalies_of
 from tests.programs import environment
@@ -43,3 +45,22 @@ def test_the_page_lists_what_rocketmq_had() -> None:
     rows = re.findall(r"^\| \[(\S+)\].*\| `(\S+)` \| `(\S+)` \|$", page, re.MULTILINE)
     assert sorted(rows) == sorted((bug.issue, bug.name, bug.anomaly) for bug in BUGS if bug.issue)
     assert len(rows) >= 10
+
+
+# Each mutant of `tests.mutation` is a module that compiles and whose code differs.
+
+
+def test_mutants_differ_and_compile() -> None:
+    found = list(mutants("filter.registrations"))
+    (path,) = {mutant.module for mutant in found}
+    intact = ast.unparse(ast.parse(path.read_text("utf-8")))
+    assert len({mutant.name for mutant in found}) == len(found) > 10
+    for mutant in found:
+        assert mutant.source != intact, mutant.name
+        compile(mutant.source, mutant.name, "exec")
+
+
+def test_a_room_is_named_or_one_of_its_modules() -> None:
+    assert modules("java").keys() >= {"java.json", "java.lang"}
+    assert list(modules("java.lang")) == ["java.lang"]
+    assert not modules("jav")

@@ -18,7 +18,7 @@ from librmq.store.extraction import rescue
 from librmq.store.recovery.verify import verify
 from tests.budget import examples
 from tests.conftest import SlowBudget
-from tests.store.test_lost_entries import broker_gives
+from tests.store.test_reconcile import broker_gives
 from tests.stores import START_MS
 
 CONFIG = StoreConfig.tiny(commitlog_file_size=16_384)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from librmq import Broker, BrokerConfig, TimerConfig, TransactionConfig
+from librmq import Broker, BrokerConfig, StoreConfig, TimerConfig, TransactionConfig
 from librmq.wire.certificates import self_signed
 from librmq.wire.grpc import GrpcServer
+from librmq.wire.remoting import RemotingServer, listen
 from tests.reference import CHECKOUT
-from tests.wire.clients import HERE, PYTHON_VERSIONS, OfficialClient, node_client, python_client
+from tests.wire.clients import HERE, PYTHON_VERSIONS, OfficialClient, classic_client, node_client, python_client
 from tests.wire.conftest import ready
 
 EXAMPLES = CHECKOUT / "examples"
@@ -81,3 +82,25 @@ def test_an_example_passes_its_tests(
 def test_example_for_node_talks_to_serve(node: OfficialClient, serving: subprocess.Popen[str], tmp_path: Path) -> None:
     lines = node.run(EXAMPLES / "orders.mjs", ready(serving), home=tmp_path).splitlines()
     assert sorted(lines) == ['booked {"paid":1}', 'failed {"order":1}', 'took {"order":1}']
+
+
+# The unmodified classic client from its registry, against a served broker.
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "sys.platform != 'linux' or __import__('platform').machine() != 'x86_64'", reason="the client is built for Linux"
+)
+@pytest.mark.platform
+def test_classic_client_sends_receives_and_retries(client_cache: Path, tmp_path: Path) -> None:
+    """Here the first retry, of level 3, comes after a second."""
+    client = classic_client(client_cache)
+    listening = listen()
+    config = StoreConfig(store_host=f"127.0.0.1:{listening.getsockname()[1]}", message_delay_level="1s 1s 1s")
+    with (
+        Broker.open(tmp_path / "store", store_config=config) as broker,
+        RemotingServer(broker, listening=listening) as server,
+    ):
+        assert client.run(HERE / "classic_client.py", server.address, home=tmp_path).endswith("done\n")
+        assert [message.body for message in broker.messages("%RETRY%CID-classic")] == [b"bad"]
+        assert not broker.client_ids()

@@ -1,0 +1,415 @@
+"""Pages of the documentation: names, texts and tables are those of the code and of the tests."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import importlib
+import inspect
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import librmq
+from librmq import (
+    Broker,
+    BrokerConfig,
+    ManualRunner,
+    Message,
+    MessageStore,
+    Producer,
+    PushConsumer,
+    StoreConfig,
+    SuspendQueue,
+    errors,
+)
+from librmq.cli.commands.completion import options_of
+from librmq.cli.syntax import COMMANDS
+from librmq.errors import MissingExtraError
+from librmq.metrics import METRICS
+from tests.project.test_docs import DOCS
+from tests.reference import CHECKOUT
+
+ROWS = re.findall(r"^\| `(.*?)` \| `(\w+)`: ", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
+
+
+def ignore(message: object) -> None:
+    """Consume a message."""
+
+
+def with_broker(act: Callable[[Broker], Any], config: BrokerConfig | None = None) -> Callable[[Path], None]:
+    def run(folder: Path) -> None:
+        with Broker.temporary(config, runner=ManualRunner()) as broker:
+            act(broker)
+
+    return run
+
+
+def a_second_writer(folder: Path) -> None:
+    with MessageStore.open(folder):
+        MessageStore.open(folder)
+
+
+def a_closed_store(folder: Path) -> None:
+    store = MessageStore.open(folder)
+    store.close()
+    store.append(Message("orders", b"x"))
+
+
+def a_read_only_store(folder: Path) -> None:
+    MessageStore.open(folder).close()
+    with MessageStore.open(folder, read_only=True) as store:
+        store.append(Message("orders", b"x"))
+
+
+def a_cut_file(folder: Path) -> None:
+    with MessageStore.open(folder, StoreConfig.tiny()) as store:
+        for _ in range(40):
+            store.append(Message("orders", b"x" * 4000))
+    os.truncate(sorted((folder / "commitlog").iterdir())[1], 100)
+    MessageStore.open(folder)
+
+
+def a_long_body(folder: Path) -> None:
+    with MessageStore.open(folder, StoreConfig.tiny()) as store:
+        store.append(Message("orders", b"x" * 70_000))
+
+
+def a_closed_broker(folder: Path) -> None:
+    broker = Broker.temporary(runner=ManualRunner())
+    producer = Producer(broker, "shop").start()
+    broker.close()
+    producer.send("orders", b"x")
+
+
+def two_listeners(broker: Broker) -> None:
+    consumer = PushConsumer(broker, "billing")
+    consumer.subscribe("orders", ignore)
+    consumer.subscribe("orders", ignore)
+
+
+def a_second_start(broker: Broker) -> None:
+    consumer = PushConsumer(broker, "billing")
+    consumer.subscribe("orders", ignore)
+    consumer.start()
+    consumer.shutdown()
+    consumer.start()
+
+
+def a_group_that_is_behind(broker: Broker) -> None:
+    broker.create_topic("orders", 1)
+    consumer = PushConsumer(broker, "billing", orderly=True)
+
+    @consumer.subscribe("orders")
+    def wait(message: object) -> None:
+        raise SuspendQueue(seconds=3600)
+
+    consumer.start()
+    Producer(broker, "shop").send("orders", b"x")
+    broker.join(timeout=1)
+
+
+def an_extra(folder: Path) -> None:
+    raise MissingExtraError("a dedup store in Redis", "redis")
+
+
+NO_TOPICS = BrokerConfig(auto_create_topic=False)
+ERRORS: list[Callable[[Path], object]] = [
+    a_second_writer,
+    lambda folder: MessageStore.open(folder, read_only=True).close(),
+    a_closed_store,
+    a_read_only_store,
+    a_cut_file,
+    a_long_body,
+    with_broker(lambda broker: Producer(broker, "shop").send("orders", b"")),
+    with_broker(lambda broker: Producer(broker, "shop").send_batch([Message("orders", b"x" * 10**6)] * 6)),
+    with_broker(lambda broker: Producer(broker, "shop").send("orders", b"x", delay=timedelta(seconds=90))),
+    with_broker(lambda broker: Producer(broker, "shop").send("SELF_TEST_TOPIC", b"x")),
+    with_broker(lambda broker: Producer(broker, "shop").send("orders", b"x"), NO_TOPICS),
+    with_broker(lambda broker: broker.reset_group("billing", "orders", "begin")),
+    a_closed_broker,
+    with_broker(two_listeners),
+    with_broker(a_second_start),
+    with_broker(lambda broker: PushConsumer(broker, "billing", thread=3)),  # type: ignore[call-arg]
+    lambda folder: PushConsumer("data", "billing"),  # type: ignore[arg-type]
+    lambda folder: librmq.connect("127.0.0.1:1"),
+    with_broker(lambda broker: PushConsumer(broker, "billing").subscribe("orders", ignore, sql="amount >> 5")),
+    with_broker(a_group_that_is_behind),
+    an_extra,
+]
+
+
+def test_log_lines_are_as_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    part = (DOCS / "troubleshooting.md").read_text("utf-8").partition("## Log lines")[2].partition("\n## ")[0]
+    shown = re.findall(r"^\| `(.*?)` \|", part, re.MULTILINE)
+    store = MessageStore.open(tmp_path / "store")
+    store.append(Message("orders", b"x"))
+    store.abandon()
+    MessageStore.open(tmp_path / "store").close()
+    runner = ManualRunner()
+    with Broker.temporary(runner=runner) as broker:
+        consumer = PushConsumer(broker, "billing", max_reconsume_times=1)
+        consumer.subscribe("orders", lambda message: 1 // 0)
+        consumer.start()
+        Producer(broker, "shop").send("orders", b"x", keys="o-1")
+        runner.advance(60_000)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(shown) > 1
+    for text in shown:
+        pattern = ".*".join(map(re.escape, text.split("…")))
+        assert any(re.fullmatch(pattern, line) for line in lines), (text, lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("row", "provoke"), list(zip(ROWS, ERRORS, strict=True)), ids=[text for text, _ in ROWS])
+def test_an_error_has_the_text_of_its_row(
+    row: tuple[str, str], provoke: Callable[[Path], object], tmp_path: Path
+) -> None:
+    text, name = row
+    kind = TypeError if name == "TypeError" else vars(librmq.errors)[name]
+    with pytest.raises(kind) as caught:
+        provoke(tmp_path / "store")
+    assert type(caught.value).__name__ == name
+    pattern = ".*".join(map(re.escape, text.split("…")))
+    assert re.fullmatch(pattern, str(caught.value), re.DOTALL)
+
+
+# The page for users of the official Python client has its names as they are.
+
+
+FIRST_CELLS = re.findall(r"^\| (`[A-Z].*?) \|", (DOCS / "from" / "python.md").read_text("utf-8"), re.MULTILINE)
+NAMES = sorted({name for cell in FIRST_CELLS for name in re.findall(r"`([A-Z]\w+(?:\.\w+)?)", cell)})
+LIST = """\
+import json, rocketmq
+public = {name: dir(getattr(rocketmq, name)) for name in dir(rocketmq) if name[0].isupper()}
+public["SendReceipt"] += vars(rocketmq.SendReceipt("id", None, None, 0))
+print(json.dumps(public))
+"""
+
+
+@pytest.mark.skipif(find_spec("rocketmq") is None, reason="needs the official client, of the extra test")
+def test_names_of_the_official_client_exist(tmp_path: Path) -> None:
+    """The client runs in a process of its own, because it writes logs to the home folder."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIST], env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    public = json.loads(done.stdout.splitlines()[-1])
+    missing = [
+        name
+        for name in NAMES
+        if (parts := name.split("."))[0] not in public or not set(parts[1:]) <= set(public[parts[0]])
+    ]
+    assert missing == []
+    assert public.keys() - {name.partition(".")[0] for name in NAMES} == set()
+
+
+# Each guarantee in the docs names a test that exists.
+
+
+DOCUMENT = CHECKOUT / "docs" / "guarantees.md"
+NAMED = re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)", DOCUMENT.read_text("utf-8"))
+
+
+def rows() -> list[list[str]]:
+    """Return the rows of all tables as lists of cells, without the title rows."""
+    lines = [line for line in DOCUMENT.read_text("utf-8").splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [
+        row for number, row in enumerate(cells) if "---" not in row[0] and "---" not in [*cells, [""]][number + 1][0]
+    ]
+
+
+@cache
+def functions(file: str) -> set[str]:
+    tree = ast.parse((CHECKOUT / file).read_text("utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize(("test", "file"), NAMED, ids=[test for test, _ in NAMED])
+def test_the_test_exists(test: str, file: str) -> None:
+    assert test in functions(file)
+
+
+def test_every_row_names_a_test() -> None:
+    assert len(rows()) > 15
+    for row in rows():
+        assert re.search(r"\[`test_\w+`\]", row[-1]), row[0]
+
+
+def test_every_name_of_a_test_is_a_link() -> None:
+    assert len(re.findall(r"test_\w+`", DOCUMENT.read_text("utf-8"))) == len(NAMED)
+
+
+# ``docs/logging.md`` explains log lines that exist; the site adds all others, and other tables, from the code.
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(CHECKOUT / "tools")
+    return importlib.import_module("generated")
+
+
+def test_the_lines_of_the_page_exist(generated: ModuleType) -> None:
+    page = (CHECKOUT / "docs" / "logging.md").read_text("utf-8").partition("## Lines that need action")[2]
+    rows = re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
+    texts = [*generated.WORDLESS_LINES, *(text for _, _, text, _ in generated.log_lines())]
+    patterns = {row: ".*".join(map(re.escape, row.split("…"))) for row in rows}
+    assert len(rows) > 30
+    assert [row for row, pattern in patterns.items() if not any(re.match(pattern, text) for text in texts)] == []
+
+
+def test_lines_without_words_show_what_to_search(generated: ModuleType) -> None:
+    values = generated.WORDLESS_LINES.values()
+    assert sorted(text for _, _, text, _ in set(generated.log_lines()) if text in values) == sorted(values)
+    source = "".join(path.read_text("utf-8") for path in (CHECKOUT / "librmq").rglob("*.py"))
+    parts = [part.strip(" :/") for text in values for part in re.split(r"{\w+}|…", text)]
+    assert [part for part in parts if part not in source] == []
+
+
+def test_every_argument_has_a_value_and_a_meaning(generated: ModuleType) -> None:
+    tables = generated.command_tables()
+    assert re.findall(r"^\| `[^`]* ` .*|^\| .*\|  \|$", tables, re.MULTILINE) == []
+    sections = {part.partition("\n")[0]: part for part in tables.split("### librmq ")}
+    assert "Common options: `--config`, `--dry-run`, `--format`, `-o`." in sections["recover"]
+    assert "`--dry-run`" not in sections["load"] + sections["serve"]
+    assert "| `--tls [CERT KEY]` |" in sections["serve"]
+    assert "| `--format parquet \\| csv \\| jsonl` |" in sections["export"]
+    assert "| `-o, --out FILE` |" not in sections["show"]
+
+
+def test_a_setting_shows_its_default(generated: ModuleType) -> None:
+    assert "| `files` | `DiskFiles()` |" in generated.settings_table("librmq.consumer.ConsumerConfig")
+    keywords = generated.settings_table("librmq.columns.ReaderKeywords")
+    assert keywords.startswith("| setting | meaning |")
+    reads = {name: keywords.partition(f"| `{name}` |")[2].partition("\n")[0] for name in ("view", "processes", "mode")}
+    assert all("Default: " in text for text in reads.values())
+
+
+def test_every_table_of_a_page_is_made(generated: ModuleType) -> None:
+    pages = [page.read_text("utf-8") for page in (CHECKOUT / "docs").rglob("*.md")]
+    filled = [generated.fill(page) for page in pages if "<!-- generated: " in page]
+    assert len(filled) >= 3
+    assert [page for page in filled if "<!-- generated: " in page] == []
+    assert any("| `lag` | gauge | topic, group |" in page for page in filled)
+    assert any("### librmq show" in page and "| `--grep REGEX` |" in page for page in filled)
+
+
+def test_every_logger_has_named_fields() -> None:
+    """A plain logger would write lines without named fields, which the page does not cover."""
+    plain = [path for path in (CHECKOUT / "librmq").rglob("*.py") if "getLogger(" in path.read_text("utf-8")]
+    assert [path.name for path in plain] == ["event_log.py"]
+
+
+# The dashboard shows metrics that exist, by labels that they have.
+
+
+BOARD: dict[str, Any] = json.loads((DOCS / "grafana.json").read_text("utf-8"))
+
+
+def plots() -> Iterator[tuple[str, str]]:
+    """Yield the expression and the names of the lines of each plot."""
+    for panel in BOARD["panels"]:
+        for target in panel.get("targets", ()):
+            yield target["expr"], target["legendFormat"]
+
+
+@pytest.mark.parametrize(("expression", "legend"), list(plots()))
+def test_a_plot_uses_metrics_and_labels_that_exist(expression: str, legend: str) -> None:
+    names = re.findall(r"librmq_(\w+)", expression)
+    assert names
+    for name in names:
+        metric = METRICS[name.removesuffix("_total")]
+        assert name.endswith("_total") == (metric.kind == "counter")
+        used = set(re.findall(r"(\w+)=~", expression)) | set(re.findall(r"\{\{(\w+)\}\}", legend))
+        for by in re.findall(r"by \(([\w, ]+)\)", expression):
+            used |= set(by.split(", "))
+        assert used <= set(metric.labels)
+
+
+# The page for users of mqadmin names an equivalent for each mqadmin command, and the equivalents exist.
+
+
+OF_4_9 = """
+addWritePerm allocateMQ brokerConsumeStats brokerStatus checkMsgSendRT cleanExpiredCQ cleanUnusedTopic cloneGroupOffset
+clusterAclConfigVersion clusterList clusterRT consumeMessage consumer consumerConnection consumerProgress consumerStatus
+deleteAclConfig deleteExpiredCommitLog deleteKvConfig deleteSubGroup deleteTopic exportConfigs exportMetadata
+exportMetrics getAclConfig getBrokerConfig getConsumerConfig getConsumerStatus getNamesrvConfig printMsg printMsgByQueue
+producer producerConnection queryCq queryMsgById queryMsgByKey queryMsgByOffset queryMsgByUniqueKey queryMsgTraceById
+resetOffsetByTime resetOffsetByTimeOld sendMessage sendMsgStatus skipAccumulatedMessage startMonitoring statsAll
+topicClusterList topicList topicRoute topicStatus updateAclConfig updateBrokerConfig updateGlobalWhiteAddr
+updateKvConfig updateNamesrvConfig updateOrderConf updateSubGroup updateTopic updateTopicPerm wipeWritePerm
+"""
+
+PAGE = (CHECKOUT / "docs" / "mqadmin.md").read_text("utf-8")
+
+
+def test_each_command_of_mqadmin_has_a_row() -> None:
+    first = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")]
+    assert sorted(name for cell in first for name in re.findall(r"`(\w+)`", cell)) == OF_4_9.split()
+
+
+def test_the_commands_that_are_named_exist() -> None:
+    for name, rest in re.findall(r"`librmq ([a-z-]+)([^`]*)`", PAGE):
+        assert name in COMMANDS
+        options = set(re.findall(r"--[a-z-]+", rest))
+        assert options <= set(options_of(name)), f"librmq {name}{rest}"
+
+
+# The reference on the site: each setting has a description, and the tree of errors has every error.
+
+
+PAGES = re.findall(r"reference/(\w+)\.md", (CHECKOUT / "mkdocs.yml").read_text("utf-8"))
+PACKAGES = [importlib.import_module("librmq" if name == "librmq" else f"librmq.{name}") for name in PAGES]
+EXPORTS = [getattr(package, name) for package in PACKAGES for name in package.__all__]
+
+
+def subclasses(of: type) -> set[type]:
+    below: set[type] = set(of.__subclasses__())
+    return {of}.union(*map(subclasses, below))
+
+
+def undescribed(kind: type) -> list[str]:
+    """Return the settings or members in a class's body that no docstring follows."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(body, ast.ClassDef)
+    found = []
+    for node, following in itertools.zip_longest(body.body, body.body[1:]):
+        names = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        if names and not (isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)):
+            found += [f"{kind.__name__}.{ast.unparse(name)}" for name in names]
+    return found
+
+
+def test_settings_statuses_and_fields_are_described() -> None:
+    kinds = {kind for kind in EXPORTS if isinstance(kind, type) and not issubclass(kind, BaseException)}
+    plain = {kind for kind in kinds if dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")}
+    plain |= {kind for kind in kinds if issubclass(kind, enum.Enum)}
+    assert [name for kind in plain for name in undescribed(kind) if "._" not in name] == []
+
+
+def test_the_tree_of_errors_has_every_error() -> None:
+    """Each row has its place below its base, and names the base outside of librmq."""
+    drawn, above = {}, dict[int, str]()
+    for line in (errors.__doc__ or "").splitlines():
+        if row := re.match(r"    ([ │├└─]*)([A-Z]\w+Error)\b(?:.* \((\w+)\)$)?", line):
+            depth = len(row[1]) // 4
+            above[depth] = row[2]
+            drawn[row[2]] = {name for name in (above.get(depth - 1), row[3]) if name}
+    kinds = {kind for kind in subclasses(errors.RmqError) if kind.__module__.startswith("librmq.")}
+    bases = {kind.__name__: {base.__name__ for base in kind.__bases__} - {"Exception"} for kind in kinds}
+    assert drawn == {name: of for name, of in bases.items() if re.fullmatch("[A-Z].*Error", name)}
