@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Final, NamedTuple, Protocol
 
-from librmq.clock import Clock
+from librmq.clock import Clock, SystemClock
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock
@@ -242,7 +242,10 @@ def _is_number(host: str) -> bool:
 
 
 _log = EventLog("librmq.wire")
+_monotonic: Final = SystemClock().monotonic
 _RECEIVED: Final = 256 << 10
+_LEFT_S: Final = 0.01
+"""So long a reader leaves reading to callers after the last one that has read its answer itself."""
 _MOST_OUTSTANDING: Final = 100_000
 _SILENT_S: Final = 180.0
 
@@ -266,7 +269,11 @@ class _Waiter:
 
 
 class _Connection:
-    """A `Transport` over TCP."""
+    """A `Transport` over a socket.
+
+    Waking a thread takes longer than a small request. So while callers only wait for one answer at a time, and the
+    server asks nothing, each caller reads its own answer, and the reader's thread waits until another one is needed.
+    """
 
     def __init__(
         self,
@@ -291,6 +298,19 @@ class _Connection:
         self._latest = 0
         self._silence = 0, 0, 0.0
         """`_received`, the latest request, and seconds without an answer, at the last time-out."""
+        self._frames = FrameReader()
+        self._reader_turn = Lock()  # the reader waits for it while it leaves reading to callers
+        self._reader_turn.acquire()
+        self._is_left = False
+        """Whether the reader leaves reading to callers."""
+        self._caller: int | None = None
+        """The thread of the caller that reads; it may have been interrupted."""
+        self._reads = 0
+        """Answers that callers have read themselves."""
+        self._is_waited_for = False
+        """Whether the last request is one for whose answer its caller waits."""
+        self._is_asked = False
+        """Whether the server sends requests."""
         self._is_open = True
         self._has_finished = False
         """Whether nothing more is read."""
@@ -304,8 +324,8 @@ class _Connection:
 
     def request(self, frame: Frame, timeout_s: float) -> Frame:
         waiter, received = _Waiter(), self._received
-        number = self._send_request(frame, waiter.ended)
-        if not waiter.wait(timeout_s):
+        number = self._send_request(frame, waiter.ended, is_waited_for=True)
+        if not (self._read_own(waiter, timeout_s) if self._begin_own() else waiter.wait(timeout_s)):
             with self._lock:
                 is_late = self._outstanding.pop(number, None) is not None
             if is_late:
@@ -343,7 +363,7 @@ class _Connection:
         except RmqError as error:
             _log.debug("an answer to %(address)s was lost: %(error)s", address=self.address, error=error)
 
-    def _send_request(self, frame: Frame, ended: Ended) -> int:
+    def _send_request(self, frame: Frame, ended: Ended, *, is_waited_for: bool = False) -> int:
         number = frame.opaque = self._next_number()
         raw = self._encode(frame)
         with self._lock:
@@ -354,6 +374,9 @@ class _Connection:
                     f"{self.address} has not answered {_MOST_OUTSTANDING:,} requests: no more are sent until it answers"
                 )
             self._outstanding[number] = ended
+            self._is_waited_for = is_waited_for
+            if not is_waited_for:
+                self._wake_reader()
         try:
             self._write_bytes(raw)
         except BrokerUnreachableError:
@@ -392,23 +415,81 @@ class _Connection:
 
     def read(self) -> None:
         """Read until the connection ends."""
-        reader = FrameReader()
+        try:
+            while self._read_some():
+                if self._is_waited_for and not self._outstanding and not self._is_asked and self._stream.can_wait:
+                    self._leave_reading()
+        finally:
+            self._stream.close()
+
+    def _read_some(self) -> bool:
+        """Wait for bytes, and pass the frames on that they complete; return False if the connection has ended."""
         why = "the server has closed it"
         try:
-            while received := self._stream.receive(_RECEIVED):
+            if received := self._stream.receive(_RECEIVED):
                 self._received += 1
-                for frame in reader.feed(received):
+                for frame in self._frames.feed(received):
                     self._arrived(frame)
+                return not self._has_finished
         except MalformedError as error:
             why = f"the server sends no frames: {error}"
         except OSError as error:
             why = str(error)
+        except BaseException:  # Ctrl-C: a frame may be lost
+            self._end_connection("a read was interrupted")
+            raise
+        self._end_connection(why)
+        return False
+
+    def _leave_reading(self) -> None:
+        """Leave reading to callers as long as each of them reads its own answer."""
+        with self._lock:
+            if self._outstanding or self._has_finished:
+                return
+            self._is_left = True
+        while True:
+            reads = self._reads
+            if self._reader_turn.acquire(timeout=_LEFT_S):
+                return
+            with self._lock:
+                if self._reads == reads and self._caller is None:
+                    self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        """Let the reader read again, unless a caller does, which looks at its end who is needed. Under the lock."""
+        if self._is_left and self._caller is None:
+            self._is_left = False
+            self._reader_turn.release()
+
+    def _begin_own(self) -> bool:
+        """Return whether the caller has to read its answer itself."""
+        thread = threading.get_ident()
+        with self._lock:
+            is_own = self._is_left and self._caller in (None, thread)
+            if is_own:
+                self._caller = thread
+        return is_own
+
+    def _read_own(self, waiter: _Waiter, timeout_s: float) -> bool:
+        """Read until an answer is there; return False after ``timeout_s``."""
+        deadline, rest_s = _monotonic() + timeout_s, timeout_s
+        try:
+            while waiter.outcome is None:
+                if not self._stream.wait(max(0.0, rest_s)):
+                    return False
+                self._read_some()
+                rest_s = deadline - _monotonic()
+            return True
         finally:
-            self._end_connection(why)
-            self._stream.close()
+            with self._lock:
+                self._caller = None
+                self._reads += 1
+                if self._outstanding or self._has_finished:
+                    self._wake_reader()
 
     def _arrived(self, frame: Frame) -> None:
         if not frame.is_answer:
+            self._is_asked = True
             self._requested(self, frame)
             return
         with self._lock:
@@ -437,6 +518,7 @@ class _Connection:
             if self._is_open:
                 self._is_open, self._why = False, why
             outstanding, self._outstanding = list(self._outstanding.values()), {}
+            self._wake_reader()
         self._stream.shut()
         for ended in outstanding:
             ended(self._has_ended())

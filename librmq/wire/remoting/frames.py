@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import json.encoder
+import math
 import os
+import select
 import selectors
 import socket
 import ssl
@@ -427,6 +429,8 @@ _MEMBERS: Final[Mapping[type[Any], str]] = {
 # ---- sockets of frames, in plain text or under TLS, at either end
 
 _HANDSHAKE_S: Final = 30
+_LONGEST_S: Final = 1_000_000
+"""The longest time that the system can wait for a socket is 2**31 ms."""
 IDLE_S: Final = 120
 SEND_S: Final = 30
 
@@ -459,6 +463,7 @@ class FrameSocket:
         self._idle_s = idle_s
         self._send_s = send_s
         self._is_shut = False
+        self._poll: select.poll | None = None
         self._write_lock = Lock()
 
     def begin_tls(self, context: ssl.SSLContext, server_name: str | None = None) -> None:
@@ -487,6 +492,18 @@ class FrameSocket:
                     return connected.recv(size)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as want:
                 _wait(connected, want, self._idle_s)
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether `wait` works: not under TLS, which can hold a part of what is to be read, nor on Windows."""
+        return hasattr(select, "poll") and not isinstance(self._socket, ssl.SSLSocket)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until `receive` need not wait; return False after some time. Called by one thread only."""
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self._socket, select.POLLIN)
+        return bool(self._poll.poll(math.ceil(1000 * min(timeout_s, _LONGEST_S))))
 
     def write(self, data: bytes | bytearray) -> None:
         """Send bytes. The other end must read them in time."""
