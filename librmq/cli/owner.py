@@ -4,9 +4,9 @@
 
     commands that read     the files, which have the owner's messages, and its tables as they are now
     commands that change   requests to the owner, which tells the clients of all processes
+    with --dry-run         the same without the requests; notes are kept in memory
 
-Only the notes of skips and of dead letters sent again, in the store's folder ``librmq``, are written by the command
-itself: a note is lost if two processes write at the same moment.
+Notes of skips and of dead letters sent again are written by the command itself, under a lock that the owner takes too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from typing import Any, Final, Literal
 from librmq.broker.retries import resend_letters
 from librmq.errors import BrokerUnreachableError, InputError
 from librmq.files.disk import DiskFiles
-from librmq.message.message import StoredMessage, dead_letter_topic
+from librmq.files.memory import OverlayFiles
+from librmq.message.message import Message, StoredMessage, dead_letter_topic
+from librmq.message.topics import validate_client_topic, validate_group
 from librmq.protocol import (
+    LOCAL_HOST,
+    PERM_READ,
+    PERM_WRITE,
     CancelMessage,
     CancelResult,
     CreateTopic,
@@ -29,11 +34,13 @@ from librmq.protocol import (
     DeleteTopic,
     QueueData,
     ResetGroup,
+    SendMessage,
     SetGroup,
     UpdateOffset,
 )
+from librmq.protocol.client_requests import INNER_PRODUCER
 from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.broker_tables import BrokerTables, topic_type
 from librmq.store.format.directory import CONFIG
 from librmq.wire.remote import ClusterAdmin, RemoteRoute
 from librmq.wire.share_links import connect_to_owner
@@ -43,8 +50,10 @@ _END: Final = (1 << 63) - 1
 
 
 @contextmanager
-def owner_of(path: str) -> Iterator[OwnedStore | None]:
+def owner_of(path: str, *, dry_run: bool = False) -> Iterator[OwnedStore | None]:
     """Connect to the process that owns and shares a store; None if there is no such process.
+
+    With ``dry_run`` nothing is changed there.
 
     Raises:
         BrokerUnreachableError: It is stopped, or does not answer.
@@ -58,7 +67,7 @@ def owner_of(path: str) -> Iterator[OwnedStore | None]:
             yield None
             return
         opened.callback(route.close)
-        yield OwnedStore(path, route, opened)
+        yield OwnedStore(path, route, opened, dry_run)
 
 
 class OwnerTables(BrokerTables):
@@ -74,7 +83,10 @@ class OwnerTables(BrokerTables):
         self.topics.replace(topics)
         self.groups.replace(groups)
         self.offsets.replace({key: {int(queue_id): at for queue_id, at in row.items()} for key, row in offsets.items()})
-        self._before = dict(self.topics.rows), dict(self.groups.rows), dict(self.offsets.rows)
+        self._before = self._rows()
+
+    def _rows(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        return dict(self.topics.rows), dict(self.groups.rows), dict(self.offsets.rows)
 
     def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
         """Set a group's progress in a queue, also if the stored progress is the same: instances can be further."""
@@ -86,31 +98,30 @@ class OwnerTables(BrokerTables):
 
         Raises:
             BrokerError: It refuses one.
-            InputError: There is no request for a change.
         """
         call = self._broker.call
         topics, groups, offsets = self._before
         changed_topics = _changed(topics, self.topics.rows)
-        for topic, row in changed_topics.items():
-            if row.get("attributes") != topics.get(topic, {}).get("attributes"):
-                raise InputError(f"topic {topic!r}: --type can't be set while a process shares the store: end it first")
         for topic in topics.keys() - self.topics.rows.keys():
             call(DeleteTopic(topic))
         for topic, row in changed_topics.items():
-            call(CreateTopic(topic, row["readQueueNums"], row["writeQueueNums"], row["perm"]))
+            kind = topic_type(row) if row.get("attributes") != topics.get(topic, {}).get("attributes") else None
+            call(CreateTopic(topic, row["readQueueNums"], row["writeQueueNums"], row["perm"], kind))
         for group, row in _changed(groups, self.groups.rows).items():
             call(SetGroup(group, row))
         for group in _groups(groups, offsets) - _groups(self.groups.rows, self.offsets.rows):
             if group not in groups:
                 call(SetGroup(group, {}))  # only a group with settings can be deleted
             call(DeleteGroup(group, removes_progress=True))
-        for (topic, group, queue_id), queue_offset in self._moved.items():
+        moved, self._moved = self._moved, {}
+        for (topic, group, queue_id), queue_offset in moved.items():
             call(ResetGroup(group, topic, -1, queue_id=queue_id, queue_offset=queue_offset))
         for key in self.offsets.rows.keys() - offsets.keys():  # of a new group, which has no instances
             topic, _, group = key.rpartition("@")
             for queue_id, queue_offset in self.offsets.rows[key].items():
-                if (topic, group, queue_id) not in self._moved:
+                if (topic, group, queue_id) not in moved:
                     call(UpdateOffset(group, topic, queue_id, queue_offset))
+        self._before = self._rows()
 
 
 def _changed(before: dict[Any, Any], rows: dict[Any, Any]) -> dict[Any, Any]:
@@ -124,27 +135,57 @@ def _groups(rows: dict[Any, Any], offsets: dict[Any, Any]) -> set[str]:
 class OwnedStore:
     """A store and its owner, with the methods of `librmq.Broker` that commands use. Not thread-safe."""
 
-    def __init__(self, path: str, route: RemoteRoute, opened: ExitStack) -> None:
-        """Ask the owner for its tables; ``opened`` closes the store."""
+    def __init__(self, path: str, route: RemoteRoute, opened: ExitStack, dry_run: bool) -> None:
+        """Ask the owner for its tables; ``opened`` closes the store. With ``dry_run`` requests are left out."""
         self.admin = ClusterAdmin(route)
         (self._name,) = route.broker_names()
-        self._path, self._opened = path, opened
+        self._path, self._opened, self._dry_run = path, opened, dry_run
+        self._previewed: dict[str, QueueData] = {}  # topics that a dry run would create
+        self.route = route
         self.runner = route.runner
-        self.call = route.broker(self._name).call
+        self.call: Any = (lambda _: None) if dry_run else route.broker(self._name).call
         self.tables = OwnerTables(path, self.admin)
 
     @cached_property
     def store(self) -> MessageStore:
         """The store, opened for reading at the first use: commands that read open it by themselves."""
-        return self._opened.enter_context(MessageStore.open(self._path, read_only=True))
+        files = OverlayFiles() if self._dry_run else DiskFiles()
+        return self._opened.enter_context(MessageStore.open(self._path, read_only=True, files=files))
+
+    def store_retry(self, copy: Message, retry: StoredMessage) -> int:
+        """Store a copy of a retry for another group, which the tables have; return its queue offset."""
+        if self._dry_run:
+            return 0
+        self.tables.persist(self.runner.now_ms())  # the group, before it has messages
+        times = retry.reconsume_times
+        send = SendMessage(
+            INNER_PRODUCER,
+            copy,
+            0,
+            retry.born_timestamp_ms,
+            retry.born_host or LOCAL_HOST,
+            retry.sys_flag,
+            reconsume_times=times,
+            max_reconsume_times=times + 1,  # however many attempts it has had
+        )
+        queue_offset: int = self.call(send).queue_offset
+        return queue_offset
 
     def topics(self) -> dict[str, QueueData]:
         """Return all topics by name, including the broker's own."""
-        return {topic: data for topic, (data,) in self.admin.topics().items()}
+        return {topic: data for topic, (data,) in self.admin.topics().items()} | self._previewed
 
     def create_topic(self, topic: str, queues: int) -> None:
         """Create a topic."""
-        self.admin.create_topic(topic, queues)
+        validate_client_topic(topic)
+        if self._dry_run:
+            self._previewed[topic] = QueueData(self._name, queues, queues, PERM_READ | PERM_WRITE)
+        self.call(CreateTopic(topic, queues, queues))
+
+    def set_group(self, group: str) -> None:
+        """Create a group, or leave it as it is."""
+        validate_group(group)
+        self.call(SetGroup(group, self.tables.groups.rows.get(group, {})))
 
     def consumer_offsets(self, group: str, topic: str) -> dict[int, int]:
         """Return a group's stored progress in a topic, by queue id."""
@@ -158,7 +199,10 @@ class OwnedStore:
 
     def cancel(self, message_id: str) -> CancelResult:
         """Cancel the delivery of a message that waits."""
-        return self.call(CancelMessage(message_id))
+        if self._dry_run:
+            raise InputError("cancel --dry-run: a process shares the store, which can't try it out: leave it out")
+        result: CancelResult = self.call(CancelMessage(message_id))
+        return result
 
     def find_by_id(self, message_id: str) -> StoredMessage | None:
         """Return the first record with an id; None if there is none."""

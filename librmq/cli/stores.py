@@ -31,7 +31,9 @@ if TYPE_CHECKING:  # commands that read the log alone need none of these
     from librmq.cli.cluster import ClusterView
     from librmq.cli.owner import OwnedStore
     from librmq.columns import RemoteStore
+    from librmq.diagnosis.pending import StoreRetry
     from librmq.diagnosis.view import StoreView
+    from librmq.protocol import Route
     from librmq.store import MessageStore
     from librmq.store.format.broker_tables import BrokerTables
 
@@ -416,6 +418,8 @@ def open_broker(arguments: argparse.Namespace) -> Iterator[Broker]:
 def shared_owner(arguments: argparse.Namespace) -> Iterator[OwnedStore | None]:
     """Connect to the process that shares the store that a command names; None if there is none.
 
+    With ``--dry-run`` nothing is changed there.
+
     Raises:
         BrokerUnreachableError: It is stopped, or does not answer.
     """
@@ -424,7 +428,7 @@ def shared_owner(arguments: argparse.Namespace) -> Iterator[OwnedStore | None]:
         return
     from librmq.cli.owner import owner_of
 
-    with owner_of(arguments.store) as owner:
+    with owner_of(arguments.store, dry_run=getattr(arguments, "dry_run", False)) as owner:
         if owner is not None and arguments.config is not None:
             raise InputError("--config: leave it out, because a process shares the store, with its own settings")
         yield owner
@@ -439,15 +443,22 @@ def open_running(arguments: argparse.Namespace) -> Iterator[Broker | OwnedStore]
         BrokerUnreachableError: The process that shares it is stopped, or does not answer.
     """
     with ExitStack() as opened:
-        owner = None if arguments.dry_run else opened.enter_context(shared_owner(arguments))
+        owner = opened.enter_context(shared_owner(arguments))
         yield opened.enter_context(open_broker(arguments)) if owner is None else owner
 
 
+def route_of(opened: Broker | OwnedStore) -> Route:
+    """Return the route of producers to the broker that `open_running` yields."""
+    from librmq.broker import Broker
+
+    return opened if isinstance(opened, Broker) else opened.route
+
+
 @contextmanager
-def open_to_change(arguments: argparse.Namespace) -> Iterator[tuple[MessageStore, BrokerTables]]:
+def open_to_change(arguments: argparse.Namespace) -> Iterator[tuple[MessageStore, BrokerTables, StoreRetry | None]]:
     """Open a store and the broker's tables in it, which are saved at the end; with ``--dry-run`` in memory alone.
 
-    Of a store that a process shares, the changes are sent to that process.
+    Of a store that a process shares, the changes are sent to that process; the last value sends it retries.
 
     Raises:
         StoreLockedError: Another process, which does not share it, owns the store; the error says which.
@@ -458,14 +469,14 @@ def open_to_change(arguments: argparse.Namespace) -> Iterator[tuple[MessageStore
 
     with shared_owner(arguments) as owner:
         if owner is not None:
-            yield owner.store, owner.tables
+            yield owner.store, owner.tables, owner.store_retry
             if not arguments.dry_run:
                 owner.tables.persist(owner.runner.now_ms())
             return
     files, config = files_and_config(arguments)
     with MessageStore.open(arguments.store, config, files=files) as store:
         tables = BrokerTables.open(os.path.join(arguments.store, CONFIG), files=files)
-        yield store, tables
+        yield store, tables, None
         tables.persist(SystemClock().now_ms())
 
 

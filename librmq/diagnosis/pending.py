@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
@@ -43,7 +43,7 @@ from librmq.message.topics import (
     REVIVE_PREFIX,
     retry_topic,
 )
-from librmq.scheduling.half_messages import OP_TAG, QUEUE, EndedHalves, half_of, progress
+from librmq.scheduling.half_messages import QUEUE, EndedHalves, half_of, progress
 from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC
 from librmq.scheduling.timer_wheel import waiting_timers
 from librmq.scheduling.waiting import Cancellations, destination_of, own_time_ms
@@ -55,7 +55,7 @@ from librmq.store.retention import first_behind, last_timestamp_ms
 from librmq.txn import TransactionConfig
 
 if TYPE_CHECKING:
-    from librmq.broker import Broker
+    from librmq.diagnosis.skips import SkippingBroker
 
 
 Kind = Literal["half", "given_up", "delay", "retry", "timer", "pop"]
@@ -337,7 +337,7 @@ def given_up(source: Source) -> list[GivenUpHalf]:
         ]
 
 
-def decide_half(broker: Broker, physical_offset: int, *, commit: bool) -> None:
+def decide_half(broker: SkippingBroker, physical_offset: int, *, commit: bool) -> None:
     """Commit or roll back a half message that checks have discarded.
 
     Args:
@@ -371,8 +371,6 @@ def decide_half(broker: Broker, physical_offset: int, *, commit: bool) -> None:
     state = TransactionState.COMMIT if commit else TransactionState.ROLLBACK
     group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
     broker.call(EndTransaction(group, state, last.queue_offset, last.physical_offset, last.message_id))
-    with broker.runner.lock:  # no check asks about it any more: the op message is the only trace of a rollback
-        broker.store.append(Message(OP_TOPIC, str(last.queue_offset).encode(), tags=OP_TAG), QUEUE)
 
 
 def half_findings(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
@@ -456,10 +454,17 @@ def waiting_retries(
             yield message
 
 
-def move_retries(store: MessageStore, tables: BrokerTables, group: str, new_group: str) -> tuple[int, int]:
+StoreRetry: TypeAlias = "Callable[[Message, StoredMessage], int]"
+"""Stores a copy of a retry in the retry topic of another group, and returns its queue offset."""
+
+
+def move_retries(
+    store: MessageStore, tables: BrokerTables, group: str, new_group: str, store_retry: StoreRetry | None = None
+) -> tuple[int, int]:
     """Copy the waiting retries of a group to the retry topic of another one, and skip those that are due.
 
-    The attempts so far count for the new group. Its retries are due at once.
+    The attempts so far count for the new group. Its retries are due at once. ``store_retry`` replaces the store, which
+    can be read-only then.
 
     Returns:
         The number of copies, and how many of them the old group gets too when their delay ends.
@@ -467,27 +472,34 @@ def move_retries(store: MessageStore, tables: BrokerTables, group: str, new_grou
     topic, old_topic = retry_topic(new_group), retry_topic(group)
     if topic not in tables.topics.rows:
         tables.topics.set(topic, topic_row(topic, 1, 1, _READABLE))
-    copies = delayed = 0
-    for message in list(waiting_retries(store, tables, group)):
-        copy = Message(topic, message.stored_body, flag=message.flag)
-        copy.properties = {name: value for name, value in message.properties.items() if name not in _OF_THE_DELAY}
-        copy.properties.setdefault(record.PROPERTY_ORIGIN_MESSAGE_ID, message.offset_id)
-        store.append(
+
+    def append(copy: Message, message: StoredMessage) -> int:
+        return store.append(
             copy,
             born_timestamp_ms=message.born_timestamp_ms,
             born_host=message.born_host,
             store_host=message.store_host,
             sys_flag=message.sys_flag,
             reconsume_times=message.reconsume_times,
-        )
-        copies += 1
-        delayed += message.topic != old_topic
-    if copies:
-        tables.set_consumer_offset(topic, new_group, 0, store.queue_range(topic, 0)[1] - copies)
-    for row in lag(StoreView.over(store, tables), group=group, topic=old_topic, times=False):
-        if row.lag:
-            tables.set_consumer_offset(old_topic, group, row.queue_id, row.max_offset)
-    return copies, delayed
+        ).queue_offset
+
+    queue_offsets: list[int] = []
+    passed: dict[int, int] = {}
+    delayed = 0
+    for message in list(waiting_retries(store, tables, group)):
+        copy = Message(topic, message.stored_body, flag=message.flag)
+        copy.properties = {name: value for name, value in message.properties.items() if name not in _OF_THE_DELAY}
+        copy.properties.setdefault(record.PROPERTY_ORIGIN_MESSAGE_ID, message.offset_id)
+        queue_offsets.append((store_retry or append)(copy, message))
+        if message.topic == old_topic:
+            passed[message.queue_id] = message.queue_offset + 1
+        else:
+            delayed += 1
+    if queue_offsets:
+        tables.set_consumer_offset(topic, new_group, 0, queue_offsets[0])
+    for queue_id, queue_offset in passed.items():  # no further: the group can be running, and fail again
+        tables.set_consumer_offset(old_topic, group, queue_id, queue_offset)
+    return len(queue_offsets), delayed
 
 
 # ---- unconsumed messages

@@ -15,14 +15,13 @@ from librmq.broker import Broker
 from librmq.diagnosis.group_lag import QueueLag, lag, no_progress
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, MalformedError
-from librmq.files.interface import make_folders
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import RESERVED_PROPERTIES
 from librmq.protocol import LOCAL_HOST, Endpoint, QueueData, SendMessage
 from librmq.protocol.client_requests import INNER_PRODUCER
 from librmq.runtime.runner import Runner
 from librmq.store import MessageStore
-from librmq.store.format.documents import OWN_FOLDER
+from librmq.store.format.documents import OWN_FOLDER, notes_locked
 
 Policy = Literal["age", "lag", "end"]
 
@@ -57,6 +56,14 @@ class SkippingBroker(Endpoint, Protocol):
 
     def reset_group(self, group: str, topic: str, to: Literal["end"] | int, *, queue_id: int) -> object:
         """Move a running or stopped group in a queue."""
+        ...
+
+
+class ReplayingBroker(SkippingBroker, Protocol):
+    """What a replay asks of a `librmq.Broker`."""
+
+    def set_group(self, group: str) -> None:
+        """Create a group, or leave it as it is."""
         ...
 
 
@@ -320,7 +327,7 @@ def plan_replay(source: Source, note: Skip, group: str) -> Replay:
     return Replay(group, note.topic, starts, sum(max(0, queue.end - starts[queue.queue_id]) for queue in note.queues))
 
 
-def replay(broker: Broker, note: Skip, group: str) -> int:
+def replay(broker: ReplayingBroker, note: Skip, group: str) -> int:
     """Start a second group where a skip began; return the number of skipped messages that the store still has.
 
     The group also gets the later messages: shut it down after ``note.queues[…].end``, or let it continue. A consumer
@@ -331,7 +338,7 @@ def replay(broker: Broker, note: Skip, group: str) -> int:
         BrokerError: The topic does not exist.
         MessageIllegalError: The group's name is refused.
     """
-    plan = plan_replay(broker, note, group)
+    plan = plan_replay(StoreView.over(broker.store), note, group)
     broker.set_group(group)
     for queue_id, queue_offset in plan.starts.items():
         broker.reset_group(group, note.topic, queue_offset, queue_id=queue_id)
@@ -363,7 +370,7 @@ def skipped(source: Source) -> list[Skip]:
 def _record(broker: SkippingBroker, done: Skip) -> None:
     files, folder = broker.store.files, os.path.join(broker.store.path, OWN_FOLDER)
     path = os.path.join(folder, _FILE)
-    make_folders(files, folder)
-    before = files.read(path) if files.size(path) else b""
     fields = {**done._asdict(), "queues": [queue._asdict() for queue in done.queues]}
-    files.write(path, before + json.dumps(fields, ensure_ascii=False).encode() + b"\n")
+    with notes_locked(broker.store.path, files):
+        before = files.read(path) if files.size(path) else b""
+        files.write(path, before + json.dumps(fields, ensure_ascii=False).encode() + b"\n")

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 import librmq
-from librmq import Broker, ConfigError
+from librmq import Broker, ConfigError, ManualRunner, Message, TransactionProducer, TransactionState
 from librmq.cli.owner import owner_of
 from librmq.diagnosis.skips import plan_skip, skip
 from librmq.diagnosis.view import StoreView
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif("sys.platform == 'win32'", reason="no Unix domai
 
 PROGRAM = """
     import json, sys, librmq
+    from librmq.protocol import SendBack
     shared = librmq.share(sys.argv[1])
     shared.create_topic("orders", 2)
     broker = shared._link.route if shared.is_owner else None
@@ -95,9 +96,8 @@ def test_topics_change_in_the_process(shell: Shell, application: Sharing) -> Non
         assert (answer.status, answer.said) == (0, "")
         route = "[[q.read_queues, q.write_queues, q.permission] for q in shared.topic_route('bills')]"
         assert application(route) == queues
-    answer = shell("topic", "create", "live", "fifo", "--type", "FIFO")
-    assert (answer.status, "--type can't be set while a process shares" in answer.said) == (2, True)
-    assert application("shared.topic_route('fifo')") == []
+    assert shell("topic", "create", "live", "fifo", "--type", "FIFO").status == 0
+    assert application("[q.message_type for q in shared.topic_route('fifo')]") == ["FIFO"]
 
 
 def test_groups_change_in_the_process(shell: Shell, application: Sharing) -> None:
@@ -106,10 +106,42 @@ def test_groups_change_in_the_process(shell: Shell, application: Sharing) -> Non
     application("broker.reset_group('billing', 'orders', 2) and None")
     assert shell("group", "copy", "live", "billing", "--to", "payments").rows[0]["topics"] == ["orders"]
     assert application("broker.consumer_offsets('payments', 'orders')") == {"0": 2, "1": 2}
-    refused = shell("group", "copy", "live", "billing", "--to", "other", "--with-retries")
-    assert (refused.status, "end the process that shares" in refused.said) == (2, True)
     assert shell("group", "delete", "live", "billing").rows[0]["topics"] == ["orders"]
     assert application("['billing' in broker.groups(), broker.consumer_offsets('billing', 'orders')]") == [False, {}]
+
+
+def test_a_group_takes_its_retries_along(shell: Shell, application: Sharing) -> None:
+    application("broker.set_group('billing', retry_max_times=3)")
+    application("[broker.call(SendBack('billing', m.physical_offset, 0)) for m in shared.messages('orders')] and None")
+    words = ("group", "copy", "live", "billing", "--to", "payments", "--with-retries")
+    assert shell(*words, "--dry-run").rows[0]["retries_moved"] == 10
+    assert application("[q.read_queues for q in shared.topic_route('%RETRY%payments')]") == []
+    assert shell(*words).rows[0]["retries_moved"] == 10
+    retries = "[[m.body.decode(), m.reconsume_times] for m in shared.messages('%RETRY%payments')]"
+    assert sorted(application(retries)) == [[str(n), 1] for n in range(10)]
+    assert application("broker.consumer_offsets('payments', '%RETRY%payments')") == {"0": 0}
+
+
+def test_a_half_is_decided_in_the_process(shell: Shell) -> None:
+    runner = ManualRunner()
+    with Broker.open("live", runner=runner) as broker:
+        producer = TransactionProducer(broker, "P", lambda message: TransactionState.UNKNOWN)
+        for body in (b"kept", b"dropped"):
+            producer.send_in_transaction(Message("bills", body), execute=lambda *_: TransactionState.UNKNOWN)
+        runner.advance(60_000 * 20)
+    application = Sharing(shell.folder / "live")
+    try:
+        first, second = shell("pending", "live", "--kind", "given_up").rows
+        words = ("decide", "live", first["physical_offset"], "--commit")
+        assert shell(*words, "--dry-run").rows[0]["decision"] == "commit"
+        assert application("len(list(shared.messages('bills')))") == 0
+        assert shell(*words).rows[0]["unique_key"] == first["unique_key"]
+        assert shell("decide", "live", second["physical_offset"], "--rollback").status == 0
+        assert shell("pending", "live", "--kind", "given_up").rows == []
+        assert application("[m.body.decode() for m in shared.messages('bills')]") == ["kept"]
+        assert "expected an undecided half" in shell(*words).said
+    finally:
+        application.end()
 
 
 def test_a_running_group_is_reset(shell: Shell, application: Sharing) -> None:
@@ -124,11 +156,26 @@ def test_a_running_group_is_reset(shell: Shell, application: Sharing) -> None:
 
 def test_a_group_is_moved_forward(shell: Shell, application: Sharing) -> None:
     words = ("skip", "live", "--group", "billing", "--topic", "orders", "--keep", "1", "--aside", "late")
+    notes = shell.folder / "live" / "librmq" / "skipped.jsonl"
+    assert [row["skipped"] for row in shell(*words, "--dry-run").rows] == [4, 4]
+    assert "expected another one" in shell(*words[:-1], "orders", "--dry-run").said
+    assert application("[broker.consumer_offsets('billing', 'orders'), 'late' in broker.topics()]") == [
+        {"0": 0, "1": 0},
+        False,
+    ]
+    assert not notes.exists()
     answer = shell(*words)
     assert (answer.status, [row["skipped"] for row in answer.rows]) == (0, [4, 4])
     assert application("broker.consumer_offsets('billing', 'orders')") == {"0": 4, "1": 4}
     assert application("sorted(m.body.decode() for m in shared.messages('late'))") == [str(n) for n in range(8)]
-    assert (shell.folder / "live" / "librmq" / "skipped.jsonl").exists()
+    assert notes.exists()
+    words = ("replay", "live", "--group", "billing", "--topic", "orders", "--to", "again")
+    assert shell(*words, "--dry-run").rows[0]["messages"] == 8
+    assert application("'again' in broker.groups()") is False
+    assert shell(*words).rows[0]["messages"] == 8
+    assert application("broker.consumer_offsets('again', 'orders')") == {"0": 0, "1": 0}
+    assert shell("replay", "live", "--topic", "orders", "--to-topic", "copies").rows[0]["messages"] == 10
+    assert application("sorted(m.body.decode() for m in shared.messages('copies'))") == [str(n) for n in range(10)]
 
 
 def test_a_group_that_runs_is_not_moved_back(shell: Shell, application: Sharing) -> None:
@@ -148,6 +195,9 @@ def test_dead_letters_are_sent_again(shell: Shell, application: Sharing) -> None
     application("[consumer.start()] and None")
     wait_until(lambda: len(application("[m.offset_id for m in broker.dead_letters('billing')]")) == 10, "dead", 60)
     application("fails.clear()")
+    answer = shell("dead-letters", "live", "--group", "billing", "--resend", "--dry-run")
+    assert (answer.status, len(answer.rows), application("heard")) == (0, 10, [])
+    assert {row["resent_at_ms"] for row in shell("dead-letters", "live").rows} == {None}
     answer = shell("dead-letters", "live", "--group", "billing", "--resend", "--limit", "4")
     assert (answer.status, answer.said, len(answer.rows)) == (0, "", 4)
     wait_until(lambda: len(application("heard")) == 4, "four are heard", 30)

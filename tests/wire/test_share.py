@@ -29,6 +29,7 @@ from librmq import (
     ConfigError,
     ConsumeFrom,
     DeliveredMessage,
+    DiskFullError,
     DownstreamDown,
     Message,
     Producer,
@@ -43,15 +44,26 @@ from librmq import (
     TransactionState,
 )
 from librmq.clock import SystemClock
-from librmq.errors import NotAStoreError, RmqError
-from librmq.protocol import QueryOffset
+from librmq.errors import FlushFailedError, NotAStoreError, ReadOnlyError, RmqError, StoreFullError
+from librmq.protocol import (
+    PERM_WRITE,
+    ChangeInvisible,
+    EndTransaction,
+    PullMessage,
+    QueryOffset,
+    ResetGroup,
+    SendBack,
+    SendBatch,
+    SendMessage,
+    SetGroup,
+)
 from librmq.testing import Anomaly, check_history
 from librmq.wire.remote import ClusterAdmin
 from librmq.wire.remoting.codec import frame_of
-from librmq.wire.remoting.frames import encode
+from librmq.wire.remoting.frames import FrameSocket, encode
 from librmq.wire.remoting.headers import RequestCode
 from librmq.wire.share import SharedBroker
-from librmq.wire.share_links import StoreOwner, connect_to_owner
+from librmq.wire.share_links import StoreOwner, StorePeer, connect_to_owner
 from librmq.wire.unix_sockets import (
     connect_to,
     credentials_of,
@@ -488,6 +500,77 @@ def test_wrong_places_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / "store").exists()
 
 
+def _send(message: Message, queue_id: int = 0) -> SendMessage:
+    return SendMessage("shop", message, queue_id, CLOCK.now_ms(), ("127.0.0.1", 0))
+
+
+def full(error: Exception) -> Callable[[SharedBroker], object]:
+    """Return a send to a store that refuses it."""
+
+    def send(shared: SharedBroker) -> object:
+        def refuse(*_: object) -> None:
+            raise error
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("librmq.store.MessageStore.check_room", refuse)
+            return shared.call(_send(Message("orders", b"x")))
+
+    return send
+
+
+REFUSALS: dict[str, Callable[[SharedBroker], object]] = {
+    "the broker's own topic": lambda shared: shared.call(_send(Message("SCHEDULE_TOPIC_XXXX", b"x"))),
+    "too large": lambda shared: shared.call(_send(Message("orders", bytes(5 << 20)))),
+    "no queue of a timer": lambda shared: shared.call(_send(Message("orders", b"x", delay=9e9))),
+    "a delayed batch": lambda shared: shared.call(
+        SendBatch("shop", (Message("orders", b"x", delay_level=3),), 0, CLOCK.now_ms(), ("127.0.0.1", 0))
+    ),
+    "no such topic": lambda shared: shared.call(_send(Message("absent", b"x"))),
+    "no permission": lambda shared: shared.call(PullMessage("c", "billing", "secret", 0, 0, 32, None)),
+    "a full disk": full(DiskFullError("full")),
+    "a full store": full(StoreFullError("full")),
+    "a failed flush": full(FlushFailedError(OSError(5, "Input/output error"))),
+    "read-only": full(ReadOnlyError("a replica")),
+    "a topic's name": lambda shared: shared.create_topic("no!"),
+    "a topic's type": lambda shared: shared.create_topic("orders", message_type=cast("Any", "SOUND")),
+    "a topic's queues": lambda shared: shared.create_topic("orders", 1 << 20),
+    "no topic to delete": lambda shared: shared.delete_topic("absent"),
+    "the broker's own to delete": lambda shared: shared.delete_topic("SCHEDULE_TOPIC_XXXX"),
+    "no group to delete": lambda shared: shared.delete_group("absent"),
+    "a group's name": lambda shared: shared.call(SetGroup("no!", {})),
+    "a group's setting": lambda shared: shared.call(SetGroup("billing", {"retryMaxTimes": "many"})),
+    "no progress": lambda shared: shared.call(ResetGroup("billing", "orders", -1)),
+    "no half": lambda shared: shared.call(EndTransaction("shop", TransactionState.COMMIT, 0, 1 << 40, "x")),
+    "no message": lambda shared: shared.call(SendBack("billing", 1 << 40, 0)),
+    "a receipt": lambda shared: shared.call(ChangeInvisible("billing", "orders", "rubbish", 1000)),
+    "no subscription": lambda shared: shared.call(PullMessage("c", "billing", "orders", 0, 0, 32, None)),
+    "no topic to read": lambda shared: shared.call(PullMessage("c", "billing", "absent", 0, 0, 32, None)),
+}
+
+
+def test_errors_are_those_of_the_owner(tmp_path: Path) -> None:
+    """What catches an error of the owner's own request catches it in every process, with the same code and text."""
+    config = BrokerConfig(auto_create_topic=False, timers=TimerConfig())
+    with pair(tmp_path, config=config) as shared:
+        shared[0].create_topic("orders", 2)
+        shared[0].create_topic("secret", 2, permission=PERM_WRITE)
+        for what, refused in REFUSALS.items():
+            errors: list[Any] = []
+            for broker in shared:
+                try:
+                    refused(broker)
+                    errors.append(None)
+                except RmqError as error:
+                    errors.append(error)
+            own, other = errors
+            assert own is not None, what
+            assert isinstance(other, type(own)), (what, own, other)
+            assert (str(other), getattr(other, "code", 0)) == (str(own), getattr(own, "code", 0)), what
+        for topic_type, broker in zip(("FIFO", "DELAY"), shared, strict=True):
+            broker.create_topic("typed", 1, message_type=topic_type)
+            assert shared[0].topic_route("typed")[0].message_type == topic_type
+
+
 def test_a_hostile_peer_stops_no_other(tmp_path: Path) -> None:
     with pair(tmp_path) as (owner, peer), Producer(peer, "shop") as producer, ExitStack() as hostile:
         server = cast("StoreOwner", owner._link).server
@@ -523,6 +606,27 @@ def test_shared_without_blocking_the_event_loop(tmp_path: Path) -> None:
             return next(owner.messages("orders")).body
 
     assert asyncio.run(run()) == b"x"
+
+
+def test_a_send_that_the_end_of_the_owner_overtakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection ends before the request is written, so the next owner gets it, though the send has one try."""
+    write = FrameSocket.write
+    with pair(tmp_path) as (owner, peer), Producer(peer, "shop") as producer:
+        peer.create_topic("orders", 1)
+        (queue,) = producer.queues("orders")
+        link = cast("StorePeer", peer._link)
+
+        def write_late(stream: FrameSocket, data: bytes | bytearray) -> None:
+            if b"overtaken" in data:
+                monkeypatch.undo()
+                owner.close()
+                assert link.has_ended.wait(30)
+                wait_until(lambda: stream._is_shut, "the connection has ended")
+            write(stream, data)
+
+        monkeypatch.setattr(FrameSocket, "write", write_late)
+        producer.send("orders", b"overtaken", queue=queue, timeout=30)
+        assert [message.body for message in peer.messages("orders")] == [b"overtaken"]
 
 
 def test_an_unexpected_error_ends_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

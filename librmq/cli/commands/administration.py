@@ -23,6 +23,7 @@ from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables, group_row, topic_row, with_topic_type
 
 if TYPE_CHECKING:
+    from librmq.diagnosis.pending import StoreRetry
     from librmq.diagnosis.skips import Skip
 
 
@@ -37,7 +38,7 @@ def topic(arguments: argparse.Namespace, output: Output) -> int:
     name, action = arguments.topic, arguments.action
     if is_system_topic(name):
         raise InputError(f"topic {name!r} is the broker's own: it can't be created, changed or deleted")
-    with open_to_change(arguments) as (store, tables):
+    with open_to_change(arguments) as (store, tables, _):
         old = tables.topics.rows.get(name)
         if action == "create":
             if old is not None:
@@ -111,7 +112,7 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
     name, action = arguments.group, arguments.action
     if action == "create":
         validate_group(name)
-    with open_to_change(arguments) as (store, tables):
+    with open_to_change(arguments) as (store, tables, store_retry):
         groups = StoreView.over(store, tables).groups
         if action != "create" and name not in groups:
             raise InputError(f"there is no group {name!r}{near(name, groups, GROUPS)}")
@@ -123,7 +124,7 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
             row["retries"] = retries
         elif action == "copy":
             row |= _copy(tables, name, arguments.to, groups)
-            row |= _retries_of(store, tables, name, arguments)
+            row |= _retries_of(store, tables, name, arguments, store_retry)
         else:
             row["topics"] = _delete_group(tables, name)
     output.row({**row, "dry_run": arguments.dry_run})
@@ -148,12 +149,16 @@ def _copy(tables: BrokerTables, name: str, new: str | None, groups: tuple[str, .
     return {"to": new, "topics": topics}
 
 
-def _retries_of(store: MessageStore, tables: BrokerTables, name: str, arguments: argparse.Namespace) -> Row:
+def _retries_of(
+    store: MessageStore,
+    tables: BrokerTables,
+    name: str,
+    arguments: argparse.Namespace,
+    store_retry: StoreRetry | None,
+) -> Row:
     """Move the waiting retries of a group if that is wanted; else return which stay with the old name."""
     if arguments.with_retries:
-        if store.read_only:
-            raise InputError("--with-retries: end the process that shares the store first, because it writes the log")
-        moved, delayed = move_retries(store, tables, name, arguments.to)
+        moved, delayed = move_retries(store, tables, name, arguments.to, store_retry)
         fields: Row = {"retries_moved": moved, "retries_left": 0}
         if delayed:
             fields["note"] = f"{delayed} retries also come to group {name} when their delay ends: do not start it again"
@@ -193,7 +198,7 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
         return _reset_in_cluster(arguments, output)
     group, topic = arguments.group, arguments.topic
     rows = []
-    with open_to_change(arguments) as (store, tables):
+    with open_to_change(arguments) as (store, tables, _):
         for (_, queue_id), offsets in _selected_queues(arguments, StoreView.over(store, tables)).items():
             queue = store.queues[topic, queue_id]
             before = tables.consumer_offset(topic, group, queue_id)

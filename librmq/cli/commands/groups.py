@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from librmq.cli.output import Output, complain
 from librmq.cli.rows import Row, named
 from librmq.cli.selection import age_clock, first_at, note_group, note_topic, note_topic_of, parse_time
-from librmq.cli.stores import open_broker, open_running, open_source, open_store, open_view
+from librmq.cli.stores import open_running, open_source, open_store, open_view
 from librmq.clock import SystemClock
 from librmq.diagnosis import deadletters
 from librmq.diagnosis.formatting import moment
@@ -265,8 +265,9 @@ def decide(arguments: argparse.Namespace, output: Output) -> int:
     physical_offset = arguments.physical_offset
     if arguments.commit == arguments.rollback:
         raise InputError("expected either --commit or --rollback")
-    with open_broker(arguments) as broker:
-        row = next((half._asdict() for half in given_up(broker) if half.physical_offset == physical_offset), {})
+    with open_running(arguments) as broker:
+        halves = given_up(StoreView.over(broker.store, broker.tables))
+        row = next((half._asdict() for half in halves if half.physical_offset == physical_offset), {})
         decide_half(broker, physical_offset, commit=arguments.commit)
     output.row({**row, "decision": "commit" if arguments.commit else "rollback", "dry_run": arguments.dry_run})
     return 0

@@ -14,10 +14,11 @@ from typing import Any, Final, NamedTuple
 from librmq.cli.cluster import connect_to
 from librmq.cli.output import Output, ProgressBar, complain
 from librmq.cli.selection import MessageQuery, select
-from librmq.cli.stores import open_broker, open_store
+from librmq.cli.stores import open_running, open_store, route_of
 from librmq.client.producer import Producer
 from librmq.client.sender import SendResult
 from librmq.diagnosis.deadletters import OF_A_LETTER
+from librmq.diagnosis.view import StoreView
 from librmq.errors import CorruptionError, InputError
 from librmq.files.disk import DiskFiles
 from librmq.message import record
@@ -42,9 +43,9 @@ def replay(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError("expected --group, --topic and --to; or --route or --to-topic, to send messages")
     from librmq.diagnosis.skips import replay, skipped
 
-    with open_broker(arguments) as broker:
+    with open_running(arguments) as broker:
         name = arguments.group, arguments.topic
-        skips = [skip for skip in skipped(broker) if (skip.group, skip.topic) == name]
+        skips = [skip for skip in skipped(StoreView.over(broker.store)) if (skip.group, skip.topic) == name]
         if not skips:
             raise InputError(f"group {arguments.group!r} has skipped nothing of topic {arguments.topic!r}")
         note = skips[-1]
@@ -66,14 +67,14 @@ def _replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
     with ExitStack() as opened:
         broker = None
         if arguments.route is None and not arguments.dry_run:
-            broker = opened.enter_context(open_broker(arguments))
+            broker = opened.enter_context(open_running(arguments))
         store = opened.enter_context(open_store(arguments)) if broker is None else broker.store
         progress = _Progress(arguments, store, selection)
         bar = opened.enter_context(ProgressBar("replay", store.log.end - store.log.begin, quiet=output.is_on_terminal))
         batches = None
         if not arguments.dry_run:
             opened.callback(progress.save)  # also if it is interrupted
-            route = opened.enter_context(connect_to(arguments)) if broker is None else broker
+            route = opened.enter_context(connect_to(arguments)) if broker is None else route_of(broker)
             batches = _Batches(opened.enter_context(Producer(route, REPLAY_PRODUCER)), progress, arguments.to_topic)
         for message, end in _messages(store, progress):
             if batches is not None:

@@ -14,6 +14,7 @@
                                groups that ``start_at`` has moved (`librmq.store.format.broker_tables`)
     librmq/resent.json         [[physical offset, message id, store time, time of the last resend], …]
                                dead letters that were sent to their groups again
+    librmq/notes.lock          locked while this one or the notes of skips change (`librmq.diagnosis.skips`)
 
 Without the first, sizes come from the store's files, the delay levels are 4.9's, and retention deletes nothing by age
 or size. Without the second, the copy is an independent store that takes messages; ``folder`` tells two masters of one
@@ -28,13 +29,16 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from types import NoneType
 from typing import Any, Final, NamedTuple
 
+from librmq.clock import SystemClock
 from librmq.config import StoreConfig
-from librmq.errors import ConfigError, CorruptionError, MalformedError, StoreIOError
+from librmq.errors import ConfigError, CorruptionError, MalformedError, StoreIOError, StoreLockedError
 from librmq.files.interface import Files, make_folders
 from librmq.message.message import StoredMessage
 from librmq.runtime.event_log import EventLog
@@ -47,6 +51,8 @@ START_FILE: Final = os.path.join(OWN_FOLDER, "starts.json")
 MARK_FILE: Final = os.path.join(OWN_FOLDER, "replica.json")
 _log = EventLog("librmq.store")
 _VERSION: Final = 1
+_NOTES_S: Final = 10.0
+_NOTES_AGAIN_S: Final = 0.005
 
 Kinds = Mapping[str, tuple[type, ...]]
 """The fields of a document with the types of their values; without `NoneType` among them, a field can't be absent."""
@@ -304,17 +310,41 @@ def resent_times(path: str, files: Files) -> Mapping[LetterIdentity, int]:
         ) from None
 
 
+@contextmanager
+def notes_locked(path: str, files: Files) -> Iterator[None]:
+    """Keep other threads and processes from changing the notes of a store, which they read and then replace.
+
+    Raises:
+        StoreLockedError: Another one has not ended its change within 10 s.
+    """
+    folder = os.path.join(path, OWN_FOLDER)
+    make_folders(files, folder)
+    clock = SystemClock()
+    until_s = clock.monotonic() + _NOTES_S
+    while True:
+        try:
+            lock = files.lock(os.path.join(folder, "notes.lock"))
+            break
+        except StoreLockedError:
+            if clock.monotonic() > until_s:
+                raise
+            clock.wait(threading.Event(), _NOTES_AGAIN_S)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def note_resent(path: str, files: Files, letters: Iterable[StoredMessage], at_ms: int, log_begin: int) -> None:
     """Note that letters were sent again; notes on letters before ``log_begin``, which are deleted, go.
 
     Raises:
         MalformedError: The file holds something else.
     """
-    times = {**resent_times(path, files), **dict.fromkeys(map(letter_identity, letters), at_ms)}
-    rows = [[*identity, resent_ms] for identity, resent_ms in sorted(times.items()) if identity[0] >= log_begin]
-    notes = _resent_path(path)
-    make_folders(files, os.path.dirname(notes))
-    files.write(notes, json.dumps(rows).encode())
+    with notes_locked(path, files):
+        times = {**resent_times(path, files), **dict.fromkeys(map(letter_identity, letters), at_ms)}
+        rows = [[*identity, resent_ms] for identity, resent_ms in sorted(times.items()) if identity[0] >= log_begin]
+        files.write(_resent_path(path), json.dumps(rows).encode())
 
 
 def _resent_path(path: str) -> str:

@@ -202,7 +202,7 @@ class RemoteBroker:
         if form is None or kind is TopicGroups or (kind in _OF_RECEIVES and not self.has_receives):
             return cast("R", self._call_otherwise(request))
         frame = form.write(request)
-        if kind is EndTransaction:
+        if kind is EndTransaction and not self.has_receives:  # as a client of 4.x
             self._connections.get(self.address).send_one_way(frame)
             return cast("R", None)
         if kind is Unregister:

@@ -19,12 +19,9 @@ from librmq.broker import Broker
 from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
-    DiskFullError,
     MalformedError,
     MessageIllegalError,
-    ReceiptError,
     RmqError,
-    StoreFullError,
 )
 from librmq.java.lang import java_int
 from librmq.message import record
@@ -50,7 +47,7 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting.bodies import heartbeat_of, queue_key, write_body
-from librmq.wire.remoting.codec import FORMS, Form
+from librmq.wire.remoting.codec import FORMS, NAMED_ERRORS, Form
 from librmq.wire.remoting.frames import (
     Frame,
     FrameSocket,
@@ -304,9 +301,10 @@ def refused(frame: Frame, error: Exception, header: object = None, *, code: int 
     """Return the bytes of the answer to a failed request; ``code`` replaces the code of an error of librmq."""
     if isinstance(error, RmqError):
         fields = {} if header is None else to_fields(header)
-        for kind in (DiskFullError, StoreFullError, ReceiptError):
-            if isinstance(error, kind):
-                fields[ERROR_FIELD] = kind.__name__
+        names = [kind.__name__ for kind in type(error).__mro__]
+        named = next((name for name in NAMED_ERRORS if name in names), None)
+        if named is not None:
+            fields[ERROR_FIELD] = named
         return encode(answer_to(frame, _code_of(error) if code is None else code, str(error), fields=fields))
     _log.error("the request %(code)s failed", code=frame.code, exc_info=error)
     return encode(answer_to(frame, ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}"))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from librmq.errors import (
     BrokerBusyError,
@@ -22,13 +22,15 @@ from librmq.errors import (
     BrokerError,
     BrokerStoreFullError,
     MalformedError,
+    MessageIllegalError,
     ReceiptError,
+    RmqError,
 )
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.properties import PROPERTY_WAIT, encode_properties
-from librmq.message.topics import AUTO_CREATE_TOPIC
+from librmq.message.topics import AUTO_CREATE_TOPIC, TopicType
 from librmq.protocol import (
     Acknowledge,
     CancelMessage,
@@ -74,6 +76,7 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
+from librmq.scheduling.timer_config import TimerRefusedError
 from librmq.store.format.broker_tables import group_row
 from librmq.wire.remoting.bodies import (
     heartbeat_body,
@@ -100,6 +103,7 @@ from librmq.wire.remoting.headers import (
     REQUESTS,
     SEND_CODES,
     CancelledHeader,
+    CreateTopicHeader,
     EndTransactionHeader,
     FoundByKeyHeader,
     NewReceiptHeader,
@@ -120,9 +124,17 @@ _ERRORS: Final[Mapping[str, type[BrokerError]]] = {
     "StoreFullError": BrokerStoreFullError,
     "ReceiptError": ReceiptError,
 }
+_OTHER_ERRORS: Final[Mapping[str, type[MessageIllegalError]]] = {
+    "TimerRefusedError": TimerRefusedError,
+    "MessageIllegalError": MessageIllegalError,
+}
+"""Errors of librmq without a code."""
+NAMED_ERRORS: Final = (*_ERRORS, *_OTHER_ERRORS)
+"""Classes that the answer to a failed request names for a client of librmq, a class before its bases."""
 _DISK_USED: Final = re.compile(r"disk is full \[CL: *(\d+\.\d+)")
 """Used part of the log's disk, in a broker's remark of a refused send, which names other possible causes too."""
 _REFUSING_FROM: Final = 0.9  # a broker's default
+_TYPE_CHANGE: Final = "+message.type="
 _STATES: Final = {state.value: state for state in TransactionState}
 _PULL_STATUSES: Final = {code: status for status, code in PULL_CODES.items() if status is not PullStatus.HELD}
 _REMARKS: Final = {
@@ -139,9 +151,12 @@ def frame_of(code: RequestCode, header: object = None, body: bytes = b"") -> Fra
     return Frame(code, fields, body)
 
 
-def refusal(answer: Frame) -> BrokerError:
+def refusal(answer: Frame) -> RmqError:
     """Return the error of a request that was refused."""
-    kind = _ERRORS.get(answer.fields.get(ERROR_FIELD, ""), BrokerError)
+    named = answer.fields.get(ERROR_FIELD, "")
+    if named in _OTHER_ERRORS:
+        return _OTHER_ERRORS[named](answer.remark or "")
+    kind = _ERRORS.get(named, BrokerError)
     if answer.code == ResponseCode.SYSTEM_BUSY:
         kind = BrokerBusyError
     elif answer.code == ResponseCode.SERVICE_NOT_AVAILABLE and kind is BrokerError:
@@ -156,6 +171,7 @@ def check(answer: Frame) -> Frame:
 
     Raises:
         BrokerError: The request was refused.
+        MessageIllegalError: A broker of librmq refused its message; other errors of librmq likewise.
     """
     if answer.code:
         raise refusal(answer)
@@ -442,6 +458,26 @@ def _parse_send_back(header: SendBackHeader, body: bytes) -> SendBack:
     )
 
 
+def _write_topic(request: CreateTopic) -> Frame:
+    header = CreateTopicHeader(
+        request.topic,
+        AUTO_CREATE_TOPIC,
+        request.read_queues,
+        request.write_queues,
+        request.permission,
+        attributes=None if request.message_type is None else f"{_TYPE_CHANGE}{request.message_type}",
+    )
+    return frame_of(RequestCode.UPDATE_AND_CREATE_TOPIC, header)
+
+
+def _parse_topic(header: CreateTopicHeader, body: bytes) -> CreateTopic:
+    """Return the request; of the attributes of 5.x only the type of messages counts."""
+    changes = (header.attributes or "").split(",")
+    named = next((change.removeprefix(_TYPE_CHANGE) for change in changes if change.startswith(_TYPE_CHANGE)), None)
+    kind = cast("TopicType | None", named)  # the broker refuses others
+    return CreateTopic(header.topic, header.read_queue_nums, header.write_queue_nums, header.perm, kind)
+
+
 def _locks(kind: type[LockQueues | UnlockQueues], code: RequestCode, result: _Result) -> Form:
     def row(request: LockQueues | UnlockQueues) -> dict[str, object]:
         queues = [queue_row(queue) for queue in sorted(request.queues)]
@@ -509,13 +545,7 @@ FORMS: Final[Mapping[type[Any], Form]] = {
     UnlockQueues: _locks(UnlockQueues, _C.UNLOCK_BATCH_MQ, _NOTHING),
     SendBack: Form(_C.CONSUMER_SEND_MSG_BACK, _write_send_back, _NOTHING.read, _parse_send_back, _NOTHING.reply),
     CheckSubscription: _by_body(_C.CHECK_CLIENT_CONFIG, _check_row, _parse_check, _NOTHING),
-    CreateTopic: _by_fields(
-        CreateTopic,
-        _C.UPDATE_AND_CREATE_TOPIC,
-        "topic read_queue_nums=read_queues write_queue_nums=write_queues perm=permission",
-        _NOTHING,
-        default_topic=AUTO_CREATE_TOPIC,
-    ),
+    CreateTopic: Form(_C.UPDATE_AND_CREATE_TOPIC, _write_topic, _NOTHING.read, _parse_topic, _NOTHING.reply),
     DeleteTopic: _by_fields(DeleteTopic, _C.DELETE_TOPIC_IN_BROKER, "topic", _NOTHING),
     CleanUnusedTopics: _by_fields(CleanUnusedTopics, _C.CLEAN_UNUSED_TOPIC, "", _NO_QUEUES),
     DeleteExpiredFiles: _by_fields(DeleteExpiredFiles, _C.DELETE_EXPIRED_COMMITLOG, "", _NOTHING),

@@ -307,6 +307,8 @@ class CreateTopicHeader:
     topic_filter_type: str = "SINGLE_TAG"
     topic_sys_flag: int = 0
     order: bool = False
+    attributes: str | None = None
+    """Changes of attributes, as in 5.x: ``+message.type=FIFO``."""
 
 
 @value

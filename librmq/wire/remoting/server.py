@@ -22,14 +22,32 @@ from librmq.clock import SystemClock
 from librmq.errors import BrokerError, ConfigError, MalformedError, RmqError
 from librmq.message.ids import Host, format_host
 from librmq.message.topics import RETRY_PREFIX, is_system_topic
-from librmq.protocol import LOCAL_HOST, PERM_WRITE, CreateTopic, Endpoint, QueueData, ResponseCode
+from librmq.protocol import (
+    LOCAL_HOST,
+    PERM_WRITE,
+    CreateTopic,
+    DeleteGroup,
+    DeleteTopic,
+    Endpoint,
+    QueueData,
+    ResponseCode,
+)
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.certificates import server_context
 from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
 from librmq.wire.remoting.bodies import broker_row, route_body, write_body
-from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, answer_of, answering, refused
+from librmq.wire.remoting.channels import (
+    Channel,
+    ClientChannels,
+    Handlers,
+    RemotingCall,
+    answer_of,
+    answering,
+    refused,
+    served,
+)
 from librmq.wire.remoting.consumer_requests import ChannelReceives, ConsumerRequests, Pulls
 from librmq.wire.remoting.frames import IDLE_S, SEND_S, Frame, FrameReader, close_in_child, limit_time
 from librmq.wire.remoting.headers import (
@@ -313,7 +331,7 @@ class FrameAnswers:
         allows_admin: bool = False,
         others: Handlers = MappingProxyType({}),
     ) -> None:
-        """See `RemotingServer` for two arguments; ``others`` answer more requests."""
+        """See `RemotingServer` for two arguments; ``others`` answer more requests, or answer them otherwise."""
         self._allows_admin = allows_admin
         self._sends = Sends(broker, rates)
         self.known = self._sends.known
@@ -444,7 +462,7 @@ class RemotingServer(Closing):
             rates,
             creates_retry_topics=creates_retry_topics,
             allows_admin=allows_admin,
-            others={RequestCode.LIST_CONNECTIONS: self._budgets.list_connections} if self._is_local else {},
+            others=self._of_processes(broker) if self._is_local else {},
         )
         self.refused = 0
         """Connections that were closed because they sent no valid frames, or used more than their share."""
@@ -453,6 +471,11 @@ class RemotingServer(Closing):
         self._acceptor = threading.Thread(target=self._accept, name="librmq remoting", daemon=True)
         self._acceptor.start()
         _log.info("serving %(broker)s by remoting on %(address)s", broker=broker.name, address=self.address)
+
+    def _of_processes(self, broker: Broker) -> Handlers:
+        """Answer processes that share the broker: changes of its tables raise its own errors, not those of 4.x."""
+        changes = served(broker.call, CreateTopic, DeleteTopic, DeleteGroup)
+        return {RequestCode.LIST_CONNECTIONS: self._budgets.list_connections, **changes}
 
     @property
     def address(self) -> str:
