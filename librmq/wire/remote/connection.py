@@ -381,9 +381,9 @@ class _Connection:
             self._write_bytes(raw)
         except BrokerUnreachableError:
             with self._lock:
-                if self._outstanding.pop(number, None) is None:
-                    return number  # the end of the connection has called `ended`
-            raise
+                is_told = self._outstanding.pop(number, None) is None  # the end of the connection has called `ended`
+            if is_waited_for or not is_told:
+                raise
         return number
 
     def _next_number(self) -> int:
