@@ -171,7 +171,7 @@ def check(answer: Frame) -> Frame:
 
     Raises:
         BrokerError: The request was refused.
-        MessageIllegalError: A broker of librmq refused its message; other errors of librmq likewise.
+        MessageIllegalError: A broker of librmq refused its message.
     """
     if answer.code:
         raise refusal(answer)
