@@ -7,7 +7,6 @@ from typing import Final
 _NEXT_TURN = "what a server says by itself comes with a turn, and this test takes none between the change and its poll"
 _RECEIVES: Final = "a broker of 4.x has no simple consumers"
 _COMES_BACK = "a broker ends the connection of a client that it removes, so the client registers again at once"
-_UNSAID = "a heartbeat of 4.x does not say what it is about, so each instance goes by its own setting"
 
 NOT_OVER_TCP: Final = {
     "tests/client": {},
@@ -22,17 +21,7 @@ NOT_OVER_TCP: Final = {
     "tests/consumer/test_push.py": {
         "test_each_attempt_is_a_line_and_the_first_has_the_traceback": "a broker of 4.x names no time of the next",
         "test_a_forgotten_client_notices_it[False]": _COMES_BACK,
-        **dict.fromkeys(
-            (
-                "test_the_redeliveries_of_a_group_that_changes",
-                *(
-                    f"test_the_instance_that_starts_last_decides_the_redeliveries[{numbers}-{orderly}]"
-                    for numbers in ("3-1-2", "1-3-4")
-                    for orderly in (False, True)
-                ),
-            ),
-            _UNSAID,
-        ),
+        "test_the_redeliveries_of_a_group_that_changes": _NEXT_TURN,
     },
     "tests/testing/test_kit.py": {
         "test_a_lost_member_is_back_after_thirty_seconds": _COMES_BACK,

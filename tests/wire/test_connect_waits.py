@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -21,11 +23,12 @@ from librmq import (
     NoRouteError,
     SendTimeoutError,
 )
+from librmq.client import TransactionProducer
 from librmq.clock import SystemClock
 from librmq.consumer import rebalancing
 from librmq.java.json import ObjectKey
 from librmq.message.properties import decode_properties
-from librmq.protocol import Route
+from librmq.protocol import Route, TransactionState
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote import ClusterAdmin, remote_route
 from librmq.wire.remote.connection import HostNames
@@ -332,6 +335,31 @@ def test_a_request_crosses_the_route(served: Served, asks_over_tcp: bool, replie
             for body in (b"tea", b"jam"):
                 reply = producer.request("orders", body, timeout=WAIT_S)
                 assert (reply.body, reply.keys) == (body * 3000, ("k1",))
+
+
+def test_a_served_broker_compares_the_members_of_groups(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    """Their heartbeats say what those of Java clients do not."""
+    caplog.set_level(logging.WARNING, "librmq.broker")
+    with ExitStack() as clients:
+        members = []
+        for number in (3, 1):
+            member = librmq.PushConsumer(
+                served.route, "billing", instance_name=f"b{number}", max_reconsume_times=number, threads=1
+            )
+            member.subscribe("orders", ignore)
+            members.append(clients.enter_context(member))
+            until(lambda: members[-1].client.client_id in {one.client_id for one in served.broker.clients()})
+        until(lambda: [member.max_reconsume_times for member in members] == [1, 1])
+        tx = TransactionProducer(served.route, "shop", lambda _: TransactionState.COMMIT, instance_name="tx")
+        clients.enter_context(tx)
+        until_known(served, clients.enter_context(librmq.Producer(served.route, "shop", instance_name="plain")))
+    warnings = [record.getMessage() for record in caplog.records]
+    assert [warning for warning in warnings if "max_reconsume_times=1" in warning and "has 3" in warning]
+    assert [warning for warning in warnings if "@plain beside" in warning and "@tx, which" in warning]
+
+
+def ignore(_: DeliveredMessage) -> None:
+    pass
 
 
 @pytest.mark.parametrize("is_compressed", [False, True])

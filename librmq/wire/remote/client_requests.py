@@ -139,7 +139,7 @@ class ClientRequests:
     # ---- answers
 
     def _consumers_changed(self, beat: Heartbeat, header: ConsumerGroupHeader, frame: Frame, send: _Send) -> None:
-        beat.client.call(ConsumersChanged(header.consumer_group))
+        beat.client.call(ConsumersChanged(header.consumer_group, header.max_reconsume_times))
         send(answer_to(frame))
 
     def _check_transaction(self, beat: Heartbeat, header: CheckTransactionHeader, frame: Frame, send: _Send) -> None:

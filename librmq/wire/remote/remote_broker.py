@@ -487,7 +487,7 @@ def _without(beat: Heartbeat, request: Unregister) -> Heartbeat | None:
     """Return a heartbeat without the group that its client leaves; None if it has no other."""
     producers = beat.producer_groups - {request.producer_group}
     consumers = tuple(data for data in beat.consumers if data.group != request.consumer_group)
-    return Heartbeat(beat.client_id, beat.client, producers, consumers) if producers or consumers else None
+    return replace(beat, producer_groups=producers, consumers=consumers) if producers or consumers else None
 
 
 # ---- a broker with its slaves

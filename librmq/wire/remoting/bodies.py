@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from librmq.errors import FilterSyntaxError, MalformedError, RecordError
 from librmq.filter import TAG, TagFilter
@@ -24,7 +24,10 @@ _MOST_QUEUES: Final = 100_000
 """Of a topic, and in each number of a route."""
 _PULLS = ("CONSUME_ACTIVELY", 0)
 _KIND, _SIMPLE = "librmqKind", "simple"
-"""A member of librmq's own of a consumer that receives, which 4.x does not have."""
+_REDELIVERIES: Final = "librmqMaxReconsumeTimes"
+_ANSWERS_CHECKS: Final = "librmqAnswersChecks"
+"""Members of librmq's own, which brokers of RocketMQ ignore: of consumers that receive, of push consumers, and of
+producers."""
 _BROADCASTS = ("BROADCASTING", 0)
 _FIRST = ("CONSUME_FROM_FIRST_OFFSET", 4)
 _TIMESTAMP = ("CONSUME_FROM_TIMESTAMP", 5)
@@ -284,22 +287,33 @@ def queue_data_of(broker_name: str, row: Mapping[str, Any]) -> QueueData:
 # ---- heartbeats
 
 
-def heartbeat_of(body: bytes) -> tuple[str, frozenset[str], tuple[ConsumerData, ...]]:
-    """Return the client id, the producer groups and the consumers that a heartbeat names; no id without groups.
+class NamedGroups(NamedTuple):
+    """What a heartbeat says of a client, as in `Heartbeat`."""
+
+    client_id: str
+    """Empty without groups."""
+    producer_groups: frozenset[str]
+    consumers: tuple[ConsumerData, ...]
+    checking_groups: frozenset[str] | None
+
+
+def heartbeat_of(body: bytes) -> NamedGroups:
+    """Return the client id, the producer groups and the consumers that a heartbeat names.
 
     Raises:
         MalformedError: This is not a heartbeat.
     """
     heartbeat = read_request(body, "a heartbeat")
     client_id = heartbeat.get("clientID") or ""
-    producers = frozenset(text_in(row, "groupName") for row in rows_in(heartbeat, "producerDataSet"))
+    producers = {text_in(row, "groupName"): row.get(_ANSWERS_CHECKS) for row in rows_in(heartbeat, "producerDataSet")}
+    checking = None if None in producers.values() else frozenset(group for group in producers if producers[group])
     consumers = tuple(
         _consumer_of(text_in(row, "groupName"), row, map(subscription_of, rows_in(row, "subscriptionDataSet")))
         for row in rows_in(heartbeat, "consumerDataSet")
     )
     if not isinstance(client_id, str) or (not client_id and (producers or consumers)):
         raise MalformedError(f"a heartbeat: expected clientID, text, found {client_id!r:.80}")
-    return client_id, producers, consumers
+    return NamedGroups(client_id, frozenset(producers), consumers, checking)
 
 
 def _consumer_of(group: str, row: Mapping[str, Any], subscriptions: Iterable[Subscription]) -> ConsumerData:
@@ -310,6 +324,7 @@ def _consumer_of(group: str, row: Mapping[str, Any], subscriptions: Iterable[Sub
         MessageModel.BROADCASTING if row.get("messageModel") in _BROADCASTS else MessageModel.CLUSTERING,
         ConsumeFrom.FIRST if begin in _FIRST else ConsumeFrom.TIMESTAMP if begin in _TIMESTAMP else ConsumeFrom.LAST,
         {subscription.topic: subscription for subscription in subscriptions},
+        *((number_in(row[_REDELIVERIES], name) for name in ("times", "setTimestamp")) if _REDELIVERIES in row else ()),
     )
 
 
@@ -327,13 +342,19 @@ def heartbeat_body(heartbeat: Heartbeat) -> bytes:
         {
             **_consumer_row(data, is_active=data.kind == "pull"),
             **({_KIND: _SIMPLE} if data.kind == _SIMPLE else {}),
+            **({} if times is None else {_REDELIVERIES: {"times": times, "setTimestamp": data.set_timestamp_ms}}),
             "groupName": data.group,
             "subscriptionDataSet": [subscription_row(subscription) for subscription in data.subscriptions.values()],
             "unitMode": False,
         }
         for data in heartbeat.consumers
+        for times in (data.max_reconsume_times,)
     ]
-    producers = [{"groupName": group} for group in sorted(heartbeat.producer_groups)]
+    checking = heartbeat.checking_groups
+    producers = [
+        {"groupName": group, **({} if checking is None else {_ANSWERS_CHECKS: group in checking})}
+        for group in sorted(heartbeat.producer_groups)
+    ]
     return write_body({"clientID": heartbeat.client_id, "consumerDataSet": consumers, "producerDataSet": producers})
 
 

@@ -348,8 +348,8 @@ class ClientChannel:
     def call(self, request: Request[R], /) -> R:
         """Send a request to the client."""
         match request:
-            case ConsumersChanged(group):
-                header: object = ConsumerGroupHeader(group)
+            case ConsumersChanged(group, max_reconsume_times):
+                header: object = ConsumerGroupHeader(group, max_reconsume_times)
                 self._send_request(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, header)
             case CheckTransaction():
                 self._check_transaction(request)
@@ -422,7 +422,7 @@ class ClientChannels:
 
     def register_client(self, channel: Channel, frame: Frame) -> None:
         """Register a client with its groups."""
-        client_id, producers, consumers = heartbeat_of(frame.body)
+        client_id, producers, consumers, checking = heartbeat_of(frame.body)
         if not client_id:
             return
         with self._lock:  # also during the broker's call, so that a connection ends either before or after it
@@ -432,7 +432,7 @@ class ClientChannels:
             is_new = client is None
             if client is None or client.channel is not channel:
                 client = ClientChannel(client_id, channel, self._broker.store.config.store_host)
-            channel.endpoint.call(Heartbeat(client_id, client, producers, consumers))
+            channel.endpoint.call(Heartbeat(client_id, client, producers, consumers, checking))
             client.language, client.version = frame.language, frame.version
             client.beat_ms = self._broker.runner.now_ms()
             self._by_id[client_id] = client

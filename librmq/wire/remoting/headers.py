@@ -397,6 +397,8 @@ class ConsumerGroupHeader:
     """A consumer group."""
 
     consumer_group: str
+    max_reconsume_times: int | None = None
+    """The redeliveries that count for the group, which only a broker of librmq says to its members."""
 
 
 @value
