@@ -13,8 +13,7 @@ from typing import Any, Final
 from librmq.clock import Clock
 from librmq.errors import ConfigError, DedupStoreError, MissingExtraError
 from librmq.idempotence.sqltables import StatementResult, is_integrity_error, run, upgrade_tables
-from librmq.idempotence.stores import CLAIMS, Claim, DedupRecord, DedupStatements
-from librmq.runtime.closing import Closing
+from librmq.idempotence.stores import CLAIMS, Claim, DedupStatements, TableStore
 from librmq.runtime.locks import Lock
 
 # ruff: noqa: D102 (the methods of a store are described at DedupStore)
@@ -32,7 +31,7 @@ _ATTEMPTS: Final = 5
 _REPEATABLE: Final = frozenset({"40001", "40P01", 1213, 1205})
 
 
-class SqlDedupStore(Closing):
+class SqlDedupStore(TableStore):
     """Records in the table ``table`` of a database; `librmq.idempotence.sqltables` has its columns. Thread-safe.
 
     ``engine`` is an ``Engine``, or a URL to create one from. The store sets its connections to commit each statement.
@@ -47,8 +46,6 @@ class SqlDedupStore(Closing):
         ConfigError: A prefilter would save nothing on this database.
         DedupStoreError: No engine can be created from the URL.
     """
-
-    blocking = True
 
     def __init__(
         self,
@@ -75,7 +72,7 @@ class SqlDedupStore(Closing):
         self._driver_error: Any = driver.Error
         self.statements = DedupStatements(table)
         self._prefilter: SeenKeys | None = None
-        self._claim_with = self._claim_returning
+        self._claim_with = super().claim
         if engine.dialect.name in ("mysql", "mariadb"):
             self._claim_with = self._claim_mysql
             self.statements.claim = _mysql_claim(table)
@@ -103,22 +100,10 @@ class SqlDedupStore(Closing):
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         return self._claim_with(key, owner, now_ms, expires_at_ms)
 
-    def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
-        answer = self._execute(self.statements.finish, key=key, owner=owner, now_ms=now_ms, expires_at_ms=expires_at_ms)
-        return answer.changed == 1
-
-    def release(self, key: str, owner: str, now_ms: int) -> bool:
-        return self._execute(self.statements.release, key=key, owner=owner, now_ms=now_ms).changed == 1
-
-    def read(self, key: str, now_ms: int) -> DedupRecord | None:
-        rows = self._execute(self.statements.read, key=key, now_ms=now_ms).rows
-        return DedupRecord(bool(rows[0][0]), rows[0][1], rows[0][2]) if rows else None
-
     def purge(self, now_ms: int, limit: int) -> int:
-        parameters = {"now_ms": now_ms, "limit": limit}
-        if ":limit" not in self.statements.purge:
-            del parameters["limit"]
-        return self._execute(self.statements.purge, **parameters).changed
+        if ":limit" in self.statements.purge:
+            return super().purge(now_ms, limit)
+        return self._execute(self.statements.purge, now_ms=now_ms).changed
 
     def close(self) -> None:
         """Close the connections, if the store created the engine."""
@@ -126,11 +111,6 @@ class SqlDedupStore(Closing):
             self._owned.dispose()
 
     # ---- claims
-
-    def _claim_returning(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
-        answer = self._execute(self.statements.claim, key=key, owner=owner, now_ms=now_ms, expires_at_ms=expires_at_ms)
-        outcome: int = answer.rows[0][0]
-        return CLAIMS[outcome]
 
     def _claim_mysql(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         answer = self._execute(self.statements.claim, key=key, owner=owner, now_ms=now_ms, expires_at_ms=expires_at_ms)

@@ -32,7 +32,15 @@ from typing import Annotated, Any, Final, NamedTuple, Protocol, TypedDict, TypeV
 from librmq.clock import Clock, SystemClock
 from librmq.config import Config, Seconds, check_now
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
-from librmq.idempotence.sqltables import KEY_LIMIT, Link, StatementResult, check_name, is_temporary_error, linked
+from librmq.idempotence.sqltables import (
+    KEY_LIMIT,
+    Link,
+    StatementResult,
+    check_database,
+    check_name,
+    is_temporary_error,
+    linked,
+)
 from librmq.idempotence.stores import LONGEST
 from librmq.message.message import Message, priority_with_queue, reserved_topic
 from librmq.message.record import PROPERTY_UNIQUE_KEY
@@ -208,7 +216,7 @@ class OutboxSender:
         if not callable(getattr(producer, "send", None)):
             raise ConfigError(f"expected a producer with send(message), found {type(producer).__name__}")
         self.table = check_name(table)
-        _check_database(database)
+        check_database(database)
         self.sent = 0
         """Rows that this sender has sent and marked."""
         self.failed = 0
@@ -513,19 +521,6 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-def _check_database(database: Any) -> None:
-    """Refuse anything but an engine or a function, before a thread uses it."""
-    kind = type(database).__name__
-    if hasattr(database, "dialect") and hasattr(database, "connect"):
-        return
-    if hasattr(database, "cursor") or hasattr(database, "execute"):
-        raise ConfigError(f"database: expected a function that opens a connection, or an Engine, found {kind}")
-    if not callable(database):
-        raise ConfigError(
-            f"database: expected an Engine or a function that opens a connection, found {database!r:.100}"
-        )
 
 
 def _problem(result: Any) -> str | None:

@@ -128,18 +128,28 @@ class Link:
         """Undo the transaction."""
         self.connection.rollback()
 
-    @property
-    def in_transaction(self) -> bool:
-        """Return whether the connection has an open transaction."""
-        value = getattr(self.connection, "in_transaction", False)
-        return bool(value() if callable(value) else value)
+    def insert_first(self, sql: str, **parameters: Any) -> bool:
+        """Insert the first row of a transaction; after an error undo it, and return False if the row exists."""
+        try:
+            self.execute(sql, **parameters)
+        except BaseException as error:
+            self.rollback()
+            if is_integrity_error(error):
+                return False
+            raise
+        return True
 
-    def check_transactions(self) -> None:
-        """Refuse a connection that commits each statement.
+    def check_can_begin(self) -> None:
+        """Refuse a connection whose next statement would not begin a transaction.
 
         Raises:
-            ConfigError: It commits each statement.
+            ConfigError: A transaction is open, or each statement is committed.
         """
+        value = getattr(self.connection, "in_transaction", False)
+        if value() if callable(value) else value:
+            raise ConfigError(
+                "expected no open transaction: commit or roll back first, because librmq's row must come first"
+            )
         driver = self.connection
         if self._alchemy:
             connection = driver.connection() if hasattr(driver, "get_bind") else driver
@@ -152,6 +162,28 @@ class Link:
             has_autocommit = driver.isolation_level is None
         if has_autocommit:
             raise ConfigError("expected a connection without autocommit, found one that commits each statement")
+
+
+def check_database(database: Any) -> None:
+    """Refuse anything but a SQLAlchemy ``Engine`` or a function that opens a connection, before a thread uses it.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if hasattr(database, "dialect") and hasattr(database, "connect"):
+        return
+    if not callable(database) or hasattr(database, "cursor") or hasattr(database, "execute"):
+        raise ConfigError(
+            f"database: expected an Engine or a function that opens a connection, found {database!r:.100}"
+        )
+
+
+def purge_expired(connection: Any, table: str, now_ms: int) -> int:
+    """Delete the rows of a table that have expired, and commit; return their number."""
+    with linked(connection) as link:
+        purged = link.execute(f"DELETE FROM {table} WHERE expires_timestamp_ms <= :now_ms", now_ms=now_ms).changed
+        link.commit()
+        return purged
 
 
 def is_integrity_error(error: BaseException) -> bool:
@@ -233,50 +265,24 @@ def rendered(sql: str, style: str) -> tuple[str, tuple[str, ...]]:
 _Steps = Mapping[str, Sequence[str]]
 """Statements by dialect; "" for all others."""
 
-_DEDUP: Final[_Steps] = {
-    "": (
-        "CREATE TABLE IF NOT EXISTS {table} ("
-        "dedup_key VARCHAR(255) NOT NULL PRIMARY KEY, state SMALLINT NOT NULL, owner VARCHAR(64) NOT NULL, "
-        "claims INTEGER NOT NULL, expires_timestamp_ms BIGINT NOT NULL){options}",
-        "CREATE INDEX IF NOT EXISTS {plain}_expires ON {table} (expires_timestamp_ms)",
-    ),
-    "mysql": (
+
+def _expiring(columns: str, charset: str) -> _Steps:
+    """Return the statements that create a table whose rows expire."""
+    columns += ", expires_timestamp_ms BIGINT NOT NULL"
+    return {
+        "": (
+            f"CREATE TABLE IF NOT EXISTS {{table}} ({columns}){{options}}",
+            "CREATE INDEX IF NOT EXISTS {plain}_expires ON {table} (expires_timestamp_ms)",
+        ),
         # Keys differ by case and by each byte; the usual collations ignore that.
-        "CREATE TABLE IF NOT EXISTS {table} ("
-        "dedup_key VARCHAR(255) NOT NULL PRIMARY KEY, state SMALLINT NOT NULL, owner VARCHAR(64) NOT NULL, "
-        "claims INTEGER NOT NULL, expires_timestamp_ms BIGINT NOT NULL, "
-        "INDEX {plain}_expires (expires_timestamp_ms)) ENGINE=InnoDB CHARACTER SET ascii COLLATE ascii_bin",
-    ),
-}
+        "mysql": (
+            f"CREATE TABLE IF NOT EXISTS {{table}} ({columns}, INDEX {{plain}}_expires (expires_timestamp_ms)) "
+            f"ENGINE=InnoDB CHARACTER SET {charset} COLLATE {charset}_bin",
+        ),
+    }
 
-_MESSAGES: Final[_Steps] = {
-    "": (
-        "CREATE TABLE IF NOT EXISTS {table} ("
-        "dedup_key VARCHAR(255) NOT NULL PRIMARY KEY, expires_timestamp_ms BIGINT NOT NULL){options}",
-        "CREATE INDEX IF NOT EXISTS {plain}_expires ON {table} (expires_timestamp_ms)",
-    ),
-    "mysql": (
-        "CREATE TABLE IF NOT EXISTS {table} ("
-        "dedup_key VARCHAR(255) NOT NULL PRIMARY KEY, expires_timestamp_ms BIGINT NOT NULL, "
-        "INDEX {plain}_expires (expires_timestamp_ms)) ENGINE=InnoDB CHARACTER SET ascii COLLATE ascii_bin",
-    ),
-}
 
-_TRANSACTIONS: Final[_Steps] = {
-    "": (
-        "CREATE TABLE IF NOT EXISTS {table} ("
-        "transaction_id VARCHAR(255) NOT NULL PRIMARY KEY, state SMALLINT NOT NULL, "
-        "expires_timestamp_ms BIGINT NOT NULL){options}",
-        "CREATE INDEX IF NOT EXISTS {plain}_expires ON {table} (expires_timestamp_ms)",
-    ),
-    "mysql": (
-        "CREATE TABLE IF NOT EXISTS {table} ("
-        "transaction_id VARCHAR(255) NOT NULL PRIMARY KEY, state SMALLINT NOT NULL, "
-        "expires_timestamp_ms BIGINT NOT NULL, INDEX {plain}_expires (expires_timestamp_ms)"
-        ") ENGINE=InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin",
-    ),
-}
-
+_KEY: Final = "dedup_key VARCHAR(255) NOT NULL PRIMARY KEY"
 _OUTBOX_COLUMNS: Final = (
     "order_key VARCHAR(255), topic VARCHAR(255) NOT NULL, properties {text} NOT NULL, flag INTEGER NOT NULL, "
     "body {bytes} NOT NULL, state SMALLINT NOT NULL, owner VARCHAR(64) NOT NULL, attempts INTEGER NOT NULL, "
@@ -303,9 +309,13 @@ _TYPES: Final[Mapping[str, Mapping[str, str]]] = {
 }
 
 VERSIONS: Final[Mapping[str, Sequence[_Steps]]] = {
-    "dedup": (_DEDUP,),
-    "messages": (_MESSAGES,),
-    "transactions": (_TRANSACTIONS,),
+    "dedup": (
+        _expiring(f"{_KEY}, state SMALLINT NOT NULL, owner VARCHAR(64) NOT NULL, claims INTEGER NOT NULL", "ascii"),
+    ),
+    "messages": (_expiring(_KEY, "ascii"),),
+    "transactions": (
+        _expiring("transaction_id VARCHAR(255) NOT NULL PRIMARY KEY, state SMALLINT NOT NULL", "utf8mb4"),
+    ),
     "outbox": (_OUTBOX,),
 }
 """Statements that lead from one version of a table to the next, by kind of table; the first create it."""

@@ -11,6 +11,7 @@ import os
 import re
 import sqlite3
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
@@ -22,7 +23,7 @@ from urllib.parse import quote
 from librmq.clock import Clock
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
-from librmq.idempotence.sqltables import KEY_LIMIT, check_name, upgrade_tables
+from librmq.idempotence.sqltables import KEY_LIMIT, StatementResult, check_name, run, upgrade_tables
 from librmq.listener import Delivered
 from librmq.runtime.background import Background
 from librmq.runtime.closing import Closing
@@ -241,16 +242,48 @@ class DedupStatements:
         )
 
 
-class SqliteDedupStore(Closing):
+class TableStore(Closing, ABC):
+    """A store whose calls are the statements of a table of records."""
+
+    blocking = True
+    statements: DedupStatements
+
+    @abstractmethod
+    def _execute(self, statement: str, **parameters: str | int) -> StatementResult:
+        """Run one statement in a transaction of its own."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connections."""
+
+    def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
+        answer = self._execute(self.statements.claim, key=key, owner=owner, now_ms=now_ms, expires_at_ms=expires_at_ms)
+        outcome: int = answer.rows[0][0]
+        return CLAIMS[outcome]
+
+    def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
+        answer = self._execute(self.statements.finish, key=key, owner=owner, now_ms=now_ms, expires_at_ms=expires_at_ms)
+        return answer.changed == 1
+
+    def release(self, key: str, owner: str, now_ms: int) -> bool:
+        return self._execute(self.statements.release, key=key, owner=owner, now_ms=now_ms).changed == 1
+
+    def read(self, key: str, now_ms: int) -> DedupRecord | None:
+        rows = self._execute(self.statements.read, key=key, now_ms=now_ms).rows
+        return DedupRecord(bool(rows[0][0]), rows[0][1], rows[0][2]) if rows else None
+
+    def purge(self, now_ms: int, limit: int) -> int:
+        return self._execute(self.statements.purge, now_ms=now_ms, limit=limit).changed
+
+
+class SqliteDedupStore(TableStore):
     """Records in a SQLite file with a write-ahead log, for the processes of one machine. Thread-safe.
 
     With ``durability`` "async" a record survives the process immediately, and the machine after SQLite's next
     checkpoint; with "sync" it survives both immediately, at the cost of one disk flush per call. If the file stays
     locked for ``timeout`` seconds, a call raises `DedupStoreError`. ``clock`` is the time of guards that have none of
-    their own. After a fork a child has to open its own. A context manager.
+    their own. After a fork a child has to open its own.
     """
-
-    blocking = True
 
     def __init__(
         self,
@@ -268,7 +301,7 @@ class SqliteDedupStore(Closing):
             )
         if durability not in ("async", "sync"):
             raise ConfigError(f"durability: expected 'async' or 'sync', found {durability!r}")
-        self._statements = DedupStatements(table)
+        self.statements = DedupStatements(table)
         self._lock = Lock()
         self._process = os.getpid()
         self._connection: sqlite3.Connection | None = None
@@ -286,28 +319,6 @@ class SqliteDedupStore(Closing):
             raise self._failure(error) from error
         self._connection = connection
 
-    def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
-        parameters = {"key": key, "owner": owner, "now_ms": now_ms, "expires_at_ms": expires_at_ms}
-        rows, _ = self._execute(self._statements.claim, parameters)
-        outcome: int = rows[0][0]
-        return CLAIMS[outcome]
-
-    def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
-        return self._changes_row(
-            self._statements.finish,
-            {"key": key, "owner": owner, "now_ms": now_ms, "expires_at_ms": expires_at_ms},
-        )
-
-    def release(self, key: str, owner: str, now_ms: int) -> bool:
-        return self._changes_row(self._statements.release, {"key": key, "owner": owner, "now_ms": now_ms})
-
-    def read(self, key: str, now_ms: int) -> DedupRecord | None:
-        rows, _ = self._execute(self._statements.read, {"key": key, "now_ms": now_ms})
-        return DedupRecord(bool(rows[0][0]), rows[0][1], rows[0][2]) if rows else None
-
-    def purge(self, now_ms: int, limit: int) -> int:
-        return self._execute(self._statements.purge, {"now_ms": now_ms, "limit": limit})[1]
-
     def close(self) -> None:
         """Close the file. Closing again, or in a forked child, does nothing."""
         if self._process != os.getpid():
@@ -317,25 +328,17 @@ class SqliteDedupStore(Closing):
             if connection is not None:
                 connection.close()
 
-    def _execute(self, statement: str, parameters: dict[str, Any]) -> tuple[list[Any], int]:
-        """Run one statement; return its rows and the number of rows it changed."""
+    def _execute(self, statement: str, **parameters: str | int) -> StatementResult:
         # Before the lock: in a forked child a thread of the parent may hold it for good.
         if self._process != os.getpid():
             raise StoreClosedError(f"{self.path}: this handle was opened before a fork: open another one in the child")
         with self._lock:
             if self._connection is None:
                 raise StoreClosedError(f"{self.path}: this handle was closed: open another one")
-            cursor = self._connection.cursor()
             try:
-                cursor.execute(statement, parameters)
-                return cursor.fetchall(), cursor.rowcount
+                return run(self._connection, "named", statement, parameters)
             except sqlite3.Error as error:
                 raise self._failure(error) from error
-            finally:
-                cursor.close()  # Ctrl-C before all rows are fetched would keep the file locked
-
-    def _changes_row(self, statement: str, parameters: dict[str, Any]) -> bool:
-        return self._execute(statement, parameters)[1] == 1
 
     def _failure(self, error: sqlite3.Error) -> DedupStoreError:
         return DedupStoreError(f"{self.path}: {error}")

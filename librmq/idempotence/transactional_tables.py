@@ -22,7 +22,7 @@ from typing import Any, Final
 from librmq.client.transactions import CheckedMessage, OpenTransaction, TransactionProducer
 from librmq.clock import Clock, SystemClock
 from librmq.errors import ConfigError, TransactionRefusedError
-from librmq.idempotence.sqltables import Link, check_name, is_integrity_error, is_temporary_error, linked
+from librmq.idempotence.sqltables import Link, check_database, check_name, is_temporary_error, linked, purge_expired
 from librmq.idempotence.stores import KEEP_CONSUMED, dedup_key, to_milliseconds, unique_id
 from librmq.message.message import Message
 from librmq.protocol import TransactionState
@@ -104,25 +104,9 @@ class Transactional:
         if hasattr(session, "run_sync"):
             raise ConfigError(f"{type(session).__name__} needs `async with`, not `with`")
         link = Link(session)
-        if link.in_transaction:
-            raise ConfigError(
-                "expected no open transaction: commit or roll back first, because the record must come first"
-            )
-        link.check_transactions()
-        if self._key is None:
-            return True
-        try:
-            link.execute(
-                f"INSERT INTO {self._table} (dedup_key, expires_timestamp_ms) VALUES (:key, :expires_at_ms)",
-                key=self._key,
-                expires_at_ms=self._expires_at_ms,
-            )
-        except BaseException as error:
-            link.rollback()  # the record was the first statement
-            if is_integrity_error(error):
-                return False
-            raise
-        return True
+        link.check_can_begin()
+        insert = f"INSERT INTO {self._table} (dedup_key, expires_timestamp_ms) VALUES (:key, :expires_at_ms)"
+        return self._key is None or link.insert_first(insert, key=self._key, expires_at_ms=self._expires_at_ms)
 
 
 def purge_messages(connection: Any, now_ms: int, *, table: str = "rmq_messages") -> int:
@@ -130,11 +114,7 @@ def purge_messages(connection: Any, now_ms: int, *, table: str = "rmq_messages")
 
     ``connection`` is a SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection.
     """
-    check_name(table)
-    with linked(connection) as link:
-        purged = link.execute(f"DELETE FROM {table} WHERE expires_timestamp_ms <= :now_ms", now_ms=now_ms).changed
-        link.commit()
-        return purged
+    return purge_expired(connection, check_name(table), now_ms)
 
 
 # ---- local transactions
@@ -178,11 +158,7 @@ class LocalTransactions:
         Raises:
             ConfigError: ``database`` is neither, the table's name would have to be quoted, or ``keep`` is no duration.
         """
-        is_engine = hasattr(database, "dialect") and hasattr(database, "connect")
-        if not is_engine and (not callable(database) or hasattr(database, "cursor")):
-            raise ConfigError(
-                f"database: expected an Engine, or a function that opens a connection, found {database!r:.100}"
-            )
+        check_database(database)
         self._database = database
         self._table = check_name(table)
         self._keep_ms = to_milliseconds("keep", keep)
@@ -204,9 +180,7 @@ class LocalTransactions:
             TransactionRefusedError: A transaction with this message's id has ended before; the block does not run.
         """
         link = Link(session)
-        if link.in_transaction:
-            raise ConfigError("expected no open transaction: commit or roll back first, because the state comes first")
-        link.check_transactions()
+        link.check_can_begin()
         link.rollback()  # SQLAlchemy has begun a transaction to show its connection
         failure: Exception | None = None
         with producer.transaction(message) as opened:
@@ -293,22 +267,11 @@ class LocalTransactions:
         insert = (
             f"INSERT INTO {self._table} (transaction_id, state, expires_timestamp_ms) VALUES (:id, :state, :expires)"
         )
-        try:
-            link.execute(insert, id=transaction_id, state=state, expires=self._clock.now_ms() + self._keep_ms)
-        except BaseException as error:
-            link.rollback()
-            if is_integrity_error(error):
-                return False
-            raise
-        return True
+        return link.insert_first(insert, id=transaction_id, state=state, expires=self._clock.now_ms() + self._keep_ms)
 
     def purge(self, connection: Any) -> int:
         """Delete the rows that are older than ``keep``, and commit; return their number.
 
         ``connection`` is a SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection.
         """
-        purge = f"DELETE FROM {self._table} WHERE expires_timestamp_ms <= :now_ms"
-        with linked(connection) as link:
-            purged = link.execute(purge, now_ms=self._clock.now_ms()).changed
-            link.commit()
-            return purged
+        return purge_expired(connection, self._table, self._clock.now_ms())

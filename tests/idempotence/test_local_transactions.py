@@ -250,7 +250,7 @@ def test_what_is_refused(shop: Shop) -> None:
             raise AssertionError("begun")
     assert list(shop.broker.messages("RMQ_SYS_TRANS_HALF_TOPIC")) == []
     for database in ("sqlite:///shop.db", shop.place.connect()):
-        with pytest.raises(ConfigError, match="expected an Engine, or a function"):
+        with pytest.raises(ConfigError, match="expected an Engine or a function"):
             LocalTransactions(database)
     with pytest.raises(ConfigError, match="letters, digits"):
         LocalTransactions(shop.place.engine, table="my table")

@@ -507,7 +507,7 @@ def test_a_sender_checks_table_and_engine_at_its_start(embedded: Post, tmp_path:
     with closing(sqlite3.connect(tmp_path / "shop.db")) as connection:
         for wrong, said in (
             ("sqlite:///shop.db", "an Engine or a function that opens a connection, found .sqlite"),
-            (connection, "found Connection"),
+            (connection, "found <sqlite3.Connection"),
         ):
             with pytest.raises(ConfigError, match=said):
                 OutboxSender(wrong, embedded.producer)
