@@ -43,8 +43,8 @@ from librmq.idempotence.stores import (
     Claim,
     DedupStore,
     dedup_key,
+    lock_owners,
     purge_in_background,
-    renew_lock_after_fork,
     unique_id,
 )
 from librmq.listener import Delivered, ReconsumeLater
@@ -214,7 +214,7 @@ class DedupListener:
             getattr(listener, "__call__", None)  # noqa: B004 (an object whose call is a coroutine)
         )
         self._lock = Lock()
-        renew_lock_after_fork(self)
+        lock_owners.add(self)
 
     def __call__(self, message: Any) -> Any:  # noqa: ANN401 (a message or a list; what the listener returns)
         """Consume a message, or a list of them; a coroutine if the listener is one.

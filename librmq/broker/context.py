@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -31,6 +29,7 @@ from librmq.errors import (
 from librmq.metrics import Metrics
 from librmq.protocol import CopiedTables, ResponseCode
 from librmq.protocol.endpoint import Watchers
+from librmq.runtime.locks import Inherited
 from librmq.runtime.runner import Aside, Owner, Runner, Step, aside_by
 from librmq.scheduling.waiting import Cancellations
 from librmq.store import MessageStore
@@ -170,6 +169,7 @@ class BrokerLife:
 
     def inherited(self) -> None:
         """Note that this is a copy in a forked child."""
+        _open.discard(self)
         self.dead, self._why = True, "was opened before a fork: open the broker again in the child"
         self.release_lock()
 
@@ -217,14 +217,4 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-_open: Final[weakref.WeakSet[BrokerLife]] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for life in list(_open):
-        life.inherited()
-    _open.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_open: Final[Inherited[BrokerLife]] = Inherited(BrokerLife.inherited)

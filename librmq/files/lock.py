@@ -21,7 +21,7 @@ from typing import Final
 
 from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
 from librmq.files.interface import named
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Lock, call_in_child
 
 if sys.platform != "win32":
     import fcntl
@@ -156,8 +156,7 @@ def _after_fork() -> None:
     _held.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+call_in_child(_after_fork)
 
 
 def lock_holder(path: str) -> str | None:

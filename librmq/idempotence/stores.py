@@ -28,7 +28,7 @@ from librmq.listener import Delivered
 from librmq.runtime.background import Background
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock, critical
+from librmq.runtime.locks import Inherited, Lock, call_in_child, critical
 
 # ruff: noqa: D102 (the methods of a store are described at DedupStore)
 
@@ -152,7 +152,7 @@ class MemoryDedupStore:
         self._records: dict[str, DedupRecord] = {}
         self._expiries: list[tuple[int, str]] = []  # a heap, in which a record's former expiries stay until they pass
         self._lock = Lock()
-        renew_lock_after_fork(self)
+        lock_owners.add(self)
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         with self._lock:
@@ -389,24 +389,16 @@ def purge_in_background(store: DedupStore, clock: Clock) -> None:
         weakref.finalize(store, background.stop).atexit = False
 
 
-_lock_owners: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def renew_lock_after_fork(owner: object) -> None:
-    """Replace the ``_lock`` of ``owner`` in a forked child: a thread of the parent may hold it."""
-    _lock_owners.add(owner)
-
-
 def _after_fork() -> None:
     global _purging_lock
     _purging_lock = Lock()
-    for owner in _lock_owners:
-        owner._lock = Lock()
     _purging.clear()  # its threads are the parent's
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+call_in_child(_after_fork)
+
+lock_owners: Final[Inherited[Any]] = Inherited(lambda owner: setattr(owner, "_lock", Lock()))
+"""Objects whose ``_lock`` is replaced in a forked child: a thread of the parent may hold it."""
 
 
 # ---- times

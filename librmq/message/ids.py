@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import weakref
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -25,6 +24,7 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from librmq.errors import MalformedError, MessageIllegalError
+from librmq.runtime.locks import Inherited
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MILLISECOND: Final = timedelta(milliseconds=1)
@@ -75,16 +75,7 @@ class UniqueIds:
         return (self._ip + process + self._maker + since_ms.to_bytes(4, "big")).hex().upper()
 
 
-_live: weakref.WeakSet[UniqueIds] = weakref.WeakSet()
-
-
-def _begin_in_child() -> None:
-    for ids in list(_live):
-        ids._begin()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_in_child)
+_live: Final[Inherited[UniqueIds]] = Inherited(UniqueIds._begin)
 
 
 class UniqueIdParts(NamedTuple):

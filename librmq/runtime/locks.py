@@ -3,6 +3,8 @@
 Handlers run in the main thread, between two instructions. Up to Python 3.13 none runs between taking a lock of
 `threading` and entering the ``with`` block that releases it. From 3.14 on one can (python/cpython#148874), and the lock
 remains taken forever. So there these locks are taken by a step of an iterator, because no handler runs right after one.
+
+A forked child has none of its parent's threads: `call_in_child` and `Inherited` correct what it has of their locks.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ import threading
 from collections.abc import Callable
 from threading import get_ident
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from weakref import WeakSet
+
+T = TypeVar("T")
 
 if TYPE_CHECKING or sys.version_info < (3, 14):
     from threading import Lock as Lock  # noqa: TID251
@@ -183,5 +188,19 @@ def _note(number: int, frame: FrameType | None) -> None:
     critical.note(number, frame)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=critical.after_fork)
+def call_in_child(correct: Callable[[], object]) -> None:
+    """Call ``correct()`` in every forked child, in the order of these calls."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=correct)
+
+
+call_in_child(critical.after_fork)
+
+
+class Inherited(WeakSet[T]):
+    """Objects that a forked child must correct, because their threads and locks are the parent's."""
+
+    def __init__(self, correct: Callable[[T], object]) -> None:
+        """Call ``correct`` with each object that is in the set, in every forked child."""
+        super().__init__()
+        call_in_child(lambda: [correct(inherited) for inherited in list(self)])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import os
 import threading
-import weakref
 from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from functools import partial
@@ -16,7 +14,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.config import to_seconds
 from librmq.errors import RunnerClosedError, RunnerError
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock, RLock
+from librmq.runtime.locks import Inherited, Lock, RLock
 from librmq.runtime.runner import AT_ONCE, NEVER, Runner, Step, Work
 
 _log = EventLog("librmq.runner")
@@ -443,18 +441,13 @@ def _failure(work: Work, error: BaseException) -> RunnerError:
     return failure
 
 
-_runners: weakref.WeakSet[ThreadRunner] = weakref.WeakSet()
+def _leave_to_parent(runner: ThreadRunner) -> None:
+    runner._stopping = runner.is_inherited = True
+    runner._threads.clear()
+    runner.running.clear()
+    runner.lock = RLock()  # a thread of the parent can hold it
+    runner._parked.clear()
+    _runners.discard(runner)
 
 
-def _after_fork() -> None:
-    for runner in list(_runners):  # its threads belong to the parent
-        runner._stopping = runner.is_inherited = True
-        runner._threads.clear()
-        runner.running.clear()
-        runner.lock = RLock()  # a thread of the parent can hold it
-        runner._parked.clear()
-    _runners.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_runners: Final[Inherited[ThreadRunner]] = Inherited(_leave_to_parent)

@@ -28,7 +28,7 @@ from librmq.message.delay_levels import DelayLevels
 from librmq.runtime.compiled_core import CORE, CORE_STATE
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.lazy_numpy import import_numpy
-from librmq.runtime.locks import critical
+from librmq.runtime.locks import Inherited, call_in_child, critical
 from librmq.store.engine.append import Appender
 from librmq.store.engine.copies import CopiedRecords, CopyWriter, LogCopier
 from librmq.store.engine.dispatch import BitmapOf
@@ -108,11 +108,6 @@ def unlock_store(lock: FileLock) -> None:
     with critical:
         if _held.pop(lock, None) is not None:
             lock.release()
-
-
-def drop_locks() -> None:
-    """Leave the locks to the parent, in a forked child."""
-    _held.clear()
 
 
 _log = EventLog("librmq.store")
@@ -539,6 +534,7 @@ class StoreHandle:
 
     def after_fork(self) -> None:
         """Leave the store to the parent, in a forked child."""
+        _open_handles.discard(self)
         self.closed = "was opened before a fork: reopen the store in the child"
         self.thread.after_fork()
         self.retention.after_fork()
@@ -619,15 +615,5 @@ def _no_writes(path: str, master: str) -> str:
     )
 
 
-_open_handles: weakref.WeakSet[StoreHandle] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for handle in list(_open_handles):
-        handle.after_fork()
-    _open_handles.clear()
-    drop_locks()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_open_handles: Final[Inherited[StoreHandle]] = Inherited(StoreHandle.after_fork)
+call_in_child(_held.clear)  # the locks are the parent's

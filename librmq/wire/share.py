@@ -24,7 +24,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -73,7 +72,7 @@ from librmq.protocol.endpoint import Watchers
 from librmq.runtime.background import opened_in_thread
 from librmq.runtime.closing import AsyncClosing
 from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Inherited, Lock
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.format.directory import check_kind as check_store
@@ -569,16 +568,7 @@ class SharedBroker(AsyncClosing):
         self.runner.shutdown()
 
 
-_shared: Final[weakref.WeakSet[SharedBroker]] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for shared in list(_shared):
-        shared.inherited()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_shared: Final[Inherited[SharedBroker]] = Inherited(SharedBroker.inherited)
 
 
 class ShareKeywords(TypedDict, total=False):

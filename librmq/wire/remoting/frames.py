@@ -14,13 +14,11 @@ from __future__ import annotations
 import json
 import json.encoder
 import math
-import os
 import select
 import selectors
 import socket
 import ssl
 import struct
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
@@ -28,7 +26,7 @@ from json.encoder import encode_basestring
 from typing import Any, Final, NamedTuple, TypeVar, get_args, get_type_hints
 
 from librmq.errors import MalformedError
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Inherited, Lock
 
 MAX_FRAME: Final = 16 << 20
 """Most bytes in a frame that a broker accepts."""
@@ -435,23 +433,13 @@ IDLE_S: Final = 120
 SEND_S: Final = 30
 
 
-_of_this_process: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
+_of_this_process: Final[Inherited[socket.socket]] = Inherited(socket.socket.close)
 
 
 def close_in_child(opened: socket.socket) -> socket.socket:
     """Let a forked child close its copy of a socket, so that the other end sees when this process ends."""
     _of_this_process.add(opened)
     return opened
-
-
-def _after_fork() -> None:
-    for opened in list(_of_this_process):
-        opened.close()
-    _of_this_process.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 class FrameSocket:
