@@ -113,7 +113,8 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
     ],
     "scenario": [
         "scenario", ("drained in", _duration("drain_s")), ("at best", _duration("low_s")),
-        ("at worst", _duration("high_s")),
+        ("at worst", _duration("high_s")), ("a new message waits", _duration("new_wait_s")),
+        ("in the best queue", _duration("shortest_new_wait_s")),
         ("speed-up", lambda row: "" if row.get("speed_up") is None else f"{row['speed_up']:.2f}x"),
         "bound_by", "advice",
     ],

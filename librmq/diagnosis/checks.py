@@ -452,7 +452,7 @@ def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: boo
 # ---- design
 
 _FAR_APART = 100
-"""Ratio from which one topic of a group delays the other."""
+"""Ratio from which one topic of a group, or one tag of a topic, delays the other."""
 
 
 class TopicVolume(NamedTuple):
@@ -553,6 +553,17 @@ def _kind_findings(volume: TopicVolume, messages: list[StoredMessage], limits: T
                 {"key": key, "messages": count, **sample_evidence(len(messages), volume.messages)},
                 "If keys select the queue, that queue limits the topic: split the key, or give it its own topic.",
             )  # fmt: skip
+    tags = Counter(message.tags for message in messages if message.tags).most_common()
+    if tags and len(messages) >= limits.busy_messages and tags[0][1] >= _FAR_APART * tags[-1][1]:
+        (largest, most), (smallest, least) = tags[0], tags[-1]
+        yield Finding(
+            "uneven-tags", "warning", f"topic {volume.topic}",
+            f"Of the newest {counted(len(messages), 'message')} {most:,} have the tag {largest} and {least:,} the tag "
+            f"{smallest}, which wait behind them.",
+            {"tags": dict(tags[:NAMED]), "smallest": smallest, "messages": least, **cut_evidence(len(tags) > NAMED),
+             **sample_evidence(len(messages), volume.messages)},
+            "If the rare ones are urgent, give them a topic of their own, or their listener a greater weight.",
+        )  # fmt: skip
 
 
 def _group_findings(view: StoreView, volumes: dict[str, TopicVolume]) -> Iterator[Finding]:

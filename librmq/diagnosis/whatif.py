@@ -7,6 +7,10 @@
     inflow     a new message fills no batch: it takes a call of its own while fewer than 1000 wait in its queue
     downstream the services that listeners call bound the sum of rates
     wait       of a new message without backlog: Erlang's C, with the spread of the time of a call
+    new wait   of a new message behind the backlog: of each queue of its client, the messages that begin before it
+
+A client holds up to 1000 messages of each queue and begins them in the order in which they came, so a new message waits
+for what its client holds of all its queues, also in a queue without backlog.
 
 The allocation strategy itself assigns the queues. An added queue gets only new messages.
 """
@@ -103,6 +107,12 @@ class Estimate(NamedTuple):
     """The most queues of one client."""
     unowned_queues: int
     """Queues that the strategy gives to no client."""
+    new_wait_s: float | None
+    """Mean wait of a message that is stored now, in any of the queues, until its call begins; None if it is never."""
+    shortest_new_wait_s: float | None
+    """The same in the queue where it is shortest."""
+    longest_new_wait_s: float | None
+    """The same in the queue where it is longest."""
 
 
 class Scenario(NamedTuple):
@@ -135,13 +145,14 @@ def estimate(consumption: Consumption) -> Estimate:
     if limit is not None and rate > limit:
         rates = [client_rate * limit / rate for client_rate in rates]
         rate, bound = limit, "downstream"
+    utilisation = consumption.stored_per_s / rate if rate else math.inf
+    wait = _mean_wait(consumption, rate, utilisation)
     facts = (
         sum(not share for share in shares),
         max(map(len, shares)),
         len(unowned),
+        *((None, None, None) if unowned else _new_waits(consumption, shares, rates, wait or 0.0)),
     )
-    utilisation = consumption.stored_per_s / rate if rate else math.inf
-    wait = _mean_wait(consumption, rate, utilisation)
     total = sum(consumption.lags)
     if any(consumption.lags[queue] for queue in unowned) or (unowned and inflow):
         return Estimate(None, None, None, rate, utilisation, None, "unowned queues", *facts)
@@ -192,6 +203,23 @@ def _shares(consumption: Consumption) -> tuple[list[list[int]], list[int]]:
     shares = [[queue.queue_id for queue in consumption.strategy(client, queues, clients)] for client in clients]
     owned = {queue for share in shares for queue in share}
     return shares, [queue.queue_id for queue in queues if queue.queue_id not in owned]
+
+
+def _new_waits(
+    consumption: Consumption, shares: list[list[int]], rates: list[float], idle_wait: float
+) -> tuple[float, float, float]:
+    """Return the wait of a new message behind the backlog: its mean over the queues, the shortest and the longest."""
+    waits = []
+    for share, rate in zip(shares, rates, strict=True):
+        lags = [consumption.lags[queue] for queue in share]
+        queue_rate, held = rate, float(_HELD)
+        if consumption.is_orderly:  # a queue waits only for itself, or while all threads stay with others for a turn
+            queue_rate = rate / min(consumption.threads, len(lags)) if lags else rate
+            held = _TURN_S * queue_rate if sum(map(bool, lags)) > consumption.threads else 0.0
+        for lag_of_queue in lags:
+            ahead = sum(min(waiting, max(lag_of_queue, held)) for waiting in lags)
+            waits.append(max(ahead / rate, lag_of_queue / queue_rate, idle_wait))
+    return sum(waits) / len(waits), min(waits), max(waits)
 
 
 def _rate(consumption: Consumption, queues: int) -> float:
@@ -302,7 +330,14 @@ def what_if(consumption: Consumption) -> list[Scenario]:
         ),
         (
             "twice the queues", replace(consumption, lags=[*consumption.lags, *[0] * len(consumption.lags)]),
-            "New queues get only new messages; waiting messages do not move.",
+            "New queues get only new messages, which wait for what their instances hold of other queues.",
+        ),
+        (
+            "twice the queues and consumers",
+            replace(
+                consumption, lags=[*consumption.lags, *[0] * len(consumption.lags)], clients=2 * consumption.clients
+            ),
+            "New messages in new queues begin at once on instances that have no other queues.",
         ),
         (
             "a second broker", replace(consumption, lags=[*consumption.lags, *[0] * len(consumption.lags)]),

@@ -61,6 +61,22 @@ def test_a_frequent_key_is_found(sound: Kit) -> None:
     assert (found.kind, found.evidence["key"]) == ("skewed-key", "hot")
 
 
+def test_tags_of_unlike_volume(sound: Kit) -> None:
+    """A rare tag waits behind a frequent one; tags of like volume are sound."""
+    for tag, count in (("browsed", 99), ("paid", 1)):
+        for _ in range(count):
+            sound.producer().send("T", b"x", tags=tag)
+    assert kinds(sound) == []
+    sound.producer().send("T", b"x", tags="browsed")
+    (found,) = design_check(sound.broker, LIMITS)
+    assert (found.kind, found.subject, found.evidence["tags"]) == (
+        "uneven-tags",
+        "topic T",
+        {"browsed": 100, "paid": 1},
+    )
+    assert "paid, which wait behind" in found.what
+
+
 def test_a_group_over_topics_of_unlike_size(sound: Kit) -> None:
     sound.broker.create_topic("Other", 2)
     sound.producer().send("Other", b"x")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -70,19 +71,9 @@ class SlowListeners(ManualRunner):
         return any(work.about for work in self.running)
 
 
-def simulated(wanted: Consumption, seed: int) -> float:
-    """Return how many seconds real consumers take to drain such a backlog."""
-    step_ms = max(5, round(estimate(wanted).drain_s or 0))  # a thousandth of the estimate
-    runner = SlowListeners(wanted, seed)
-    left = list(wanted.lags)
-    late = set(range(len(left)))  # queues that have had waiting messages all the time
-
-    def listener(messages: Any) -> None:
-        for message in messages if isinstance(messages, list) else [messages]:
-            left[message.queue_id] -= 1
-            if not left[message.queue_id]:
-                late.discard(message.queue_id)
-
+@contextmanager
+def backlog(wanted: Consumption, runner: SlowListeners, listener: Any) -> Iterator[Broker]:
+    """Open a broker whose consumers begin to drain such a backlog."""
     config = StoreConfig(commitlog_file_size=16 << 20)
     with Broker.open("/b", runner=runner, files=MemoryFiles(), store_config=config) as broker:
         broker.create_topic(TOPIC, len(wanted.lags))
@@ -103,9 +94,26 @@ def simulated(wanted: Consumption, seed: int) -> float:
         for queue_id, lag in enumerate(wanted.lags):
             for _ in range(lag):
                 broker.store.append(Message(TOPIC, b"x"), queue_id)
-        begin = runner.now_ms()
         for consumer in consumers:
             consumer.resume()
+        yield broker
+
+
+def simulated(wanted: Consumption, seed: int) -> float:
+    """Return how many seconds real consumers take to drain such a backlog."""
+    step_ms = max(5, round(estimate(wanted).drain_s or 0))  # a thousandth of the estimate
+    runner = SlowListeners(wanted, seed)
+    left = list(wanted.lags)
+    late = set(range(len(left)))  # queues that have had waiting messages all the time
+
+    def listener(messages: Any) -> None:
+        for message in messages if isinstance(messages, list) else [messages]:
+            left[message.queue_id] -= 1
+            if not left[message.queue_id]:
+                late.discard(message.queue_id)
+
+    with backlog(wanted, runner, listener) as broker:
+        begin = runner.now_ms()
         sent = 0
         while True:
             runner.take(step_ms)
@@ -172,6 +180,48 @@ def test_the_estimate_is_within_15_percent_of_simulations(seed: int) -> None:
     assert expected.low_s is not None
     assert expected.low_s <= mean <= (expected.high_s or math.inf)
     assert mean == pytest.approx(expected.drain_s, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        Consumption(lags=[1000], handler_s=0.1, handler_spread=0, threads=1),
+        Consumption(lags=[3000, 1500, 200, 0], handler_s=0.01, handler_spread=0, threads=1),
+        Consumption(lags=[3000, 1500, 200], handler_s=0.05, threads=4),
+        Consumption(lags=[300, 300, 0, 0], handler_s=0.05, threads=4, clients=4),
+        Consumption(lags=[300, 300, 0, 0], handler_s=0.05, handler_spread=0, threads=4, batch_size=4),
+        Consumption(lags=[300, 100, 0, 0], handler_s=0.05, handler_spread=0, threads=8, is_orderly=True),
+        Consumption(lags=[600, 300, 0, 0], handler_s=0.05, handler_spread=0, threads=1, is_orderly=True),
+    ],
+)
+def test_the_wait_of_a_new_message_is_as_simulated(wanted: Consumption) -> None:
+    """One message comes to each queue just after consumers have pulled what they hold."""
+    runner = SlowListeners(wanted, 1)
+    waits_s: dict[int, float] = {}
+
+    def listener(messages: Any) -> None:
+        for message in messages if isinstance(messages, list) else [messages]:
+            if message.body == b"new":
+                waits_s[message.queue_id] = (runner.now_ms() - begin) / 1000
+
+    with backlog(wanted, runner, listener) as broker:
+        begin = runner.now_ms()
+        runner.take(1)
+        for queue_id in range(len(wanted.lags)):
+            send(broker, TOPIC, b"new", queue_id)
+        while len(waits_s) < len(wanted.lags):
+            runner.take(50)
+    expected = estimate(wanted)
+    mean_s = sum(waits_s.values()) / len(waits_s)
+    assert mean_s == pytest.approx(expected.new_wait_s, rel=0.15)
+    if not wanted.is_orderly or wanted.threads > 1:  # else the first turns are chance
+        assert min(waits_s.values()) == pytest.approx(expected.shortest_new_wait_s, rel=0.15, abs=0.1)
+        assert max(waits_s.values()) == pytest.approx(expected.longest_new_wait_s, rel=0.15)
+
+
+def test_a_new_message_behind_a_queue_that_no_client_has() -> None:
+    no_client = Consumption(lags=[5, 5], handler_s=1, strategy=lambda client, queues, clients: list(queues[:1]))
+    assert estimate(no_client)[-3:] == (None, None, None)
 
 
 def test_changes_that_help_and_that_do_not() -> None:
