@@ -20,7 +20,7 @@ from librmq.cli import main
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, FlushFailedError, StoreIOError, StoreLockedError
 from librmq.message.message import Message
-from librmq.store import MessageStore
+from librmq.store import MessageStore, verify
 
 CONFIG = StoreConfig.tiny()
 LOCKER = Path(__file__).with_name("Locker.java")
@@ -124,6 +124,7 @@ def test_two_writers_in_two_processes(store: Path) -> None:
         assert said == "locked"
         for _ in range(3):
             assert_refused(store, f"process {child.pid}")
+        assert any(str(child.pid) in note for note in verify(store, CONFIG).notes)
         with MessageStore.open(store, read_only=True) as reader:
             assert len(list(reader)) == 1
     fill(store)

@@ -683,6 +683,10 @@ def test_a_forked_child_gets_no_promise_from_its_parents_handle(tmp_path: Path) 
                 store.recover,
                 store.verify,
                 lambda: store.append(Message("t", b"3")),
+                lambda: store.append_batch([Message("t", b"3")]),
+                lambda: store.read("t", 0, 0),
+                lambda: store.find_by_key("t", "k"),
+                lambda: list(store),
                 lambda: store.submit(Message("t", b"3")),
                 lambda: store.run_due(0),
             ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import threading
 from pathlib import Path
 
 import pytest
@@ -233,46 +232,6 @@ def test_without_links_all_files_are_copied(code: int) -> None:
 
 
 # -------------------------------------------------------------------------------------- snapshots of a store in use
-
-
-@pytest.mark.slow
-@configs
-def test_writers_continue_meanwhile(config: StoreConfig) -> None:
-    files = MemoryFiles()
-    store = opened(files, config)
-    acknowledged: list[tuple[int, bytes]] = []
-    half = threading.Barrier(3)
-
-    def write(number: int) -> None:
-        for n in range(240):
-            if n == 60:
-                half.wait()
-            body = b"%d %d " % (number, n) + b"x" * (n % 90)
-            result = store.append(Message(f"Topic{number}", body, keys=f"k{n}", tags="a"), n % 2)
-            acknowledged.append((result.physical_offset, body))
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    half.wait()
-    taken = []
-    for number in range(4):
-        known = list(acknowledged)
-        taken.append((f"/snapshots/{number}", known))
-        store.snapshot(f"/snapshots/{number}", copy=number % 2 > 0)
-    for thread in threads:
-        thread.join()
-    store.close()
-    assert len(taken[0][1]) >= 120
-    for target, known in taken:
-        assert verify(target, config, files).sound
-        with open_target(files, target, config) as copy:
-            there = served(copy)
-            for place, body in known:
-                assert there[place].body == body
-            assert set(there) <= {place for place, _ in acknowledged}
-    with opened(files, config) as again:
-        assert len(served(again)) == 480
 
 
 WRITER = """

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import random
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,24 +20,21 @@ from librmq.consumequeue import ExtUnit
 from librmq.errors import (
     ConfigError,
     CorruptionError,
-    FlushFailedError,
     MessageIllegalError,
     ReadOnlyError,
     RmqError,
     StoreClosedError,
-    StoreIOError,
     StoreLockedError,
 )
-from librmq.files.disk import DiskFiles
 from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.store import GetStatus, MessageStore
 from librmq.store.recovery.verify import verify
-from librmq.testing import FailingFiles, RecordingFiles
-from tests.budget import many, step
-from tests.programs import in_child, run_program, start_program
+from librmq.testing import RecordingFiles
+from tests.budget import many
+from tests.programs import run_program
 from tests.stores import (
     ROOT,
     SMALL,
@@ -48,7 +43,6 @@ from tests.stores import (
     OpenedFiles,
     configs,
     contents,
-    derived,
     died,
     fill,
     filled,
@@ -493,18 +487,7 @@ print("done")
 @pytest.mark.platform
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs a limit of descriptors")
 def test_6_000_queues_with_1024_descriptors() -> None:
-    many_queues(6_000)
-
-
-@pytest.mark.slow
-@pytest.mark.platform
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs a limit of descriptors")
-def test_more_queues_than_descriptors() -> None:
-    many_queues(1_100)
-
-
-def many_queues(queues: int) -> None:
-    done = run_program(MANY, queues, 1024)
+    done = run_program(MANY, 6_000, 1024)
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
 
 
@@ -557,61 +540,6 @@ def test_one_writer_at_a_time(files: MemoryFiles, store: MessageStore) -> None:
         assert [message.body for message in reader] == [b"first"]
     store.close()
     opened(files).close()
-
-
-@pytest.mark.slow
-def test_a_lock_of_another_process_is_named(tmp_path: Path) -> None:
-    program = (
-        "import sys\nfrom librmq.store import MessageStore\nfrom librmq.config import StoreConfig\n"
-        "with MessageStore.open(sys.argv[1], StoreConfig.tiny()):\n"
-        "    print('open', flush=True)\n    sys.stdin.read()\n"
-    )
-    with start_program(program, tmp_path / "s") as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "open\n"
-        with pytest.raises(StoreLockedError, match=str(other.pid)):
-            MessageStore.open(tmp_path / "s", StoreConfig.tiny())
-        assert any(str(other.pid) in note for note in verify(str(tmp_path / "s"), StoreConfig.tiny()).notes)
-        other.communicate()
-    MessageStore.open(tmp_path / "s", StoreConfig.tiny()).close()
-
-
-@pytest.mark.slow
-@pytest.mark.platform
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_handle_is_unusable_after_a_fork(tmp_path: Path) -> None:
-    store = MessageStore.open(tmp_path, SMALL, background=False)  # a background thread would prepare files meanwhile
-    store.append(Message("T", b"parent"))
-    before = derived(contents(DiskFiles(), str(tmp_path)))
-
-    def call_all() -> None:
-        for call in (
-            lambda: store.append(Message("T", b"child")),
-            lambda: store.append_batch([Message("T", b"child")]),
-            lambda: store.read("T", 0, 0),
-            lambda: store.find_by_key("T", "k"),
-            lambda: list(store),
-            store.flush,
-            store.recover,
-            store.verify,
-        ):
-            with pytest.raises(StoreClosedError, match="fork"):
-                call()
-        store.close()  # does nothing
-        with pytest.raises(StoreLockedError, match=str(os.getppid())):
-            MessageStore.open(tmp_path, SMALL)
-
-    in_child(call_all)
-    after = contents(DiskFiles(), str(tmp_path))
-    assert "abort" in after
-    assert {path: after[path] for path in before} == before
-    store.append(Message("T", b"parent again"))
-    with pytest.raises(StoreLockedError):
-        MessageStore.open(tmp_path, SMALL)
-    store.close()
-    with MessageStore.open(tmp_path, SMALL) as store:
-        assert [message.body for message in store] == [b"parent", b"parent again"]
 
 
 def test_a_closed_handle_refuses(store: MessageStore) -> None:
@@ -709,123 +637,7 @@ def test_iterating_while_appending(store: MessageStore) -> None:
     assert len(found) <= 51
 
 
-# ------------------------------------------------------------------------------------------------------ full disks
-
-
-@pytest.mark.slow
-@configs
-@pytest.mark.parametrize("call", ["create", "reserve", "make_folder"])
-def test_a_full_disk_loses_nothing_that_was_acknowledged(call: str, config: StoreConfig) -> None:
-    """Whichever call fails, the caller gets the error, acknowledged messages stay, and the store continues."""
-    for number in itertools.count(1, step()):
-        memory = MemoryFiles()
-        files = FailingFiles(memory)
-        clock = ManualClock(START_MS)
-        store = MessageStore.open(ROOT, config, files=files, clock=clock)
-        files.fail(call, number)
-        rng = random.Random(9)
-        acknowledged: dict[int, bytes] = {}
-        failed = 0
-        for n in range(50):
-            topic, queue_id, size = rng.choice(["A", "B"]), rng.randrange(2), rng.choice([10, 300])
-            message = Message(topic, b"%d" % n * size, keys=f"k{n}", tags="T")
-            try:
-                if n % 5 == 4:
-                    results = store.append_batch([message, message], queue_id)
-                else:
-                    results = [store.append(message, queue_id)]
-            except StoreIOError as error:
-                failed += 1 if error.errno == errno.ENOSPC else 100
-                continue
-            acknowledged |= {result.physical_offset: message.body for result in results}
-        try:
-            store.flush()
-        except StoreIOError:
-            failed += 1
-        killed = died(memory)
-        try:
-            store.close()
-        except StoreIOError:
-            failed += 1
-            assert "abort" in contents(memory)
-        assert failed <= 1
-        for again in (memory, killed):
-            with opened(again, config) as reopened:
-                there = {place: message.body for place, message in served(reopened).items()}
-                assert there.items() >= acknowledged.items()
-            verdict = verify(ROOT, config, again)
-            assert verdict.sound, (number, verdict.damage)
-        if not failed:
-            assert number > 2
-            break
-
-
-@pytest.mark.parametrize("call", ["flush", "flush_folder", "write", "list", "lock", "open"])
-def test_errors_of_the_system_are_reported(call: str) -> None:
-    files = FailingFiles(in_memory(filled(SMALL, 40)))
-    files.fail(call, 1, errno.EIO)
-
-    def use() -> None:
-        with opened(files) as store:
-            store.append(Message("New", b""))
-            store.flush()
-
-    with pytest.raises((StoreIOError, FlushFailedError)) as told:
-        use()
-    assert os.strerror(errno.EIO) in str(told.value)
-    assert call in str(told.value).replace("flush the folder", "flush_folder")
-    with opened(files) as store:
-        assert len(served(store)) in (40, 41)
-
-
 # --------------------------------------------------------------------------------------------------------- threads
-
-
-@pytest.mark.slow
-@configs
-def test_many_read_while_one_writes(tmp_path: Path, config: StoreConfig) -> None:
-    """Readers see a queue grow without a hole and without anything half written."""
-    clock = ManualClock(START_MS)
-    failures: list[BaseException] = []
-    seen = [0, 0]
-    done = threading.Event()
-    with MessageStore.open(tmp_path, config, clock=clock) as store:
-
-        def read(reader: int) -> None:
-            rng = random.Random(reader)
-            while not (done.is_set() and seen[reader]):
-                for topic, queue_id in list(store.queues):
-                    queue_offset = 0
-                    while messages := store.read(topic, queue_id, queue_offset, rng.choice([1, 32])).messages:
-                        offsets = [message.queue_offset for message in messages]
-                        assert offsets == list(range(queue_offset, queue_offset + len(messages)))
-                        assert all(message.crc_ok and message.topic == topic for message in messages)
-                        queue_offset += len(messages)
-                        seen[reader] += len(messages)
-                assert all("key1" in message.keys for message in store.find_by_key("TopicA", "key1"))
-                assert sum(1 for _ in store) <= 700
-
-        def guarded(reader: int) -> None:
-            try:
-                read(reader)
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=guarded, args=(reader,)) for reader in range(2)]
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(1e-4)  # otherwise the writer waits 10 ms each time it releases the interpreter
-        try:
-            for thread in threads:
-                thread.start()
-            fill(store, clock, random.Random(1), 600)
-        finally:
-            sys.setswitchinterval(before)
-            done.set()
-        for thread in threads:
-            thread.join()
-    assert failures == []
-    assert min(seen) > 0
-    assert verify(str(tmp_path), config).sound
 
 
 def test_producers_in_many_threads(files: MemoryFiles) -> None:

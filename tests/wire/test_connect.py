@@ -23,10 +23,9 @@ from librmq import (
     Producer,
     StoreConfig,
     StoreFullError,
-    TransactionState,
 )
 from librmq.files import MemoryFiles
-from librmq.protocol import LockQueues, PullMessage, Receive, UpdateOffset
+from librmq.protocol import PullMessage, Receive, UpdateOffset
 from librmq.wire.remote import ClusterAdmin, RemoteRoute
 from librmq.wire.remoting import RemotingServer, listen
 
@@ -127,45 +126,6 @@ def test_a_sent_message_is_stored_as_by_a_local_producer(served: Served) -> None
     assert sent.message_id == found.unique_key
 
 
-def test_a_batch_and_one_way_messages_are_stored(served: Served) -> None:
-    served.broker.create_topic("orders", 1)
-    inbox = Inbox(5)
-    consumer = librmq.PushConsumer(served.route, "g", consume_from=ConsumeFrom.FIRST)
-    consumer.subscribe("orders", inbox)
-    with consumer, librmq.Producer(served.route, "shop") as producer:
-        producer.send_batch([Message("orders", b"%d" % number) for number in range(3)])
-        producer.send_oneway("orders", b"3")
-        producer.send("orders", b"4")
-        assert sorted(inbox.wait()) == [b"0", b"1", b"2", b"3", b"4"]
-
-
-def test_a_consumer_gets_a_topic_that_is_created_later(route: RemoteRoute) -> None:
-    inbox = Inbox(20)
-    consumer = librmq.PushConsumer(route, "g")
-    consumer.subscribe("later", inbox)
-    with consumer, librmq.Producer(route, "shop") as producer:
-        for number in range(20):
-            producer.send("later", b"%d" % number)
-        assert set(inbox.wait()) == {b"%d" % number for number in range(20)}
-
-
-def test_a_pull_consumer_polls_and_commits(served: Served) -> None:
-    served.broker.create_topic("orders", 1)
-    with librmq.Producer(served.route, "shop") as producer:
-        for number in range(10):
-            producer.send("orders", b"%d" % number)
-    with librmq.PullConsumer(served.route, "g", consume_from=ConsumeFrom.FIRST, auto_commit=False) as consumer:
-        consumer.subscribe("orders")
-        bodies: list[bytes] = []
-        while len(bodies) < 10:
-            bodies += [message.body for message in consumer.poll(WAIT_S)]
-        consumer.commit()
-        (queue,) = consumer.queues("orders")
-        assert consumer.committed(queue) == consumer.max_offset(queue) == 10
-    assert bodies == [b"%d" % number for number in range(10)]
-    assert served.broker.consumer_offset("g", "orders", 0) == 10
-
-
 def test_async_sends_and_polls(served: Served) -> None:
     served.broker.create_topic("orders", 1)
 
@@ -181,51 +141,6 @@ def test_async_sends_and_polls(served: Served) -> None:
                 return bodies
 
     assert sorted(asyncio.run(run())) == [b"0", b"1", b"2", b"3", b"4"]
-
-
-def test_a_failed_message_is_sent_back(served: Served) -> None:
-    served.broker.create_topic("orders", 1)
-    attempts: list[int] = []
-    is_done = threading.Event()
-
-    def listen_to(message: librmq.DeliveredMessage) -> None:
-        attempts.append(message.reconsume_times)
-        if not message.reconsume_times:
-            raise librmq.ReconsumeLater(delay_level=1)
-        is_done.set()
-
-    consumer = librmq.PushConsumer(served.route, "g", consume_from=ConsumeFrom.FIRST)
-    consumer.subscribe("orders", listen_to)
-    with consumer, librmq.Producer(served.route, "shop") as producer:
-        producer.send("orders", b"x")
-        assert is_done.wait(WAIT_S)
-    assert attempts == [0, 1]
-
-
-def test_an_orderly_consumer_locks_its_queues(served: Served) -> None:
-    served.broker.create_topic("orders", 2)
-    inbox = Inbox(10)
-    consumer = librmq.PushConsumer(served.route, "g", orderly=True, consume_from=ConsumeFrom.FIRST)
-    consumer.subscribe("orders", inbox)
-    with consumer, librmq.Producer(served.route, "shop") as producer:
-        for number in range(10):
-            producer.send("orders", b"%d" % number, queue=0)
-        assert inbox.wait() == [b"%d" % number for number in range(10)]
-        queues = frozenset(librmq.MessageQueue("orders", "broker-a", number) for number in range(2))
-        assert not served.broker.call(LockQueues("g", "another", queues))
-    assert served.broker.call(LockQueues("g", "another", queues)) == queues
-
-
-def test_a_transaction_commits(served: Served) -> None:
-    served.broker.create_topic("orders", 1)
-    inbox = Inbox(1)
-    consumer = librmq.PushConsumer(served.route, "g", consume_from=ConsumeFrom.FIRST)
-    consumer.subscribe("orders", inbox)
-    producer = librmq.TransactionProducer(served.route, "shop", lambda message: TransactionState.UNKNOWN)
-    with consumer, producer:
-        producer.send_in_transaction(Message("orders", b"no"), execute=lambda *_: TransactionState.ROLLBACK)
-        producer.send_in_transaction(Message("orders", b"yes"), execute=lambda *_: TransactionState.COMMIT)
-        assert inbox.wait() == [b"yes"]
 
 
 def test_two_members_share_the_queues(served: Served) -> None:
