@@ -1,16 +1,12 @@
-"""A fuzzer of the parser of filter expressions, and the properties that hold for any string.
+"""The properties of the parser of filter expressions that hold for any string, and strings that resemble expressions.
 
-Run ``python -m tests.fuzz.filter_parser [libFuzzer options]`` from the root of the checkout, for example with
-``-max_total_time=60``. This needs the package ``atheris``, which guides the fuzzer by code coverage. Without atheris,
-`mutants` changes expressions blindly; the slow tests do so.
+The target ``filter`` of `tests.fuzz.formats` checks them, led by code coverage.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from random import Random
-from typing import Any
 
 from librmq.errors import FilterEvaluationError, FilterSyntaxError
 from librmq.filter import interpreter
@@ -99,20 +95,3 @@ def _changed(random: Random, text: str, dialect: str) -> str:
             return f"{text[:at]}'{random.choice(TEXTS)}'{text[to:]}"
         case _:  # repeat a piece many times
             return text[:at] + random.choice(PIECES) * random.choice((2, 30, 3000)) + text[at:]
-
-
-def main() -> None:
-    import atheris  # type: ignore[import,unused-ignore]
-
-    def once(data: bytes) -> Any:
-        given = atheris.FuzzedDataProvider(data)
-        dialect: Dialect = "5.3" if given.ConsumeBool() else "4.9"
-        check(given.ConsumeUnicode(4096), dialect)
-
-    atheris.instrument_all()
-    atheris.Setup(sys.argv, once)
-    atheris.Fuzz()
-
-
-if __name__ == "__main__":
-    main()

@@ -4,6 +4,7 @@ Run ``python -m tests.fuzz.formats TARGET [libFuzzer options] [folders]`` from t
 with ``record -max_total_time=60``. This needs the package ``atheris``, which guides the fuzzer by code coverage. It
 begins with the files in ``tests/fuzz/corpus/TARGET``, which include inputs that once did harm. Without atheris,
 `mutants` changes these files blindly. A target is a function that takes bytes and raises if something does not hold.
+``oss_fuzz/`` beside this module makes a program of each target for OSS-Fuzz.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from tests.stores import Contents
 
-__all__ = ["CORPUS", "TARGETS", "main", "mutants", "seeds"]
+__all__ = ["CORPUS", "TARGETS", "fuzz", "mutants", "seeds"]
 
 CORPUS: Final = Path(__file__).parent / "corpus"
 _LONGEST: Final = 8192
@@ -196,6 +197,34 @@ def json(data: bytes) -> None:
             config.persist(1_700_000_000_000)
 
 
+def filter(data: bytes) -> None:
+    """Parse bytes as a filter expression; the first one selects the dialect."""
+    from tests.fuzz.filter_parser import check
+
+    check(data[1:].decode(errors="surrogateescape"), "5.3" if data[:1] > b"m" else "4.9")
+
+
+def core(data: bytes) -> None:
+    """Let bytes draw what is called in the compiled core, and with which damage; nothing without a core."""
+    from librmq.runtime.compiled_core import CORE
+    from tests.fuzz.core import Drawn
+
+    if CORE.module is not None:
+        fuzzer = _core_fuzzer()
+        fuzzer.chance = Drawn(data)
+        fuzzer.run(calls=8)
+        if fuzzer.store.log.end > 1 << 26:
+            _core_fuzzer.cache_clear()
+
+
+@cache
+def _core_fuzzer() -> Any:
+    """Return calls of the core with a store of their own, which grows."""
+    from tests.fuzz.core import Fuzzer
+
+    return Fuzzer(Random(1))
+
+
 def store(data: bytes) -> None:
     """Change a small store: the first byte selects it; each change is a file, a place, a length and new bytes."""
     from librmq.errors import ConfigError, StoreError
@@ -307,7 +336,7 @@ def _files(folder: str, data: bytes, file_size: int) -> Any:
 
 
 TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
-    target.__name__: target for target in (record, log, queue, index, ext, checkpoint, json, store)
+    target.__name__: target for target in (record, log, queue, index, ext, checkpoint, json, filter, core, store)
 }
 
 
@@ -316,7 +345,7 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
 
 def seeds(target: str) -> list[bytes]:
     """Return the corpus of a target."""
-    return [path.read_bytes() for path in sorted((CORPUS / target).iterdir())]
+    return [path.read_bytes() for path in sorted((CORPUS / target).glob("*"))]
 
 
 def mutants(target: str, random: Random) -> Iterator[bytes]:
@@ -345,18 +374,18 @@ def mutants(target: str, random: Random) -> Iterator[bytes]:
         yield bytes(data[:_LONGEST])
 
 
-def main(arguments: list[str]) -> None:
-    """Fuzz one target; atheris ends the process."""
+def fuzz(name: str, *options: str) -> None:
+    """Fuzz one target with these options and folders of libFuzzer; atheris ends the process."""
     import atheris  # type: ignore[import,unused-ignore]
 
-    target = TARGETS[arguments[1]]
+    target = TARGETS[name]
     with atheris.instrument_imports(include=["librmq"]):  # librmq must not be imported earlier
         logging.disable()
-        for data in (b"", *seeds(target.__name__)):  # imports what it needs; to instrument all of librmq takes long
+        for data in (b"", *seeds(name)):  # imports what it needs; to instrument all of librmq takes long
             target(data)
-    atheris.Setup([arguments[0], *arguments[2:], str(CORPUS / target.__name__)], target)
+    atheris.Setup([sys.argv[0], *options], target)
     atheris.Fuzz()
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    fuzz(*sys.argv[1:], str(CORPUS / sys.argv[1]))

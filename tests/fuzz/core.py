@@ -1,12 +1,13 @@
 """Fuzzes the compiled core under sanitizers: builds it with them in a scratch folder, and feeds it damaged data.
 
-``python tools/fuzz_core.py [--seconds N] [--seed N]``; without a C compiler or its sanitizers it says so and ends well.
+``python -P tests/fuzz/core.py [--seconds N] [--seed N]``; without a C compiler or its sanitizers it says so.
 A reading beyond a buffer, an undefined operation or a crash ends it with status 1 and the sanitizer's report.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import mmap
 import os
 import random
@@ -15,7 +16,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import accumulate, pairwise
@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from librmq.clock import SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import RmqError
 from librmq.files.memory import MemoryFiles
@@ -31,7 +32,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.runtime.compiled_core import CORE, CORE_STATE
 from librmq.store import MessageStore
 
-SOURCE: Final = Path(__file__).resolve().parent.parent / "core"
+SOURCE: Final = Path(__file__).resolve().parents[2] / "core"
 FLAGS: Final = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
 NAMES: Final = ("TAGS", "KEYS", "UNIQ_KEY", "DELAY", "WAIT", "region", "é", "n" * 300, "\U0001f600")
 USUAL_NAMES: Final = ("TAGS", "KEYS", "UNIQ_KEY", "region", "amount")
@@ -50,14 +51,32 @@ def damaged(chance: random.Random, data: bytes) -> bytes:
     return bytes(made[: chance.randrange(len(made) + 1)] if chance.random() < 0.3 else made)
 
 
+class Drawn(random.Random):
+    """Chance that a fuzzer leads: it comes from bytes, and behind their end from a seed, so that loops end."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(len(data))
+        self._left = int.from_bytes(data, "little")
+
+    def getrandbits(self, k: int, /) -> int:
+        if not self._left:
+            return super().getrandbits(k)
+        drawn = self._left & ((1 << k) - 1)
+        self._left >>= -(-k // 8) * 8
+        return drawn
+
+    def random(self) -> float:
+        return self.getrandbits(16) / (1 << 16)
+
+
 class Fuzzer:
     """Calls of the core with data that no caller would give."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, chance: random.Random) -> None:
         if CORE.module is None:
             raise SystemExit(f"the core that was just built does not run: {CORE_STATE}")
         self.core = CORE.module
-        self.chance = random.Random(seed)
+        self.chance = chance
         config = StoreConfig.tiny(commitlog_file_size=1 << 20)
         self.store = MessageStore.open("/store", config, files=MemoryFiles(), background=False)
         self.log = b""
@@ -152,16 +171,17 @@ class Fuzzer:
         places = [self.chance.choice((-1, 0, 5, len(data), len(data) + 1, 1 << 62)) for _ in range(20)]
         self.core.checksums(data, np.array(places[:10]), np.array(places[10:]))
 
-    def run(self, seconds: float) -> int:
-        """Call everything until the time is over; return the number of calls."""
+    def run(self, seconds: float = math.inf, calls: int = 1 << 62) -> int:
+        """Call everything until the time is over, or so many calls were made; return their number."""
         parts: list[Callable[[], Any]] = [
             self.append, self.scan, self.pull, self.index, self.checksum, lambda: self.read_body(self.log[:300])
         ]  # fmt: skip
-        calls, end = 0, time.monotonic() + seconds
-        while time.monotonic() < end:
+        clock, made = SystemClock(), 0
+        end_ms = clock.now_ms() + seconds * 1000
+        while made < calls and clock.now_ms() < end_ms:
             self.chance.choice(parts)()
-            calls += 1
-        return calls
+            made += 1
+        return made
 
 
 def main() -> int:
@@ -171,7 +191,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the damage (1)")
     options = parser.parse_args()
     if "ASAN_OPTIONS" in os.environ:  # in the process that is started below
-        fuzzer = Fuzzer(options.seed)
+        fuzzer = Fuzzer(random.Random(options.seed))
         print(f"{fuzzer.run(options.seconds)} calls, {fuzzer.core.counts()}: nothing found")
         return 0
     compiler = shutil.which(os.environ.get("CC", "gcc")) or "false"
