@@ -41,55 +41,40 @@ class CheckPass:
     ``queue_offset`` is the offset of the next half. Not thread-safe.
     """
 
-    def __init__(  # noqa: PLR0913 (each is a collaborator or a limit of its own)
+    def __init__(
         self,
         store: MessageStore,
         offsets: TransactionOffsets,
         start_ms: int,
-        *,
-        timeout_ms: int,
-        longest_ms: int,
-        check_max: int,
-        reserved_ms: int,
-        has_ended: Callable[[int], bool],
-        ask: Callable[[StoredMessage, int], None],
-        discarded: Callable[[StoredMessage, int], None],
-        make_topic: Callable[[str], None],
-        is_reachable: Callable[[str], bool] | None,
+        config: TransactionConfig,
+        hooks: CheckHooks,
         uncounted: set[int],
+        result: Checked | None,
     ) -> None:
-        """Begin a pass, with the limits of `librmq.txn.TransactionConfig`.
+        """Begin a pass.
 
         Args:
             store: Open for writing.
             offsets: Keeps the progress.
             start_ms: Start of the pass.
-            timeout_ms: Age of a half at its first check, unless it has an immunity of its own.
-            longest_ms: A pass that takes longer ends early.
-            check_max: A half is discarded after this many checks.
-            reserved_ms: A half is discarded at this age.
-            has_ended: ``has_ended(queue_offset)`` returns whether a half ended during the pass.
-            ask: ``ask(copy, check_times)`` is called for each appended copy.
-            discarded: ``discarded(half, check_times)`` is called for each discarded half.
-            make_topic: ``make_topic(topic)`` is called before a topic is needed.
-            is_reachable: ``is_reachable(group)`` returns whether a producer of the group can be asked. A check that
-                reaches none does not count; with None each check counts, as in 4.9.
+            config: Its limits.
+            hooks: Functions that it calls.
             uncounted: Queue offsets of copies whose last check reached no producer.
+            result: Collects the questions and discards; None drops them.
         """
-        self._is_reachable = is_reachable
-        self._uncounted = uncounted
-        self._reachable_at = -1
+        hooks.make_topic(HALF_TOPIC)
         self._store = store
         self._offsets = offsets
         self._start_ms = start_ms
-        self._timeout_ms = timeout_ms
-        self._longest_ms = longest_ms
-        self._check_max = check_max
-        self._reserved_ms = reserved_ms
-        self._has_ended = has_ended
-        self._ask = ask
-        self._discarded = discarded
-        self._make_topic = make_topic
+        self._hooks = hooks
+        self._uncounted = uncounted
+        self._result = result
+        self._reachable_at = -1
+        self._timeout_ms = round(1000 * config.timeout_s)
+        self._longest_ms = round(1000 * config.longest_pass_s)
+        self._check_max = config.check_max
+        hours = store.config.file_reserved_hours if config.reserved_hours is None else config.reserved_hours
+        self._reserved_ms = (_RESERVED_HOURS if hours is None else hours) * 3_600_000  # None: messages of any age
         self._begin = self.queue_offset = progress(store, offsets, HALF_TOPIC)
         queue = store.queue(HALF_TOPIC, QUEUE)
         self._end = 0 if queue is None else queue.max_offset  # its own copies wait for the next pass
@@ -158,7 +143,7 @@ class CheckPass:
                 return True
             if previous_born_ms is None and self._last_born_ms is None:
                 break  # no op message yet: 4.9 would read again until the pass times out
-        if self._has_ended(half.queue_offset):  # during the pass
+        if self._hooks.has_ended(half.queue_offset):  # during the pass
             self._find_op()
             return True
         return self._ask_about(half, properties, check_times, now_ms)
@@ -175,32 +160,35 @@ class CheckPass:
     def _ask_about(self, half: StoredMessage, properties: dict[str, str], check_times: int, now_ms: int) -> bool:
         """Append a copy of a half and ask about it; return False if no producer can be asked, which ends the pass."""
         group = properties.get(record.PROPERTY_PRODUCER_GROUP, "")
-        if self._is_reachable is not None and not self._is_reachable(group):
-            if not self._has_reachable_ahead(now_ms):
+        is_reachable = self._hooks.is_reachable
+        if is_reachable is not None and not is_reachable(group):
+            if not self._has_reachable_ahead(now_ms, is_reachable):
                 return False  # nothing is written for halves that all wait for a producer
             properties[_CHECK_TIMES] = str(check_times - 1)
             self._append_copy(half, properties)
             return True
         copy = self._append_copy(half, properties)
         if copy is not None:
-            self._ask(copy, check_times)
+            question = CheckBack(group, copy, check_times)
+            self._hooks.ask(question)
+            if self._result is not None:
+                self._result.questions.append(question)
         return True
 
-    def _has_reachable_ahead(self, now_ms: int) -> bool:
+    def _has_reachable_ahead(self, now_ms: int, is_reachable: Callable[[str], bool]) -> bool:
         """Return whether a producer can be asked about a due half later in this pass.
 
         It examines `_LOOK_AHEAD` halves, and returns True if there are more.
         """
-        assert self._is_reachable is not None
         for queue_offset in range(max(self._reachable_at, self.queue_offset + 1), self._end):
             if queue_offset > self.queue_offset + _LOOK_AHEAD:
                 return True
-            if queue_offset in self._op_by_half or self._has_ended(queue_offset):
+            if queue_offset in self._op_by_half or self._hooks.has_ended(queue_offset):
                 continue
             batch = self._store.read(HALF_TOPIC, QUEUE, queue_offset, 1)
             if not batch.messages or 0 <= now_ms - batch.messages[0].born_timestamp_ms < self._timeout_ms:
                 return False
-            if self._is_reachable(batch.messages[0].properties.get(record.PROPERTY_PRODUCER_GROUP, "")):
+            if is_reachable(batch.messages[0].properties.get(record.PROPERTY_PRODUCER_GROUP, "")):
                 self._reachable_at = queue_offset
                 return True
         return False
@@ -264,7 +252,7 @@ class CheckPass:
             topic=HALF_TOPIC,
             queue_id=half.queue_id,
         )
-        self._make_topic(CHECK_MAX_TIME_TOPIC)
+        self._hooks.make_topic(CHECK_MAX_TIME_TOPIC)
         try:
             self._store.appender.append_again(half, CHECK_MAX_TIME_TOPIC, QUEUE, properties)
         except MessageIllegalError as error:  # the half itself stays in the log
@@ -273,7 +261,9 @@ class CheckPass:
                 physical_offset=half.physical_offset,
                 error=error,
             )
-        self._discarded(half, check_times)
+        self._hooks.discarded(half, check_times)
+        if self._result is not None:
+            self._result.discarded.append((half, check_times))
         return True
 
     def _read_ops(self) -> None:
@@ -380,7 +370,8 @@ class CheckHooks:
     make_topic: Callable[[str], None]
     """Adds a topic of one queue to the broker's table."""
     is_reachable: Callable[[str], bool] | None
-    """Returns whether a producer of a group can be asked; with None each check counts."""
+    """Returns whether a producer of a group can be asked. A check that reaches none does not count; with None each
+    check counts, as in 4.9."""
     has_ended: Callable[[int], bool]
     """``has_ended(queue_offset)`` returns whether a half ended during the pass."""
     passed: Callable[[int], None]
@@ -450,16 +441,7 @@ class CheckSchedule:
         return result
 
     def run_due(self, now_ms: int) -> int | None:
-        """Make the due check pass or a part of it; return the time of the next call (ms), None if nothing is pending.
-
-        Passes come every 60 s from the start on, except those that would find nothing new in the half queue. Call this
-        soon after preparing a half.
-
-        Raises:
-            StoreClosedError: The store was closed.
-            FlushFailedError: A flush has failed; the store must be reopened.
-            ReadOnlyError: The store is read-only.
-        """
+        """Make the due check pass or a part of it; see `librmq.txn.Transactions.run_due`."""
         if now_ms < self._last_ms:  # the clock was set back
             self._begin_ms = min(self._begin_ms, now_ms + self._interval_ms)
             self._next_ms = None
@@ -491,6 +473,10 @@ class CheckSchedule:
             self._next_ms = self.next_check_ms(self._last_ms)
         return self._next_ms
 
+    def _begin_pass(self, now_ms: int, config: TransactionConfig, result: Checked | None = None) -> CheckPass:
+        self._pass = CheckPass(self._store, self._offsets, now_ms, config, self._hooks, self._uncounted, result)
+        return self._pass
+
     def next_check_ms(self, now_ms: int) -> int:
         """Return the time of the first check pass after ``now_ms``."""
         return max(self._begin_ms, now_ms + self._interval_ms - (now_ms - self._begin_ms) % self._interval_ms)
@@ -499,54 +485,13 @@ class CheckSchedule:
         _, end = self._store.queue_range(HALF_TOPIC, QUEUE)  # report the result although the disk is full
         return end > progress(self._store, self._offsets, HALF_TOPIC)
 
-    def _begin_pass(self, now_ms: int, config: TransactionConfig, result: Checked | None = None) -> CheckPass:
-        """Begin a check pass; ``result`` collects the questions and discards; None drops them."""
-
-        def ask(copy: StoredMessage, check_times: int) -> None:
-            question = CheckBack(copy.properties.get(record.PROPERTY_PRODUCER_GROUP, ""), copy, check_times)
-            self._hooks.ask(question)
-            if result is not None:
-                result.questions.append(question)
-
-        def discarded(half: StoredMessage, check_times: int) -> None:
-            self._hooks.discarded(half, check_times)
-            if result is not None:
-                result.discarded.append((half, check_times))
-
-        self._hooks.make_topic(HALF_TOPIC)
-        hours = self._store.config.file_reserved_hours if config.reserved_hours is None else config.reserved_hours
-        if hours is None:  # the store keeps messages of any age
-            hours = _RESERVED_HOURS
-        self._pass = CheckPass(
-            self._store,
-            self._offsets,
-            now_ms,
-            timeout_ms=round(1000 * config.timeout_s),
-            longest_ms=round(1000 * config.longest_pass_s),
-            check_max=config.check_max,
-            reserved_ms=hours * 3_600_000,
-            has_ended=self._hooks.has_ended,
-            ask=ask,
-            discarded=discarded,
-            make_topic=self._hooks.make_topic,
-            is_reachable=self._hooks.is_reachable,
-            uncounted=self._uncounted,
-        )
-        return self._pass
-
     def not_reached(self, question: CheckBack) -> None:
-        """Note that a question reached no producer. Such a check does not count, unless every check counts as in 4.9.
-
-        Kept in memory: after a restart it counts.
-        """
+        """Note that a question reached no producer; see `librmq.txn.Transactions.not_reached`."""
         if self._hooks.is_reachable is not None and len(self._uncounted) < _MAX_UNCOUNTED:
             self._uncounted.add(question.half.queue_offset)
 
     def save(self) -> None:
-        """Save the progress of a running check pass, which ends there.
-
-        It flushes the records of the pass first. Raises the errors of `MessageStore.flush`.
-        """
+        """Save the progress of a running check pass; see `librmq.txn.Transactions.save`."""
         self._end_pass()
         self._saver.save()
 

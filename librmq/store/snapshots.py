@@ -128,7 +128,7 @@ def snapshot(
                 folder = os.path.relpath(directory.queue_folder(path, topic, queue_id, ext=ext), path)
                 _copy_sequence(path, part, folder, files)
         copy_config(path, part, files, without=_PROGRESS)
-        begin, found_end, _, cuts = settle(part, config, files, clock, keep_deleted=keep_deleted)
+        begin, found_end, cuts = settle(part, config, files, clock, keep_deleted=keep_deleted)
         if found_end != log_end:
             file = os.path.join(
                 path, directory.COMMITLOG, file_name(found_end - found_end % config.commitlog_file_size)
@@ -274,7 +274,7 @@ def _copy_log(path: str, part: str, config: StoreConfig, end: int, copy: bool, f
     for start in sorted((start for start in starts if start < end), reverse=True):
         name = os.path.join(directory.COMMITLOG, file_name(start))
         source, target = os.path.join(path, name), os.path.join(part, name)
-        try:
+        with _unless_deleted(source, files):
             file = files.open(source)
             if file.size != size:
                 raise CorruptionError(source, min(file.size, size), "size", f"expected {size} bytes, found {file.size}")
@@ -283,10 +283,8 @@ def _copy_log(path: str, part: str, config: StoreConfig, end: int, copy: bool, f
             else:
                 copy_file(files, file, target, end=min(size, end - start), size=size)
                 copied += 1
-        except StoreIOError as error:
-            if not _vanished(error, source, files):
-                raise
-            break
+            continue
+        break
     return copied, linked
 
 
@@ -302,17 +300,20 @@ def _copy(path: str, part: str, name: str, files: Files) -> bool:
     """Copy a file; return False if it was deleted meanwhile."""
     source, target = os.path.join(path, name), os.path.join(part, name)
     files.make_folder(os.path.dirname(target))
-    try:
+    with _unless_deleted(source, files):
         copy_file(files, files.open(source), target)
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def _unless_deleted(source: str, files: Files) -> Iterator[None]:
+    """Leave the block without an error if a file of the source was deleted meanwhile."""
+    try:
+        yield
     except StoreIOError as error:
-        if not _vanished(error, source, files):
+        if error.errno != errno.ENOENT or files.size(source) is not None:
             raise
-        return False
-    return True
-
-
-def _vanished(error: StoreIOError, source: str, files: Files) -> bool:
-    return error.errno == errno.ENOENT and files.size(source) is None
 
 
 def _keep_times(path: str, part: str, files: Files, folder: str) -> None:
@@ -323,11 +324,8 @@ def _keep_times(path: str, part: str, files: Files, folder: str) -> None:
         if entry.is_folder:
             _keep_times(path, part, files, name)
             continue
-        try:
+        with _unless_deleted(source, files):
             files.copy_times(source, os.path.join(part, name))
-        except StoreIOError as error:
-            if not _vanished(error, source, files):
-                raise
 
 
 def _copy_progress(path: str, part: str, files: Files) -> None:
@@ -360,8 +358,5 @@ def copy_config(
         if (only is not None and not only.fullmatch(entry.name)) or (without and without.fullmatch(entry.name)):
             continue
         files.make_folder(os.path.join(part, folder))
-        try:
+        with _unless_deleted(os.path.join(path, name), files):
             files.write(os.path.join(part, name), files.read(os.path.join(path, name)))
-        except StoreIOError as error:
-            if not _vanished(error, os.path.join(path, name), files):
-                raise

@@ -472,8 +472,6 @@ class Settled(NamedTuple):
 
     log_begin: int
     log_end: int
-    queue_ends: dict[tuple[str, int], int]
-    """Queue offset of the next message, by topic and queue id."""
     cuts: list[Damage]
     """Everything that recovery cut or rewrote."""
 
@@ -488,8 +486,7 @@ def settle(path: str, config: StoreConfig, files: Files, clock: Clock, *, keep_d
     levels = DelayLevels.parse(config.message_delay_level)
     mode = RecoveryMode.COPY if keep_deleted else RecoveryMode.WHOLE_LOG
     parts = load(path, config, levels, files, clock, mode=mode)
-    ends = {name: queue.max_offset for name, queue in parts.queues.items()}
-    settled = Settled(parts.log.begin, parts.log.end, ends, parts.cuts)
+    settled = Settled(parts.log.begin, parts.log.end, parts.cuts)
     parts.close()
     clear_abort(files, path)
     return settled
