@@ -28,7 +28,7 @@ from librmq.errors import CorruptionError, MessageIllegalError, RecordError
 from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.java.lang import java_decode, java_int, string_hash
+from librmq.java.lang import java_decode, java_int
 from librmq.message.batch import inner_messages
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_INNER_NUM, find_keys_and_tags
@@ -38,12 +38,12 @@ from librmq.store.engine.dispatch import (
     MULTI_DISPATCH,
     Derivation,
     Derived,
-    Dispatcher,
     RawPending,
     key_block,
     light_queues,
+    topic_hash,
 )
-from librmq.store.engine.store_parts import Parts, QueueTable
+from librmq.store.engine.store_parts import QueueTable
 from librmq.store.format import directory
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.live_tail import FLAG_AT, GLANCE, FollowedParts
@@ -219,17 +219,7 @@ class DerivedParts(FollowedParts):
         self._changed: set[DerivedQueue] = set()
         self._has_keys = False
         self._keys: list[RawPending] = []
-        self._prefix_hashes: dict[bytes, int] = {}
-        self.parts = Parts(
-            self._levels,
-            self._log,
-            self._queues,
-            self._index,
-            self._checkpoint,
-            Dispatcher(self._index),
-            self._queues.queue,
-            [],
-        )
+        self._make_parts(self._queues, self._index, self._queues.queue)
         self._derive_all(is_written)
 
     def _derive_all(self, is_written: bool) -> None:
@@ -327,9 +317,7 @@ class DerivedParts(FollowedParts):
 
     def _collect_keys(self, derived: Derived, raw: bytes) -> None:
         place, _, _, topic, _, _, _, stored, _, unique, keys = derived
-        prefix = self._prefix_hashes.get(topic)
-        if prefix is None:
-            prefix = self._prefix_hashes[topic] = string_hash(java_decode(topic) + "#")
+        prefix = topic_hash(topic)
         self._keys.append((place, stored, prefix, unique, keys))
         if raw[FLAG_AT] & INNER_BATCH:
             with suppress(RecordError):

@@ -32,7 +32,7 @@ from librmq.message.topics import validate_queue
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.locks import RLock
 from librmq.store.engine.dispatch import Dispatcher, derived_tags_code, has_queue_entry, is_indexed
-from librmq.store.engine.store_parts import Parts, QueueName, QueueTable
+from librmq.store.engine.store_parts import OpenQueue, Parts, QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.indexfile import IndexFile, IndexHeader, file_length
@@ -370,6 +370,9 @@ class FollowedParts:
             covered_start(log, self._checkpoint) if has_abort(files, path) else log.third_last_file()
         )  # the records before it reached the device
 
+    def _make_parts(self, queues: QueueTable, index: KeyIndex, open_queue: OpenQueue) -> None:
+        self.parts = Parts(self._levels, self._log, queues, index, self._checkpoint, Dispatcher(index), open_queue, [])
+
     def has_lost_end(self) -> bool:
         """List the log's files again, and return whether its known end is deleted or cut."""
         log = self._log
@@ -406,16 +409,7 @@ class LiveParts(FollowedParts):
         )
         self._queues = LiveQueues(path, config, files, self._log)
         self._new: dict[QueueName, tuple[int, list[bytes]]] = {}
-        self.parts = Parts(
-            self._levels,
-            self._log,
-            self._queues,
-            self._index,
-            self._checkpoint,
-            Dispatcher(self._index),
-            self._queues.open_queue,
-            [],
-        )
+        self._make_parts(self._queues, self._index, self._queues.open_queue)
         self._find_end(self._walk_begin)
 
     def _find_end(self, begin: int) -> None:

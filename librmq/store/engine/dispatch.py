@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from librmq.consumequeue import ENTRY, ConsumeQueue
@@ -56,8 +57,14 @@ def parse_level(text: str | None) -> int:
     return 0 if text is None else java_int(text) or 0
 
 
+@lru_cache(maxsize=1 << 16)
+def topic_hash(topic: str | bytes) -> int:
+    """Return the hash of ``topic#``, with which the hash of each of its keys begins; bytes are a topic in a record."""
+    return string_hash(f"{topic if isinstance(topic, str) else java_decode(topic)}#")
+
+
 def key_hashes(prefix_hash: int, unique_key: str | None, keys: str | None) -> Sequence[int]:
-    """Return the index hashes of a record, its unique id first; ``prefix_hash`` is that of ``topic#``."""
+    """Return the index hashes of a record, its unique id first; ``prefix_hash`` is its `topic_hash`."""
     hashes = [_index_hash(hash_append(prefix_hash, unique_key))] if unique_key else []
     if keys:
         hashes += [_index_hash(hash_append(prefix_hash, key)) for key in record_format.split_keys(keys)]
@@ -87,7 +94,7 @@ class Lane(LaneState):
         encoded = topic.encode()
         self.topic_field = bytes((len(encoded),)) + encoded
         """The topic in a record's form, with its length before it."""
-        self.prefix_hash = string_hash(topic + "#")
+        self.prefix_hash = topic_hash(topic)
         """Hash of ``topic#``, the start of the index hashes of the topic's keys."""
         self.next_queue_offset = queue.max_offset
         """Queue offset of the next record."""

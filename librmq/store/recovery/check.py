@@ -20,7 +20,7 @@ from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError
 from librmq.files.interface import Damage, Files, FolderEntry
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
-from librmq.java.lang import java_decode, string_hash
+from librmq.java.lang import java_decode
 from librmq.message import record as record_format
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
@@ -36,6 +36,7 @@ from librmq.store.engine.dispatch import (
     key_block,
     key_hashes,
     light_queues,
+    topic_hash,
 )
 from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import OpenQueue, QueueName, QueueState
@@ -184,7 +185,6 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         self.puts_off = not has_ext
         """Whether checks collect entries before they open their queue."""
         self._unclean = unclean
-        self._prefix_hashes: dict[str, int] = {}
         self._bitmap_of = bitmap_of
         self._log = log
         self._queues = queues
@@ -232,12 +232,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
             if absent and scope.known_topics and name[0] not in scope.known_topics:
                 since = self._log.end
         is_complete = begin <= self._log.begin
-        prefix_hash = self._prefix_hashes.get(name[0])
-        if prefix_hash is None:
-            prefix_hash = self._prefix_hashes[name[0]] = string_hash(name[0] + "#")
-        check = QueueCheck(
-            self, self._log, name, max(begin, since), is_complete, self._repair, self._bitmap_of, prefix_hash
-        )
+        check = QueueCheck(self, self._log, name, max(begin, since), is_complete, self._repair, self._bitmap_of)
         self._by_name[name] = check
         if not self.puts_off:
             check.open_queue()
@@ -536,16 +531,12 @@ def rebuild_index(log: CommitLog, index: KeyIndex, levels: DelayLevels) -> None:
     for file in index.files:
         index.delete(file.name)
     derive = Derivation(levels).derive
-    prefixes: dict[bytes, int] = {}
     records: list[RawPending] = []
     for place, size, raw in log.scan(check_body=False):
         if raw is None:
             continue
         _, _, _, topic, _, _, _, stored, _, unique, key = derive(place, size, raw)
-        prefix_hash = prefixes.get(topic)
-        if prefix_hash is None:
-            prefix_hash = prefixes[topic] = string_hash(java_decode(topic) + "#")
-        records.append((place, stored, prefix_hash, unique, key))
+        records.append((place, stored, topic_hash(topic), unique, key))
         if len(records) >= _BLOCK:
             index.append_block(*key_block(records))
             records = []

@@ -17,7 +17,7 @@ from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.topics import LIGHT_PREFIX
 from librmq.runtime import lazy_numpy as np
-from librmq.store.engine.dispatch import BitmapOf
+from librmq.store.engine.dispatch import BitmapOf, topic_hash
 from librmq.store.engine.read import first_not_older, offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.recovery.entry_check import EntryCheck, ExpectedEntry, Stray, Strays, hole, misaddressed, record_at
@@ -68,7 +68,6 @@ class QueueCheck:
         is_complete: bool,
         repair: bool,
         bitmap_of: BitmapOf | None,
-        prefix_hash: int,
     ) -> None:
         """Begin at physical offset ``begin``; ``is_complete`` means that no record of the queue is before it."""
         self.name = name
@@ -81,7 +80,7 @@ class QueueCheck:
         """Whether the only record that names the queue belongs to another one."""
         self.damages: list[Damage] = []
         self._entry_check = EntryCheck(log, topic, self.damages, bitmap_of, repair=repair)
-        self.prefix_hash = prefix_hash
+        self.prefix_hash = topic_hash(topic)
         self.entries: list[bytes] = []
         self.expected = _NONE
         self._log = log
