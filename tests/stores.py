@@ -230,7 +230,8 @@ class OpenedFiles(FailingFiles):
 
     def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
         self.paths.append(path.removeprefix(f"{ROOT}/"))
-        return super().open(path, writable=writable, keep_descriptor=keep_descriptor)
+        file: File = super().open(path, writable=writable, keep_descriptor=keep_descriptor)
+        return file
 
 
 def calls_failing(files: Files, calls: Iterable[str], code: int) -> Iterator[tuple[str, FailingFiles]]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Self, SupportsIndex
 
 from librmq.errors import StoreIOError
-from librmq.files.interface import File, FileLock, Files, FolderEntry
+from librmq.files.interface import File, Files
 from librmq.files.memory import MemoryFiles
 from librmq.runtime.locks import Lock
 
@@ -126,6 +126,17 @@ class RecordingFiles(MemoryFiles):
             self.trace.append(Event("replace", path, 0, data))
 
 
+def _passed_on(call: str, *, can_fail: bool = True) -> Any:  # noqa: ANN401 (as Files has it)
+    """Return the method of `FailingFiles` that passes a call on."""
+
+    def pass_on(self: FailingFiles, place: File | str, *arguments: object, **settings: object) -> object:
+        if can_fail:
+            self._called(call, place if isinstance(place, str) else place.path)
+        return getattr(self._files, call)(place, *arguments, **settings)
+
+    return pass_on
+
+
 class FailingFiles:
     """Passes every call on to other files, except those that should fail. Thread-safe.
 
@@ -153,30 +164,36 @@ class FailingFiles:
         if code is not None:
             raise StoreIOError(call, path, OSError(code, os.strerror(code)))
 
-    def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
-        self._called("open", path)
-        return self._files.open(path, writable=writable, keep_descriptor=keep_descriptor)
-
-    def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
-        self._called("create", path)
-        return self._files.create(path, size, keep_descriptor=keep_descriptor)
-
-    def reserve(self, file: File, begin: int, end: int) -> None:
-        self._called("reserve", file.path)
-        self._files.reserve(file, begin, end)
-
-    def touch(self, file: File, begin: int, end: int) -> None:
-        self._files.touch(file, begin, end)
-
-    def put(self, file: File, at: int, data: bytes | bytearray) -> None:
-        self._called("put", file.path)
-        self._files.put(file, at, data)
-
-    def no_read_ahead(self, file: File, begin: int, end: int) -> None:
-        self._files.no_read_ahead(file, begin, end)
-
-    def unmap(self, file: File, begin: int, end: int) -> None:
-        self._files.unmap(file, begin, end)
+    open = _passed_on("open")
+    create = _passed_on("create")
+    reserve = _passed_on("reserve")
+    touch = _passed_on("touch", can_fail=False)
+    put = _passed_on("put")
+    no_read_ahead = _passed_on("no_read_ahead", can_fail=False)
+    unmap = _passed_on("unmap", can_fail=False)
+    flush_folder = _passed_on("flush_folder")
+    list = _passed_on("list")
+    names = _passed_on("names")
+    size = _passed_on("size", can_fail=False)
+    flush_all = _passed_on("flush_all", can_fail=False)
+    data_end = _passed_on("data_end", can_fail=False)
+    copy_times = _passed_on("copy_times")
+    is_folder = _passed_on("is_folder", can_fail=False)
+    make_folder = _passed_on("make_folder")
+    delete = _passed_on("delete")
+    rename = _passed_on("rename")
+    link = _passed_on("link")
+    is_linked = _passed_on("is_linked", can_fail=False)
+    break_links = _passed_on("break_links")
+    read = _passed_on("read")
+    read_used = _passed_on("read_used")
+    read_sole_file = _passed_on("read_sole_file")
+    overwrite = _passed_on("overwrite")
+    read_at = _passed_on("read_at")
+    write = _passed_on("write")
+    lock = _passed_on("lock")
+    lock_holder = _passed_on("lock_holder", can_fail=False)
+    used_ratio = _passed_on("used_ratio")
 
     def flush(self, file: File) -> None:
         try:
@@ -189,92 +206,6 @@ class FailingFiles:
 
     def flush_path(self, path: str) -> None:
         self.flush(self.open(path, writable=True))
-
-    def flush_folder(self, path: str) -> None:
-        self._called("flush_folder", path)
-        self._files.flush_folder(path)
-
-    def list(self, path: str) -> list[FolderEntry]:
-        self._called("list", path)
-        return self._files.list(path)
-
-    def names(self, path: str) -> tuple[str, ...]:
-        self._called("names", path)
-        return self._files.names(path)
-
-    def size(self, path: str) -> int | None:
-        return self._files.size(path)
-
-    def flush_all(self, path: str) -> bool:
-        return self._files.flush_all(path)
-
-    def data_end(self, file: File, begin: int) -> int:
-        return self._files.data_end(file, begin)
-
-    def copy_times(self, source: str, target: str) -> None:
-        self._called("copy_times", target)
-        self._files.copy_times(source, target)
-
-    def is_folder(self, path: str) -> bool:
-        return self._files.is_folder(path)
-
-    def make_folder(self, path: str) -> None:
-        self._called("make_folder", path)
-        self._files.make_folder(path)
-
-    def delete(self, path: str) -> None:
-        self._called("delete", path)
-        self._files.delete(path)
-
-    def rename(self, old: str, new: str) -> None:
-        self._called("rename", old)
-        self._files.rename(old, new)
-
-    def link(self, old: str, new: str) -> None:
-        self._called("link", old)
-        self._files.link(old, new)
-
-    def is_linked(self, path: str) -> bool:
-        return self._files.is_linked(path)
-
-    def break_links(self, path: str) -> bool:
-        self._called("break_links", path)
-        return self._files.break_links(path)
-
-    def read(self, path: str, limit: int = 64 << 20) -> bytes:
-        self._called("read", path)
-        return self._files.read(path, limit)
-
-    def read_used(self, path: str, limit: int) -> bytes | None:
-        self._called("read_used", path)
-        return self._files.read_used(path, limit)
-
-    def read_sole_file(self, folder: str, size: int, limit: int) -> tuple[str, bytes] | None:
-        self._called("read_sole_file", folder)
-        return self._files.read_sole_file(folder, size, limit)
-
-    def overwrite(self, path: str, at: int, data: bytes) -> None:
-        self._called("overwrite", path)
-        self._files.overwrite(path, at, data)
-
-    def read_at(self, path: str, at: int, size: int) -> bytes:
-        self._called("read_at", path)
-        return self._files.read_at(path, at, size)
-
-    def write(self, path: str, data: bytes) -> None:
-        self._called("write", path)
-        self._files.write(path, data)
-
-    def lock(self, path: str) -> FileLock:
-        self._called("lock", path)
-        return self._files.lock(path)
-
-    def lock_holder(self, path: str) -> str | None:
-        return self._files.lock_holder(path)
-
-    def used_ratio(self, path: str) -> float:
-        self._called("used_ratio", path)
-        return self._files.used_ratio(path)
 
 
 # ---- contents of a disk after a power failure
