@@ -6,11 +6,11 @@ import argparse
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, date, datetime
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.output import LimitReached, Output, complain, watching_bar
 from librmq.cli.selection import note_message, note_part, note_topic, read_ranges
@@ -133,7 +133,8 @@ def _survey_by_spark(arguments: argparse.Namespace, output: Output) -> Report:
     from librmq.spark.overview import overview
 
     session = start(arguments)
-    survey = as_store_error(lambda: overview(session, arguments.stores, only=read_ranges(arguments)))
+    with store_errors():
+        survey = overview(session, arguments.stores, only=read_ranges(arguments))
     note_part((store.path for store in survey.stores), arguments.topic, arguments.group, output)
     return survey
 
@@ -152,15 +153,13 @@ def _read_report(path: str) -> Report:
 
 # ---- Spark
 
-T = TypeVar("T")
-
 
 def spark(arguments: argparse.Namespace, output: Output) -> int:
     """List pipelines, or run one."""
     from librmq.spark.session import require
 
     require()
-    from librmq.spark.pipelines import PIPELINES, LeftOut, find, left_out, run
+    from librmq.spark.pipelines import PIPELINES, find
 
     if arguments.action == "list":
         for name, pipeline in PIPELINES.items():
@@ -169,9 +168,6 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
         return 0
     if not arguments.stores:
         raise InputError("run: expected the name of a pipeline and the folder of a store: librmq spark run NAME STORE")
-    from librmq.spark.results import has_files, run_incrementally, write_result
-    from librmq.spark.stores import paths_of
-
     ways = [name for name in ("append", "overwrite", "incremental") if getattr(arguments, name)]
     if len(ways) > 1 or (arguments.out is None and (ways or arguments.partition_by)):
         raise InputError(
@@ -179,57 +175,48 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
         )
     settings = {**read_ranges(arguments), **dict(arguments.set or ())}
     find(arguments.name, settings)  # before Spark starts
-    skips = settings.get("damaged") == "skip"
-    session = start(arguments)
-    note_part(as_store_error(lambda: paths_of(arguments.stores)), settings.get("topic"), settings.get("group"), output)
-    partition_by = arguments.partition_by or []
-    if arguments.incremental:
-        increment = as_store_error(
-            lambda: run_incrementally(
-                session, arguments.name, arguments.stores, arguments.out, settings, partition_by=partition_by
-            )
+    with store_errors():
+        left_out = _run_pipeline(arguments, settings, output)
+    if left_out.places:
+        complain(
+            f"note: {counted(left_out.places, 'damaged place')} left out of the result, the first: {left_out.first}; "
+            "librmq verify STORE lists the damage of a store"
         )
-        rows = as_store_error(lambda: session.read.parquet(increment.path).count())
-        result_row = {"pipeline": arguments.name, "rows": rows, "out": increment.path, "messages": increment.messages}
-        if skips:
-            result_row |= {"left_out": increment.left_out.places, "lost": increment.lost}
-        output.row(result_row)
-        _note_left_out(increment.left_out)
-        return 0
-    frame = as_store_error(lambda: run(session, arguments.name, arguments.stores, settings))
-
-    def skipped() -> LeftOut:  # a second read: once the result is there
-        if not skips:
-            return LeftOut()
-        return as_store_error(lambda: LeftOut.from_frame(left_out(session, arguments.name, arguments.stores, settings)))
-
-    if arguments.out is None:
-        results = as_store_error(lambda: frame.toLocalIterator(prefetchPartitions=True))
-        while (row := as_store_error(lambda: next(results, None))) is not None:
-            output.row(_plain(row.asDict(recursive=True)))
-        output.flush()
-        _note_left_out(skipped())
-        return 0
-    out = as_store_error(
-        lambda: write_result(
-            frame, arguments.out, append=arguments.append, overwrite=arguments.overwrite, partition_by=partition_by
-        )
-    )
-    rows = as_store_error(lambda: session.read.parquet(out).count()) if has_files(out) else 0
-    result_row = {"pipeline": arguments.name, "rows": rows, "out": out}
-    without = skipped()
-    output.row(result_row | {"left_out": without.places} if skips else result_row)
-    _note_left_out(without)
     return 0
 
 
-def _note_left_out(skipped: LeftOut) -> None:
-    """Print what a pipeline left out of its result."""
-    if skipped.places:
-        complain(
-            f"note: {counted(skipped.places, 'damaged place')} left out of the result, the first: {skipped.first}; "
-            "librmq verify STORE lists the damage of a store"
+def _run_pipeline(arguments: argparse.Namespace, settings: dict[str, str], output: Output) -> LeftOut:
+    """Run a pipeline, print its rows or how many it has written, and return what it left out."""
+    from librmq.spark.pipelines import LeftOut, left_out, run
+    from librmq.spark.results import has_files, run_incrementally, write_result
+    from librmq.spark.stores import paths_of
+
+    name, stores, out = arguments.name, arguments.stores, arguments.out
+    skips = settings.get("damaged") == "skip"
+    session = start(arguments)
+    note_part(paths_of(stores), settings.get("topic"), settings.get("group"), output)
+    partition_by = arguments.partition_by or []
+    if arguments.incremental:
+        increment = run_incrementally(session, name, stores, out, settings, partition_by=partition_by)
+        rows = session.read.parquet(increment.path).count()
+        row = {"pipeline": name, "rows": rows, "out": increment.path, "messages": increment.messages}
+        output.row(row | ({"left_out": increment.left_out.places, "lost": increment.lost} if skips else {}))
+        return increment.left_out
+    frame = run(session, name, stores, settings)
+    if out is None:
+        for result in frame.toLocalIterator(prefetchPartitions=True):
+            output.row(_plain(result.asDict(recursive=True)))
+        output.flush()
+    else:
+        out = write_result(
+            frame, out, append=arguments.append, overwrite=arguments.overwrite, partition_by=partition_by
         )
+    # A second read: once the result is there.
+    without = LeftOut.from_frame(left_out(session, name, stores, settings)) if skips else LeftOut()
+    if out is not None:
+        rows = session.read.parquet(out).count() if has_files(out) else 0
+        output.row({"pipeline": name, "rows": rows, "out": out} | ({"left_out": without.places} if skips else {}))
+    return without
 
 
 def doctor(arguments: argparse.Namespace, output: Output) -> int:
@@ -294,14 +281,15 @@ def start(arguments: argparse.Namespace) -> SparkSession:
     return spark_session
 
 
-def as_store_error(action: Callable[[], T]) -> T:
-    """Call ``action``, and raise an error of Spark as a `StoreError` of one line."""
+@contextmanager
+def store_errors() -> Iterator[None]:
+    """Raise an error of Spark as a `StoreError` of one line."""
     from pyspark.errors import PySparkException
 
     from librmq.spark.session import cause_of
 
     try:
-        return action()
+        yield
     except PySparkException as error:
         raise StoreError(cause_of(error) or str(error).partition("\n")[0]) from None
 
