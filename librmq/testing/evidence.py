@@ -24,7 +24,7 @@ from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendRespo
 from librmq.runtime.runner import Work
 from librmq.testing.faults import Faults
 from librmq.testing.history import Call, DeliveryAttempt, History, show
-from librmq.testing.kit_runner import KitRunner, ProcessStateError, ProcessTable, current_work
+from librmq.testing.kit_runner import KitRunner, ProcessStateError, current_work
 from librmq.testing.process import Process, Repeated
 from librmq.testing.verdict import Facts, Scene
 
@@ -345,14 +345,11 @@ class _Observed(Protocol):
 class KitObserver:
     """Takes the reports of one kit. Not thread-safe."""
 
-    def __init__(
-        self, kit: _Observed, history: History, evidence: Evidence, table: ProcessTable, start: Callable[[], None]
-    ) -> None:
+    def __init__(self, kit: _Observed, history: History, evidence: Evidence, start: Callable[[], None]) -> None:
         """``start()`` starts the consumers that the test has declared, before the test sends."""
         self._kit = kit
         self._history = history
-        self._evidence = evidence
-        self._table = table
+        self.evidence = evidence
         self._start = start
         self._pulled_by: dict[tuple[str, str, str, int], str] = {}
         self.declared: set[str] = set()
@@ -371,7 +368,7 @@ class KitObserver:
             before = self._pulled_by.get(place)
             self._pulled_by[place] = process.label
             if before is not None:
-                if not self._evidence.facts.is_broadcasting(request.group):  # two read it after a fault
+                if not self.evidence.facts.is_broadcasting(request.group):  # two read it after a fault
                     queue = MessageQueue(request.topic, broker_name, request.queue_id)
                     self._kit.recorder.assigned("assign", process.label, request.group, queue)
                 where = self.place(request.topic, broker_name, request.queue_id)
@@ -380,23 +377,11 @@ class KitObserver:
     def noted_receive(self, process: Process, request: Receive, broker_name: str, messages: Sequence[Received]) -> None:
         """Note what a simple consumer received."""
         for received in messages:
-            self._evidence.note_received(request.group, request.topic)
+            self.evidence.note_received(request.group, request.topic)
             message = received.message
             where = f"{self.place(message.topic, broker_name, message.queue_id)}:{message.queue_offset}"
             attempt = f", attempt {received.attempt}" if received.attempt > 1 else ""
             self._kit.note(f"{request.group}@{process.label}", f"receives {where} {show(message)}{attempt}")
-
-    def noted_remote_send(self, topic: str) -> None:
-        """Note that a client over the wire sends to a topic."""
-        self._evidence.note_sent(topic)
-
-    def noted_read(self, topic: str) -> None:
-        """Note that the test has read the messages of a topic."""
-        self._evidence.note_read(topic)
-
-    def noted_remote_receive(self, group: str, topic: str) -> None:
-        """Note that a client over the wire got a message of a topic."""
-        self._evidence.note_received(group, topic)
 
     def clear_pulls(self) -> None:
         """Clear the record of which process pulls which queue, because a broker joined."""
@@ -404,7 +389,7 @@ class KitObserver:
 
     def noted_heartbeat(self, process: Process, request: Heartbeat) -> None:
         """Note the subscriptions of a process's consumers."""
-        self._evidence.note_heartbeat(request, process.name in self.declared)
+        self.evidence.note_heartbeat(request, process.name in self.declared)
 
     def before_send(self, process: Process, topic: str, broker_name: str) -> Repeated | None:
         """Record a message before it is stored; refuse it if a fault is due, or return what comes twice."""
@@ -414,7 +399,7 @@ class KitObserver:
             except RmqError as error:  # as it is, the producer would take it for an answer to its send, and try again
                 raise ProcessStateError(f"a consumer that the test declared can't start: {error}") from error
         if process.is_test:
-            self._evidence.note_sent(topic)
+            self.evidence.note_sent(topic)
         return self._kit.faults.before_send(process, topic, broker_name)
 
     def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None:
@@ -431,17 +416,9 @@ class KitObserver:
 
     def keep_messages(self) -> None:
         """Read what listeners got so far, because a replica replaces a broker."""
-        self._history.keep_messages(self._evidence.message_at)
+        self._history.keep_messages(self.evidence.message_at)
 
     # ---- the runner
-
-    def process_of(self, work: Work) -> Process | None:
-        """Return the process whose code this is."""
-        return self._table.process_of(work)
-
-    def fails_fast(self, work: Work) -> bool:
-        """Return whether an error of this code fails the test."""
-        return self._table.fails_fast(work)
 
     def listener_begins(self, work: Work) -> None:
         """Note that user code begins."""

@@ -468,7 +468,7 @@ class Explorer(KitRunner):
             return
         if is_dead(work):
             raise ProcessDied(work.label)
-        process = self.kit.observer.process_of(work)
+        process = self.kit.process_table.process_of(work)
         labels = [f"{work.label}: {label}", PAUSE]
         if process is not None:
             labels.append(f"{FAULT}{process.label} dies here")

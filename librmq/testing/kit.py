@@ -115,20 +115,20 @@ class Kit:
         self._history = History(self.clock.now_ms())
         self.recorder = Recorder(self.clock.now_ms, self._history, describes_groups=False)
         """Turns what clients and brokers do into the events of the history."""
-        self._process_table = ProcessTable(partial(Process, self), self.runner.choose)
+        self.process_table = ProcessTable(partial(Process, self), self.runner.choose)
         self._unstarted: list[PushConsumer] = []
         self._producers: dict[tuple[str, str | None], Producer] = {}
         self._is_new = False
         self._closed = False
         self._driver = Driver(self.runner, self._start)
         self._evidence = Evidence(self, self._history)
-        self.observer: KitObserver = KitObserver(self, self._history, self._evidence, self._process_table, self._start)
+        self.observer: KitObserver = KitObserver(self, self._history, self._evidence, self._start)
         """What runner, processes and replicas report to."""
         config = store_config or (SMALL_FILES if start is None else start.config)
         frames: Frames | None = "share" if over_share else "tcp" if over_tcp else None
         self.network = Network(self.path, self.files, self.runner, broker_config, config, self._note_broker, frames)
         self._watch_resets()
-        self._test = self._process_table.make("test", lambda process: None)
+        self._test = self.process_table.make("test", lambda process: None)
         self._test.is_test = True
         self._tests: dict[str | None, Process] = {None: self._test}
 
@@ -171,7 +171,7 @@ class Kit:
     @property
     def processes(self) -> list[Process]:
         """All processes of the test, including dead ones."""
-        return self._process_table.processes
+        return self.process_table.processes
 
     # ---- brokers
 
@@ -248,7 +248,7 @@ class Kit:
         """Return the test's own process at a site."""
         process = self._tests.get(site)
         if process is None:
-            process = self._tests[site] = self._process_table.make(f"test-{site}", lambda process: None, site=site)
+            process = self._tests[site] = self.process_table.make(f"test-{site}", lambda process: None, site=site)
             process.is_test = True
         return process
 
@@ -271,8 +271,8 @@ class Kit:
             return consumer
 
         if not fail_fast:
-            self._process_table.tolerate(group)
-        process = self._process_table.make(self._process_table.free_name(group), again, site=site)
+            self.process_table.tolerate(group)
+        process = self.process_table.make(self.process_table.free_name(group), again, site=site)
         self.observer.declared.add(process.name)
         process.state = again(process)
         self._unstarted += process.consumers
@@ -285,16 +285,16 @@ class Kit:
 
         The process is a route: an application connects to it as to a broker. The factory's result is its ``state``.
         """
-        process = self._process_table.make(self._process_table.free_name(name), factory, site=site)
+        process = self.process_table.make(self.process_table.free_name(name), factory, site=site)
         if not fail_fast:
-            self._process_table.tolerate(process.name)
+            self.process_table.tolerate(process.name)
         self._set_up(process)
         self._is_new = True
         return process
 
     def outside_process(self, name: str) -> Process:
         """Return a process whose code the kit does not run, such as a client over the wire."""
-        process = self._process_table.make(self._process_table.free_name(name), lambda process: None)
+        process = self.process_table.make(self.process_table.free_name(name), lambda process: None)
         process.starts_again = False
         return process
 
@@ -359,10 +359,10 @@ class Kit:
 
         Called within a listener of that process, it ends the listener, like a signal.
         """
-        process = self._process_table.living(process)
+        process = self.process_table.living(process)
         self.note("fault", f"{process.label} dies" + (" and starts again" if restart else ""))
         process.starts_again = restart
-        if self._process_table.runs_now(process):
+        if self.process_table.runs_now(process):
             self.runner.die_here(process)
         process.die()
         self.died(process)
@@ -377,8 +377,8 @@ class Kit:
 
     def restart(self, process: Process) -> Process:
         """Shut a process down cleanly and start it again with fresh state; return the new one."""
-        process = self._process_table.living(process)
-        if self._process_table.runs_now(process):
+        process = self.process_table.living(process)
+        if self.process_table.runs_now(process):
             raise ProcessStateError(
                 f"{process.label} can't shut down within its own listener, because the shutdown would wait for it: "
                 "call rmq.crash there, or rmq.restart in the test"
@@ -392,10 +392,8 @@ class Kit:
         """Start one more process like this one, and return it."""
         if not isinstance(process, Process):
             raise wrong_kind("process", process, A_PROCESS)
-        other = self._process_table.make(
-            self._process_table.free_name(process.name), process.factory, site=process.site
-        )
-        self._process_table.tolerate_like(process, other)
+        other = self.process_table.make(self.process_table.free_name(process.name), process.factory, site=process.site)
+        self.process_table.tolerate_like(process, other)
         self.note("fault", f"{other.label} joins, made like {process.label}")
         self._set_up(other)
         return other
@@ -405,7 +403,7 @@ class Kit:
 
         The process returns at its next heartbeat, which it sends every 30 s.
         """
-        process = self._process_table.living(process)
+        process = self.process_table.living(process)
         self.note("fault", f"{process.label} is lost to the broker, and does not notice")
         self._unregister_clients(process)
 
@@ -485,7 +483,7 @@ class Kit:
         return self.network.heal(end, other, number)
 
     def _again(self, process: Process) -> Process:
-        new = self._process_table.make(process.name, process.factory, process.generation + 1, process.site)
+        new = self.process_table.make(process.name, process.factory, process.generation + 1, process.site)
         self._set_up(new)
         return new
 
@@ -550,7 +548,7 @@ class Kit:
     def effect(self, name: str, key: str) -> None:
         """Record something that must happen once for ``name`` and ``key``, such as a payment of an order."""
         work = current_work()
-        process = None if work is None else self._process_table.process_of(work)
+        process = None if work is None else self.process_table.process_of(work)
         label = (process or self._test).label
         self.recorder.add("effect", name=name, key=key, process=label, at_ms=self.clock.now_ms())
 

@@ -37,13 +37,9 @@ def current_work() -> Work | None:
 class _Observer(Protocol):
     """What a runner reports user code to: `KitObserver`."""
 
-    def process_of(self, work: Work) -> Process | None: ...
-
     def listener_begins(self, work: Work) -> None: ...
 
     def listener_ends(self, work: Work, outcome: str, error: Exception | None) -> None: ...
-
-    def fails_fast(self, work: Work) -> bool: ...
 
 
 class _Kit(Protocol):
@@ -51,6 +47,7 @@ class _Kit(Protocol):
 
     faults: Faults
     network: Network
+    process_table: ProcessTable
 
     @property
     def processes(self) -> Sequence[Process]: ...
@@ -120,7 +117,7 @@ class KitRunner(ManualRunner):
     def unwind(self, process: Process) -> None:
         """End the running code of a dead process: its coroutines raise `ProcessDied` at their places."""
         for task, work in list(self._works.items()):
-            if task in self._tasks and self.kit.observer.process_of(work) is process:
+            if task in self._tasks and self.kit.process_table.process_of(work) is process:
                 task.cancel()
 
     def die_here(self, process: Process) -> NoReturn:
@@ -207,7 +204,12 @@ class KitRunner(ManualRunner):
             outcome = "later" if isinstance(error, ReconsumeLater | SuspendQueue) else "failed"
             outcome = "rests" if isinstance(error, DownstreamDown) else outcome
         self.kit.observer.listener_ends(work, outcome, error)
-        if outcome == "failed" and error is not None and self.kit.observer.fails_fast(work) and self.failure is None:
+        if (
+            outcome == "failed"
+            and error is not None
+            and self.kit.process_table.fails_fast(work)
+            and self.failure is None
+        ):
             self.failure = error
         super()._finish(work, result, error)
 

@@ -134,7 +134,7 @@ class KitReplica:
 
     def messages(self, topic: str) -> list[StoredMessage]:
         """Return the copied messages of a topic, queue by queue."""
-        self._kit.observer.noted_read(topic)
+        self._kit.observer.evidence.note_read(topic)
         return list(self.broker.messages(topic))
 
     def crash(self, *, down: float | timedelta = 0) -> None:

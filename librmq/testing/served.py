@@ -139,7 +139,7 @@ class WireClient:
         with kit.runner.lock:  # so that time is not moved between the message and its fault
             kit.faults.before_send(process, topic, kit.broker.name)
             response: SendResponse = self._kit.broker.call(request)
-            kit.observer.noted_remote_send(topic)
+            kit.observer.evidence.note_sent(topic)
             place = f"{topic}/{response.queue_id}:{response.queue_offset}"
             self.note(f"sends {place} {show(request.message)}")
             kit.faults.lose(process, topic, kit.broker.name, response)
@@ -162,7 +162,7 @@ class WireClient:
         kit = self._kit
         calls = kit.history().calls
         for received, call in zip(messages, calls[len(calls) - len(messages) :], strict=True):
-            kit.observer.noted_remote_receive(request.group, request.topic)
+            kit.observer.evidence.note_received(request.group, request.topic)
             self._calls[received.receipt] = call
             attempt = f", attempt {received.attempt}" if received.attempt > 1 else ""
             self.note(f"gets {call.where} {show(received.message)}{attempt}", request.group)
@@ -476,7 +476,7 @@ class _PullingClient:
             return
         self._pulls.delivered[queue] = response.next_offset, self
         kit, label = self._kit, self._client.process.label
-        kit.observer.noted_remote_receive(request.group, request.topic)
+        kit.observer.evidence.note_received(request.group, request.topic)
         place = MessageQueue(request.topic, kit.broker.name, request.queue_id)
         for stored in response.messages:
             kit.recorder.delivered(label, request.group, place, [stored])
