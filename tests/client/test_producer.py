@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from datetime import timedelta
 from itertools import count
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import pytest
 
@@ -16,7 +15,7 @@ from librmq.broker import Broker
 from librmq.client import queue_selectors
 from librmq.client.client import Client
 from librmq.client.producer import Producer
-from librmq.client.sender import ProducerConfig, ProducerKeywords, SendResult
+from librmq.client.sender import ProducerConfig, SendResult
 from librmq.clock import ManualClock
 from librmq.cluster import RouteTable
 from librmq.errors import (
@@ -466,10 +465,6 @@ def test_producers_have_a_useful_repr(broker: Broker) -> None:
     with producer:
         assert "running" in repr(producer)
     assert producer.shutdown() is True
-
-
-def test_typed_keywords_are_the_settings() -> None:
-    assert set(get_type_hints(ProducerKeywords)) == {one.name for one in fields(ProducerConfig)}
 
 
 def test_bodies_are_bytes_text_or_json(broker: Broker) -> None:

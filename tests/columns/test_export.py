@@ -419,16 +419,8 @@ def test_an_export_refuses_wrong_settings(store: Path, tmp_path: Path) -> None:
         export(store, tmp_path / "out2", view="log")
     with pytest.raises(ConfigError, match="store: expected one store"):
         export([store], tmp_path / "out2")  # type: ignore[arg-type]
-    for out, text in (("s3://bucket/lake", "out: expected a local path"), ("out.json", r"out: \.json is no format")):
-        with pytest.raises(ConfigError, match=text):
-            export(store, out)
-    with pytest.raises(ConfigError, match="each once"):
-        export(store, tmp_path / "out2", partition_by=["topic", "topic"])
-    with pytest.raises(ConfigError, match="grep: expected the text of a regular expression, found b'x'"):
-        export(store, tmp_path / "out2", grep=b"x")  # type: ignore[arg-type]
-    for nowhere in (None, ""):
-        with pytest.raises(ConfigError, match="out: expected the path of a folder or file"):
-            export(store, nowhere)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"out: \.json is no format"):
+        export(store, "out.json")
     assert not (tmp_path / "out2").exists()
 
 

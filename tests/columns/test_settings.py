@@ -46,7 +46,7 @@ WRONG: Final[dict[str, tuple[Any, ...]]] = {
     "storage_options": (*ODD, *NUMBERS, *TEXTS, [], {"key": 1}),
 }  # fmt: skip
 OF_EXPORTS: Final[dict[str, tuple[Any, ...]]] = {
-    "out": (*ODD, *NUMBERS, "", "\0", [], "s3://bucket/out"),
+    "out": (None, *ODD, *NUMBERS, "", "\0", [], "s3://bucket/out"),
     "format": (*ODD, *NUMBERS, *TEXTS),
     "partition_by": (*ODD, *NUMBERS, *TEXTS, ["topic", "topic"]),
     "grep": (*ODD, *NUMBERS, "("),

@@ -557,18 +557,6 @@ def test_instances_that_differ_are_reported_once_a_change(four_queues: Kit, capl
         assert caplog.records == []
 
 
-def test_two_clients_with_one_id_are_named(rmq: Kit, caplog: pytest.LogCaptureFixture) -> None:
-    consumers = [PushConsumer(rmq.broker, "g", instance_name="c1") for _ in range(2)]
-    with caplog.at_level(logging.WARNING, "librmq"):
-        for consumer in consumers:
-            consumer.subscribe("t", print)
-            consumer.start()
-    assert "client id 127.0.0.1@c1 at broker-a already" in caplog.text
-    assert "give each its own instance_name" in caplog.text
-    for consumer in consumers:
-        consumer.shutdown()
-
-
 def test_a_client_of_another_route_is_named(rmq: Kit) -> None:
     client = Client(rmq.route, instance_name="elsewhere")
     for make in (PushConsumer, PullConsumer, Producer):

@@ -11,7 +11,7 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.errors import ConfigError, MessageIllegalError, StoreClosedError
+from librmq.errors import ConfigError, MessageIllegalError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore, rescue, restore
@@ -110,24 +110,9 @@ def test_a_queue_id_is_a_whole_number(store: MessageStore, queue_id: Any) -> Non
     for call in (store.append, lambda message, queue_id: store.append_batch([message], queue_id)):
         with pytest.raises(MessageIllegalError, match="queue id: expected a whole number from 0 to 2147483647, found"):
             call(Message("T", b"1"), queue_id)
+    assert list(store.queues) == [("T", 0)]
 
 
 def test_a_store_needs_a_path() -> None:
     with pytest.raises(ConfigError, match="path: expected the folder of a store, found ''"):
         MessageStore.open("")
-
-
-def test_a_closed_store_says_so_at_each_call(store: MessageStore) -> None:
-    store.close()
-    calls: list[Callable[[], object]] = [
-        lambda: store.append(Message("T", b"1")),
-        lambda: store.read("T", 0, 0),
-        store.flush,
-        store.recover,
-        store.verify,
-        store.refresh,
-        lambda: store.run_due(0),
-    ]
-    for call in calls:
-        with pytest.raises(StoreClosedError, match="this handle is closed"):
-            call()

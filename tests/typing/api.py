@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from sqlite3 import Connection, connect
 
-from librmq import Broker, ManualRunner, MessageStore, Producer, PullConsumer, PushConsumer, ReconsumeLater
+from librmq import Broker, Producer, PullConsumer
 from librmq.clock import Clock
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage
@@ -76,39 +76,6 @@ def sender(shop: str, rmq: Kit) -> OutboxSender:
 # --- the programs that README and docs begin with
 
 
-def a_queue_inside_an_application(path: str) -> None:
-    with Broker.open(path) as broker:
-        billing = PushConsumer(broker, group="billing")
-
-        @billing.subscribe("orders", sql="amount > 100")
-        def charge(message: DeliveredMessage) -> None:
-            if message.properties.get("customer") is None:
-                raise ReconsumeLater("no customer yet", delay_level=3)
-
-        with billing, Producer(broker, group="shop") as producer:
-            result = producer.send(
-                "orders", json={"coats": 1}, tags="created", keys=["o-1"], properties={"amount": "1"}
-            )
-            print(result.message_id, result.queue.queue_id)
-
-
-def a_failing_listener_in_a_test(rmq: Kit) -> list[bytes]:
-    def always_fails(message: DeliveredMessage) -> None:
-        raise ValueError(message.topic)
-
-    rmq.consumer("billing", fail_fast=False).subscribe("orders", always_fails)
-    rmq.producer().send("orders", b"x")
-    rmq.advance(hours=5)
-    return [message.body for message in rmq.dead_letters("billing")]
-
-
-def a_look_into_a_store(path: str) -> list[bytes]:
-    with MessageStore.open(path, read_only=True) as store:
-        found = store.find_by_key("OrderTopic", "key14")
-        result = store.read("OrderTopic", 0, store.queue_offset_at("OrderTopic", 0, time=0), max_messages=8)
-        return [message.body for message in (*found, *result.messages)]
-
-
 def a_delay_and_a_time(producer: Producer) -> None:
     producer.send("orders", "one coat", delay=timedelta(minutes=30))
     producer.send("orders", b"one coat", delay=1.5)
@@ -124,10 +91,3 @@ def polled(broker: Broker) -> list[bytes]:
 async def inside_asyncio(path: str) -> None:
     async with Broker.open(path) as broker, Producer(broker, "shop") as producer:
         await producer.send_async("orders", b"x")
-
-
-def hours_by_hand() -> None:
-    runner = ManualRunner()
-    with Broker.temporary(runner=runner) as broker:
-        Producer(broker, "shop").send("orders", b"x")
-        runner.advance(60_000)
