@@ -44,6 +44,9 @@ class Line:
     def send(self, frame: Frame, ended: Ended) -> None:
         raise NotImplementedError
 
+    def begin(self, frame: Frame, timeout_s: float) -> None:
+        raise NotImplementedError
+
     def send_one_way(self, frame: Frame) -> None:
         raise NotImplementedError
 

@@ -453,6 +453,8 @@ class FrameSocket:
         self._is_shut = False
         self._poll: select.poll | None = None
         self._write_lock = Lock()
+        self._rest = b""
+        """Of a frame that `write_now` has begun to send."""
 
     def begin_tls(self, context: ssl.SSLContext, server_name: str | None = None) -> None:
         """Begin TLS: as the client of ``server_name``, or as the server if that is None."""
@@ -482,8 +484,8 @@ class FrameSocket:
                 _wait(connected, want, self._idle_s)
 
     @property
-    def can_wait(self) -> bool:
-        """Whether `wait` works: not under TLS, which can hold a part of what is to be read, nor on Windows."""
+    def can_poll(self) -> bool:
+        """Whether `wait` and `write_now` work: not under TLS, which has buffers of its own, nor on Windows."""
         return hasattr(select, "poll") and not isinstance(self._socket, ssl.SSLSocket)
 
     def wait(self, timeout_s: float) -> bool:
@@ -500,7 +502,23 @@ class FrameSocket:
             if isinstance(connected, ssl.SSLSocket):
                 self._write_tls(connected, data)
             else:
+                if self._rest:
+                    data, self._rest = self._rest + data, b""
                 connected.sendall(data)
+
+    def write_now(self, data: bytes) -> bytes | None:
+        """Send bytes as far as that needs no wait; return what `write` then has to send, None if nothing."""
+        if self._write_lock.locked():
+            return data
+        with self._write_lock:
+            if self._rest:
+                return data
+            try:
+                sent = self._socket.send(data, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return data
+            self._rest = data[sent:]
+            return b"" if self._rest else None
 
     def _write_tls(self, connected: ssl.SSLSocket, data: bytes | bytearray) -> None:
         unsent = memoryview(data)
