@@ -27,7 +27,7 @@ from librmq.cli.options import (
     Command,
 )  # fmt: skip
 from librmq.cli.output import BAD_INPUT, DAMAGED, EMPTY, INTERRUPTED, LimitReached, Output, complain, open_output
-from librmq.cli.syntax import COMMANDS, PAST, READING, SECTIONS
+from librmq.cli.syntax import COMMANDS, PAST, READING, SECTIONS, UNDATED
 from librmq.errors import InputError
 
 if TYPE_CHECKING:
@@ -85,10 +85,17 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             if getattr(namespace, name.removeprefix("--").replace("-", "_"), None):
                 parser.error(f"{name} is for a cluster: add --route HOST:PORT, or leave it out for a folder")
     if getattr(namespace, "at", None) is not None:
-        for name in ("every", "follow", "resend", "route", *(["all"] if command.name == "dump" else [])):
-            if getattr(namespace, name, None):
-                parser.error(f"--at: expected no --{name} with it, because it shows the past of a store")
+        _check_moment(parser, namespace, command.name)
     return namespace
+
+
+def _check_moment(parser: argparse.ArgumentParser, namespace: argparse.Namespace, command: str) -> None:
+    """Refuse ``--at`` for what has no earlier moment."""
+    if command in UNDATED:
+        parser.error(f"--at: {command} has no earlier moment, because {UNDATED[command]}")
+    for name in ("every", "follow", "resend", "route", *(["all"] if command == "dump" else [])):
+        if getattr(namespace, name, None):
+            parser.error(f"--at: expected no --{name} with it, because it shows the past of a store")
 
 
 def parser_of(command: Command) -> argparse.ArgumentParser:
@@ -113,6 +120,8 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
             STORAGE_OPTIONS.add_to(parser)
         if command.name in PAST:
             AT.add_to(parser)
+        elif command.name in UNDATED:
+            parser.add_argument("--at", help=argparse.SUPPRESS)
         if command.takes_route:
             for argument in (ROUTE, *SECURED):
                 argument.add_to(parser)

@@ -786,5 +786,13 @@ COMMANDS: Final[dict[str, Command]] = {command.name: command for section in SECT
 """The commands by name."""
 READING: Final = frozenset((*(command.name for command in _LOOK), "ask", "dump", "export", "queue", "timers"))
 """Commands that read the messages of a store, or what is known about them."""
-PAST: Final = (READING | {"extract"}) - {"expiring", "timers", "whatif"}
-"""Commands that can show a store as it was; the others need progress or timers back then, which are not kept."""
+_NO_PROGRESS: Final = "the progress that groups had then is not kept"
+UNDATED: Final = {
+    "expiring": _NO_PROGRESS,
+    "timers": "the timer's files hold only what waits now; librmq pending --at lists the messages that waited then",
+    "verify": "it compares the files as they are",
+    "whatif": f"{_NO_PROGRESS}; librmq lag --at gives the ends of the queues then",
+}
+"""Commands that show a store only as it is now, with the reason."""
+PAST: Final = (READING | {"extract"}) - UNDATED.keys()
+"""Commands that can show a store as it was."""

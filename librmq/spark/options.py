@@ -22,7 +22,9 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 from urllib.parse import unquote, urlsplit
 
@@ -51,7 +53,7 @@ READ_OPTIONS: Final = (
     "path", "paths", "view", "topic", "topicPattern", "queueId", "tags", "selector", "startingOffsets",
     "endingOffsets", "startingTimestamp", "endingTimestamp", "startingOffsetsByTimestamp", "endingOffsetsByTimestamp",
     "failOnDataLoss", "mode", "asRecovered", "minPartitions", "minOffsetsPerTrigger", "maxOffsetsPerTrigger",
-    "maxBytesPerTrigger", "maxTriggerDelay", "checksums", "names", "storageOptions", "pushFilters",
+    "maxBytesPerTrigger", "maxTriggerDelay", "checksums", "names", "storageOptions", "pushFilters", "at",
 )  # fmt: skip
 WRITE_OPTIONS: Final = (
     "path", "topic", "queueId", "orderBy", "jobId", "queues", "staging", "wait", "names", "checkpointLocation",
@@ -136,7 +138,25 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
         min_partitions=_whole_number("minPartitions", values.get("minPartitions", "1"), 1),
         checksums=_flag(values, "checksums", True),
         storage_options=storage_options,
+        at=_moment(values),
         several=len(paths) > 1 or any(_is_glob(text) for text in (values.get("path", ""), values.get("paths", ""))),
+    )
+
+
+def _moment(values: Mapping[str, str]) -> datetime | int | None:
+    """Return the moment that a read shows: a time, or the physical offset of the log's end; None for now."""
+    text = values.get("at")
+    if text is None:
+        return None
+    if text.isdecimal() and text.isascii():
+        return int(text)
+    with suppress(ValueError):
+        time = datetime.fromisoformat(text)
+        if time.tzinfo is not None:
+            return time
+    raise ConfigError(
+        f"option at: expected a time with a zone such as 2026-11-20T08:00:00+00:00, or a physical offset, found "
+        f"{text!r:.80}"
     )
 
 

@@ -139,6 +139,8 @@ class RocketMQDataSource(DataSource):
                 raise ConfigError("option view: progress is for batch reads; a stream reads messages or queues")
             options = parse_read_options(values)
             refuse_urls(options.paths, "a stream reads")
+            if options.at is not None:
+                raise ConfigError("option at: a stream continues with what is stored; read a moment by spark.read")
             if pushes_filters(self.options):
                 raise ConfigError("option pushFilters: Spark pushes no conditions into a stream; use the other options")
             return StreamReader(options, StreamLimits.from_options(values), *read_schema(schema, options, values))

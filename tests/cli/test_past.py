@@ -164,6 +164,9 @@ def test_commands_that_show_the_past_are_listed() -> None:
         (("tail", "-f", "--at", "0"), "--at: expected no --follow with it"),
         (("dead-letters", "--resend", "--at", "0"), "--at: expected no --resend with it"),
         (("dump", "--all", "--at", "0"), "--at: expected no --all with it"),
+        (("expiring", "--at", "0"), "--at: expiring has no earlier moment, because the progress that groups had then"),
+        (("timers", "--at", "0"), "--at: timers has no earlier moment, because the timer's files hold only"),
+        (("verify", "--at", "0"), "--at: verify has no earlier moment, because it compares the files as they are"),
     ],
 )
 def test_a_moment_that_makes_no_sense_is_refused(

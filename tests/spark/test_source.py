@@ -95,6 +95,8 @@ def test_partitions_share_the_log(folder: Path) -> None:
         ({"selector": "amount BETWEEN 5 AND 7", "tags": "plain"}, [5, 7]),
         ({"startingTimestamp": str(START_MS + 101_000)}, [n for n in PLAIN if n >= 100]),
         ({"endingTimestamp": str(START_MS + 11_000)}, [n for n in PLAIN if n < 10]),
+        ({"at": "2023-11-14T22:14:10.500+00:00"}, [n for n in PLAIN if n < 50]),
+        ({"at": "0"}, []),
     ],
 )
 def test_options_choose(folder: Path, options: dict[str, str], wanted: list[int]) -> None:
@@ -142,6 +144,7 @@ def test_several_stores_and_globs(folder: Path, tmp_path: Path) -> None:
         ({}, "tag string", "did you mean tags"),
         ({}, "queueId string", "expected type int, found string"),
         ({"view": "queues"}, "body binary", "no column 'body'"),
+        ({"at": "99999999"}, None, "at: expected a physical offset from 0 to"),
     ],
 )
 def test_errors_are_raised_on_the_driver(folder: Path, options: dict[str, str], schema: str | None, text: str) -> None:
@@ -163,6 +166,8 @@ def test_errors_are_raised_on_the_driver(folder: Path, options: dict[str, str], 
         ({"jobId": "j"}, "unknown option 'jobId' for reading"),
         ({"startingTimestamp": "9", "endingTimestamp": "5"}, "option startingTimestamp: expected a time before 5"),
         ({"pushFilters": "yes"}, "option pushFilters: expected true or false, found 'yes'"),
+        ({"at": "2023-11-14T22:14:10"}, "option at: expected a time with a zone such as"),
+        ({"at": "-5"}, "option at: expected a time with a zone such as"),
     ],
 )
 def test_no_option_of_a_read_is_ignored(folder: Path, options: dict[str, str], text: str) -> None:
@@ -481,6 +486,7 @@ def test_a_table_of_the_catalog(folder: Path) -> None:
         ({"endingOffsets": '{"Orders": {"0": 3}}'}, "a stream has no end"),
         ({"mode": "fast"}, "FAILFAST"),
         ({"pushFilters": "true"}, "option pushFilters: Spark pushes no conditions into a stream"),
+        ({"at": "0"}, "option at: a stream continues with what is stored"),
         ({"minOffsetsPerTrigger": "9", "maxOffsetsPerTrigger": "5"}, "found 9 and 5"),
     ],
 )
