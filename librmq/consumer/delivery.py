@@ -66,7 +66,7 @@ class Delivery:
         """Cancel the coroutine listeners that still run; return their number."""
         cancelled = 0
         for work in list(self.runner.running):
-            if isinstance(work, _Call) and work.delivery is self and hasattr(work, "cancel"):
+            if isinstance(work, DeliveryCall) and work.delivery is self and hasattr(work, "cancel"):
                 work.cancel()
                 cancelled += 1
         return cancelled
@@ -139,7 +139,7 @@ class Delivery:
         listener = self.listener_for(assigned, messages[0])
         self.running += 1
         self.counts.delivered += len(messages)
-        self.runner.submit(_Call(self, listener, assigned, messages))
+        self.runner.submit(DeliveryCall(self, listener, assigned, messages))
 
     def listener_for(self, assigned: AssignedQueue, message: DeliveredMessage) -> Listener:
         """Return the listener of a message; it fails if this instance does not subscribe to a redelivery's topic."""
@@ -152,14 +152,7 @@ class Delivery:
         if self._ended is not None and not self.running:
             self._ended.set()
 
-    def apply_result(
-        self,
-        assigned: AssignedQueue,
-        messages: list[DeliveredMessage],
-        listener: Listener,
-        result: object,
-        error: Exception | None,
-    ) -> None:
+    def apply_result(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
         """Apply the result or the exception of a listener, and begin what waits for a free thread."""
         raise NotImplementedError
 
@@ -209,10 +202,10 @@ class Delivery:
             self.consumer.metrics.count("consumed", count, topic=topic, group=group, result=result)
 
 
-class _Call(Work):
+class DeliveryCall(Work):
     """A call of a listener. Its label and subject are computed on demand."""
 
-    __slots__ = ("_held", "_listener", "_messages", "delivery")
+    __slots__ = ("assigned", "delivery", "listener", "messages")
 
     def __init__(
         self,
@@ -225,26 +218,26 @@ class _Call(Work):
         self.delivery = delivery
         self.owner = delivery.consumer.client
         self.loop = delivery.consumer.loop
-        self._listener = listener
-        self._held = assigned
-        self._messages = messages
+        self.listener = listener
+        self.assigned = assigned
+        self.messages = messages
 
-    def done(self, result: object, error: Exception | None) -> None:
+    def done(self, result: object, error: Exception | None) -> None:  # noqa: D102 (`Work` says it)
         self.delivery.call_ended()
-        self.delivery.apply_result(self._held, self._messages, self._listener, result, error)
+        self.delivery.apply_result(self, result, error)
 
     @property
-    def group(self) -> str:  # type: ignore[override]
+    def group(self) -> str:  # type: ignore[override]  # noqa: D102
         return self.delivery.consumer.group
 
     @property
-    def label(self) -> str:  # type: ignore[override]
-        return f"{self.delivery.consumer.label} {self._held.label} {self._messages[0].queue_offset}"
+    def label(self) -> str:  # type: ignore[override]  # noqa: D102
+        return f"{self.delivery.consumer.label} {self.assigned.label} {self.messages[0].queue_offset}"
 
     @property
-    def about(self) -> Sequence[tuple[str, int]]:  # type: ignore[override]
-        broker_name = self._held.queue.broker_name
-        return [(broker_name, message.physical_offset) for message in self._messages]
+    def about(self) -> Sequence[tuple[str, int]]:  # type: ignore[override]  # noqa: D102
+        broker_name = self.assigned.queue.broker_name
+        return [(broker_name, message.physical_offset) for message in self.messages]
 
 
 async def _after(result: Awaitable[object], callbacks: list[Callable[[object, Exception | None], None]]) -> object:
@@ -509,16 +502,10 @@ class ConcurrentDelivery(Delivery):
         if self._expiring.at is None:
             self.runner.wake(self._expiring, next_from_first(now_ms, self.started_ms, self._timeout_ms))
 
-    def apply_result(
-        self,
-        assigned: AssignedQueue,
-        messages: list[DeliveredMessage],
-        listener: Listener,
-        result: object,
-        error: Exception | None,
-    ) -> None:
+    def apply_result(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
         """Apply the result or the exception of a listener, and begin what waits for a free thread."""
-        consumed, error = outcome(listener, len(messages), result, error)
+        assigned, messages = call.assigned, call.messages
+        consumed, error = outcome(call.listener, len(messages), result, error)
         if self.consumer.recorder is not None:
             self.consumer.recorder.ends(messages, consumed)
         if not assigned.released:

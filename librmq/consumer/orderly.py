@@ -22,7 +22,7 @@ from typing import Final
 
 from librmq.client.recorder import ConsumerRecorder
 from librmq.consumer.assignment import AssignedQueue
-from librmq.consumer.delivery import Delivery
+from librmq.consumer.delivery import Delivery, DeliveryCall
 from librmq.consumer.failures import suspension_ms
 from librmq.consumer.instance import BlockedQueue, PushInstance
 from librmq.consumer.listeners import DeliveredMessage, Listener
@@ -81,8 +81,12 @@ class OrderlyDelivery(Delivery):
         if not self._locks:
             return True
         self._unlocking.pop(queue, None)  # the late unlock would release the new lock
-        request = LockQueues(self.consumer.group, self.consumer.client.client_id, frozenset((queue,)))
-        return queue in self.consumer.client.endpoint(queue.broker_name).call(request)
+        return queue in self._ask_locks(queue.broker_name, frozenset((queue,)))
+
+    def _ask_locks(self, broker_name: str, queues: frozenset[MessageQueue]) -> frozenset[MessageQueue]:
+        """Ask a broker for the locks of its queues, and return those that this client has."""
+        request = LockQueues(self.consumer.group, self.consumer.client.client_id, queues)
+        return self.consumer.client.endpoint(broker_name).call(request)
 
     def take_queue(self, assigned: AssignedQueue) -> None:
         """Note that a queue was taken, for which `lock_queue` has just got the lock.
@@ -119,10 +123,8 @@ class OrderlyDelivery(Delivery):
         for assigned in consumer.assigned.values():
             by_broker.setdefault(assigned.queue.broker_name, []).append(assigned)
         for broker_name, queues in by_broker.items():
-            broker_queues = frozenset(assigned.queue for assigned in queues)
             try:
-                request = LockQueues(consumer.group, consumer.client.client_id, broker_queues)
-                locked = consumer.client.endpoint(broker_name).call(request)
+                locked = self._ask_locks(broker_name, frozenset(assigned.queue for assigned in queues))
             except RmqError as error:
                 consumer.states.failing(("lock", broker_name), f"locking queues at {broker_name}", error)
                 continue
@@ -319,23 +321,17 @@ class OrderlyDelivery(Delivery):
         if self._resting.pop(assigned.queue, None) is not None:
             assigned.delivering = False
 
-    def apply_result(
-        self,
-        assigned: AssignedQueue,
-        messages: list[DeliveredMessage],
-        listener: Listener,
-        result: object,
-        error: Exception | None,
-    ) -> None:
+    def apply_result(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
         """Apply the result or the exception of a listener, and begin what waits for a free thread."""
+        assigned, messages = call.assigned, call.messages
         assigned.running = False
         now_ms = self.runner.now_ms()
         if self.consumer.recorder is not None:
-            self._record(self.consumer.recorder, assigned, messages, result, _has_failed(listener, result, error))
+            self._record(self.consumer.recorder, call, result, _has_failed(call.listener, result, error))
         if assigned.released:
             self._done_after_release(assigned, messages, now_ms)
         else:
-            rest_ms = self._apply(assigned, messages, listener, result, error)
+            rest_ms = self._apply(call, result, error)
             if assigned.throttled:
                 self.consumer.fetcher.resume_throttled(assigned)
             if rest_ms is None and now_ms - assigned.since_ms > MAX_WITHOUT_REST_MS:
@@ -359,22 +355,16 @@ class OrderlyDelivery(Delivery):
             else:
                 self.consumer.rebalancing.wake_on_grid()
 
-    def _apply(
-        self,
-        assigned: AssignedQueue,
-        messages: list[DeliveredMessage],
-        listener: Listener,
-        result: object,
-        error: Exception | None,
-    ) -> int | None:
+    def _apply(self, call: DeliveryCall, result: object, error: Exception | None) -> int | None:
         """Apply the result or the exception of a listener, and return the pause of the queue."""
+        assigned, messages = call.assigned, call.messages
         if isinstance(error, DownstreamDown):
             self.count_messages(assigned, len(messages), "downstream")
             assigned.messages.put_back(messages)
             return self.rests.begin(error, assigned.queue)
         if self.rests.is_probing or self.consumer.states.causes:
             self.rests.succeeded()
-        if not _has_failed(listener, result, error):
+        if not _has_failed(call.listener, result, error):
             if result is OrderlyResult.HOLD:
                 return None
             if result is OrderlyResult.ROLLBACK:
@@ -405,20 +395,14 @@ class OrderlyDelivery(Delivery):
             self.consumer.progressed(assigned, progress)
 
     @staticmethod
-    def _record(
-        recorder: ConsumerRecorder,
-        assigned: AssignedQueue,
-        messages: list[DeliveredMessage],
-        result: object,
-        has_failed: bool,
-    ) -> None:
+    def _record(recorder: ConsumerRecorder, call: DeliveryCall, result: object, has_failed: bool) -> None:
         """Record the end of a call, and with a commit or rollback the end of the calls held before it."""
         if has_failed:
-            recorder.ends(messages, 0)
+            recorder.ends(call.messages, 0)
         elif result is OrderlyResult.HOLD:
-            recorder.holds(messages)
+            recorder.holds(call.messages)
         else:
-            all_messages = assigned.messages.begun_messages() or messages  # a released queue has dropped them
+            all_messages = call.assigned.messages.begun_messages() or call.messages  # a released queue has dropped them
             recorder.ends(all_messages, 0 if result is OrderlyResult.ROLLBACK else len(all_messages))
 
     def _log_blocked(self, assigned: AssignedQueue, message: DeliveredMessage) -> None:
