@@ -24,6 +24,7 @@ from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import (
     DELAY_SEC,
     DELETE_KEY,
+    DELETES_EARLIER,
     DELIVER_MS,
     OUT_MS,
     delete_key,
@@ -316,7 +317,7 @@ class Deliveries:
         names = (OUT_MS, record.PROPERTY_REAL_TOPIC, record.PROPERTY_REAL_QUEUE_ID, record.PROPERTY_UNIQUE_KEY)
         deletion = Message(TIMER_TOPIC, b"0")
         deletion.properties = {name: waiting.properties[name] for name in names if name in waiting.properties}
-        deletion.properties[DELETE_KEY] = delete_key(topic, unique_key)
+        deletion.properties |= {DELETE_KEY: delete_key(topic, unique_key), DELETES_EARLIER: "true"}
         result = self._store.append(deletion, 0, wait=False)
         self.arrivals.stored(TIMER_TOPIC, 0, deletion.properties, result, is_delivered=True)
 

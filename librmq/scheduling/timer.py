@@ -48,6 +48,7 @@ from librmq.scheduling.timer_config import (
     ROLL_TIMES,
     TimerConfig,
     delete_key,
+    deleted_before,
     is_timed,
     out_time_ms,
     without_time,
@@ -68,13 +69,14 @@ _DELIVERY: Final = ("delivery",), "delivery"
 class _Emptying:
     """A slot that is being emptied: the places of its units in order, and its deleted messages."""
 
-    def __init__(self, time_ms: int, last: int, units: array[int], deleted: set[str]) -> None:
+    def __init__(self, time_ms: int, last: int, units: array[int], deleted: dict[str, int]) -> None:
         self.time_ms = time_ms
         self.last = last
         """The slot's last unit when emptying began."""
         self.units = units
         """Physical offset, size, write time and magic of each unit; the next delivery is the last one."""
         self.deleted = deleted
+        """Physical offsets before which messages are deleted, by their names."""
 
 
 class Timers:
@@ -290,15 +292,15 @@ class Timers:
 
     def _begin_slot(self, time_ms: int) -> _Emptying:
         """Follow a slot's units from the last to the first, and read the deleting ones at once."""
-        units, deleted, last = array("q"), set(), self._slots.last(time_ms)
+        units, deletions, last = array("q"), list[StoredMessage](), self._slots.last(time_ms)
         for unit in self._slots.units(time_ms):
             if unit.magic & DELETE and not unit.magic & ROLL:
                 message = self._message(unit.physical_offset, unit.message_size)
                 if message is not None and DELETE_KEY in message.properties:
-                    deleted.add(message.properties[DELETE_KEY])
+                    deletions.append(message)
             else:
                 units.extend((unit.physical_offset, unit.message_size, unit.write_time_ms, unit.magic))
-        return _Emptying(time_ms, last, units, deleted)
+        return _Emptying(time_ms, last, units, deleted_before(deletions))
 
     def _handle_unit(
         self, slot: _Emptying, physical_offset: int, size: int, write_time_ms: int, magic: int, now_ms: int
@@ -318,7 +320,7 @@ class Timers:
             return
         if slot.deleted and not rolls and message.unique_key:
             topic = message.properties.get(record.PROPERTY_REAL_TOPIC, "")
-            if delete_key(topic, message.unique_key) in slot.deleted:
+            if physical_offset < slot.deleted.get(delete_key(topic, message.unique_key), 0):
                 return
         self._deliver_message(message, write_time_ms, rolls, now_ms)
 

@@ -5,7 +5,7 @@ Mirrors 5.3.3's ``HookUtils``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Self
 
@@ -14,6 +14,7 @@ from librmq.errors import MessageIllegalError
 from librmq.files.interface import Files
 from librmq.java.lang import java_long
 from librmq.message import Message, record
+from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format.timerfiles import SLOT_SIZE, UNIT_SIZE, TimerWheel, timer_log_size
 
@@ -25,10 +26,13 @@ ENQUEUE_MS: Final = "TIMER_ENQUEUE_MS"
 DEQUEUE_MS: Final = "TIMER_DEQUEUE_MS"
 ROLL_TIMES: Final = "TIMER_ROLL_TIMES"
 DELETE_KEY: Final = "TIMER_DEL_UNIQKEY"
+DELETES_EARLIER: Final = "TIMER_DEL_EARLIER"
+"""In deleting messages of librmq, which 5.x ignores."""
 
 _TIMES: Final = (DELAY_SEC, DELAY_MS, DELIVER_MS)
 _BLANK_SLOTS: Final = 60
 _INT32: Final = 1 << 31
+_END: Final = 1 << 63
 
 
 class TimerRefusedError(MessageIllegalError):
@@ -110,6 +114,19 @@ def time_properties(message: Message) -> dict[str, str]:
     if message.deliver_at_ms is not None:
         return {DELIVER_MS: str(message.deliver_at_ms)}
     return {DELAY_MS: str(round(1000 * message.delay_s))} if message.delay_s else {}
+
+
+def deleted_before(deletions: Iterable[StoredMessage]) -> dict[str, int]:
+    """Return the physical offset before which messages of a slot are deleted, by their `delete_key`.
+
+    Those of librmq's `cancel` concern what was sent before, those of 5.x the whole slot.
+    """
+    ends: dict[str, int] = {}
+    for deletion in deletions:
+        name = deletion.properties.get(DELETE_KEY, "")
+        end = deletion.physical_offset if DELETES_EARLIER in deletion.properties else _END
+        ends[name] = max(end, ends.get(name, 0))
+    return ends
 
 
 def delete_key(topic: str, unique_key: str) -> str:

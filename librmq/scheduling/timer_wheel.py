@@ -22,7 +22,7 @@ from librmq.message.topics import TIMER_TOPIC
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside
-from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, TimerConfig, delete_key
+from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, TimerConfig, delete_key, deleted_before
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import (
     DELETE,
@@ -397,10 +397,12 @@ def _waiting_in_the_wheel(
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(units)], strict=True):
         magics = units[begin:end, 2]
         deletes = units[begin:end, 1][(magics & DELETE > 0) & (magics & ROLL == 0)]
-        deleted = {message.properties.get(DELETE_KEY) for _, message in _messages_of_slot(store, log, deletes)}
+        deletions = [message for _, message in _messages_of_slot(store, log, deletes)]
+        deleted = deleted_before(deletions)
         for magic, message in _messages_of_slot(store, log, units[begin:end, 1][magics & DELETE == 0]):
             key, topic = message.unique_key, message.properties.get(record.PROPERTY_REAL_TOPIC, "")
-            if magic & ROLL or key is None or not deleted or delete_key(topic, key) not in deleted:
+            is_kept = magic & ROLL or key is None or not deleted
+            if is_kept or message.physical_offset >= deleted.get(delete_key(topic, key or ""), 0):
                 yield _due_ms(message), message
 
 

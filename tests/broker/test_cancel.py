@@ -130,15 +130,19 @@ TestCancel.settings = settings(max_examples=examples(40), stateful_step_count=25
 # --- one at a time
 
 
-def test_an_id_stands_for_all_its_sends_so_far() -> None:
+@pytest.mark.parametrize("delay", [10, 12])
+def test_an_id_stands_for_all_its_sends_so_far(delay: int) -> None:
+    """A level, and a timer: all are due in the same second."""
     files, runner = MemoryFiles(), ManualRunner()
     with open_broker(files, runner) as broker, Producer(broker, "p") as producer:
         broker.create_topic("T", 1)
-        message = Message("T", b"x", unique_key="order-7", delay=10)
+        message = Message("T", b"x", unique_key="order-7", delay=delay)
         assert producer.cancel(producer.send(message)).cancelled
         for _ in range(2):
             again = producer.send(message)
         assert list(broker.messages("T")) == []
+        runner.advance(2_000)  # into the wheel
+        assert len(list(pending_messages(broker.store))) == 2
         runner.advance(20_000)
         assert len(list(broker.messages("T"))) == 2
         result = producer.cancel(again)

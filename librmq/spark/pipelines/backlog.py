@@ -18,7 +18,15 @@ from librmq.message.record import (
 )
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX
 from librmq.scheduling.half_messages import CHECK_GROUP
-from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, OUT_MS, ROLL_TIMES
+from librmq.scheduling.timer_config import (
+    DELAY_MS,
+    DELAY_SEC,
+    DELETE_KEY,
+    DELETES_EARLIER,
+    DELIVER_MS,
+    OUT_MS,
+    ROLL_TIMES,
+)
 from librmq.scheduling.waiting import PRECISION_MS
 from librmq.spark.functions import allocate
 from librmq.spark.stores import DELAY_GROUP
@@ -248,11 +256,14 @@ def pending_timers(units: DataFrame, messages: DataFrame, progress: DataFrame) -
     value_of = _properties("properties")
     timers = units.join(messages, ["store", "physicalOffset"])
     rolled, deletes = F.col("magic").bitwiseAND(ROLL) != 0, F.col("magic").bitwiseAND(DELETE) != 0
-    deleted = timers.where(deletes & ~rolled).select("store", "slot", value_of(DELETE_KEY).alias("deleted"))
+    timers = timers.withColumn("end", F.when(value_of(DELETES_EARLIER).isNotNull(), F.col("physicalOffset")))
+    deleted = timers.where(deletes & ~rolled).select("store", "slot", "end", value_of(DELETE_KEY).alias("deleted"))
     name = F.concat(F.coalesce(value_of("REAL_TOPIC"), F.lit("")), F.lit("+"), F.col("uniqueKey"))  # as `delete_key`
     in_slots = timers.where(~deletes).withColumn("name", F.when(~rolled, name)).alias("unit")
     same = [F.col(f"unit.{column}") == F.col(f"gone.{column}") for column in ("store", "slot")]
-    in_slots = in_slots.join(deleted.alias("gone"), [*same, F.col("unit.name") == F.col("gone.deleted")], "left_anti")
+    same += [F.col("unit.name") == F.col("gone.deleted")]
+    same += [F.col("gone.end").isNull() | (F.col("unit.physicalOffset") < F.col("gone.end"))]
+    in_slots = in_slots.join(deleted.alias("gone"), same, "left_anti")
     on_the_way = messages.join(F.broadcast(progress), "store").where(
         (F.col("queueOffset") >= F.col("done")) & value_of(DELETE_KEY).isNull()
     )
