@@ -114,7 +114,7 @@ class Consumer(Startable, Generic[C]):
         with self.runner.lock:
             before = self._config
             for name in before.names():
-                reason = fixed_because(name, self.kind)
+                reason = fixed_because(name)
                 if reason is not None and getattr(config, name) != getattr(before, name):
                     raise ConfigError(
                         f"{name}: {self._life.what} can't change it from {getattr(before, name)!r:.80} to "

@@ -88,7 +88,7 @@ class ConsumerConfig(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullConsumerConfig(ConsumerConfig):
-    """Settings of a pull consumer; settings for listeners have no effect."""
+    """Settings of a pull consumer; those for listeners keep their defaults."""
 
     pull_batch_size: Annotated[int, Between(1)] = 10
     """Largest number of messages of one pull."""
@@ -96,6 +96,12 @@ class PullConsumerConfig(ConsumerConfig):
     """Time that a poll waits for the first message."""
     auto_commit: bool = True
     """Whether each poll commits the messages of earlier polls."""
+
+    def _check_together(self) -> None:
+        ConsumerConfig._check_together(self)
+        for name in _FOR_LISTENERS:
+            if getattr(self, name) != getattr(_DEFAULTS, name):
+                raise self.refusal(name, "the default, because a pull consumer has no listeners and holds no messages")
 
 
 _FIXED: Final = {
@@ -110,27 +116,24 @@ _FIXED: Final = {
     "offsets_folder": "the progress is there",
     "files": "the progress was opened by them",
 }
-_FOR_LISTENERS: Final = frozenset(
-    (
-        "threads",
-        "batch_size",
-        "max_reconsume_times",
-        "consume_timeout",
-        "suspend_time",
-        "pull_interval",
-        "max_held_messages",
-        "max_held_bytes",
-        "max_held_messages_of_topic",
-        "max_held_bytes_of_topic",
-        "max_span",
-    )
+_FOR_LISTENERS: Final = (
+    "threads",
+    "batch_size",
+    "max_reconsume_times",
+    "consume_timeout",
+    "suspend_time",
+    "pull_interval",
+    "max_held_messages",
+    "max_held_bytes",
+    "max_held_messages_of_topic",
+    "max_held_bytes_of_topic",
+    "max_span",
 )
+_DEFAULTS: Final = ConsumerConfig()
 
 
-def fixed_because(name: str, kind: str) -> str | None:
-    """Return why a setting of a ``push`` or ``pull`` consumer can't change after its making; None if it can."""
-    if kind == "pull" and name in _FOR_LISTENERS:
-        return "a pull consumer has no listeners and holds no messages"
+def fixed_because(name: str) -> str | None:
+    """Return why a setting of a consumer can't change after its making; None if it can."""
     return _FIXED.get(name)
 
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Final, Self, TypeVar, cast
+from typing import Any, Final, NoReturn, Self, TypeVar, cast
 
 from librmq.client.client import Client, LifeCycle, Startable, client_of
 from librmq.clock import wait_async
@@ -228,6 +228,15 @@ class SimpleConsumer(Startable):
     def __repr__(self) -> str:
         topics = ", ".join(self.subscriptions) or "none"
         return f"<SimpleConsumer {self.group}, {self._life.state.value}, topics: {topics}>"
+
+    @property
+    def config(self) -> NoReturn:
+        """No settings: the arguments of `receive` count for each call."""
+        raise AttributeError(f"{self._life.what} has no settings: receive takes them for each call")
+
+    @config.setter
+    def config(self, config: object) -> None:
+        raise ConfigError(f"{self._life.what} has no settings: receive takes them for each call, found {config!r:.80}")
 
     # ---- receiving
 

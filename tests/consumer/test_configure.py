@@ -13,7 +13,7 @@ import pytest
 from librmq.broker import Broker
 from librmq.client.producer import Producer
 from librmq.client.sender import ProducerConfig
-from librmq.consumer import ConsumerConfig, DeliveredMessage, PullConsumer, PushConsumer
+from librmq.consumer import ConsumerConfig, DeliveredMessage, PullConsumer, PushConsumer, SimpleConsumer
 from librmq.consumer.config import PullConsumerConfig
 from librmq.consumer.delivery import Backlog
 from librmq.errors import ConfigError
@@ -170,8 +170,17 @@ def test_a_pull_consumer_changes_with_the_next_poll(one_queue: Kit) -> None:
             change: dict[str, Any] = {name: 7}
             with pytest.raises(ConfigError, match=f"{name}: .*a pull consumer has no listeners"):
                 consumer.configure(**change)
+            with pytest.raises(ConfigError, match=f"{name}: .*a pull consumer has no listeners"):
+                PullConsumer(one_queue.broker, "g", **change)
         assert consumer.config.threads == 20
     assert one_queue.broker.consumer_offset("g", "t") == 0  # the later polls commit nothing
+
+
+def test_a_simple_consumer_has_no_settings(one_queue: Kit) -> None:
+    consumer: Any = SimpleConsumer(one_queue.broker, "g")
+    with pytest.raises(ConfigError, match="has no settings: receive takes"):
+        consumer.config = 5
+    assert not hasattr(consumer, "config")
 
 
 # ------------------------------------------------------------------------------------------------------------ producers
