@@ -66,6 +66,8 @@ class Administration:
         self._groups = context.groups
         self._clients = context.clients
         self._locks = context.locks
+        self._locks.noted_group = self._report_to_late_group
+        self._grown: dict[str, tuple[int, int, set[str]]] = {}  # by topic: queues, and groups that may read in order
 
     def create_topic(self, request: CreateTopic) -> None:
         """Make or change a topic. Growth that breaks the order of keys for a group is logged."""
@@ -80,9 +82,22 @@ class Administration:
 
     def _report_moved_keys(self, topic: str, before: int, after: int) -> None:
         """Log the share of keys that move to another queue, if the topic has messages and a group reads it in order."""
-        groups = sorted(self._orderly_groups(topic))
+        groups = self._orderly_groups(topic)
         ranges = (self._store.queue_range(topic, queue_id) for queue_id in range(before))
-        if groups and any(begin < end for begin, end in ranges):
+        if not any(begin < end for begin, end in ranges):
+            return
+        self._grown[topic] = before, after, set(self._offsets.groups(topic)) - groups
+        self._warn_of_moved_keys(topic, before, after, groups)
+
+    def _report_to_late_group(self, topic: str, group: str) -> None:
+        """Log growth of a topic, after the broker's start, of which a group with progress locks its first queue now."""
+        before, after, groups = self._grown.get(topic, (0, 0, set()))
+        if group in groups:
+            groups.remove(group)
+            self._warn_of_moved_keys(topic, before, after, {group})
+
+    def _warn_of_moved_keys(self, topic: str, before: int, after: int, groups: set[str]) -> None:
+        if groups:
             _log.warning(
                 "topic %(topic)s grows from %(before)d to %(after)d queues: %(_share).0f %% of the keys that select "
                 "their queue by hash move to another one, so %(groups)s, reading in order, can get new messages of a "
@@ -90,7 +105,7 @@ class Administration:
                 topic=topic,
                 before=before,
                 after=after,
-                groups=", ".join(groups),
+                groups=", ".join(sorted(groups)),
                 moved_keys=round(moved_keys(before, after), 4),
                 _share=100 * moved_keys(before, after),
                 _ring_share=100 * (1 - before / after),

@@ -495,6 +495,8 @@ class QueueLocks:
         self._held: dict[tuple[str, MessageQueue], tuple[str, int]] = {}  # client id, time of the last renewal
         self.groups_by_topic: dict[str, set[str]] = {}
         """The groups that have locked queues of a topic, also those whose clients have left since."""
+        self.noted_group: Callable[[str, str], None] | None = None
+        """Called with a topic and a group that it is added to."""
 
     def _holder(self, group: str, queue: MessageQueue, now_ms: int) -> str | None:
         """Return the id of the client that holds the queue, None if there is none."""
@@ -511,7 +513,11 @@ class QueueLocks:
         locked = frozenset(queue for queue in request.queues if self._holder(group, queue, now_ms) in (None, client_id))
         for queue in locked:
             self._held[group, queue] = client_id, now_ms
-            self.groups_by_topic.setdefault(queue.topic, set()).add(group)
+            groups = self.groups_by_topic.setdefault(queue.topic, set())
+            if group not in groups:
+                groups.add(group)
+                if self.noted_group is not None:
+                    self.noted_group(queue.topic, group)
         return locked
 
     def unlock_queues(self, request: UnlockQueues) -> None:

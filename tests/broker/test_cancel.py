@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -28,6 +29,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.protocol import CancelMessage, CancelResult, ResponseCode, SendBack, TransactionState
 from librmq.runtime.runner import ManualRunner
+from librmq.runtime.threads import ThreadRunner
 from librmq.scheduling import waiting
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.documents import write_document
@@ -151,6 +153,30 @@ def test_an_id_stands_for_all_its_sends_so_far(delay: int) -> None:
         assert producer.cancel(producer.send(message)).cancelled
         runner.advance(20_000)
         assert len(list(broker.messages("T"))) == 2
+
+
+def test_a_coroutine_cancels() -> None:
+    """While it waits, other coroutines of its loop run."""
+    threads = ThreadRunner()
+    with Broker.temporary(runner=threads) as broker, Producer(broker, "p") as producer:
+        sent = producer.send("T", b"x", delay=3600)
+        with threads.lock:  # the broker can't answer yet
+            turns: list[int] = []
+
+            async def cancel() -> CancelResult:
+                task = asyncio.ensure_future(producer.cancel_async(sent))
+                await asyncio.sleep(0)
+                turns.append(len(turns))
+                threads.lock.release()
+                try:
+                    return await task
+                finally:
+                    threads.lock.acquire()
+
+            assert asyncio.run(cancel()).cancelled
+        assert turns == [0]
+        assert list(pending_messages(broker.store)) == []
+    threads.shutdown()
 
 
 def test_no_cancellation_outlives_the_tail_of_a_log() -> None:

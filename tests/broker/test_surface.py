@@ -43,8 +43,8 @@ from librmq.wire.remoting import RemotingServer
 from tests.broker.parties import send
 
 
-def running(broker: Broker, seen: list[bytes], **settings: Any) -> PushConsumer:
-    consumer = PushConsumer(broker, "g", **settings)
+def running(broker: Broker, seen: list[bytes], group: str = "g", **settings: Any) -> PushConsumer:
+    consumer = PushConsumer(broker, group, **settings)
 
     @consumer.subscribe("T")
     def listen(message: DeliveredMessage) -> None:
@@ -452,6 +452,23 @@ def test_growth_that_moves_keys_of_an_orderly_group(
         "locks": [("WARNING", 0.8889, "g")],
         "settings": [("WARNING", 0.8889, "g, ordered")],
     }.get(way, [])
+
+
+def test_growth_after_a_restart_is_logged_with_a_lock(rmq: Kit, caplog: pytest.LogCaptureFixture) -> None:
+    rmq.broker.create_topic("T", 8)
+    for queue_id in range(8):
+        send(rmq.broker, "T", queue_id=queue_id)
+    for group in ("ordered", "other"):
+        rmq.broker.call(UpdateOffset(group, "T", 0, 1))
+    rmq.broker.close()
+    rmq.network.reopen("broker-a")
+    rmq.broker.create_topic("T", 9)
+    for group, orderly in (("ordered", True), ("other", False), ("new", True), ("ordered", True)):
+        consumer = running(rmq.broker, [], group, orderly=orderly)
+        rmq.advance(ms=25_000)
+        consumer.shutdown()
+        lines = [vars(line)["rmq_groups"] for line in caplog.records if "grows from 8 to 9" in line.getMessage()]
+        assert lines == ["ordered"]
 
 
 @pytest.mark.parametrize(("select", "most"), [(select_by_hash, 1.0), (select_by_consistent_hash(), 0.2)])
