@@ -66,13 +66,18 @@ def unpack_compact(compact: Path, into: Path) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, copy)
     for source in sorted(compact.glob("*.tar.xz")):
-        with tarfile.open(source, "r:xz") as archive:
-            for member in archive:
-                content = archive.extractfile(member)
-                assert content is not None, f"{source}: {member.name} is no file"
-                copy = into / member.name
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                copy.write_bytes(content.read())
+        unpack(source, into)
+
+
+def unpack(archive: Path, into: Path) -> None:
+    """Unpack the files of an archive into a folder."""
+    with tarfile.open(archive, "r:xz") as packed:
+        for member in filter(tarfile.TarInfo.isfile, packed):
+            content = packed.extractfile(member)
+            assert content is not None
+            copy = into / member.name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(content.read())
 
 
 def existing(*parts: str) -> Path:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests.data.write import pack as pack_store
+
 STORE = "store-basic"
 ENCODING_ROWS = 12
 STORE_QUESTIONS = 60
@@ -122,6 +124,8 @@ def cut(golden: Path, into: Path) -> None:
     later = read_jsonl(golden / "filter/cases-5.3.3.jsonl")
     write(into / "filter/cases-5.3.3.jsonl", jsonl_text(spread(later, LATER_FILTER_CASES)))
     pack(golden / STORE, into / f"{STORE}.tar.xz")
+    (into / "stores").mkdir(exist_ok=True)
+    pack_store(golden / "timer-5.3.3" / "store", into / "stores" / "rocketmq-5.3.3.tar.xz")
 
 
 if __name__ == "__main__":
