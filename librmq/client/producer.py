@@ -69,6 +69,16 @@ Body = bytes | bytearray | memoryview | str
 """Type of a body; text is sent as UTF-8."""
 
 
+class ProducerArguments(ProducerKeywords, total=False):
+    """Keywords of a `Producer`, for type checkers."""
+
+    client: Client | None
+    instance_name: str | None
+    config: ProducerConfig | None
+    hooks: Iterable[SendHook]
+    metrics: Metrics | None
+
+
 class Producer(Startable):
     """A sender of messages, which starts with its first send or with `start`. Thread-safe.
 

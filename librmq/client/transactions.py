@@ -12,19 +12,17 @@ Mirrors ``TransactionMQProducer`` and ``DefaultMQProducerImpl.sendMessageInTrans
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
-from librmq.client.client import Client
-from librmq.client.producer import Producer
-from librmq.client.sender import ProducerConfig, ProducerKeywords, SendHook, SendResult
+from librmq.client.producer import Producer, ProducerArguments
+from librmq.client.sender import SendResult
 from librmq.errors import ClientError, ConfigError, MessageIllegalError
 from librmq.message import record
 from librmq.message.message import Message, MessageQueue, StoredMessage, delayed_transaction, transaction_with_priority
-from librmq.metrics import Metrics
 from librmq.protocol import (
     CheckTransaction,
     EndTransaction,
@@ -119,16 +117,6 @@ class OpenTransaction:
         self.state = TransactionState.UNKNOWN
 
 
-class TransactionProducerKeywords(ProducerKeywords, total=False):
-    """Keywords of a `TransactionProducer`: the same as `Producer`'s, for type checkers."""
-
-    client: Client | None
-    instance_name: str | None
-    config: ProducerConfig | None
-    hooks: Iterable[SendHook]
-    metrics: Metrics | None
-
-
 class TransactionProducer(Producer):
     """Sends messages that consumers see only after a local transaction commits. Thread-safe.
 
@@ -149,7 +137,7 @@ class TransactionProducer(Producer):
         *,
         execute: Execute | None = None,
         check_pool: Executor | None = None,
-        **settings: Unpack[TransactionProducerKeywords],
+        **settings: Unpack[ProducerArguments],
     ) -> None:
         super().__init__(route, group, **settings)
         if not callable(check):

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
 
 from librmq.broker import Broker, BrokerConfig
-from librmq.client.producer import Producer
+from librmq.client.producer import Producer, ProducerArguments
 from librmq.client.recorder import Event, Recorder
 from librmq.clock import ManualClock
 from librmq.cluster import Cluster, ReplicaConfig
@@ -31,7 +31,7 @@ from librmq.testing.from_store import DEFAULT_NOW_MS, FOLDER, GroupNames, StoreS
 from librmq.testing.history import DeliveryAttempt, History
 from librmq.testing.kit_runner import Driver, Elapsed, KitRunner, ProcessStateError, ProcessTable, current_work
 from librmq.testing.network import SMALL_FILES, Frames, Network, broker_names
-from librmq.testing.process import A_PROCESS, ConsumerArguments, Process, ProducerArguments
+from librmq.testing.process import A_PROCESS, ConsumerArguments, Process
 from librmq.testing.replica import KitReplica, open_replica
 from librmq.testing.verdict import HistoryAnomalyError, check_kinds, history_problem
 

@@ -13,9 +13,9 @@ from datetime import timedelta
 from typing import Any, Final, Literal, Protocol, TypeVar, Unpack, cast
 
 from librmq.client.client import Client
-from librmq.client.producer import Producer
+from librmq.client.producer import Producer, ProducerArguments
 from librmq.client.recorder import Recorder
-from librmq.client.sender import ProducerConfig, ProducerKeywords, SendHook, SendResult
+from librmq.client.sender import SendResult
 from librmq.clock import ManualClock
 from librmq.cluster import Replica, ReplicaRoute
 from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushConsumer
@@ -50,16 +50,6 @@ from librmq.testing.network import Network
 R = TypeVar("R")
 LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 """The folder of librmq's own code, which tracebacks in tests leave out."""
-
-
-class ProducerArguments(ProducerKeywords, total=False):
-    """Keywords of a `Producer`."""
-
-    client: Client | None
-    instance_name: str | None
-    config: ProducerConfig | None
-    hooks: Iterable[SendHook]
-    metrics: Metrics | None
 
 
 class ConsumerArguments(ConsumerKeywords, total=False):
