@@ -33,9 +33,16 @@ class Option:
 
 
 def option(*names: str, **settings: object) -> Option:
-    """Return an option with the names and settings of `argparse`; N stands for a whole number."""
+    """Return an option with the names and settings of `argparse`.
+
+    N stands for a whole number, and TIME for a duration; an argument without dashes is shown in capitals.
+    """
     if settings.get("metavar") == "N":
         settings.setdefault("type", whole())
+    if settings.get("type") is duration:
+        settings.setdefault("metavar", "TIME")
+    if not names[0].startswith("-"):
+        settings.setdefault("metavar", names[0].upper())
     return Option(names, settings)
 
 

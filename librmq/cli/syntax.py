@@ -118,7 +118,7 @@ _LOOK: Final = (
         "store --group CG_order",
         (
             GROUP,
-            option("--topic", metavar="TOPIC", help="only this topic"),
+            option("--topic", help="only this topic"),
             option(
                 "--by",
                 choices=("queue", "topic", "group", "origin"),
@@ -127,7 +127,6 @@ _LOOK: Final = (
             ),
             option(
                 "--every",
-                metavar="TIME",
                 type=duration,
                 help="print rates instead, measured every TIME (10s) by group and topic, until interrupted",
             ),
@@ -142,20 +141,8 @@ _LOOK: Final = (
         "list unconsumed messages that retention deletes soon",
         "store --reserved 72h --within 6h",
         (
-            option(
-                "--reserved",
-                metavar="TIME",
-                type=duration,
-                default="72h",
-                help="how long the broker keeps log files (72h)",
-            ),
-            option(
-                "--within",
-                metavar="TIME",
-                type=duration,
-                default="6h",
-                help="only what expires within this time (6h)",
-            ),
+            option("--reserved", type=duration, default="72h", help="how long the broker keeps log files (72h)"),
+            option("--within", type=duration, default="6h", help="only what expires within this time (6h)"),
         ),
         output=LISTED,
     ),
@@ -168,7 +155,7 @@ _LOOK: Final = (
             GROUP,
             option("--causes", action="store_true", help="sum up by group, topic and cause"),
             option("--cause", metavar="TEXT", help="only letters whose cause contains this text"),
-            option("--id", metavar="ID", help="only the message with this unique id"),
+            option("--id", help="only the message with this unique id"),
             option("--since", metavar="TIME", help=f"given up at this time or later; {TIME_HELP}"),
             option("--unsent", action="store_true", help="only letters that --resend has not sent yet"),
             option("--resend", action="store_true", help="send those not sent yet to --group again, with all retries"),
@@ -183,8 +170,8 @@ _LOOK: Final = (
         "print the history of a message",
         "store key14",
         (
-            option("id", metavar="ID", help="a unique id, an offset id, or a key"),
-            option("--topic", metavar="TOPIC", help="with a key: search only this topic"),
+            option("id", help="a unique id, an offset id, or a key"),
+            option("--topic", help="with a key: search only this topic"),
         ),
         output=LISTED,
     ),
@@ -212,15 +199,9 @@ _LOOK: Final = (
         "estimate the time to drain a backlog",
         "store --group CG_order --topic OrderTopic --handler 20ms",
         (
-            option("--group", metavar="GROUP", required=True, help="the consumer group"),
-            option("--topic", metavar="TOPIC", required=True, help="the topic"),
-            option(
-                "--handler",
-                metavar="TIME",
-                type=duration,
-                required=True,
-                help="mean duration of a listener's call (20ms)",
-            ),
+            option("--group", required=True, help="the consumer group"),
+            option("--topic", required=True, help="the topic"),
+            option("--handler", type=duration, required=True, help="mean duration of a listener's call (20ms)"),
             option("--clients", metavar="N", type=_UP_TO_1024, help="instances of the group (1)"),
             option("--threads", metavar="N", type=_UP_TO_1024, help="listeners in parallel in each instance (20)"),
             option("--batch", metavar="N", type=_UP_TO_1024, help="messages per call (1)"),
@@ -265,8 +246,8 @@ _LOOK: Final = (
 )
 
 _OF_GROUP: Final = (
-    option("--group", metavar="GROUP", required=True, help="the consumer group"),
-    option("--topic", metavar="TOPIC", required=True, help="the topic"),
+    option("--group", required=True, help="the consumer group"),
+    option("--topic", required=True, help="the topic"),
     option("--queue", metavar="IDS", help="only these queues (3, or 0,3,5-9)"),
 )
 
@@ -277,7 +258,7 @@ _CHANGE: Final = (
         "create a topic, add queues, or delete it",
         "create store orders --queues 4",
         (
-            option("topic", metavar="TOPIC", help="the topic"),
+            option("topic", help="the topic"),
             option("--queues", metavar="N", type=_QUEUE_COUNT, help="number of queues (create: 8)"),
             option(
                 "--write-queues",
@@ -302,7 +283,7 @@ _CHANGE: Final = (
         "create a group, copy it to a new name, or delete it",
         "copy store CG_order --to billing",
         (
-            option("group", metavar="GROUP", help="the group; copy: the old group"),
+            option("group", help="the group; copy: the old group"),
             option(
                 "--retries",
                 metavar="N",
@@ -352,7 +333,7 @@ _CHANGE: Final = (
         "start a group where a skip began, or fill a cluster",
         "store --group CG_order --topic OrderTopic --to again",
         (
-            option("--group", metavar="GROUP", help="the consumer group that has skipped messages"),
+            option("--group", help="the consumer group that has skipped messages"),
             option("--to", metavar="GROUP", help="the second group"),
             option("--route", metavar="HOST:PORT", help="send the store's messages to the cluster of this name server"),
             *SECURED,
@@ -389,7 +370,7 @@ _CHANGE: Final = (
         "groups",
         "cancel a message that waits for its time",
         "store 7F0000010D3218B4AAC226E608000071",
-        (option("id", metavar="ID", help="its unique id or offset id"), *CHANGES),
+        (option("id", help="its unique id or offset id"), *CHANGES),
         description="Cancels a message of a delay level, the timer or the relay, in a store that no broker has open. "
         "The answer says whether it is cancelled, or why not: most often it was delivered already.",
         output=OUTPUT,
@@ -400,7 +381,7 @@ _CHANGE: Final = (
         "append messages that export wrote",
         "copy orders.jsonl",
         (
-            option("path", metavar="PATH", help="a file of JSON lines or CSV, a folder of Parquet, or - for stdin"),
+            option("path", help="a file of JSON lines or CSV, a folder of Parquet, or - for stdin"),
             option(
                 "--input-format",
                 choices=("parquet", "csv", "jsonl"),
@@ -440,7 +421,7 @@ _CHANGE: Final = (
     ),
 )
 
-_TARGET: Final = option("target", metavar="TARGET", help="a folder that is empty or does not exist")
+_TARGET: Final = option("target", help="a folder that is empty or does not exist")
 
 _FILES: Final = (
     Command("verify", "maintenance", "check the bytes of all files; changes nothing", "store", output=OUTPUT),
@@ -489,7 +470,7 @@ _FILES: Final = (
         "keep a copy of a store that another process writes",
         "store copy --until-end",
         (
-            option("copy", metavar="COPY", help="the folder of the copy; it may be an earlier copy of this store"),
+            option("copy", help="the folder of the copy; it may be an earlier copy of this store"),
             option("--until-end", action="store_true", help="copy what there is now, and exit"),
         ),
         description="Copies the log byte for byte as it grows, and topics, groups and progress every 10 s. Runs until "
@@ -543,7 +524,7 @@ _FILES: Final = (
         "print the entries of a queue",
         "store OrderTopic 0",
         (
-            option("topic", metavar="TOPIC", help="the queue's topic"),
+            option("topic", help="the queue's topic"),
             option("queue_id", metavar="ID", type=whole(), help="the queue's number"),
         ),
         output=LISTED,
@@ -601,8 +582,8 @@ _TOOLS: Final = (
         "run a pipeline over stores with Spark",
         "list",
         (
-            option("action", metavar="ACTION", choices=("list", "run"), help="list the pipelines, or run one"),
-            option("name", metavar="NAME", nargs="?", help="run: the pipeline"),
+            option("action", choices=("list", "run"), help="list the pipelines, or run one"),
+            option("name", nargs="?", help="run: the pipeline"),
             option("stores", metavar="STORE", nargs="*", help="run: the folders of the stores"),
             option("-o", "--out", metavar="FOLDER", help="write the rows there as Parquet, not to the output"),
             option("--overwrite", action="store_true", help="replace an existing folder"),
@@ -669,20 +650,19 @@ _TOOLS: Final = (
         "copy --for 2s --every 1s",
         (
             option("--serve", action="store_true", help="serve the store, with clients in processes of their own"),
-            option("--for", metavar="TIME", type=duration, default=30.0, help="how long messages are sent (30s)"),
+            option("--for", type=duration, default=30.0, help="how long messages are sent (30s)"),
             option("--rate", metavar="N", type=POSITIVE, help="messages a second (100), at most 2,000"),
             option("--loads", metavar="LIST", type=names, help="some of plain,ordered,delayed,halves (all)"),
             option("--workers", metavar="N", type=POSITIVE, help="processes of clients (2), at most 16"),
             option("--faults", metavar="LIST", type=names, help="some of kill,crash,cut, or none (all possible ones)"),
-            option("--every", metavar="TIME", type=duration, default=5.0, help="time between two faults (5s)"),
+            option("--every", type=duration, default=5.0, help="time between two faults (5s)"),
             option(
                 "--settle",
-                metavar="TIME",
                 type=duration,
                 default=120.0,
                 help="a message that has not come after so long without any other is lost (2m)",
             ),
-            option("--name", metavar="NAME", help="the end of the names of its topics and groups (a random one)"),
+            option("--name", help="the end of the names of its topics and groups (a random one)"),
             option("-o", "--out", metavar="FILE", help="the file of the history (librmq_soak_NAME.jsonl)"),
         ),
         description="Sends and consumes messages, orders, delays and transactions in topics of its own, kills and cuts "
@@ -770,7 +750,7 @@ _TOOLS: Final = (
         "completion",
         "print a script that completes commands in a shell",
         "bash",
-        (option("shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help="bash, zsh or fish"),),
+        (option("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish"),),
         store=False,
     ),
 )
