@@ -34,14 +34,14 @@ def check_history(arguments: argparse.Namespace, output: Output) -> int:
     history = HistoryEvents()
     if arguments.out is not None and any(_is_same(path, arguments.out) for path in arguments.files):
         raise InputError(f"--out: expected another file than the history {arguments.out}")
-    kept: dict[str, list[bytes]] = {}
+    piped: dict[str, list[bytes]] = {}
     begins = []
     for path in arguments.files:
         begins.append(history.lines)
         with _history_file(path) as file:
             if arguments.out is not None and not os.path.isfile(path):  # it can be read once
-                kept[path] = file.readlines()
-                is_cut = history.read(iter(kept[path]), _file_name(path))
+                piped[path] = file.readlines()
+                is_cut = history.read(iter(piped[path]), _file_name(path))
             else:
                 is_cut = history.read(file, _file_name(path))
         if is_cut:
@@ -54,7 +54,7 @@ def check_history(arguments: argparse.Namespace, output: Output) -> int:
     anomalies = find_anomalies(history)
     output.rows_of(anomaly.row() for anomaly in anomalies)
     if arguments.out is not None:
-        _write_timelines(arguments, anomalies, lines, begins, kept)
+        _write_timelines(arguments, anomalies, lines, begins, piped)
     if not anomalies:
         output.says_nothing_found = False
         if output.is_on_terminal:
@@ -93,14 +93,14 @@ def _write_timelines(
     anomalies: Sequence[Anomaly],
     lines: int,
     begins: Sequence[int],
-    kept: dict[str, list[bytes]],
+    piped: dict[str, list[bytes]],
 ) -> None:
     """Write the page; the events that it shows are read again."""
-    wanted = {line for anomaly in anomalies[:SHOWN] for line in anomaly.events}
+    shown_lines = {line for anomaly in anomalies[:_ON_PAGE] for line in anomaly.events}
     events: dict[int, dict[str, Any]] = {}
     for path, begin in zip(arguments.files, begins, strict=True):
-        with nullcontext(kept[path]) if path in kept else _history_file(path) as file:
-            events |= {line: parse_object(text) for line, text in enumerate(file, begin + 1) if line in wanted}
+        with nullcontext(piped[path]) if path in piped else _history_file(path) as file:
+            events |= {line: parse_object(text) for line, text in enumerate(file, begin + 1) if line in shown_lines}
     page = render_timelines(anomalies, events, lines, [*map(_file_name, arguments.files)])
     try:
         with open(arguments.out, "w", encoding="utf-8") as file:
@@ -165,7 +165,7 @@ def soak(arguments: argparse.Namespace, output: Output) -> int:
 
 # ---- the page of timelines
 
-SHOWN: Final = 200
+_ON_PAGE: Final = 200
 """The largest number of anomalies on a page."""
 _LONGEST: Final = 300
 _PAGE: Final = """<!DOCTYPE html>
@@ -203,7 +203,7 @@ def render_timelines(
     """Return the page of the anomalies of a history.
 
     Args:
-        anomalies: What `check_history` has returned; the page has the first `SHOWN`.
+        anomalies: What `check_history` has returned; the page has the first `_ON_PAGE`.
         events: The events that the anomalies name, by their lines.
         lines: Number of lines of the history.
         sources: Names of its files.
@@ -212,9 +212,9 @@ def render_timelines(
     verdict = (
         ", ".join(f"{kind} {kinds[kind]:,}" for kind in KINDS if kinds[kind]) or "Nothing is wrong in this history."
     )
-    sections = [_section(number, anomaly, events) for number, anomaly in enumerate(anomalies[:SHOWN], 1)]
-    if len(anomalies) > SHOWN:
-        sections.append(f'<p class="quiet">The page leaves out {len(anomalies) - SHOWN:,} more.</p>')
+    sections = [_section(number, anomaly, events) for number, anomaly in enumerate(anomalies[:_ON_PAGE], 1)]
+    if len(anomalies) > _ON_PAGE:
+        sections.append(f'<p class="quiet">The page leaves out {len(anomalies) - _ON_PAGE:,} more.</p>')
     names = ", ".join(sources[:8]) + ", …" * (len(sources) > 8)
     page = _PAGE.format(
         title=escape(f"{len(anomalies):,} anomal{'y' if len(anomalies) == 1 else 'ies'}"),
@@ -253,10 +253,10 @@ def _row(
             "" if end_ms == begin_ms else " …" if end_ms is None else f" to +{end_ms - times[0]:,}"
         )
         plot = _bar(times, begin_ms, end_ms, kind, f"{event['event']}: {when} ms")
-    who = next((str(event[name]) for name in ("process", "group", "broker") if event.get(name) is not None), "")
+    actor = next((str(event[name]) for name in ("process", "group", "broker") if event.get(name) is not None), "")
     if event["event"] == "deliver":
-        who = f"{event['group']} {who}"
-    cells = (("number", "line", line), ("first", "who", who), ("text", "event", _text(event)), ("when", "ms", when))
+        actor = f"{event['group']} {actor}"
+    cells = (("number", "line", line), ("first", "who", actor), ("text", "event", _text(event)), ("when", "ms", when))
     text = "".join(f'<td class="{kind}" data-label="{name}">{escape(str(value))}</td>' for kind, name, value in cells)
     return f'<tr>{text}<td class="plot" data-label="">{plot}</td></tr>\n'
 
