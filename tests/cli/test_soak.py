@@ -101,6 +101,15 @@ def commits(request: Any, call: Callable[[Any], Any], number: int) -> Any:
     return call(request)
 
 
+def refuses(kind: type, error: BrokerError) -> Callable[..., Any]:
+    def refuse(request: Any, call: Callable[[Any], Any], number: int) -> Any:
+        if isinstance(request, kind):
+            raise error
+        return call(request)
+
+    return refuse
+
+
 def break_broker(broker: Broker, how: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     whole, numbers = broker.call, iter(range(1_000_000))
 
@@ -284,13 +293,8 @@ def test_the_verdict_on_a_broken_cluster(shell: Shell, monkeypatch: pytest.Monke
 
 
 def test_what_could_not_be_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(request: Any, call: Callable[[Any], Any], number: int) -> Any:
-        if isinstance(request, DeleteTopic):
-            raise BrokerError(1, "topics are not deleted today")
-        return call(request)
-
     with Broker.temporary() as broker:
-        break_broker(broker, refuses, monkeypatch)
+        break_broker(broker, refuses(DeleteTopic, BrokerError(1, "topics are not deleted today")), monkeypatch)
         with serving(broker) as address:
             plan = SoakPlan(
                 cluster=ClusterAccess(address), seconds=0.5, loads=["plain"], workers=1, faults=(), name="x",
@@ -371,13 +375,8 @@ def test_what_is_not_its_own_is_refused_before_any_write(kind: str, shell: Shell
 def test_a_cluster_that_refuses_is_an_error(
     refused: type, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def refuses(request: Any, call: Callable[[Any], Any], number: int) -> Any:
-        if isinstance(request, refused):
-            raise BrokerError(16, "no permission")
-        return call(request)
-
     with Broker.temporary() as broker:
-        break_broker(broker, refuses, monkeypatch)
+        break_broker(broker, refuses(refused, BrokerError(16, "no permission")), monkeypatch)
         with serving(broker) as address:
             plan = SoakPlan(
                 cluster=ClusterAccess(address), seconds=0.5, loads=["ordered"], workers=1, faults=(),

@@ -33,6 +33,11 @@ def send(rmq: Kit, count: int = 1, delay_level: int | None = None) -> None:
             rmq.producer("shop").send(Message("orders", b"%d" % number, delay_level=delay_level))
 
 
+def ordered_shop(process: Process) -> None:
+    """Consume in order."""
+    process.consumer("billing", orderly=True).subscribe("orders")(ignore)
+
+
 def restart_broker(rmq: Kit) -> None:
     """Close the broker cleanly, and open it again."""
     rmq.broker.close()
@@ -131,12 +136,8 @@ def order_gives_up(rmq: Kit) -> None:
 
 def order_moves(rmq: Kit) -> None:
     """The queues of an ordered group move to another instance while a listener runs, and back."""
-
-    def shop(process: Process) -> None:
-        process.consumer("billing", orderly=True).subscribe("orders")(ignore)
-
     rmq.broker.create_topic("orders", 2)
-    first = rmq.app("billing", shop)
+    first = rmq.app("billing", ordered_shop)
     rmq.advance(seconds=2)
     rmq.faults.slow_listener("billing", 30, times=4)
     send(rmq, 8)
@@ -154,12 +155,8 @@ def order_moves(rmq: Kit) -> None:
 
 def order_is_lost(rmq: Kit) -> None:
     """The broker loses an instance of an ordered group that does not notice."""
-
-    def shop(process: Process) -> None:
-        process.consumer("billing", orderly=True).subscribe("orders")(ignore)
-
     rmq.broker.create_topic("orders", 1)
-    first = rmq.app("billing", shop)
+    first = rmq.app("billing", ordered_shop)
     rmq.join(first)
     rmq.advance(seconds=2)
     rmq.faults.slow_listener("billing", 4, times=8)
