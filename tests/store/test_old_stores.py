@@ -78,7 +78,7 @@ def check_continued(path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OLD)
-def test_an_old_store_opens_unchanged_and_goes_on(name: str, old: Unpack) -> None:
+def test_an_old_store_opens_unchanged_and_continues(name: str, old: Unpack) -> None:
     path = old(name)
     before = derived(from_disk(path))
     assert verify(path).sound
