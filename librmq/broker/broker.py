@@ -89,7 +89,7 @@ class Broker(AsyncClosing):
     runner: Runner
     """Runs the turns of the broker and of its clients."""
     store: MessageStore
-    config: BrokerConfig
+    _config: BrokerConfig
     cluster_name: str
     metrics: Metrics | None
     _life: BrokerLife
@@ -101,6 +101,11 @@ class Broker(AsyncClosing):
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("open a broker with Broker.open(path), or with Broker.temporary() for a test")
+
+    @property
+    def config(self) -> BrokerConfig:
+        """The settings, which count until the broker is opened with others."""
+        return self._config
 
     @classmethod
     def open(  # noqa: PLR0913 (what a user may choose)
@@ -154,7 +159,7 @@ class Broker(AsyncClosing):
             while True:
                 broker = object.__new__(cls)
                 broker._own_runner, broker._temporary, broker.metrics = own_runner, None, metrics
-                broker.name, broker.runner, broker.config, broker.cluster_name = name, runner, config, cluster_name
+                broker.name, broker.runner, broker._config, broker.cluster_name = name, runner, config, cluster_name
                 broker._life = life = BrokerLife(name, folder)
                 try:
                     steps = BrokerSteps(runner, name, life)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache, partial
-from inspect import iscoroutinefunction, isgeneratorfunction
+from inspect import iscoroutinefunction, isgeneratorfunction, signature
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 from librmq.clock import Clock, SystemClock
@@ -294,9 +295,10 @@ class WatchedPredicate(Generic[M]):
         if not budget > 0:
             raise ConfigError(f"budget: expected a positive number of seconds, found {budget}")
         answers: object = predicate
-        if iscoroutinefunction(answers) or isgeneratorfunction(answers) or not callable(answers):
+        if iscoroutinefunction(answers) or isgeneratorfunction(answers) or not _takes_message(answers):
             raise ConfigError(
-                f"predicate: expected a plain function, no coroutine or generator, found {predicate!r:.100}"
+                "predicate: expected a plain function of one message, no coroutine or generator, found "
+                f"{predicate!r:.100}"
             )
         if on_error is Policy.AS_ANSWERED:
             raise ConfigError("on_error: expected SKIP, DELIVER or STOP, since a predicate that raised has no answer")
@@ -360,3 +362,15 @@ class WatchedPredicate(Generic[M]):
                 slowest=max(before.slowest, seconds),
             )
         return Judgment(match, error, is_over_budget)
+
+
+def _takes_message(predicate: object) -> bool:
+    """Return whether an object can be called with one argument."""
+    if not callable(predicate):
+        return False
+    with suppress(ValueError):  # one in C without a signature
+        try:
+            signature(predicate).bind(None)
+        except TypeError:
+            return False
+    return True

@@ -346,7 +346,7 @@ def _int32(what: str, value: object) -> int:
 
 def _priority(value: object) -> str:
     if type(value) is not int or not 0 <= value < 1 << 31:
-        raise MessageIllegalError(f"priority: expected a whole number of at least 0, found {value!r:.80}")
+        raise MessageIllegalError(f"priority: expected a whole number from 0 to 2147483647, found {value!r:.80}")
     return str(value)
 
 

@@ -88,7 +88,7 @@ def _transaction(rmq: Kit, message: Message) -> object:
 
 
 REFUSED: list[tuple[Callable[[Kit], object], str]] = [
-    (lambda rmq: Message("t", b"x", priority=-1), "priority: expected a whole number of at least 0, found -1"),
+    (lambda rmq: Message("t", b"x", priority=-1), "priority: expected a whole number from 0 to 2147483647, found -1"),
     (lambda rmq: Message("t", b"x", priority=True), "priority: expected a whole number"),
     (lambda rmq: Message("t", b"x", priority=1 << 31), "priority: expected a whole number"),
     (lambda rmq: Message("t", b"x", priority=1, delay=5), "priority: expected None with a delay, found 1"),

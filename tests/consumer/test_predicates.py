@@ -124,7 +124,7 @@ def test_a_predicate_of_assigned_queues(four_queues: Kit) -> None:
         assert len(list(consumer)) == 6
 
 
-@pytest.mark.parametrize("wrong", [3, "body", asyncio.sleep])
+@pytest.mark.parametrize("wrong", [3, "body", asyncio.sleep, lambda: True, lambda message, group: True])
 def test_what_is_no_predicate_is_refused(one_queue: Kit, wrong: Any) -> None:
     broker = one_queue.broker
     subscribes: list[Callable[..., object]] = [
