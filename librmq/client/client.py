@@ -162,11 +162,9 @@ class Member(Protocol):
 
     def consumer_data(self) -> ConsumerData | None:
         """Return the consumer's part of a heartbeat; None for a producer."""
-        ...
 
     def answer(self, request: Request[R], /) -> R:
         """Answer a broker's request about the group; called under the runner's lock."""
-        ...
 
 
 class Client:

@@ -59,32 +59,26 @@ class DeliveredBody(Protocol):
     @property
     def topic(self) -> str:
         """The topic of the send."""
-        ...
 
     @property
     def queue_id(self) -> int:
         """The queue that holds the message."""
-        ...
 
     @property
     def queue_offset(self) -> int:
         """The message's entry in the queue."""
-        ...
 
     @property
     def store_timestamp_ms(self) -> int:
         """The time of storing."""
-        ...
 
     @property
     def properties(self) -> Mapping[str, str]:
         """All properties."""
-        ...
 
     @property
     def body(self) -> bytes:
         """The decompressed body."""
-        ...
 
 
 # ------------------------------------------------------------------------------------------------------------ parts
@@ -310,7 +304,6 @@ class BodyStore(Protocol):
 
     def put(self, body: bytes) -> str:
         """Store a body durably, and return its reference, a text of 1 to 1,024 characters that is not blank."""
-        ...
 
     def get(self, reference: str) -> bytes:
         """Return a body. References come from messages, so do not trust them.
@@ -318,7 +311,6 @@ class BodyStore(Protocol):
         Raises:
             LargeBodyError: There is no such body.
         """
-        ...
 
 
 def park_body(message: Message, bodies: BodyStore, above: int = PART_SIZE) -> Message:

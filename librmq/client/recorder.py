@@ -71,19 +71,15 @@ class EventSink(Protocol):
 
     def begins(self, event: Event) -> None:
         """Take an event; one with `begin_ms` is as it stands if its process is killed now, and changes at its end."""
-        ...
 
     def ends(self, event: Event) -> None:
         """Take the same event at its end."""
-        ...
 
     def delivers(self, events: list[Event], messages: Sequence[StoredMessage], *, calls_listener: bool) -> None:
         """Take the deliveries of messages that are handed out together."""
-        ...
 
     def cancels(self, name: str, *, is_sure: bool = False) -> None:
         """Note that a message was taken back before its delivery time: it may come or not, or for sure does not."""
-        ...
 
 
 class Recorder:

@@ -63,16 +63,13 @@ class Instance(Hashable, Protocol):
     @property
     def config(self) -> ConsumerConfig:
         """The settings."""
-        ...
 
     @property
     def shares_queues(self) -> bool:
         """Whether rebalancing assigns the queues."""
-        ...
 
     def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
         """Make the state of a queue before taking it."""
-        ...
 
 
 class _Rebalancing(Protocol):
@@ -96,21 +93,17 @@ class PushInstance(Instance, Protocol):
     @property
     def max_reconsume_times(self) -> int | None:
         """The redeliveries before a message becomes a dead letter; None: the group's setting."""
-        ...
 
     @property
     def rebalancing(self) -> _Rebalancing:
         """Assigns queues."""
-        ...
 
     @property
     def fetcher(self) -> _Fetcher:
         """Pulls the assigned queues."""
-        ...
 
     def progressed(self, assigned: AssignedQueue, progress: int) -> None:
         """Set the progress of a queue, which is stored soon."""
-        ...
 
 
 # ---- state for diagnosis

@@ -65,7 +65,6 @@ class MessageSender(Protocol):
 
     def send(self, message: Message, /) -> Any:
         """Send a message; a result with a ``status`` (or ``send_status``) other than SEND_OK counts as not sent."""
-        ...
 
 
 class Outbox:

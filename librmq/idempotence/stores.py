@@ -120,23 +120,18 @@ class DedupStore(Protocol):
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         """Claim ``key`` until ``expires_at_ms`` if there is no record, or an expired one."""
-        ...
 
     def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
         """Mark ``key`` as consumed until ``expires_at_ms``; return False if the claim is another's or expired."""
-        ...
 
     def release(self, key: str, owner: str, now_ms: int) -> bool:
         """Remove the record; return False if the claim is not ``owner``'s or has expired."""
-        ...
 
     def read(self, key: str, now_ms: int) -> DedupRecord | None:
         """Return the record unless it has expired. Only for logs, not for decisions."""
-        ...
 
     def purge(self, now_ms: int, limit: int) -> int:
         """Delete at most ``limit`` records that have expired, and return their number."""
-        ...
 
 
 class MemoryDedupStore:

@@ -35,11 +35,9 @@ class TransactionOffsets(Protocol):
 
     def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:
         """Return the queue offset of a group's next message, None if never stored."""
-        ...
 
     def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
         """Store the queue offset of a group's next message."""
-        ...
 
 
 class EndedHalves:

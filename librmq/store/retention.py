@@ -86,11 +86,9 @@ class Readers(Protocol):
 
     def unread(self, before: int) -> Iterable[Unread]:
         """Return each reader's progress by queue; messages stored at or after ``before`` don't matter."""
-        ...
 
     def lost(self, unread: UnreadInFile) -> None:
         """Note that messages were deleted before their reader reached them."""
-        ...
 
 
 def unread_between(readers: Readers, find: FindQueue, begin: int, end: int) -> Iterator[UnreadInFile]:

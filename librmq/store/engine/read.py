@@ -92,11 +92,9 @@ class MessageFilter(Protocol):
 
         ``units`` are the entries' extension units, if the queue has any.
         """
-        ...
 
     def match_message(self, message: StoredMessage) -> bool:
         """Return whether the message matches."""
-        ...
 
 
 class Transfer:

@@ -45,11 +45,9 @@ class _Others(Protocol):
 
     def queue(self, name: QueueName) -> ConsumeQueue:
         """Return the queue of that name, made if there is none."""
-        ...
 
     def open_all(self) -> None:
         """Open every queue now, because a record out of one count can belong to any other."""
-        ...
 
 
 class QueueCheck:
