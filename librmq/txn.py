@@ -9,7 +9,7 @@
     discard TRANS_CHECK_MAX_TIME_TOPIC/0   the half, given up
 
 A commit writes the final message, then the op message; a rollback the op message alone. A half without an op is pending
-(`librmq.scheduling.half_messages`). A check pass (`librmq.scheduling.transaction_check`) continues through the halves
+(`librmq.scheduling.half_messages`). A check pass (`librmq.scheduling.half_messages`) continues through the halves
 where the last pass ended. For a half that is due, it asks a producer of the group how the transaction ended, and
 appends a copy, which is then pending in place of the half.
 
@@ -35,8 +35,18 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
-from librmq.scheduling.half_messages import OP_TAG, QUEUE, EndedHalves, RepeatedHalves, TransactionOffsets
-from librmq.scheduling.transaction_check import CheckBack, Checked, CheckHooks, CheckSchedule, TransactionConfig
+from librmq.scheduling.half_messages import (
+    OP_TAG,
+    QUEUE,
+    CheckBack,
+    Checked,
+    CheckHooks,
+    CheckSchedule,
+    EndedHalves,
+    RepeatedHalves,
+    TransactionConfig,
+    TransactionOffsets,
+)
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 

@@ -40,8 +40,8 @@ from librmq.message.message import Message
 from librmq.message.topics import dead_letter_topic, retry_topic
 from librmq.protocol import ConsumeFrom, Route, TransactionState
 from librmq.runtime.locks import Lock
+from librmq.scheduling.half_messages import TransactionConfig
 from librmq.scheduling.timer_config import TimerConfig
-from librmq.scheduling.transaction_check import TransactionConfig
 from librmq.testing.anomalies import Anomaly, find_anomalies
 from librmq.testing.history_events import HistoryEvents
 from librmq.wire.remote import ClusterAdmin, RemoteRoute, connect
