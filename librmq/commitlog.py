@@ -587,6 +587,14 @@ class CommitLog(Closing, LogState):
             return None
         return record.store_timestamp_ms(raw)
 
+    def file_before(self, timestamp_ms: int) -> int:
+        """Return the start of the newest file whose first record was stored by a time; the log's begin if none."""
+        for start in reversed(self._sequence.starts):
+            stored = self.first_store_timestamp_ms(start)
+            if stored and stored <= timestamp_ms:
+                return max(start, self.begin)
+        return self.begin
+
     def _items(self, buffer: Buffer, start: int, place: int, end: int, check_body: bool) -> Iterator[LogItem]:
         """Yield the items of the file at ``start``; see `frames.items`."""
         return frames.items(buffer, self._sequence.path(start), start, place, end, self.file_size, check_body)

@@ -588,13 +588,7 @@ class RecentSends:
     def _read_log(self, begin_ms: int) -> None:
         """Note the sends that were stored at a time or later; the first one of an id counts that was not withdrawn."""
         log = self._store.log
-        place = log.begin
-        for start in reversed(log.sequence.starts):
-            first_ms = log.first_store_timestamp_ms(start) if start >= log.begin else None
-            if first_ms is not None and first_ms < begin_ms:
-                place = start
-                break
-        for _, _, raw in log.scan(place, check_body=False):
+        for _, _, raw in log.scan(log.file_before(begin_ms - 1), check_body=False):
             message = None if raw is None else StoredMessage(raw)
             if message is not None and message.store_timestamp_ms >= begin_ms:
                 name = _name_of_record(message)

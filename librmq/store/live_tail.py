@@ -37,7 +37,6 @@ from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.indexfile import IndexFile, IndexHeader, file_length
 from librmq.store.format.keyindex import KeyIndex
-from librmq.store.recovery.open import covered_start
 
 KEPT: Final = 4096
 """Most entries, and most records with keys, to hold, unless the writer is further behind."""
@@ -367,7 +366,7 @@ class FollowedParts:
         self._last: tuple[int, bytes] | None = None  # place and first bytes of the last record
         self._begin = log.begin
         self._walk_begin = (
-            covered_start(log, self._checkpoint) if has_abort(files, path) else log.third_last_file()
+            log.file_before(self._checkpoint.min_timestamp_ms) if has_abort(files, path) else log.third_last_file()
         )  # the records before it reached the device
 
     def _make_parts(self, queues: QueueTable, index: KeyIndex, open_queue: OpenQueue) -> None:

@@ -26,7 +26,7 @@ from librmq.store.engine.copies import CopyTarget
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.recovery import salvage
-from librmq.store.recovery.open import clear_leftovers, covered_start
+from librmq.store.recovery.open import clear_leftovers
 from librmq.store.recovery.verify import verify
 from librmq.store.retention import Retention
 from librmq.testing import FailingFiles, RecordingFiles
@@ -624,7 +624,7 @@ def test_the_first_of_index_files_with_one_end_is_covered() -> None:
     first, second, _ = store.index.files
     assert (first.full, second.full) == (True, True)
     assert store.checkpoint.index_timestamp_ms == START_MS
-    assert covered_start(store.log, store.checkpoint) > second.header.end_physical_offset
+    assert store.log.file_before(store.checkpoint.min_timestamp_ms) > second.header.end_physical_offset
     found = contents(files)
     path = f"index/{second.name}"
     data = found[path]

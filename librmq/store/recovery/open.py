@@ -342,7 +342,7 @@ class _Opening:
             return closed.log_end
         if self._clean:
             return log.third_last_file()
-        begin = covered_start(log, self.checkpoint)
+        begin = log.file_before(self.checkpoint.min_timestamp_ms)
         if not self._is_brief or log.sequence.end - begin < _WORTH_PASSING:  # asking queues would cost more
             return begin
         covered = _covered_record(self._path, self._config, self._files, log, self.checkpoint)
@@ -564,12 +564,3 @@ def _covered_record(path: str, config: StoreConfig, files: Files, log: CommitLog
                 else:
                     high = middle
     return last
-
-
-def covered_start(log: CommitLog, checkpoint: Checkpoint) -> int:
-    """Return the start of the newest file whose first record the checkpoint covers, or else of the oldest file."""
-    for start in reversed(log.sequence.starts):
-        stored = log.first_store_timestamp_ms(start)
-        if stored and stored <= checkpoint.min_timestamp_ms:
-            return start
-    return log.begin
