@@ -507,6 +507,7 @@ class CommitLog(Closing, LogState):
                 at = self.begin  # files were deleted
                 continue
             yield self._items(file.buffer, start, at - start, min(limit - start, file_size), check_body)
+            self._release_read_pages(start)
             at = start + file_size
 
     def __iter__(self) -> Iterator[StoredMessage]:
@@ -550,8 +551,14 @@ class CommitLog(Closing, LogState):
                 return LogEnd(error.offset, None if zeros else error, last)
             if start + self.file_size not in sequence.starts:
                 break  # the blank of the last file can be written again
+            self._release_read_pages(start)
             at = start + self.file_size
         return LogEnd(at, None, last)
+
+    def _release_read_pages(self, start: int) -> None:
+        """Release the mapped pages of a file that was read to its end, so that a scan holds those of one file."""
+        if not self._sequence.writable:
+            self._sequence.unmap_pages(start, start + self.file_size)
 
     def follow(self) -> Iterator[tuple[int, int, bytes]]:
         """Yield the records that another process has written after `end`; the caller moves `end` past each of them.

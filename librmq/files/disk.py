@@ -136,7 +136,10 @@ class DiskFiles:
         self._advise(file, begin + -begin % mmap.PAGESIZE, end, _MADV_RANDOM)
 
     def unmap(self, file: File, begin: int, end: int) -> None:
-        self._advise(file, begin + -begin % mmap.PAGESIZE, end - end % mmap.PAGESIZE, _MADV_DONTNEED)
+        begin, end = begin + -begin % mmap.PAGESIZE, end - end % mmap.PAGESIZE
+        self._advise(file, begin, end, _MADV_DONTNEED)
+        if sys.platform == "linux" and end > begin and not file.writable:
+            file.buffer.madvise(_MADV_DONTNEED, begin, end - begin)
 
     @staticmethod
     def _advise(file: File, begin: int, end: int, advice: int) -> None:

@@ -124,6 +124,14 @@ def entry_seconds(timestamp_ms: int, begin_timestamp_ms: int) -> int:
     return min(max(difference, 0) // 1000, MAX_SECONDS)
 
 
+def all_entry_seconds(timestamps_ms: NDArray[np.int64], begin_timestamp_ms: int) -> NDArray[np.int64]:
+    """Return `entry_seconds` of each element."""
+    if begin_timestamp_ms <= 0:
+        return np.zeros(len(timestamps_ms), np.int64)
+    seconds: NDArray[np.int64] = np.minimum(np.maximum(timestamps_ms - begin_timestamp_ms, 0) // 1000, MAX_SECONDS)
+    return seconds
+
+
 # ---- the end of a file
 
 # Entries are written before the slots that lead to them, and the header last. A batch counts when its header is there.
@@ -262,10 +270,7 @@ class IndexWriter:
         entries = np.empty(keys, stored_entry_dtype())
         entries["hash"] = hashes
         entries["physical"] = physical
-        if begin_timestamp > 0:
-            entries["time_diff"] = np.minimum(np.maximum((timestamps - begin_timestamp) // 1000, 0), MAX_SECONDS)
-        else:
-            entries["time_diff"] = 0
+        entries["time_diff"] = all_entry_seconds(timestamps, begin_timestamp)
         entries["time_diff"][0] = first_seconds
         entries["previous"] = previous
         position = file_length(self.max_slots, number)

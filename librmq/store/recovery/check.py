@@ -41,7 +41,14 @@ from librmq.store.engine.dispatch import (
 from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import OpenQueue, QueueName, QueueState
 from librmq.store.format import directory
-from librmq.store.format.indexfile import HEADER_SIZE, SLOT_SIZE, IndexFile, IndexHeader, entry_seconds
+from librmq.store.format.indexfile import (
+    HEADER_SIZE,
+    SLOT_SIZE,
+    IndexFile,
+    IndexHeader,
+    all_entry_seconds,
+    entry_seconds,
+)
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.entry_check import ExpectedEntry, Strays, is_illegible, misaddressed
 from librmq.store.recovery.queue_check import COMPARED, QueueCheck
@@ -295,7 +302,6 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
 _BLOCK: Final = 65_536
 _CHUNK: Final = 1 << 20
 _MOST_BETWEEN: Final = 10_000  # records without keys between two files
-WRITTEN_TOGETHER: Final = 4096  # records whose keys are added together, as many as caches hold
 
 
 class _Run(NamedTuple):
@@ -310,16 +316,21 @@ class _Run(NamedTuple):
     """The header of the file before."""
 
 
-def _runs(index: KeyIndex, begin: int) -> Iterator[_Run]:
-    """Yield the entries of records from ``begin`` on, record by record; those of one record can be in two files."""
+def _runs(index: KeyIndex, begin: int, begin_file: IndexFile | None = None, begin_number: int = 1) -> Iterator[_Run]:
+    """Yield the entries of records from ``begin`` on, record by record; those of one record can be in two files.
+
+    ``begin_file`` and ``begin_number`` are the entry to begin with, by default the first one.
+    """
     run: _Run | None = None
     for before, file in itertools.pairwise((None, *index.files)):
         assert file is not None
         header = None if before is None else before.header
-        if file.header.end_physical_offset < begin:
+        if file.header.end_physical_offset < begin or (begin_file is not None and file is not begin_file):
             continue
-        for first in range(1, file.header.index_count, _BLOCK):
-            block = file.entries(first, first + _BLOCK)
+        begin_file, number = None, begin_number
+        begin_number = 1
+        for first in range(number, file.header.index_count, COMPARED):
+            block = file.entries(first, first + COMPARED)
             rows = zip(block["hash"].tolist(), block["physical"].tolist(), block["time_diff"].tolist(), strict=True)
             for number, (value, physical_offset, seconds) in enumerate(rows, first):
                 if physical_offset < begin:
@@ -364,13 +375,14 @@ class IndexCheck:
         self.damages: list[Damage] = []
         self._index = index
         self._repair = repair
+        self._begin = begin
         self._runs = _runs(index, begin)
         self._run = next(self._runs, None)
-        self.lacking: list[RawPending] = []
-        """Records whose keys are missing in the index; call `write_lacking` when there are `WRITTEN_TOGETHER`."""
+        self.records: list[RawPending] = []
+        """The next records; call `compare_keys` when there are `COMPARED`."""
+        self._missing: list[RawPending] = []  # records whose keys are missing in the index
         self._lacking = 0
-        self.at_end = False
-        """Whether the index ends before the next record."""
+        self._at_end = False  # the index ends before the next record
         self._end = index.end_physical_offset
         self._none = all(file.header.index_count <= 1 for file in index.files)
         self.sound = not (self._none and self._end > begin)  # files show whether others existed before them
@@ -387,14 +399,51 @@ class IndexCheck:
                 self.sound = False  # it was torn when the first entry was added
                 self.damages.append(Damage(file.path, 0, "index", "header: expected that of an empty file"))
 
-    def offer_keys(self, record: RawPending) -> None:
-        """Add the keys of the next record, unless `at_end`."""
+    def compare_keys(self) -> None:
+        """Compare the keys of the next records with the next entries."""
+        records, self.records = self.records, []
+        if not records or (not self._at_end and self._are_next(records)):
+            return
+        for number, record in enumerate(records):
+            if self._at_end:
+                self._missing += records[number:]
+                break
+            self._compare_record(record)
+        if len(self._missing) >= COMPARED:
+            self._write_missing()
+
+    def _are_next(self, records: list[RawPending]) -> bool:
+        """Return whether the next entries are those of all these records; then continue behind them.
+
+        The first and the last entry of a file are left to `_compare_record`, which compares the header with them too.
+        """
+        run = self._run
+        if run is None or run.number == 1:
+            return False
+        keys = key_block(records)
+        header, end = run.file.header, run.number + len(keys.key_hashes)
+        if not run.number < end < header.index_count:
+            return False
+        entries = run.file.entries(run.number, end)
+        seconds = all_entry_seconds(keys.timestamps, header.begin_timestamp_ms)
+        if not (
+            np.array_equal(entries["hash"], keys.key_hashes)
+            and np.array_equal(entries["physical"], keys.physical_offsets[keys.record_of_key])
+            and np.array_equal(entries["time_diff"], seconds[keys.record_of_key])
+        ):
+            return False
+        self._runs = _runs(self._index, self._begin, run.file, end)
+        self._run = next(self._runs)
+        return True
+
+    def _compare_record(self, record: RawPending) -> None:
+        """Compare the keys of the next record with the entries."""
         physical_offset, store_timestamp_ms, prefix_hash, raw_unique_key, raw_keys = record
         run = self._run
         if run is None:  # the index ends before the log
             if physical_offset > self._end or self._none:
-                self.at_end = True
-                self.lacking.append(record)
+                self._at_end = True
+                self._missing.append(record)
             return
         unique_key = None if raw_unique_key is None else java_decode(raw_unique_key)
         keys = None if raw_keys is None else java_decode(raw_keys)
@@ -419,7 +468,7 @@ class IndexCheck:
             self._damaged(last, f"keys of {physical_offset}: expected hashes {expected}, found {stored_hashes}")
         else:  # a crash came between the keys of the last indexed record
             texts = [*([unique_key] if unique_key else []), *split_keys(keys)][len(stored_hashes) :]
-            self.lacking.append((physical_offset, store_timestamp_ms, prefix_hash, None, " ".join(texts).encode()))
+            self._missing.append((physical_offset, store_timestamp_ms, prefix_hash, None, " ".join(texts).encode()))
 
     def _is_illegible(self, physical_offset: int) -> bool:
         raw = self._log.read(physical_offset)
@@ -441,12 +490,12 @@ class IndexCheck:
             span = f"{header.begin_timestamp_ms} to {header.end_timestamp_ms}"
             self._damaged(run, f"header: times {span}, the record at {place} was stored at {store_timestamp_ms}")
 
-    def write_lacking(self) -> None:
+    def _write_missing(self) -> None:
         """Count missing keys, and write them if that completes the index."""
-        self._lacking += sum(1 for record in self.lacking if record[3] or record[4])
-        if self._repair and self.sound and self.lacking:
-            self._index.append_block(*key_block(self.lacking))
-        self.lacking.clear()
+        self._lacking += sum(1 for record in self._missing if record[3] or record[4])
+        if self._repair and self.sound and self._missing:
+            self._index.append_block(*key_block(self._missing))
+        self._missing.clear()
 
     def _damaged(self, run: _Run, what: str) -> None:
         self.sound = False
@@ -457,6 +506,7 @@ class IndexCheck:
 
     def finish_index(self) -> None:
         """Finish after the last record."""
+        self.compare_keys()
         while self._run is not None:
             self._damaged(self._run, f"points to {self._run.physical_offset}, where there is no record")
             self._run = next(self._runs, None)
@@ -467,7 +517,7 @@ class IndexCheck:
                 position, what = flaw
                 self.damages.append(Damage(file.path, position, "index", what))
         files = self._index.files
-        self.write_lacking()
+        self._write_missing()
         if self._lacking:
             place = files[-1].path if files else self._index.folder
             self.damages.append(Damage(place, 0, "missing", f"lacks keys of the log's last {self._lacking} records"))
@@ -631,14 +681,10 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
                     light = checks.make(name.encode(), light_id, physical_offset)
                     light.offer_light(light_offset, ExpectedEntry(entry, stored, properties))
         if keys is not None:
-            record = (physical_offset, stored, check.prefix_hash, unique, key)
-            if keys.at_end:
-                lacking = keys.lacking
-                lacking.append(record)
-                if len(lacking) >= WRITTEN_TOGETHER:
-                    keys.write_lacking()
-            else:
-                keys.offer_keys(record)
+            records = keys.records
+            records.append((physical_offset, stored, check.prefix_hash, unique, key))
+            if len(records) >= COMPARED:
+                keys.compare_keys()
     yield from batches
     for check in checks.finish_queues():
         if left_out is not None and check.left_out:
