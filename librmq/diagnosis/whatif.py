@@ -54,8 +54,8 @@ class Consumption:
     """Possible relative error of the mean itself."""
     clients: int = 1
     """Running instances of the group."""
-    threads: int = 20
-    """Listeners that each client runs in parallel."""
+    threads: float = 20
+    """Listeners that each client runs in parallel; with a fraction, the rate of a client as a multiple of a queue's."""
     batch_size: int = 1
     """Messages of one call of a listener."""
     is_orderly: bool = False
@@ -66,6 +66,8 @@ class Consumption:
     """Messages per second that the services behind all listeners can take; None without a limit."""
     strategy: AllocationStrategy = allocate_averagely
     """How the group shares queues among its clients."""
+    queues: Sequence[MessageQueue] | None = None
+    """The queues, sorted, for strategies that look at their names; None: those of one broker."""
 
     def check(self) -> None:
         """Check the values.
@@ -80,6 +82,8 @@ class Consumption:
             raise ConfigError(f"handler_s: expected seconds above 0, found {self.handler_s!r}")
         if not self.lags or min(self.lags) < 0:
             raise ConfigError(f"lags: expected a number of messages for each queue, found {self.lags!r:.80}")
+        if self.queues is not None and len(self.queues) != len(self.lags):
+            raise ConfigError(f"queues: expected {len(self.lags)}, as lags has, found {len(self.queues)}")
         if self.downstream_per_s is not None and not self.downstream_per_s > 0:
             raise ConfigError(f"downstream_per_s: expected a rate above 0, found {self.downstream_per_s!r}")
 
@@ -105,6 +109,10 @@ class Estimate(NamedTuple):
     """Clients without a queue."""
     most_queues: int
     """The most queues of one client."""
+    fewest_queues: int
+    """The fewest queues of one client."""
+    most_lag: int
+    """The most waiting messages of one client."""
     unowned_queues: int
     """Queues that the strategy gives to no client."""
     new_wait_s: float | None
@@ -150,6 +158,8 @@ def estimate(consumption: Consumption) -> Estimate:
     facts = (
         sum(not share for share in shares),
         max(map(len, shares)),
+        min(map(len, shares)),
+        max(sum(consumption.lags[queue] for queue in share) for share in shares),
         len(unowned),
         *((None, None, None) if unowned else _new_waits(consumption, shares, rates, wait or 0.0)),
     )
@@ -199,10 +209,11 @@ def _drain_of_group(
 def _shares(consumption: Consumption) -> tuple[list[list[int]], list[int]]:
     """Return the numbers of the queues of each client, and of those that no client has."""
     clients = [f"client-{number:06}" for number in range(consumption.clients)]
-    queues = [MessageQueue("topic", "broker", number) for number in range(len(consumption.lags))]
-    shares = [[queue.queue_id for queue in consumption.strategy(client, queues, clients)] for client in clients]
+    queues = consumption.queues or [MessageQueue("topic", "broker", number) for number in range(len(consumption.lags))]
+    numbers = {queue: number for number, queue in enumerate(queues)}
+    shares = [[numbers[queue] for queue in consumption.strategy(client, queues, clients)] for client in clients]
     owned = {queue for share in shares for queue in share}
-    return shares, [queue.queue_id for queue in queues if queue.queue_id not in owned]
+    return shares, [queue for queue in range(len(queues)) if queue not in owned]
 
 
 def _new_waits(
@@ -274,12 +285,12 @@ def _latest(times: list[tuple[float, float]]) -> tuple[float, float]:
     return mean, variance
 
 
-def _parallel_calls(consumption: Consumption, lags: list[int]) -> int:
+def _parallel_calls(consumption: Consumption, lags: list[int]) -> float:
     return min(consumption.threads, sum(map(bool, lags)) or 1) if consumption.is_orderly else consumption.threads
 
 
 def _drain_time(
-    consumption: Consumption, messages: int, rate: float, inflow: float, parallel: int
+    consumption: Consumption, messages: int, rate: float, inflow: float, parallel: float
 ) -> tuple[float, float]:
     """Return mean and variance of the time of some messages at a rate, the last calls among them."""
     if messages and rate <= inflow:
@@ -288,7 +299,7 @@ def _drain_time(
     at_last = min(parallel, math.ceil(calls))
     stretch = rate / (rate - inflow) if inflow else 1.0
     in_flow = max(0.0, messages - at_last * consumption.batch_size) / rate * stretch
-    longest = consumption.handler_s * (1 + consumption.handler_spread * (_harmonic(at_last) - 1))
+    longest = consumption.handler_s * (1 + consumption.handler_spread * (_harmonic(math.ceil(at_last)) - 1))
     deviation = consumption.handler_spread * consumption.handler_s
     variance = calls * stretch * (deviation / parallel) ** 2 * stretch**2 + deviation**2
     return in_flow + (longest if messages else 0.0), variance
@@ -319,6 +330,7 @@ def what_if(consumption: Consumption) -> list[Scenario]:
     """
     now = estimate(consumption)
     same = Scenario("as it is", consumption, now, 1.0, "")
+    more_queues = replace(consumption, lags=[*consumption.lags, *[0] * len(consumption.lags)], queues=None)
     changes: list[tuple[str, Consumption, str]] = [
         (
             "twice the consumers", replace(consumption, clients=2 * consumption.clients),
@@ -329,18 +341,16 @@ def what_if(consumption: Consumption) -> list[Scenario]:
             "Raise threads= in small steps; if that does not help, the service behind the listeners is the limit.",
         ),
         (
-            "twice the queues", replace(consumption, lags=[*consumption.lags, *[0] * len(consumption.lags)]),
+            "twice the queues", more_queues,
             "New queues get only new messages, which wait for what their instances hold of other queues.",
         ),
         (
             "twice the queues and consumers",
-            replace(
-                consumption, lags=[*consumption.lags, *[0] * len(consumption.lags)], clients=2 * consumption.clients
-            ),
+            replace(more_queues, clients=2 * consumption.clients),
             "New messages in new queues begin at once on instances that have no other queues.",
         ),
         (
-            "a second broker", replace(consumption, lags=[*consumption.lags, *[0] * len(consumption.lags)]),
+            "a second broker", more_queues,
             "Its queues get only new messages; it helps if the broker itself is the limit.",
         ),
         (

@@ -155,7 +155,7 @@ def match_sql_udf(expression: str, *, dialect: Dialect = "4.9") -> Callable[...,
         FilterSyntaxError: The expression does not compile.
     """
     SqlFilter(expression, dialect=dialect)
-    return _arrow("match_sql", partial(_match_one, expression, dialect), "boolean")
+    return arrow_function("match_sql", partial(_match_one, expression, dialect), "boolean")
 
 
 def _match_one(expression: str, dialect: Dialect, properties: pa.Array) -> pa.Array:
@@ -209,7 +209,7 @@ def _by_value(values: pa.Array, what: str, answer: Callable[[str, pa.Array], pa.
 
 def tags_code(tags: Column | str) -> Column:
     """Return the tags code of a queue entry for these tags: their Java hash as a bigint, 0 for none."""
-    return _arrow("tags_code", tags_codes, "bigint")(tags).alias("tags_code")
+    return arrow_function("tags_code", tags_codes, "bigint")(tags).alias("tags_code")
 
 
 def bloom_positions(
@@ -223,7 +223,7 @@ def bloom_positions(
         ConfigError: The error rate or the number of texts is out of range.
     """
     BloomFilter(error_percent, expected)
-    positions = _arrow("bloom_positions", _bloom_positions, "array<int>")
+    positions = arrow_function("bloom_positions", _bloom_positions, "array<int>")
     return positions(text, F.lit(float(error_percent)), F.lit(expected)).alias("bloom_positions")
 
 
@@ -248,7 +248,7 @@ def dedup_key(application: str, group: str, topic: Column | str, tags: Column | 
 
     Use it to compare a lake table with a guard's store: which messages were consumed, and which were not.
     """
-    keys = _arrow("dedup_key", _dedup_key, "string")
+    keys = arrow_function("dedup_key", _dedup_key, "string")
     return keys(F.lit(application), topic, F.lit(group), tags, key).alias("dedup_key")
 
 
@@ -300,9 +300,9 @@ def allocate(
     if isinstance(strategy, str):
         strategy_of(strategy)
     if client is None:
-        column = _arrow("allocate", partial(_shares, strategy), f"map<string,array<{QUEUE}>>")(queues, clients)
+        column = arrow_function("allocate", partial(_shares, strategy), f"map<string,array<{QUEUE}>>")(queues, clients)
     else:
-        column = _arrow("allocate", partial(_share, strategy), f"array<{QUEUE}>")(queues, clients, client)
+        column = arrow_function("allocate", partial(_share, strategy), f"array<{QUEUE}>")(queues, clients, client)
     return column.alias("allocate")
 
 
@@ -376,7 +376,7 @@ def register_functions(spark: SparkSession) -> None:
         ("dedup_key", _dedup_key, "string"),
         ("allocate", _shares_by_name, f"map<string,array<{QUEUE}>>"),
     ):
-        registered = spark.udf.register(name, _arrow(name, function, result))
+        registered = spark.udf.register(name, arrow_function(name, function, result))
         if name in _BUILT:
             register_builder(spark, name, registered, _BUILT[name])
 
@@ -389,7 +389,7 @@ _BUILT: Final[Mapping[str, Callable[[Any, str], Column]]] = {
 """Functions that with a literal expression are the same columns in SQL text as in Python."""
 
 
-def _arrow(name: str, function: Callable[..., pa.Array], result: str) -> Callable[..., Column]:
+def arrow_function(name: str, function: Callable[..., pa.Array], result: str) -> Callable[..., Column]:
     """Return a function of Arrow arrays as one of Spark, with its name in plans and results."""
     from pyspark.sql.pandas.functions import arrow_udf
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
+import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns.decode import LAST_MS
 from librmq.diagnosis.deadletters import AT_ONCE, IN_ORDER, OF_A_LETTER, ORIGIN_TOPIC, USED_UP, VARIABLE_PARTS
+from librmq.diagnosis.whatif import Consumption, estimate
+from librmq.errors import AllocationError
 from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
+from librmq.message.message import MessageQueue
 from librmq.message.record import (
     PROPERTY_DEAD_LETTER_CAUSE,
     PROPERTY_RECONSUME_TIME,
@@ -28,7 +32,7 @@ from librmq.scheduling.timer_config import (
     ROLL_TIMES,
 )
 from librmq.scheduling.waiting import PRECISION_MS
-from librmq.spark.functions import allocate
+from librmq.spark.functions import arrow_function, strategy_of
 from librmq.spark.stores import DELAY_GROUP
 from librmq.store.format.timerfiles import DELETE, ROLL
 
@@ -74,8 +78,20 @@ def backlog(offsets: DataFrame, queues: DataFrame, messages: DataFrame) -> DataF
 # ---- drain times
 
 
+_ARROW_ESTIMATE: Final = pa.struct(
+    [
+        *((name, pa.int32()) for name in ("idleClients", "mostQueues", "fewestQueues", "unowned")),
+        *(("mostLag", pa.int64()), ("drainSeconds", pa.float64()), ("boundBy", pa.string())),
+    ]
+)
+_ESTIMATE: Final = (
+    "struct<idleClients:int,mostQueues:int,fewestQueues:int,unowned:int,mostLag:bigint,drainSeconds:double,"
+    "boundBy:string>"
+)
+
+
 def what_if(lags: DataFrame, scenarios: DataFrame) -> DataFrame:
-    """Return each scenario for each group and topic: the owner of each queue, and the time to drain all.
+    """Return each scenario for each group and topic, by `librmq.diagnosis.estimate`: the time to drain all.
 
     A client drains its queues in parallel, at up to ``clientRate`` messages a second in all and ``queueRate`` for each
     queue. A queue comes from one broker and goes to one client, so its lag is a limit that no further client lifts.
@@ -86,53 +102,59 @@ def what_if(lags: DataFrame, scenarios: DataFrame) -> DataFrame:
     mostQueues and fewestQueues of a client, unowned (queues without a client), mostLag of a client, drainSeconds (null
     if something is never drained), boundBy (``clients``, ``one queue``, ``nothing``).
     """
-    queue = F.struct("topic", F.col("store").alias("brokerName"), "queueId")
+    for row in scenarios.select("strategy").distinct().collect():
+        strategy_of(row["strategy"])
+    queue = F.struct("topic", F.col("store").alias("brokerName"), "queueId", "lag")
     grouped = lags.groupBy("group", "topic").agg(
-        F.array_sort(F.collect_list(queue)).alias("queueList"),
-        F.map_from_entries(F.collect_list(F.struct(queue, "lag"))).alias("lagOf"),
+        F.array_sort(F.collect_list(queue)).alias("queueLags"),
+        F.count("*").cast("int").alias("queues"),
         F.sum("lag").alias("lag"),
     )
-    # Sort by id: the ids are made so that this is also the numeric order.
-    members = F.transform(
-        F.sequence(F.lit(0), F.col("clients") - 1),
-        lambda n: F.concat(F.lit("client-"), F.lpad(n.cast("string"), 6, "0")),
+    estimated = arrow_function("estimate", _estimates, _ESTIMATE)(
+        "queueLags", "strategy", "clients", "clientRate", "queueRate"
     )
-    crossed = grouped.crossJoin(F.broadcast(scenarios)).withColumn(
-        "members", F.when(F.col("clients") > 0, members).otherwise(F.array().cast("array<string>"))
+    return (
+        grouped.crossJoin(F.broadcast(scenarios))
+        .withColumn("estimate", estimated)
+        .select("scenario", "group", "topic", "strategy", "clients", "queues", "lag", "estimate.*")
     )
-    # The strategy differs from row to row, and so is the function's argument, not part of it.
-    names = [row["strategy"] for row in scenarios.select("strategy").distinct().collect()]
-    shares = F.coalesce(
-        *(F.when(F.col("strategy") == name, allocate(name, "queueList", "members")) for name in names), F.lit(None)
-    )
-    assigned = crossed.withColumn("shares", F.map_values(shares))
-    counts = F.transform("shares", F.size)
 
-    def lag_of(share: Column) -> Column:
-        return F.transform(share, lambda queue: F.element_at("lagOf", queue))
 
-    sums = F.transform("shares", lambda share: F.aggregate(lag_of(share), F.lit(0).cast("bigint"), lambda a, b: a + b))
-    largest = F.coalesce(F.array_max(F.map_values("lagOf")), F.lit(0))
-    owned = F.coalesce(F.aggregate(counts, F.lit(0), lambda a, b: a + b), F.lit(0))
-    result = assigned.select(
-        "scenario", "group", "topic", "strategy", "clients", "clientRate", "queueRate", "lag",
-        F.size("queueList").alias("queues"),
-        F.coalesce(F.size(F.filter(counts, lambda n: n == 0)), F.lit(0)).alias("idleClients"),
-        F.coalesce(F.array_max(counts), F.lit(0)).alias("mostQueues"),
-        F.coalesce(F.array_min(counts), F.lit(0)).alias("fewestQueues"),
-        (F.size("queueList") - owned).alias("unowned"),
-        F.coalesce(F.array_max(sums), F.lit(0)).alias("mostLag"),
-        largest.alias("mostLagOfQueue"),
-    )  # fmt: skip
-    by_clients, by_queue = F.col("mostLag") / F.col("clientRate"), F.col("mostLagOfQueue") / F.col("queueRate")
-    never = (F.col("unowned") > 0) & (F.col("lag") > 0)
-    bound = F.when(F.col("lag") == 0, "nothing").when(by_queue >= by_clients, "one queue").otherwise("clients")
-    return result.select(
-        "scenario", "group", "topic", "strategy", "clients", "queues", "lag", "idleClients", "mostQueues",
-        "fewestQueues", "unowned", "mostLag",
-        F.when(~never, F.greatest(by_clients, by_queue)).alias("drainSeconds"),
-        F.when(~never, bound).alias("boundBy"),
-    )  # fmt: skip
+def _estimates(
+    queue_lags: pa.Array, strategies: pa.Array, clients: pa.Array, client_rates: pa.Array, queue_rates: pa.Array
+) -> pa.Array:
+    columns = (column.to_pylist() for column in (queue_lags, strategies, clients, client_rates, queue_rates))
+    return pa.array([_estimate(*row) for row in zip(*columns, strict=True)], _ARROW_ESTIMATE)
+
+
+def _estimate(
+    queue_lags: list[dict[str, Any]], strategy: str, clients: int, client_rate: float, queue_rate: float
+) -> dict[str, Any]:
+    lags = [queue["lag"] for queue in queue_lags]
+    try:
+        found = estimate(
+            Consumption(
+                lags=lags,
+                queues=[MessageQueue(queue["topic"], queue["brokerName"], queue["queueId"]) for queue in queue_lags],
+                handler_s=1 / min(client_rate, queue_rate),
+                handler_spread=0.0,
+                clients=clients,
+                threads=max(1.0, client_rate / queue_rate),
+                is_orderly=queue_rate < client_rate,
+                strategy=strategy_of(strategy),
+            )
+        )
+    except AllocationError:  # a missing room
+        return dict.fromkeys(_ARROW_ESTIMATE.names, 0) | {"unowned": len(lags), "drainSeconds": None, "boundBy": None}
+    return {
+        "idleClients": found.idle_clients,
+        "mostQueues": found.most_queues,
+        "fewestQueues": found.fewest_queues,
+        "unowned": found.unowned_queues,
+        "mostLag": found.most_lag,
+        "drainSeconds": found.drain_s,
+        "boundBy": None if found.drain_s is None else found.bound_by,
+    }
 
 
 # ---- retention
