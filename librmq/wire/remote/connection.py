@@ -27,6 +27,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock
+from librmq.wire.remoting.codec import read_plain_sent
 from librmq.wire.remoting.frames import Frame, FrameReader, FrameSocket, encode, limit_time
 
 T = TypeVar("T")
@@ -320,7 +321,7 @@ class _Connection:
         self._latest = 0
         self._silence = 0, 0, 0.0
         """`received`, the latest request, and seconds without an answer, at the last time-out."""
-        self._frames = FrameReader()
+        self._frames = FrameReader(read_known=read_plain_sent)
         self._reader_turn = Lock()  # the reader waits for it while it leaves reading to callers
         self._reader_turn.acquire()
         self._is_left = False
