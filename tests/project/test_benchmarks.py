@@ -71,20 +71,6 @@ def test_the_page_shows_the_results(frame: ModuleType, name: str) -> None:
         assert all(frame.cells(row)[3] in words for row in rows if row.unit == "×")
 
 
-def test_losses_are_said_in_words(frame: ModuleType) -> None:
-    won = frame.Row("append", "128 B", "slow", 4.0, "×", 2)
-    lost = frame.Row("append", "1 KiB", "fast", 0.25, "×", 2, ours="1 msg/s", other="4 msg/s")
-    limit = frame.Row("append", "1 KiB", "raw", 0.25, "×", 0.2, limit=True)
-    text = frame.shortcomings([won, lost, limit])
-    assert "append, 1 KiB, against fast: 0.25× where 2× is required." in text
-    assert "librmq has 1 msg/s, the other 4 msg/s" in text
-    assert "slow" not in text
-    assert "raw" not in text
-    reached = "Every required figure was reached in this run."
-    assert frame.shortcomings([won, limit]) == f"{reached}\n\nNo peer was faster in this run."
-    assert frame.shortcomings([limit]) == reached
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows"), [("store", "queue, mapped"), ("filter", "one message")])
 def test_the_command_shows_a_table(name: str, rows: str) -> None:

@@ -198,20 +198,6 @@ def test_commands_print_the_shown_output(document: Path, folder: Path, monkeypat
     assert not wrong, "\n\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-    ("shown", "real", "same"),
-    [
-        ("a\n", "a\n", True),
-        ("\na…c\n", "a  \nb\nc\n", True),
-        ("a", "ab", False),
-        ("a.c", "abc", False),
-        ("a…d", "abc", False),
-    ],
-)
-def test_shown_output_is_compared(shown: str, real: str, same: bool) -> None:
-    assert shows(shown, real) is same
-
-
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_links_lead_somewhere(document: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", document.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)

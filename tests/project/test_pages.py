@@ -292,14 +292,6 @@ def test_every_argument_has_a_value_and_a_meaning(generated: ModuleType) -> None
     assert "| `-o, --out FILE` |" not in sections["show"]
 
 
-def test_a_setting_shows_its_default(generated: ModuleType) -> None:
-    assert "| `files` | `DiskFiles()` |" in generated.settings_table("librmq.consumer.ConsumerConfig")
-    keywords = generated.settings_table("librmq.columns.ReaderKeywords")
-    assert keywords.startswith("| setting | meaning |")
-    reads = {name: keywords.partition(f"| `{name}` |")[2].partition("\n")[0] for name in ("view", "processes", "mode")}
-    assert all("Default: " in text for text in reads.values())
-
-
 def test_every_table_of_a_page_is_made(generated: ModuleType) -> None:
     pages = [page.read_text("utf-8") for page in (CHECKOUT / "docs").rglob("*.md")]
     filled = [generated.fill(page) for page in pages if "<!-- generated: " in page]
