@@ -247,16 +247,7 @@ class Recorder:
         if queue_offset == before or (queue_offset < before and owner != process and group not in self._ordered):
             return
         self._committed[group, *queue] = process, queue_offset
-        topic, broker_name, queue_id = queue
-        self.add(
-            "commit",
-            group=group,
-            topic=topic,
-            broker=broker_name,
-            queue_id=queue_id,
-            queue_offset=queue_offset,
-            at_ms=self.now_ms(),
-        )
+        self.add("commit", group=group, **_place(queue), queue_offset=queue_offset, at_ms=self.now_ms())
 
     # ---- receives
 
@@ -402,16 +393,7 @@ class Recorder:
 
     def assigned(self, name: Literal["assign", "revoke"], process: str, group: str, queue: MessageQueue) -> None:
         """Record that a process reads a queue from now on, or no longer."""
-        topic, broker_name, queue_id = queue
-        self.add(
-            name,
-            process=process,
-            group=group,
-            topic=topic,
-            broker=broker_name,
-            queue_id=queue_id,
-            at_ms=self.now_ms(),
-        )
+        self.add(name, process=process, group=group, **_place(queue), at_ms=self.now_ms())
 
     def consumer(self, process: str, consumer: _Consumer) -> ConsumerRecorder:
         """Return what records a consumer in a process; the process of its events is its stable name, if it has one."""
@@ -444,6 +426,10 @@ class Recorder:
         """Record that the progress of a group was moved."""
         self.add("reset", group=group, topic=topic, at_ms=self.now_ms())
         self._committed = {key: saved for key, saved in self._committed.items() if key[:2] != (group, topic)}
+
+
+def _place(queue: MessageQueue) -> dict[str, object]:
+    return dict(zip(("topic", "broker", "queue_id"), queue, strict=True))
 
 
 class _Config(Protocol):
