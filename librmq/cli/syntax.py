@@ -39,6 +39,10 @@ _IMPORTANT: Final = option(
 _BODY: Final = option(
     "--body", choices=("text", "json", "hex", "base64", "none"), default="text", help="how to print bodies (text)"
 )
+_GROUP_AND_TOPIC: Final = (
+    option("--group", required=True, help="the consumer group"),
+    option("--topic", required=True, help="the topic"),
+)
 
 _ENTRIES: Final = "The numbers count entries of queues, whose records can be damaged: `librmq verify` reads each."
 
@@ -199,8 +203,7 @@ _LOOK: Final = (
         "estimate the time to drain a backlog",
         "store --group CG_order --topic OrderTopic --handler 20ms",
         (
-            option("--group", required=True, help="the consumer group"),
-            option("--topic", required=True, help="the topic"),
+            *_GROUP_AND_TOPIC,
             option("--handler", type=duration, required=True, help="mean duration of a listener's call (20ms)"),
             option("--clients", metavar="N", type=_UP_TO_1024, help="instances of the group (1)"),
             option("--threads", metavar="N", type=_UP_TO_1024, help="listeners in parallel in each instance (20)"),
@@ -246,8 +249,7 @@ _LOOK: Final = (
 )
 
 _OF_GROUP: Final = (
-    option("--group", required=True, help="the consumer group"),
-    option("--topic", required=True, help="the topic"),
+    *_GROUP_AND_TOPIC,
     option("--queue", metavar="IDS", help="only these queues (3, or 0,3,5-9)"),
 )
 
