@@ -269,10 +269,11 @@ class SharedBroker(AsyncClosing):
     def _settle(self, link: StoreOwner | StorePeer) -> None:
         """Continue with an owner: register clients there, then let all calls through."""
         beats = self._beats.copy()
-        link.register(beats)
+        link.register(beats, self._closing.is_set)
         for topic in self._topics:
             with suppress(RmqError):
-                link.route.topic_route(topic)
+                if not self._closing.is_set():
+                    link.route.topic_route(topic)
         with self.runner.lock:
             with self._lock:
                 is_closing = self._closing.is_set()
@@ -280,7 +281,7 @@ class SharedBroker(AsyncClosing):
                     late = {key: beat for key, beat in self._beats.items() if beats.get(key) is not beat}
                     self._beats, self._name, self._link = {}, link.name, link
             if not is_closing:
-                link.register(late)
+                link.register(late, self._closing.is_set)
                 link.route.watch(self._watchers.notify)
                 self._settled.set()
                 self._watchers.notify()

@@ -54,12 +54,15 @@ _STOPPED_S: Final = 0.2
 """Between two looks whether the owner is stopped."""
 
 
-def _register(owner: Endpoint, beats: Mapping[str, Heartbeat]) -> None:
+def _register(owner: Endpoint, beats: Mapping[str, Heartbeat], gives_up: Callable[[], bool]) -> None:
     """Register clients, and store their progress, because the owner may know an earlier one.
 
-    It must be there before their groups share the queues out, since the next reader of a queue begins there.
+    It must be there before their groups share the queues out, since the next reader of a queue begins there. An owner
+    that does not answer takes the time of a request for each client, unless ``gives_up`` answers True.
     """
     for beat in beats.values():
+        if gives_up():
+            return
         with suppress(RmqError):  # the owner has ended too, or the client is leaving
             owner.call(beat)
             for data in beat.consumers:
@@ -100,9 +103,9 @@ class StoreOwner:
         self.route.endpoint(name)
         return self.endpoint
 
-    def register(self, beats: dict[str, Heartbeat]) -> None:
+    def register(self, beats: dict[str, Heartbeat], gives_up: Callable[[], bool]) -> None:
         """Register the clients of this process, which the former owner knew."""
-        _register(self.route, beats)
+        _register(self.route, beats, gives_up)
 
     def close(self) -> None:
         """Hand the store over: end the connections first, so that no request is refused meanwhile."""
@@ -217,9 +220,9 @@ class StorePeer:
             known = self._link = link, SharedEndpoint(partial(call, link), partial(send_async, link.send_async))
         return known[1]
 
-    def register(self, beats: dict[str, Heartbeat]) -> None:
+    def register(self, beats: dict[str, Heartbeat], gives_up: Callable[[], bool]) -> None:
         """Register the clients of this process, which the former owner knew."""
-        _register(self.route.endpoint(self.name), beats)
+        _register(self.route.endpoint(self.name), beats, gives_up)
 
     def heartbeats(self) -> dict[str, Heartbeat]:
         """Return the heartbeats of the clients of this process."""

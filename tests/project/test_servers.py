@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import re
+import signal
 import socket
+import sqlite3
 import sys
 import threading
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import create_engine
 
 import librmq
+from librmq import BrokerUnreachableError
+from librmq.clock import SystemClock
+from librmq.idempotence import upgrade_tables
+from librmq.protocol import QueryOffset
+from librmq.testing import check_history
+from librmq.wire.share import SharedBroker
+from librmq.wire.unix_sockets import connect_to, credentials_of, owner_socket
+from tests.conftest import SlowBudget
+from tests.histories import is_of_a_move
 from tests.programs import Process, environment
 from tests.project.test_docs import DOCS, blocks
 from tests.wire.stub import wait_until
@@ -117,6 +133,127 @@ def test_two_workers_of_a_web_server(recipes: Path, module: str) -> None:
     assert "Traceback" not in server.text
     with librmq.MessageStore.open(recipes / "shop") as store:  # every worker has left it
         assert len([message for message in store if message.topic == "orders"]) == 40
+
+
+CHARGE = """\
+def charge(message):
+    import sqlite3
+    from contextlib import closing
+    from librmq.idempotence import transactional
+
+    with closing(sqlite3.connect("charges.db", timeout=60)) as database:
+        with transactional(database, message, group="billing", key=lambda message: message.keys[0]) as first:
+            if first:
+                database.execute("INSERT INTO charges VALUES (?)", (message.keys[0],))
+"""
+
+
+def record_charges(recipes: Path, file: str) -> None:
+    """Let a recipe write a history, and charge each order in a database."""
+    text = (recipes / file).read_text("utf-8")
+    opened = re.search(r"^( *)(\S+ = )librmq\.Producer\(shared", text, re.MULTILINE)
+    assert opened is not None
+    recorded = "history = librmq.record_history(shared, f'{os.getpid()}.jsonl', process=str(os.getpid()))"
+    text = text.replace(opened[0], f"{opened[1]}{recorded}\n{opened[0]}").replace("(shared, ", "(history, ")
+    text = text.replace("record_history(history, ", "record_history(shared, ")
+    text = text.replace("async def charge", "def charge")
+    charge = re.search(r"^def charge\(message\):\n.*\n", text, re.MULTILINE)
+    assert charge is not None
+    (recipes / file).write_text(text.replace(charge[0], CHARGE), "utf-8")
+
+
+class Orders:
+    """A customer, who orders until each order is confirmed."""
+
+    def __init__(self, port: str) -> None:
+        self.port = port
+        self.count = 0
+        self.ending = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self.ending.wait(0.02):
+            url = f"http://127.0.0.1:{self.port}/orders/o-{self.count}"
+            with suppress(OSError, HTTPException):
+                urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30).close()
+                self.count += 1
+
+    def end(self) -> None:
+        self.ending.set()
+        self._thread.join()
+
+
+def owner_of(folder: Path) -> int:
+    """Return the process that owns a store, 0 while none does."""
+    with suppress(BrokerUnreachableError), connect_to(owner_socket(folder), 30) as connected:
+        return credentials_of(connected).process
+    return 0
+
+
+@pytest.mark.parametrize("module", list(WEB))
+def test_workers_killed_at_random_charge_once(recipes: Path, module: str, slow_budget: SlowBudget) -> None:
+    """The long form: RMQ_SLOW_SECONDS=600 for each."""
+    file = {"uvicorn": "app.py", "gunicorn": "wsgi.py"}[module]
+    record_charges(recipes, file)
+    with closing(sqlite3.connect(recipes / "charges.db")) as database:
+        database.execute("CREATE TABLE charges (number TEXT)")
+    upgrade_tables(create_engine(f"sqlite:///{recipes / 'charges.db'}"))
+    port, clock, chance = free_port(), SystemClock(), random.Random(module)
+    bind = port if module == "uvicorn" else f"127.0.0.1:{port}"
+    words = [word if word != "2" else "4" for word in WEB[module]]
+    crashes: list[dict[str, Any]] = []
+    with serving(recipes, module, *words, bind) as server:
+
+        def workers() -> list[int]:
+            """Return the processes that have begun to record."""
+            return [pid for path in recipes.glob("*.jsonl") if os.path.exists(f"/proc/{(pid := int(path.stem))}")]
+
+        wait_until(lambda: len(workers()) == 4 or server.process.poll() is not None, "four workers", 60)
+        assert server.process.poll() is None, server.text
+        orders = Orders(port)
+        try:
+            for _ in slow_budget.rounds(1_000_000, f"kills of workers of {module}", at_least=4):
+                confirmed = orders.count
+                killed, owner = chance.choice(workers()), owner_of(recipes / "shop")
+                crash = [{"process": str(killed)}, *([{"broker": "broker-a"}] if killed == owner else [])]
+                crashes += [{"event": "crash", "at_ms": clock.now_ms(), **one} for one in crash]
+                os.kill(killed, signal.SIGKILL)
+                crashes += [{"event": "crash", "at_ms": clock.now_ms() + 2, **one} for one in crash]
+                wait_until(
+                    lambda: len(workers()) == 4 and orders.count > confirmed + 5,  # noqa: B023 (called at once)
+                    "the next worker",
+                    120,
+                )
+                clock.wait(threading.Event(), chance.random())
+        finally:
+            orders.end()
+        drained = clock.now_ms()
+        with librmq.share(recipes / "shop") as shared:
+            ordered = {f"o-{number}" for number in range(orders.count)}
+            wait_until(lambda: lag_of(shared) == 0 and charges(recipes).keys() >= ordered, "all are charged", 90)
+            drained = clock.now_ms() + 1
+    assert {number: times for number, times in charges(recipes).items() if times != 1} == {}
+    lines = [line for path in recipes.glob("*.jsonl") for line in path.read_bytes().splitlines(True)]
+    events = [json.loads(line) for line in lines if line.endswith(b"\n")] + crashes
+    groups = [event for event in events if event["event"] == "group"][:1]
+    events = [*groups, *(event for event in events if event["event"] != "group")]
+    events.append({"event": "drained", "group": "billing", "at_ms": drained})
+    (recipes / "all.json").write_text("\n".join(map(json.dumps, events)))
+    assert [anomaly for anomaly in check_history(events) if not is_of_a_move(anomaly, events)] == []
+
+
+def charges(recipes: Path) -> Counter[str]:
+    """Return how often each order was charged."""
+    with closing(sqlite3.connect(recipes / "charges.db", timeout=60)) as database:
+        return Counter(number for (number,) in database.execute("SELECT number FROM charges"))
+
+
+def lag_of(shared: SharedBroker) -> int:
+    """Return how many orders the group has not read."""
+    with librmq.MessageStore.open(shared.path, read_only=True) as store:
+        ends = {queue: store.queue_range(*queue)[1] for queue in store.queues if queue[0] == "orders"}
+    return sum(end - (shared.call(QueryOffset("billing", *queue)) or 0) for queue, end in ends.items())
 
 
 def test_celery_beside_an_application(recipes: Path) -> None:

@@ -57,7 +57,7 @@ from librmq.protocol import (
     SendMessage,
     SetGroup,
 )
-from librmq.testing import Anomaly, check_history
+from librmq.testing import check_history
 from librmq.wire.remote import ClusterAdmin
 from librmq.wire.remoting.codec import frame_of
 from librmq.wire.remoting.frames import FrameSocket, encode
@@ -75,6 +75,7 @@ from librmq.wire.unix_sockets import (
     share_folder,
 )
 from tests.conftest import SlowBudget
+from tests.histories import is_of_a_move
 from tests.programs import Process, environment, in_child, start_program
 from tests.wire.stub import wait_until
 
@@ -275,16 +276,6 @@ def end_owners(scene: Scene, way: str, end: Callable[[Worker], None], rounds: It
     return slowest
 
 
-def is_of_a_move(anomaly: Anomaly, events: list[dict[str, Any]]) -> bool:
-    """Return whether two processes had a queue for a moment, as at every rebalance: both deliver and report then."""
-    return anomaly.anomaly in ("progress-back", "repeat") and any(
-        event["event"] in ("assign", "revoke")
-        and event["queue_id"] == anomaly.queue_id
-        and abs(event["at_ms"] - anomaly.at_ms) < 1000
-        for event in events
-    )
-
-
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_stopped_owner_keeps_the_store(scene: Scene, times: int) -> None:
     scene.start().wait_ready()
@@ -305,6 +296,24 @@ def test_a_stopped_owner_keeps_the_store(scene: Scene, times: int) -> None:
         assert is_stopped(owner.process.pid)
         owner.process.send_signal(signal.SIGCONT)
         wait_until(lambda: peer.sends[-1][0] == "sent", "a send is stored again", 30)
+
+
+@pytest.mark.parametrize("settings", [{}, {"take_over_stopped": 60}])
+def test_a_share_of_a_stopped_owner_is_closed_in_time(scene: Scene, settings: dict[str, Any]) -> None:
+    owner = scene.start().wait_ready()
+    shared = librmq.share(scene.store, timeout=0.5, **settings)
+    consumers = [PushConsumer(shared, f"g{number}") for number in range(5)]
+    for consumer in consumers:
+        consumer.subscribe("orders", lambda message: None)
+        consumer.start()
+    owner.process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: is_stopped(owner.process.pid), "the owner is stopped")
+    begin = CLOCK.monotonic()
+    shared.close()
+    assert CLOCK.monotonic() - begin < 5
+    for consumer in consumers:
+        consumer.shutdown()
+    assert CLOCK.monotonic() - begin < 6
 
 
 def test_a_stopped_owner_that_many_wait_for(scene: Scene) -> None:
