@@ -18,6 +18,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from itertools import count
@@ -98,12 +99,7 @@ def decode_unique_id(text: str, now_ms: int) -> UniqueIdParts:
     Raises:
         MalformedError: ``text`` is not a unique id.
     """
-    try:
-        raw = bytes.fromhex(text) if len(text) in (32, 56) and text.isalnum() else b""
-    except ValueError:
-        raw = b""
-    if not raw:
-        raise MalformedError(f"expected a unique id of 32 or 56 hex digits, found {text[:80]!r}")
+    raw = _id_bytes("unique", text)
     ip, tail = raw[:-12], raw[-12:]
     begin_ms = _month_begin_ms(now_ms)
     since_ms = int.from_bytes(tail[6:10], "big")
@@ -193,11 +189,13 @@ def parse_offset_message_id(text: str) -> tuple[Host, int]:
     Raises:
         MalformedError: The text is not such an id.
     """
-    if len(text) in (32, 56) and text.isalnum():
-        try:
-            raw = bytes.fromhex(text)
-        except ValueError:
-            pass
-        else:
-            return decode_host(raw[:-8]), _LONG.unpack_from(raw, len(raw) - 8)[0]
-    raise MalformedError(f"expected a message id of 32 or 56 hex digits, found {text[:80]!r}")
+    raw = _id_bytes("message", text)
+    return decode_host(raw[:-8]), _LONG.unpack_from(raw, len(raw) - 8)[0]
+
+
+def _id_bytes(kind: str, text: str) -> bytes:
+    """Return the bytes of an id; `MalformedError` for another text."""
+    with suppress(ValueError):
+        if len(text) in (32, 56) and text.isalnum():
+            return bytes.fromhex(text)
+    raise MalformedError(f"expected a {kind} id of 32 or 56 hex digits, found {text[:80]!r}")
