@@ -17,6 +17,9 @@ Cancelled messages stand in ``librmq/cancelled.json`` of the store, which a brok
 The id is the unique id, or the offset id of a message without one; the place and store time are those of the record
 that waited; the log's end at that time tells later messages of the same id apart. The last is null until the message
 would have been delivered. Without the file, messages that wait in a delay level or the relay are delivered.
+
+Of many messages, the last ones stand in ``librmq/cancelled-since.json``, so that not each cancellation writes all. It
+counts while its ``number`` is that of the first file, which has all messages again after its next write.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, 
 from librmq.runtime.locks import Lock
 from librmq.scheduling.relay import HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC
 from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, ROLL_TIMES, deliver_time_ms
-from librmq.store.format.documents import CANCELLED_FILE, read_document, write_document
+from librmq.store.format.documents import CANCELLED_FILE, CANCELLED_SINCE_FILE, read_document, write_document
 
 WAITING_TOPICS: Final = (SCHEDULE_TOPIC, TIMER_TOPIC, HOP_TOPIC)
 """The topics in which messages wait for their time."""
@@ -109,6 +112,8 @@ _MOST_PASSED: Final = 4096
 _SAVED_MS: Final = 60_000
 """Time after which all progress over a passed message is saved."""
 _MAX_SIZE: Final = 1 << 30
+_FEW: Final = 256
+"""Number of cancellations that are written as a whole each time."""
 
 
 class Cancellation(NamedTuple):
@@ -137,19 +142,29 @@ class Cancellations:
     def __init__(self, path: str, files: Files) -> None:
         """Read the file of the store in ``path``; `CorruptionError` if it holds something else."""
         self._path = os.path.join(path, CANCELLED_FILE)
+        self._since_path = os.path.join(path, CANCELLED_SINCE_FILE)
         self._files = files
         self._lock = Lock()
         self._by_name: dict[tuple[str, str], Cancellation] = {}
         self.version = 0
         """Number of messages that `add` cancelled."""
         self._durable_version = 0
-        if files.size(self._path):
-            fields = read_document(self._path, files, {"messages": (list,)}, max_size=_MAX_SIZE)
-            try:
-                self.replace(fields["messages"])
-            except (TypeError, ValueError) as error:
-                why = f"{error}; without the file, cancelled messages are delivered"
-                raise CorruptionError(self._path, 0, "config", why) from None
+        since_number, since = self._read(self._since_path)  # before the file that replaces it, which can be written
+        self._number, rows = self._read(self._path)
+        self._since = since if since_number == self._number else {}  # since the first file was written
+        self._by_name = rows | self._since
+
+    def _read(self, path: str) -> tuple[int, dict[tuple[str, str], Cancellation]]:
+        """Return the number and the cancellations in a file; 0 and none if it is missing."""
+        if not self._files.size(path):
+            return 0, {}
+        kinds = {"messages": (list,), "number": (int, type(None))}
+        fields = read_document(path, self._files, kinds, max_size=_MAX_SIZE)
+        try:
+            return fields.get("number", 0), {row[:2]: row for row in map(_checked, fields["messages"])}
+        except (TypeError, ValueError) as error:
+            why = f"{error}; without the file, cancelled messages are delivered"
+            raise CorruptionError(path, 0, "config", why) from None
 
     def rows(self) -> list[Cancellation]:
         """Return all cancellations."""
@@ -202,6 +217,7 @@ class Cancellations:
         message_id, topic = message.unique_key or message.offset_id, destination_of(message).topic
         stored_ms = message.store_timestamp_ms
         self._keep(Cancellation(message_id, topic, message.physical_offset, log_end, stored_ms, now_ms))
+        self._since[message_id, topic] = self._by_name[message_id, topic]
         self.version += 1
 
     def is_durable(self, version: int) -> bool:
@@ -209,7 +225,7 @@ class Cancellations:
         return self._durable_version >= version
 
     def write(self, log_begin: int, now_ms: int, version: int | None = None) -> None:
-        """Write the file without deleted and old passed messages; durable when it returns.
+        """Write the file without deleted and old passed messages, or what is new; durable when it returns.
 
         Nothing is written if the file has all messages up to ``version``, as after another thread's write.
 
@@ -220,12 +236,21 @@ class Cancellations:
             if version is not None and self.is_durable(version):
                 return
             version_now = self.version  # before the rows
+            since = dict(self._since)
+            if version is not None and len(self._by_name) > _FEW and len(since) ** 2 < 2 * len(self._by_name):
+                rows = list(since.values())
+                write_document(self._since_path, self._files, {"number": self._number, "messages": rows})
+                self._durable_version = version_now
+                return
             in_log = [row for row in list(self._by_name.values()) if row.end > log_begin]
             passed = [row for row in in_log if row.passed_ms is not None and row.passed_ms + _SAVED_MS < now_ms]
             dropped = set(passed[:-_MOST_PASSED])
             rows = [row for row in in_log if row not in dropped]
-            write_document(self._path, self._files, {"messages": rows})
-            self._durable_version = version_now
+            write_document(self._path, self._files, {"number": self._number + 1, "messages": rows})
+            self._durable_version, self._number = version_now, self._number + 1
+            for name, row in since.items():
+                if self._since.get(name) is row:
+                    del self._since[name]
             for name, row in list(self._by_name.items()):
                 if row in dropped or row.end <= log_begin:
                     self._by_name.pop(name, None)

@@ -32,6 +32,7 @@ from librmq.runtime.runner import ManualRunner
 from librmq.runtime.threads import ThreadRunner
 from librmq.scheduling import waiting
 from librmq.scheduling.timer_config import TimerConfig
+from librmq.store import MessageStore
 from librmq.store.format.documents import write_document
 from librmq.testing import CrashImages, Kit, Process, RecordingFiles, explore
 from librmq.testing.verdict import HistoryAnomalyError
@@ -376,6 +377,32 @@ def test_old_cancellations_go(monkeypatch: pytest.MonkeyPatch) -> None:
             runner.advance(61_000)
         assert len(broker._parts.deliveries._cancellations._by_name) <= 6
     assert len(json.loads(files.read("/b/librmq/cancelled.json"))["messages"]) <= 6
+
+
+def test_of_many_cancellations_each_writes_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the process is killed, each id stays cancelled, with what was sent with it last."""
+    monkeypatch.setattr(waiting, "_FEW", 2)
+    written: list[int] = []
+
+    def count(path: str, files: Files, fields: Any) -> None:
+        write_document(path, files, fields)
+        written.append(len(fields["messages"]))
+
+    monkeypatch.setattr("librmq.scheduling.waiting.write_document", count)
+    files, runner = MemoryFiles(), ManualRunner()
+    for number in range(60):
+        broker = open_broker(files, runner)
+        producer = Producer(broker, "p")
+        sent = producer.send(Message("T", b"x", unique_key=f"order-{number % 25}", delay=3600))
+        assert producer.cancel(sent).cancelled
+        broker.abandon()
+        with MessageStore.open(broker.store.path, read_only=True, files=files) as store:
+            assert list(pending_messages(store)) == []
+    written.clear()
+    with open_broker(files, runner) as broker, Producer(broker, "p") as producer:
+        for _ in range(400):
+            assert producer.cancel(producer.send("T", b"x", delay=3600)).cancelled
+    assert sum(written) < 400 * 400 / 8
 
 
 # --- over the network

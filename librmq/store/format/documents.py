@@ -8,7 +8,7 @@
                                the mark of a store that copies another store's log
     librmq/spark/<job>.json    {"version": 1, "begin", "end", "first", "records", "done"}
                                note about a Spark job, which writes nothing again if it is committed again
-    librmq/cancelled.json      {"version": 1, "messages": […]}
+    librmq/cancelled.json      {"version": 1, "messages": […]}, and cancelled-since.json
                                messages that were cancelled while they waited (`librmq.scheduling.waiting`)
     librmq/starts.json         {"startTable": {group: {topic: time of the move}}}
                                groups that ``start_at`` has moved (`librmq.store.format.broker_tables`)
@@ -47,6 +47,7 @@ OWN_FOLDER: Final = "librmq"
 """The folder of librmq's own files in a store."""
 CONFIG_FILE: Final = os.path.join(OWN_FOLDER, "config.json")
 CANCELLED_FILE: Final = os.path.join(OWN_FOLDER, "cancelled.json")
+CANCELLED_SINCE_FILE: Final = os.path.join(OWN_FOLDER, "cancelled-since.json")
 START_FILE: Final = os.path.join(OWN_FOLDER, "starts.json")
 MARK_FILE: Final = os.path.join(OWN_FOLDER, "replica.json")
 _log = EventLog("librmq.store")
