@@ -1,7 +1,7 @@
 """Tables of the documentation that come from the code: ``<!-- generated: commands -->`` in a page becomes one.
 
-The others are ``log lines``, ``metrics``, ``settings librmq.TimerConfig`` for the fields of a class, and
-``format librmq.consumequeue`` for the files that a module draws in its docstring.
+The others are ``log lines``, ``metrics``, ``rows`` for the JSON lines of commands, ``settings librmq.TimerConfig`` for
+the fields of a class, and ``format librmq.consumequeue`` for the files that a module draws in its docstring.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import json
 import re
+import types
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -107,6 +109,65 @@ def command_tables() -> str:
     return "\n\n".join(parts)
 
 
+_JSON_TYPES = {"int": "integer", "num": "number", "str": "string", "bool": "boolean", "obj": "object"}
+_KINDS = {int: "int", float: "num", str: "str", bool: "bool", dict: "obj", tuple: "[any]", list: "[any]"}
+Schema = dict[str, typing.Any]
+
+
+def row_schema(forms: Sequence[str]) -> Schema:
+    """Return the JSON Schema of the rows that `librmq.cli.row_types` describes by these forms."""
+    schemas = [_form_schema(form.split()) for form in forms]
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+
+def _form_schema(words: list[str]) -> Schema:
+    properties: dict[str, Schema] = {}
+    optional = set()
+    for word in words:
+        name, _, kind = word.partition(":")
+        if kind:
+            properties[name.removesuffix("?")] = _kind_schema(kind)
+            optional |= {name.removesuffix("?")} if name.endswith("?") else set()
+        elif word != "...":
+            module, _, name = word.rpartition(".")
+            hints = typing.get_type_hints(getattr(importlib.import_module(module), name))
+            properties |= {field: _hint_schema(hint) for field, hint in hints.items()}
+    required = [name for name in properties if name not in optional]
+    schema: Schema = {"type": "object", "properties": properties, "required": required}
+    return schema if "..." in words else {**schema, "additionalProperties": False}
+
+
+def _kind_schema(kind: str) -> Schema:
+    if kind.endswith("?"):
+        return {"anyOf": [_kind_schema(kind[:-1]), {"type": "null"}]}
+    if kind.startswith("["):
+        return {"type": "array", "items": _kind_schema(kind[1:-1])}
+    return {} if kind == "any" else {"type": _JSON_TYPES[kind]}
+
+
+def _hint_schema(hint: object) -> Schema:
+    """Return the schema of a field of a class."""
+    if hint is None or hint is type(None):
+        return {"type": "null"}
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return {"enum": list(arguments)}
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_hint_schema(argument) for argument in arguments]}
+    if origin in (list, tuple, Sequence):
+        return {"type": "array", "items": _hint_schema(arguments[0])}
+    return _kind_schema(next((word for kind, word in _KINDS.items() if kind is (origin or hint)), "any"))
+
+
+def row_schemas() -> str:
+    """Return a section for each command with the JSON Schema of its rows."""
+    parts = []
+    for name, forms in sorted(importlib.import_module("librmq.cli.row_types").ROWS.items()):
+        schema = json.dumps(row_schema(forms))
+        parts.append(f"### {name}\n\n```json\n{schema}\n```")
+    return "\n\n".join(parts)
+
+
 def metrics_table() -> str:
     """Return the table of the metrics."""
     metrics = importlib.import_module("librmq.metrics").METRICS.items()
@@ -150,6 +211,6 @@ def format_text(path: str) -> str:
 
 def fill(markdown: str) -> str:
     """Return a page with its tables."""
-    tables = {"commands": command_tables, "log lines": log_tables, "metrics": metrics_table}
+    tables = {"commands": command_tables, "log lines": log_tables, "metrics": metrics_table, "rows": row_schemas}
     of_path = {"settings": settings_table, "format": format_text}
     return _MARK.sub(lambda mark: of_path[mark[1]](mark[2]) if mark[2] else tables[mark[1]](), markdown)
