@@ -475,26 +475,6 @@ def test_arbitrary_files_raise_only_store_errors(
     assert opened(files).max_offset == queue.max_offset
 
 
-@pytest.mark.parametrize("name", ["note.txt", "0", f"{SMALL + 20:020d}", "9" * 20, "..", f"{3 * SMALL:020d}"])
-def test_foreign_files_in_the_folder_are_reported(name: str) -> None:
-    files = MemoryFiles()
-    filled(files, 0, 2)
-    files.write(f"/q/{name}", bytes(SMALL))
-    with pytest.raises(CorruptionError) as told:
-        opened(files)
-    assert told.value.kind == "name"
-
-
-@pytest.mark.parametrize("length", [0, 1, SMALL - 1, SMALL + 20])
-def test_a_file_of_another_length_is_reported(length: int) -> None:
-    files = MemoryFiles()
-    filled(files, 0, 5)
-    files.write(f"/q/{SMALL:020d}", bytes(length))
-    with pytest.raises(CorruptionError) as told:
-        opened(files)
-    assert told.value.kind == "size"
-
-
 # ------------------------------------------------------------------------------------------------ many queues
 
 

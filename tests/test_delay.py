@@ -306,30 +306,19 @@ def reopened(waiting: Waiting, levels: str) -> Waiting:
     return Waiting(dataclasses.replace(SMALL, message_delay_level=levels), files=waiting.files, at_ms=START_MS)
 
 
-def test_a_shortened_level_delivers_immediately() -> None:
+@pytest.mark.parametrize(
+    ("level", "later", "due"),
+    [(2, "1s 2s", 0), (2, "1s 60s", 5_000), (4, "1s 5s", 30_000)],
+    ids=["shorter: immediately", "longer: at the old time", "removed: at its time"],
+)
+def test_messages_wait_through_a_change_of_levels(level: int, later: str, due: int) -> None:
     waiting = Waiting()
-    waiting.put(level=2)
-    again = reopened(waiting, "1s 2s")
-    assert again.schedule.run_due(START_MS) is None
-    assert again.delivered() == [(b"b", 0)]
-
-
-def test_a_longer_level_keeps_the_time_of_waiting_messages() -> None:
-    """When a level becomes longer, messages that already wait keep their times."""
-    waiting = Waiting()
-    waiting.put(level=2)
-    again = reopened(waiting, "1s 60s")
-    assert again.pass_to(5_000) is None
-    assert again.delivered() == [(b"b", 5_000)]
-
-
-def test_a_removed_level_delivers_at_its_time() -> None:
-    waiting = Waiting()
-    waiting.put(level=4)
-    again = reopened(waiting, "1s 5s")
-    assert again.pass_to(29_999) == 30_000
-    again.pass_to(30_000)
-    assert again.delivered() == [(b"b", 30_000)]
+    waiting.put(level=level)
+    again = reopened(waiting, later)
+    if due:
+        assert again.pass_to(due - 1) == due
+    assert again.pass_to(due) is None
+    assert again.delivered() == [(b"b", due)]
 
 
 def test_a_clock_that_is_set_back() -> None:
