@@ -67,7 +67,9 @@ class BrokerOffsets:
             topic=topic,
             broker=broker_name,
             start_at=at,
-            effect="has moved it" if is_moved else "has no effect, because the group was moved before, or is there",
+            effect="has moved it"
+            if is_moved
+            else "has no effect, because the group was moved before, or the topic is new",
         )
 
     def read(self, queue: MessageQueue) -> int | None:

@@ -165,15 +165,15 @@ class Rebalancing:
         self._is_reported = True
         consume_from = self._member.config.consume_from
         new, at_first = offsets.count(None), offsets.count(0)
+        meanings = (
+            (new, f"in {new} queues the group has no progress, and begins {_STARTS[consume_from]}"),
+            (at_first, f"in {at_first} queues it has consumed nothing, and begins with the first message"),
+            (len(offsets) - new - at_first, "where the group has progress it continues, so consume_from has no effect"),
+        )
         self._member.log.info(
-            "%(consumer)s: consume_from is %(consume_from)s. The group has no progress in %(new)d queues, and begins "
-            "%(start)s; it has progress in %(old)d queues, and continues there, whatever consume_from says; it begins "
-            "%(at_first)d queues with the first message, which it has not consumed",
+            "%(consumer)s: consume_from is %(consume_from)s: %(meaning)s",
             consume_from=consume_from.name,
-            new=new,
-            start=_STARTS[consume_from],
-            old=len(offsets) - new - at_first,
-            at_first=at_first,
+            meaning="; ".join(meaning for count, meaning in meanings if count),
         )
 
     def _rebalance_topic(self, topic: str, now_ms: int) -> bool:

@@ -250,4 +250,4 @@ def test_one_line_says_what_consume_from_means(
         read(broker, "push", consume_from=ConsumeFrom[consume_from])
     (line,) = [line.getMessage() for line in caplog.records if "consume_from" in line.getMessage()]
     assert f"consume_from is {consume_from}" in line
-    assert ("it has progress in 1 queues" in line) == has_progress
+    assert ("where the group has progress it continues, so consume_from has no effect" in line) == has_progress
