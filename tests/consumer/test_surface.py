@@ -255,5 +255,5 @@ def test_a_start_is_one_line_however_many_queues(caplog: pytest.LogCaptureFixtur
         with consumer:
             runner.advance(1000)
             lines = [record.getMessage() for record in caplog.records]
-    (line,) = [line for line in lines if "queues" in line]
+    (line,) = [line for line in lines if ": consumes " in line]
     assert line.endswith("consumes 17 queues of %RETRY%billing, orders: 17 taken, 0 released")
