@@ -18,6 +18,7 @@ from librmq import (
     Producer,
     PushConsumer,
     ReconsumeLater,
+    StoreConfig,
     TimerConfig,
     TransactionProducer,
     TransactionState,
@@ -41,6 +42,11 @@ WITHOUT_PROGRESS = {"ask", "diagnose", "groups", "lag", "stats", "story"}
 """Commands whose output depends on the progress of groups too."""
 COPYING = {"export", "extract"}
 """Commands that write what they read."""
+
+
+SETTINGS = BrokerConfig(timers=TimerConfig(slots_total=1200, timer_log_file_size=4096, timer_roll_window_slot=600))
+SIZES = StoreConfig.tiny(commitlog_file_size=1 << 16)
+"""Small, because the store is copied again and again."""
 
 
 class Copied(NamedTuple):
@@ -70,7 +76,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     clock, states = ManualClock(1_700_000_000_000), list(TransactionState)
     for number in range(5):
         runner = ManualRunner(clock)
-        with Broker.open(folder / "store", BrokerConfig(timers=TimerConfig()), runner=runner) as broker:
+        with Broker.open(folder / "store", SETTINGS, store_config=SIZES, runner=runner) as broker:
             if number == 0:
                 broker.create_topic("orders", 2)
             consumer = PushConsumer(broker, "billing", max_reconsume_times=1)
