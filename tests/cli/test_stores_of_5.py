@@ -12,6 +12,7 @@ import pytest
 from librmq import Broker, StoreConfig
 from librmq.errors import NotAStoreError
 from librmq.store import MessageStore
+from tests import budget
 from tests.cli.stand import Shell
 from tests.reference import existing
 from tests.stores_of_5 import KINDS, add_database, keep_queues_elsewhere, state_of
@@ -119,11 +120,14 @@ def test_reading_commands_print_the_same(stores: Shell) -> None:
     commands = [["store" if word == "STORE" else known.get(word, word) for word in words.split()] for words in READING]
     expected = [output_of(stores, words) for words in commands]
     (stores.folder / "store").rename(stores.folder / "files")
-    for kind in KINDS if "%RETRY%CG_order" in str(expected) else KINDS[:1]:
+    compared = list(zip(commands, expected, strict=True))
+    kinds = KINDS if "%RETRY%CG_order" in str(expected) else KINDS[:1]
+    for number, kind in enumerate(kinds):
         shutil.copytree(stores.folder / "files", stores.folder / "store")
         keep_queues_elsewhere(stores.folder / "store", kind)
         before = state_of(stores.folder / "store")
-        for words, printed in zip(commands, expected, strict=True):
+        # The quick check asks each command of one kind.
+        for words, printed in compared[number :: len(kinds)] if budget.run.quick else compared:
             assert output_of(stores, words) == printed, (kind, words)
         assert state_of(stores.folder / "store") == before
         shutil.rmtree(stores.folder / "store")

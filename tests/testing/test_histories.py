@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from librmq.errors import InputError
 from librmq.testing import Anomaly, check_history
 from librmq.testing.anomalies import KINDS
+from tests.budget import step
 from tests.testing.anomaly_model import Model, Row, Verdict
 
 QUEUE = {"broker": "a", "queue_id": 0}
@@ -345,14 +346,14 @@ def verdicts(anomalies: Sequence[Anomaly]) -> Counter[Verdict]:
     return Counter(Verdict(a.anomaly, a.at_ms, a.id, a.group, a.queue_offset) for a in anomalies)  # type: ignore[arg-type]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 // step(), deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_random_histories_are_judged_as_by_the_model(random: Random) -> None:
     events = random_history(random)
     assert verdicts(check_history(events)) == Counter(Model(events).verdicts())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 // step(), deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_the_evidence_is_a_history_with_the_anomaly(random: Random) -> None:
     events = random_history(random)
@@ -374,7 +375,7 @@ def test_the_model_agrees_on_every_kind() -> None:
     assert set(kinds) == set(KINDS)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50 // step(), deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_the_order_of_lines_means_nothing(random: Random) -> None:
     events = random_history(random)
