@@ -169,10 +169,10 @@ def test_a_group_is_moved_forward(shell: Shell, application: Sharing) -> None:
     assert application("broker.consumer_offsets('billing', 'orders')") == {"0": 4, "1": 4}
     assert application("sorted(m.body.decode() for m in shared.messages('late'))") == [str(n) for n in range(8)]
     assert notes.exists()
-    words = ("replay", "live", "--group", "billing", "--topic", "orders", "--to", "again")
-    assert shell(*words, "--dry-run").rows[0]["messages"] == 8
+    replay = ("replay", "live", "--group", "billing", "--topic", "orders", "--to", "again")
+    assert shell(*replay, "--dry-run").rows[0]["messages"] == 8
     assert application("'again' in broker.groups()") is False
-    assert shell(*words).rows[0]["messages"] == 8
+    assert shell(*replay).rows[0]["messages"] == 8
     assert application("broker.consumer_offsets('again', 'orders')") == {"0": 0, "1": 0}
     assert shell("replay", "live", "--topic", "orders", "--to-topic", "copies").rows[0]["messages"] == 10
     assert application("sorted(m.body.decode() for m in shared.messages('copies'))") == [str(n) for n in range(10)]

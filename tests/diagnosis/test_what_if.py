@@ -79,7 +79,7 @@ def backlog(wanted: Consumption, runner: SlowListeners, listener: Any) -> Iterat
         broker.create_topic(TOPIC, len(wanted.lags))
         consumers = [
             PushConsumer(
-                broker, "G", instance_name=f"{number:03}", threads=wanted.threads, batch_size=wanted.batch_size,
+                broker, "G", instance_name=f"{number:03}", threads=int(wanted.threads), batch_size=wanted.batch_size,
                 orderly=wanted.is_orderly,
             )
             for number in range(wanted.clients)

@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ PROGRAM = """
             store.flush()
         print(number, flush=True)
 """
-SIZES = {"commitlog_file_size": 1 << 20, "max_hash_slot_num": 100, "max_index_num": 400}
+SIZES: Any = {"commitlog_file_size": 1 << 20, "max_hash_slot_num": 100, "max_index_num": 400}
 
 
 def grow_until_killed(path: Path, messages: int, seed: str) -> int:

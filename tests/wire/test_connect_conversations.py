@@ -399,9 +399,10 @@ def test_heartbeats_are_written_alike(replay: Replay) -> None:
         for one in exchanges(recording):
             if one.name != "HEART_BEAT" or one.client != "librmq":
                 continue
-            client_id, *groups = heartbeat_of(one.request.body)
+            named = heartbeat_of(one.request.body)
+            groups = named.producer_groups, named.consumers, named.checking_groups
             with librmq.connect(replay.address) as route:
-                route.endpoint("fake").call(Heartbeat(client_id, Asked([]), *groups))
+                route.endpoint("fake").call(Heartbeat(named.client_id, Asked([]), *groups))
             frame = next(frame for frame in reversed(replay.asked) if frame.code == RequestCode.HEART_BEAT)
             assert java_json.loads(frame.body) == java_json.loads(one.request.body), (recording, one.at_ms)
             compared += 1

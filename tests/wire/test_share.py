@@ -45,6 +45,7 @@ from librmq import (
 )
 from librmq.clock import SystemClock
 from librmq.errors import FlushFailedError, NotAStoreError, ReadOnlyError, RmqError, StoreFullError
+from librmq.message.topics import TopicType
 from librmq.protocol import (
     PERM_WRITE,
     ChangeInvisible,
@@ -575,7 +576,8 @@ def test_errors_are_those_of_the_owner(tmp_path: Path) -> None:
             assert own is not None, what
             assert isinstance(other, type(own)), (what, own, other)
             assert (str(other), getattr(other, "code", 0)) == (str(own), getattr(own, "code", 0)), what
-        for topic_type, broker in zip(("FIFO", "DELAY"), shared, strict=True):
+        types: tuple[TopicType, ...] = ("FIFO", "DELAY")
+        for topic_type, broker in zip(types, shared, strict=True):
             broker.create_topic("typed", 1, message_type=topic_type)
             assert shared[0].topic_route("typed")[0].message_type == topic_type
 
