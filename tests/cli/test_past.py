@@ -114,6 +114,7 @@ def test_the_past_is_shown_as_a_copy_shows_it(command: str, recorded: Recorded, 
     assert len(set(printed)) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_an_export_ends_with_the_moment(processes: str, recorded: Recorded, shell: Shell, tmp_path: Path) -> None:
     for number, (folder, log_end, now_ms) in enumerate(recorded.moments):

@@ -100,6 +100,7 @@ def test_topics_change_in_the_process(shell: Shell, application: Sharing) -> Non
     assert application("[q.message_type for q in shared.topic_route('fifo')]") == ["FIFO"]
 
 
+@pytest.mark.slow
 def test_groups_change_in_the_process(shell: Shell, application: Sharing) -> None:
     assert shell("group", "create", "live", "audit", "--retries", "3").status == 0
     assert application("broker.groups()['audit']") == 3
@@ -110,6 +111,7 @@ def test_groups_change_in_the_process(shell: Shell, application: Sharing) -> Non
     assert application("['billing' in broker.groups(), broker.consumer_offsets('billing', 'orders')]") == [False, {}]
 
 
+@pytest.mark.slow
 def test_a_group_takes_its_retries_along(shell: Shell, application: Sharing) -> None:
     application("broker.set_group('billing', retry_max_times=3)")
     application("[broker.call(SendBack('billing', m.physical_offset, 0)) for m in shared.messages('orders')] and None")
@@ -122,6 +124,7 @@ def test_a_group_takes_its_retries_along(shell: Shell, application: Sharing) -> 
     assert application("broker.consumer_offsets('payments', '%RETRY%payments')") == {"0": 0}
 
 
+@pytest.mark.slow
 def test_a_half_is_decided_in_the_process(shell: Shell) -> None:
     runner = ManualRunner()
     with Broker.open("live", runner=runner) as broker:
@@ -144,6 +147,7 @@ def test_a_half_is_decided_in_the_process(shell: Shell) -> None:
         application.end()
 
 
+@pytest.mark.slow
 def test_a_running_group_is_reset(shell: Shell, application: Sharing) -> None:
     application("[fails.clear(), consumer.start()] and None")
     wait_until(lambda: application("len(heard)") == 10, "all is heard", 30)
@@ -154,6 +158,7 @@ def test_a_running_group_is_reset(shell: Shell, application: Sharing) -> None:
     wait_until(lambda: application("heard[10:]") == ["7", "9"], "two are heard again", 30)
 
 
+@pytest.mark.slow
 def test_a_group_is_moved_forward(shell: Shell, application: Sharing) -> None:
     words = ("skip", "live", "--group", "billing", "--topic", "orders", "--keep", "1", "--aside", "late")
     notes = shell.folder / "live" / "librmq" / "skipped.jsonl"
@@ -178,6 +183,7 @@ def test_a_group_is_moved_forward(shell: Shell, application: Sharing) -> None:
     assert application("sorted(m.body.decode() for m in shared.messages('copies'))") == [str(n) for n in range(10)]
 
 
+@pytest.mark.slow
 def test_a_group_that_runs_is_not_moved_back(shell: Shell, application: Sharing) -> None:
     with owner_of(str(shell.folder / "live")) as owner:
         assert owner is not None
@@ -191,6 +197,7 @@ def test_a_group_that_runs_is_not_moved_back(shell: Shell, application: Sharing)
     assert application("broker.consumer_offsets('billing', 'orders')") == {"0": 4, "1": 4}
 
 
+@pytest.mark.slow
 def test_dead_letters_are_sent_again(shell: Shell, application: Sharing) -> None:
     application("[consumer.start()] and None")
     wait_until(lambda: len(application("[m.offset_id for m in broker.dead_letters('billing')]")) == 10, "dead", 60)
@@ -238,6 +245,7 @@ def test_who_names_all_processes(shell: Shell, application: Sharing) -> None:
         peer.end()
 
 
+@pytest.mark.slow
 def test_a_stopped_owner(shell: Shell, application: Sharing) -> None:
     application.process.send_signal(signal.SIGSTOP)
     named = f"process {application.process.pid}, which owns the store, is stopped"

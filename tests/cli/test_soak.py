@@ -210,6 +210,7 @@ def soak(plan: SoakPlan, interrupted: Callable[[], bool] = lambda: False) -> tup
     return result, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "is_served"),
     [
@@ -238,6 +239,7 @@ def test_what_a_fault_does_explains_itself(
         assert not any(PREFIX in name for name in (*broker.topics(), *broker.groups()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("is_served", "role"), [(False, "embedded"), (True, "server"), (True, "client")])
 def test_a_restart_that_fails_names_its_reason_and_ends_all(
     is_served: bool, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -275,6 +277,7 @@ def serving(broker: Broker) -> Iterator[str]:
         yield server.address
 
 
+@pytest.mark.slow
 def test_the_verdict_on_a_broken_cluster(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     with Broker.temporary() as broker:
         break_broker(broker, forgets, monkeypatch)
@@ -292,6 +295,7 @@ def test_the_verdict_on_a_broken_cluster(shell: Shell, monkeypatch: pytest.Monke
     assert (again.status, [{"type": "anomaly", **row} for row in again.rows]) == (1, found)
 
 
+@pytest.mark.slow
 def test_what_could_not_be_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Broker.temporary() as broker:
         break_broker(broker, refuses(DeleteTopic, BrokerError(1, "topics are not deleted today")), monkeypatch)
@@ -305,6 +309,7 @@ def test_what_could_not_be_deleted_is_named(tmp_path: Path, monkeypatch: pytest.
     assert all("not deleted today" in why for why in result.left.values())
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_a_history_with_its_verdict(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "librmq", "soak", "store", "--for", "60s", "--rate", "100", "-o", "history"]
     with subprocess.Popen(

@@ -50,6 +50,7 @@ def test_the_page_lists_what_rocketmq_had() -> None:
 # Each mutant of `tests.mutation` is a module that compiles and whose code differs.
 
 
+@pytest.mark.slow
 def test_mutants_differ_and_compile() -> None:
     found = list(mutants("filter.registrations"))
     (path,) = {mutant.module for mutant in found}

@@ -140,6 +140,7 @@ def test_more_sites_than_two() -> None:
         assert (report.lost, report.sites) == (0, sites)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deployment", "expected"),
     [

@@ -269,6 +269,7 @@ def test_nothing_acknowledged_is_lost_in_any_schedule() -> None:
     assert result.chosen["fault"] > 5
 
 
+@pytest.mark.slow
 def test_a_schedule_finds_a_topic_that_the_replica_gets_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The master dies before the next copy of the tables."""
     follow_log = Replication.follow_log

@@ -168,6 +168,7 @@ def set_abort(files: Files, root: str) -> None:
 
 def clear_abort(files: Files, root: str) -> None:
     """Mark the store as closed, as the last step of closing."""
+    files.delete(os.path.join(root, _LAST_FLUSH))  # it names the machine, and stores with equal messages are equal
     files.delete(_abort_path(root))
     files.flush_folder(root)
 

@@ -369,7 +369,7 @@ class AdminRequests:
                 answer = session.channel.request(request, _RELAY_S)
                 raw = call.answer(body=answer.body, code=answer.code, remark=answer.remark)
             except RmqError as error:  # no answer, or one that fits into no frame
-                raw = refused(call.frame, error)
+                raw = refused(call.channel, call.frame, error)
             call.channel.write(raw)
 
         call.channel.run_later(relay)

@@ -47,7 +47,7 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting.bodies import heartbeat_of, queue_key, write_body
-from librmq.wire.remoting.codec import FORMS, NAMED_ERRORS, Form
+from librmq.wire.remoting.codec import FORMS, NAMED_ERRORS, NAMED_IN_SHARES, Form
 from librmq.wire.remoting.frames import (
     Frame,
     FrameSocket,
@@ -91,6 +91,7 @@ class Channel:
         """
         self._stream = FrameSocket(connected)
         self.peer = peer
+        self.is_local = connected.family not in (socket.AF_INET, socket.AF_INET6)  # of a shared store
         self.own = own_host
         self.broker_address = advertise or format_host(own_host)
         self.endpoint = endpoint
@@ -286,7 +287,7 @@ def answer_of(handlers: Answering, channel: Channel, frame: Frame) -> bytes | No
         header = from_fields(form.header, frame.fields, by_letters=form.by_letters)
         return handler(RemotingCall(channel, frame, header))
     except Exception as error:
-        return refused(frame, error)
+        return refused(channel, frame, error)
 
 
 def tried(step: Callable[..., T], *arguments: object) -> T | Exception:
@@ -297,12 +298,14 @@ def tried(step: Callable[..., T], *arguments: object) -> T | Exception:
         return error
 
 
-def refused(frame: Frame, error: Exception, header: object = None, *, code: int | None = None) -> bytes:
+def refused(
+    channel: Channel, frame: Frame, error: Exception, header: object = None, *, code: int | None = None
+) -> bytes:
     """Return the bytes of the answer to a failed request; ``code`` replaces the code of an error of librmq."""
     if isinstance(error, RmqError):
         fields = {} if header is None else to_fields(header)
         names = [kind.__name__ for kind in type(error).__mro__]
-        named = next((name for name in NAMED_ERRORS if name in names), None)
+        named = next((name for name in (NAMED_IN_SHARES if channel.is_local else NAMED_ERRORS) if name in names), None)
         if named is not None:
             fields[ERROR_FIELD] = named
         return encode(answer_to(frame, _code_of(error) if code is None else code, str(error), fields=fields))

@@ -130,8 +130,10 @@ _OTHER_ERRORS: Final[Mapping[str, type[MessageIllegalError]]] = {
     "MessageIllegalError": MessageIllegalError,
 }
 """Errors of librmq without a code."""
-NAMED_ERRORS: Final = (*_ERRORS, *_OTHER_ERRORS)
+NAMED_ERRORS: Final = tuple(_ERRORS)
 """Classes that the answer to a failed request names for a client of librmq, a class before its bases."""
+NAMED_IN_SHARES: Final = (*_ERRORS, *_OTHER_ERRORS)
+"""The same for the processes that share a store; elsewhere the fields of an answer are those of a broker."""
 _DISK_USED: Final = re.compile(r"disk is full \[CL: *(\d+\.\d+)")
 """Used part of the log's disk, in a broker's remark of a refused send, which names other possible causes too."""
 _REFUSING_FROM: Final = 0.9  # a broker's default

@@ -208,7 +208,7 @@ class Pulls:
                     return
                 frame = self._answer_pull(call, response, begin_ms)
             except RmqError as error:  # the client has left the group, or the broker is closed
-                frame = refused(call.frame, error)
+                frame = refused(call.channel, call.frame, error)
             self._end_hold(waiting)
         call.channel.write(frame)
 

@@ -251,7 +251,7 @@ class Sends:
         try:
             return self.answer_send(call, call.call_broker(request))
         except RmqError as error:
-            return _refused(call.frame, error, call.header.topic)
+            return _refused(call.channel, call.frame, error, call.header.topic)
 
     def send_all(self, channel: Channel, frames: Sequence[Frame]) -> list[tuple[Frame, bytes]]:
         """Store messages that came together; return the frames with their answers.
@@ -270,11 +270,13 @@ class Sends:
             if isinstance(request, Exception):
                 has_no_topic = frame.code != RequestCode.SEND_MESSAGE and not frame.fields.get("b")
                 is_refused_send = has_no_topic or isinstance(request, MessageIllegalError)
-                answers.append((frame, refused(frame, request, RefusedSendHeader() if is_refused_send else None)))
+                answers.append(
+                    (frame, refused(channel, frame, request, RefusedSendHeader() if is_refused_send else None))
+                )
                 continue
             topic = request.messages[0].topic if isinstance(request, SendBatch) else request.message.topic
             if isinstance(response, Exception):
-                answers.append((frame, _refused(frame, response, topic)))
+                answers.append((frame, _refused(channel, frame, response, topic)))
                 continue
             answer = plain_answer(frame, response)
             answers.append((frame, _answer(RemotingCall(channel, frame, None), response) if answer is None else answer))
@@ -382,12 +384,12 @@ def _messages(requests: Iterable[object]) -> list[SendMessage]:
     return messages
 
 
-def _refused(frame: Frame, error: Exception, topic: str) -> bytes:
+def _refused(channel: Channel, frame: Frame, error: Exception, topic: str) -> bytes:
     """Return the bytes of the answer to a refused send."""
     if isinstance(error, BrokerBusyError):
-        return refused(frame, error)
+        return refused(channel, frame, error)
     code = _code_of_topic(topic) if isinstance(error, MessageIllegalError) else None
-    return refused(frame, error, RefusedSendHeader(), code=code)
+    return refused(channel, frame, error, RefusedSendHeader(), code=code)
 
 
 def _code_of_topic(topic: str) -> ResponseCode | None:
@@ -430,7 +432,7 @@ class Replies:
             try:
                 answer = self._answer_reply(call)
             except RmqError as error:
-                answer = refused(call.frame, error)
+                answer = refused(call.channel, call.frame, error)
             if not call.frame.is_one_way:
                 call.channel.write(answer)
 

@@ -374,7 +374,7 @@ class FrameAnswers:
             error = BrokerError(
                 ResponseCode.NO_PERMISSION, "administration from another machine is off: librmq serve --admin"
             )
-            return frame, refused(frame, error)
+            return frame, refused(channel, frame, error)
         return frame, answer_of(self._handlers, channel, frame)
 
 
