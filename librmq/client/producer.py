@@ -315,14 +315,7 @@ class Producer(Startable):
         timeout: float | timedelta | None = None,
         **fields: Unpack[SendKeywords],
     ) -> SendResult:
-        """Send like `send`, without blocking the event loop while the store waits for its disk.
-
-        Messages for a broker in another process, which are under way together, go out together.
-        """
-        if queue is None and selector is None:
-            prepared = self._prepare(message, body, fields)
-            timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
-            return await self._sender.send_async(prepared, timeout_ms)
+        """Send like `send`, without blocking the event loop while the store waits for its disk."""
         return await self._runner.offload(
             lambda: self.send(message, body, queue=queue, selector=selector, arg=arg, timeout=timeout, **fields)
         )

@@ -5,11 +5,10 @@ Mirrors ``DefaultMQProducerImpl.sendDefaultImpl`` and ``sendKernelImpl``, and ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict
+from typing import Annotated, Final, Literal, NamedTuple, TypedDict
 
 from librmq.client.client import Client, LifeCycle, State
 from librmq.client.queue_selectors import BrokerLatencies, QueueSelector, RoundRobin
@@ -113,8 +112,7 @@ class SendContext(NamedTuple):
     """Number of the try, counting from 0."""
 
 
-_After = Callable[[SendResult | None, Exception | None], None]
-SendHook = Callable[[SendContext], _After | None]
+SendHook = Callable[[SendContext], Callable[[SendResult | None, Exception | None], None] | None]
 """A function called before each try, which returns a function to call after it with the result or the error."""
 
 
@@ -279,16 +277,6 @@ _RUNNING: Final = State.RUNNING
 _new_result = tuple.__new__  # in half the time
 
 
-_FirstTry = tuple[int, str, Exception | None, SendResult | None]
-"""When a try began, its broker, and its error or result."""
-
-
-def _is_retried(error: BrokerError | BrokerUnreachableError) -> bool:
-    if isinstance(error, BrokerError):
-        return error.code in _RETRIED and not isinstance(error, BrokerBusyError)
-    return True
-
-
 class Sender:
     """The tries of one producer's sends. Thread-safe."""
 
@@ -353,24 +341,18 @@ class Sender:
         timeout_ms: float,
         batch: tuple[Message, ...] | None = None,
         choose: Callable[[Sequence[str]], MessageQueue] | None = None,
-        first: _FirstTry | None = None,
     ) -> SendResult:
         """Send a message, or a batch with this first message, to one queue after the other, until one stores it.
 
-        ``choose(brokers tried before)`` returns the next queue; None takes the queues in turn. ``first`` was tried
-        before.
+        ``choose(brokers tried before)`` returns the next queue; None takes the queues in turn.
         """
         queues = self._topics.get(message.topic) or self.queues(message.topic)
+        begin_ms = self._now_ms()
         rest_ms = timeout_ms
         tried: list[str] = []
         failure: Exception | None = None
         result: SendResult | None = None
-        if first is None:
-            begin_ms = self._now_ms()
-        else:
-            begin_ms, broker_name, failure, result = first
-            tried.append(broker_name)
-        for attempt in range(len(tried), self.config.retries + 1):
+        for attempt in range(self.config.retries + 1):
             if attempt:
                 rest_ms = begin_ms + timeout_ms - self._now_ms()
                 if rest_ms < 0:
@@ -384,9 +366,13 @@ class Sender:
                 self._metrics.count("send_retries", topic=queue.topic)
             try:
                 result = self.send_to(message, queue, rest_ms, batch, attempt)
-            except (BrokerError, BrokerUnreachableError) as error:
-                if not _is_retried(error):
+            except BrokerBusyError:
+                raise
+            except BrokerError as error:
+                if error.code not in _RETRIED:
                     raise
+                failure = error
+            except BrokerUnreachableError as error:
                 failure = error
             else:
                 if result.status is _OK or not self.config.retry_another_broker_when_not_ok:
@@ -395,37 +381,6 @@ class Sender:
             return result
         assert failure is not None
         raise failure
-
-    async def send_async(self, message: Message, timeout_ms: float) -> SendResult:
-        """Send like `send`: where its endpoint can, make the first try without a thread."""
-        queues = self._topics.get(message.topic)
-        known = [getattr(endpoint, "send_async", None) for endpoint in self._endpoints.values()]
-        if queues is None or not all(known or [None]) or len(message.body) >= self.config.compress_from:
-            return await self._runner.offload(partial(self.send, message, timeout_ms))
-        begin_ms = self._now_ms()
-        queue = self.queue_of_try(queues)
-        if _PRIORITY in message.properties:
-            queue = self._queue_of_priority(message, queue)
-        failure: Exception | None = None
-        result: SendResult | None = None
-        try:
-            request, after = self._begin_try(message, queue, timeout_ms, None, 0)
-            try:
-                endpoint: Any = self._endpoints.get(queue.broker_name) or self._routes.endpoint(queue.broker_name)
-                response = await endpoint.send_async(request)
-                self._check_time(queue, request, timeout_ms)
-            except Exception as error:
-                self._fail_try(queue, request, after, error)
-                raise
-            result = self._end_try(message, queue, None, request, response, after)
-            if result.status is _OK or not self.config.retry_another_broker_when_not_ok:
-                return result
-        except (BrokerError, BrokerUnreachableError) as error:
-            if not _is_retried(error):
-                raise
-            failure = error
-        first = begin_ms, queue.broker_name, failure, result
-        return await self._runner.offload(partial(self.send, message, timeout_ms, first=first))
 
     def queue_of_try(self, queues: TopicQueues, tried: Sequence[str] = ()) -> MessageQueue:
         """Return the queue of the next try, on another broker than the last one if there is one."""
@@ -463,33 +418,13 @@ class Sender:
         is_one_way: bool = False,
     ) -> SendResult:
         """Make one try; raise `SendTimeoutError` for an answer after ``timeout_ms``, although the message is stored."""
-        if _PRIORITY in message.properties and batch is None:
-            queue = self._queue_of_priority(message, queue)
-        request, after = self._begin_try(message, queue, timeout_ms, batch, attempt, is_one_way)
-        try:
-            endpoint = self._endpoints.get(queue.broker_name) or self._routes.endpoint(queue.broker_name)
-            response: SendResponse = endpoint.call(request)
-            self._check_time(queue, request, timeout_ms)
-        except Exception as error:
-            self._fail_try(queue, request, after, error)
-            raise
-        return self._end_try(message, queue, batch, request, response, after)
-
-    def _begin_try(
-        self,
-        message: Message,
-        queue: MessageQueue,
-        timeout_ms: float,
-        batch: tuple[Message, ...] | None,
-        attempt: int,
-        is_one_way: bool = False,
-    ) -> tuple[SendMessage | SendBatch, Sequence[_After]]:
-        """Return the request of a try, and what hooks do after it."""
         if self._life.state is not _RUNNING:
             self._start()
         self._runner.point(f"send {queue.topic}")
         client = self._client
         default_queues = self.config.default_topic_queues
+        if _PRIORITY in message.properties and batch is None:
+            queue = self._queue_of_priority(message, queue)
         request: SendMessage | SendBatch
         if batch is None:
             sent, sys_flag = message, 0
@@ -511,35 +446,23 @@ class Sender:
             request = SendBatch(
                 self._group, batch, queue.queue_id, self._now_ms(), client.host, default_queues, timeout_ms
             )
-        if not self._hooks:
-            return request, ()
-        context = SendContext(self._group, message, queue, attempt)
-        return request, [then for hook in self._hooks if (then := hook(context)) is not None]
-
-    def _check_time(self, queue: MessageQueue, request: SendMessage | SendBatch, timeout_ms: float) -> None:
-        took_ms = self._now_ms() - request.born_timestamp_ms
-        if took_ms > timeout_ms:
-            raise SendTimeoutError(
-                f"topic {queue.topic!r}: {queue.broker_name} answered after {took_ms} ms, when the time was over;"
-                f" the message is stored"
-            )
-
-    def _fail_try(
-        self, queue: MessageQueue, request: SendMessage | SendBatch, after: Sequence[_After], error: Exception
-    ) -> None:
-        self._record_attempt(queue, request, "ERROR")
-        self._run_hooks(after, None, error)
-
-    def _end_try(
-        self,
-        message: Message,
-        queue: MessageQueue,
-        batch: tuple[Message, ...] | None,
-        request: SendMessage | SendBatch,
-        response: SendResponse,
-        after: Sequence[_After],
-    ) -> SendResult:
-        """Return the result of a try whose message is stored."""
+        after = []
+        if self._hooks:
+            context = SendContext(self._group, message, queue, attempt)
+            after = [then for hook in self._hooks if (then := hook(context)) is not None]
+        try:
+            endpoint = self._endpoints.get(queue.broker_name) or self._routes.endpoint(queue.broker_name)
+            response: SendResponse = endpoint.call(request)
+            took_ms = self._now_ms() - request.born_timestamp_ms
+            if took_ms > timeout_ms:
+                raise SendTimeoutError(
+                    f"topic {message.topic!r}: {queue.broker_name} answered after {took_ms} ms, when the time was over;"
+                    f" the message is stored"
+                )
+        except Exception as error:
+            self._record_attempt(queue, request, "ERROR")
+            self._run_hooks(after, None, error)
+            raise
         if self._metrics is not None or self._latencies is not None:
             self._record_attempt(queue, request, response.status.value)
         if batch is None:
@@ -578,7 +501,7 @@ class Sender:
 
     def _run_hooks(
         self,
-        after: Sequence[_After],
+        after: Iterable[Callable[[SendResult | None, Exception | None], None]],
         result: SendResult | None,
         error: Exception | None,
     ) -> None:

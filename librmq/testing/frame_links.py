@@ -161,9 +161,6 @@ class _TurnTransport:
         self._is_answered_twice = what == "answer"
         self._send(frame, times=2 if what == "request" else 1)
 
-    def begin(self, frame: Frame, timeout_s: float) -> None:
-        """Send nothing: `request` is a turn of the explorer."""
-
     def send_one_way(self, frame: Frame) -> None:
         self._number = frame.one_way().opaque = self._number + 1
         self._send(frame, times=2 if self._repeated() == "request" else 1)

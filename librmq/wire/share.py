@@ -66,7 +66,6 @@ from librmq.protocol import (
     SendBatch,
     SendMessage,
     SendReply,
-    SendResponse,
     Unregister,
 )
 from librmq.protocol.endpoint import Watchers
@@ -78,7 +77,7 @@ from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.format.directory import check_kind as check_store
 from librmq.wire.remote.connection import RequestNotSentError, is_held_here
-from librmq.wire.share_links import SendAsync, SharedEndpoint, StoreOwner, StorePeer
+from librmq.wire.share_links import SharedEndpoint, StoreOwner, StorePeer
 from librmq.wire.unix_sockets import is_stopped, network_file_system, owner_socket, share_folder
 
 R = TypeVar("R")
@@ -360,30 +359,11 @@ class SharedBroker(AsyncClosing):
         try:
             return endpoint.call(request)
         except BrokerUnreachableError as error:
-            return self._call_again(link, request, until_s, error)
-
-    async def _send_to_owner(self, link: StorePeer, send: SendAsync, request: SendMessage) -> SendResponse:
-        """Pass a message to the owner like `_call_owner`, in the caller's thread as long as that need not wait."""
-        until_s = SystemClock().monotonic() + self._timeout_of(request)
-        failure: BrokerUnreachableError | None = None
-        if self._link is link:
-            try:
-                return await send(request)
-            except BrokerUnreachableError as error:
-                failure = error
-        again = partial(self._call_again, link, request, until_s, failure)
-        return cast("SendResponse", await self.runner.offload(again))
-
-    def _call_again(
-        self, link: StorePeer, request: Request[Any], until_s: float, error: BrokerUnreachableError | None
-    ) -> object:
-        """Pass a request to the next owner, unless the former one is still there, or may have carried it out."""
-        if error is not None:
             if not self._is_lost(link, until_s - SystemClock().monotonic()):
                 raise link.explained(error) from error
             if type(request) in _STORES and not isinstance(error, RequestNotSentError):
                 raise BrokerUnreachableError(f"the owner of the store has ended: {error}") from error
-        return self._call_next(request, until_s)
+            return self._call_next(request, until_s)
 
     def _call_next(self, request: Request[Any], until_s: float | None = None) -> object:
         """Wait for the next owner within the time of a request, and pass the request to it."""
@@ -497,7 +477,7 @@ class SharedBroker(AsyncClosing):
     def _endpoint_at(self, link: StoreOwner | StorePeer, broker_name: str) -> SharedEndpoint:
         if isinstance(link, StoreOwner):
             return link.endpoint_of(broker_name)
-        return link.endpoint_of(broker_name, partial(self._call_owner, link), partial(self._send_to_owner, link))
+        return link.endpoint_of(broker_name, partial(self._call_owner, link))
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed``, under the runner's lock, when topics change, and when the store has another owner.

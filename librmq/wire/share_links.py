@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
@@ -22,17 +22,7 @@ from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, RmqError
 from librmq.files.lock import DiskLock, lock_process
 from librmq.message.ids import format_host, parse_host
-from librmq.protocol import (
-    ConsumerOffsets,
-    Endpoint,
-    Heartbeat,
-    MessageModel,
-    QueueData,
-    Request,
-    SendMessage,
-    SendResponse,
-    UpdateOffset,
-)
+from librmq.protocol import ConsumerOffsets, Endpoint, Heartbeat, MessageModel, QueueData, Request, UpdateOffset
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.connection import RequestNotSentError, dial_locally
@@ -72,17 +62,13 @@ def _register(owner: Endpoint, beats: Mapping[str, Heartbeat], gives_up: Callabl
                             owner.call(UpdateOffset(data.group, topic, queue.queue_id, offset))
 
 
-SendAsync = Callable[[SendMessage], Awaitable[SendResponse]]
-
-
 class SharedEndpoint:
     """The owner as an `Endpoint`. Another object after each reconnection shows clients that it may have lost them."""
 
-    __slots__ = ("call", "send_async")
+    __slots__ = ("call",)
 
-    def __init__(self, call: Callable[[Request[Any]], Any], send_async: SendAsync | None = None) -> None:
+    def __init__(self, call: Callable[[Request[Any]], Any]) -> None:
         self.call = call
-        self.send_async = send_async
 
 
 class StoreOwner:
@@ -207,17 +193,12 @@ class StorePeer:
             "end it by librmq.share(…, take_over_stopped=…)"
         )
 
-    def endpoint_of(
-        self,
-        name: str,
-        call: Callable[[Endpoint, Request[Any]], Any],
-        send_async: Callable[[SendAsync, SendMessage], Awaitable[SendResponse]],
-    ) -> SharedEndpoint:
-        """Return the owner, asked through ``call`` and ``send_async``."""
+    def endpoint_of(self, name: str, call: Callable[[Endpoint, Request[Any]], Any]) -> SharedEndpoint:
+        """Return the owner, asked through ``call``."""
         link = self.route.endpoint(name)
         known = self._link
         if known is None or known[0] is not link:
-            known = self._link = link, SharedEndpoint(partial(call, link), partial(send_async, link.send_async))
+            known = self._link = link, SharedEndpoint(partial(call, link))
         return known[1]
 
     def register(self, beats: dict[str, Heartbeat], gives_up: Callable[[], bool]) -> None:

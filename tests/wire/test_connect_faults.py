@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import hmac
@@ -29,7 +28,6 @@ from librmq.protocol import (
     PullMessage,
     QueryMessages,
     QueryOffset,
-    ResponseCode,
     SendBack,
     SentBack,
     TopicGroups,
@@ -39,7 +37,7 @@ from librmq.runtime.threads import ThreadRunner
 from librmq.testing import Anomaly, check_history
 from librmq.wire.certificates import self_signed
 from librmq.wire.remote import ClusterAdmin, RemoteRoute
-from librmq.wire.remote.connection import Connections, _Connection
+from librmq.wire.remote.connection import Connections
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.frames import Frame, answer_to, encode
@@ -372,94 +370,6 @@ def test_an_answer_that_never_comes_ends_the_send_in_time() -> None:
         ):
             producer.send("orders", b"x", timeout=0.3)
         assert route.endpoint("fake").call(MaxOffset("orders", 0)) == 7
-
-
-def test_async_sends_survive_cuts() -> None:
-    """Each is stored where its result says."""
-    with relayed(2) as (broker, relay, route), librmq.Producer(route, "shop", timeout=20) as producer:
-        producer.send("orders", b"first")
-
-        async def run() -> list[librmq.SendResult]:
-            free = asyncio.Semaphore(64)
-
-            async def send(number: int) -> librmq.SendResult:
-                async with free:
-                    if number in (300, 700):
-                        relay.cut()
-                    while True:  # like a program that must not lose a message
-                        with suppress(BrokerUnreachableError):
-                            return await producer.send_async("orders", b"%d" % number)
-
-            return await asyncio.gather(*map(send, range(1_000)))
-
-        results = asyncio.run(run())
-        stored = {(message.queue_id, message.queue_offset): message.body for message in broker.messages("orders")}
-    places = [(result.queue.queue_id, result.queue_offset) for result in results]
-    assert [stored[place] for place in places] == [b"%d" % number for number in range(1_000)]
-
-
-@pytest.mark.parametrize("refusals", [2, 3])
-def test_async_sends_are_tried_as_often_as_others(refusals: int) -> None:
-    codes = [int(ResponseCode.SYSTEM_ERROR)] * refusals
-    fields = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "7"}
-
-    def answer(frame: Frame) -> Frame | None:
-        if frame.fields.get("b") != "orders" or frame.body == b"first":
-            return answer_to(frame, fields=fields)
-        return answer_to(frame, codes.pop()) if codes else answer_to(frame, fields=fields)
-
-    with FakeServer(answer) as server, librmq.connect(server.address) as route:
-        producer = librmq.Producer(route, "shop")
-        producer.send("orders", b"first")
-        sent = partial(asyncio.run, producer.send_async("orders", b"x"))
-        if refusals == 2:
-            assert sent().queue_offset == 7
-        else:
-            with pytest.raises(librmq.BrokerError):
-                sent()
-        assert codes == []
-
-
-def test_an_async_send_without_an_answer_ends_in_time() -> None:
-    fields = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "7"}
-
-    def answer(frame: Frame) -> Frame | None:
-        return None if frame.body == b"x" else answer_to(frame, fields=fields)
-
-    with FakeServer(answer) as server, librmq.connect(server.address, timeout=600) as route:
-        producer = librmq.Producer(route, "shop")
-        producer.send("orders", b"first")
-        with pytest.raises((BrokerUnreachableError, librmq.SendTimeoutError)):
-            asyncio.run(producer.send_async("orders", b"x", timeout=0.3))
-        assert asyncio.run(producer.send_async("orders", b"y")).queue_offset == 7  # of another loop
-
-
-def test_async_sends_do_not_wait_for_a_slow_server() -> None:
-    """A thread sends what the socket does not take, and others follow in threads."""
-    fields = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "7"}
-    reads = threading.Event()
-
-    def answer(frame: Frame) -> Frame:
-        assert frame.body == b"first" or reads.wait(WAIT_S)
-        return answer_to(frame, fields=fields)
-
-    with FakeServer(answer) as server, librmq.connect(server.address, timeout=600) as route:
-        producer = librmq.Producer(route, "shop", timeout=600, compress_from=8 << 20)
-        producer.send("orders", b"first")
-        opened = route._connections.open_one(server.address)
-        assert isinstance(opened, _Connection)
-
-        async def run() -> list[librmq.SendResult]:
-            sends = asyncio.gather(*(producer.send_async("orders", bytes(1 << 20)) for _ in range(40)))
-            while not opened.is_stuck:
-                await asyncio.sleep(0)
-            sends_later = asyncio.gather(*(producer.send_async("orders", b"%d" % number) for number in range(9)))
-            await asyncio.sleep(0)
-            reads.set()
-            return [*await sends, *await sends_later]
-
-        assert [result.queue_offset for result in asyncio.run(run())] == [7] * 49
-        assert not opened.is_stuck
 
 
 def test_an_unknown_sentof_a_broker_is_refused() -> None:

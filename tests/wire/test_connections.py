@@ -15,19 +15,10 @@ from librmq.clock import ManualClock
 from librmq.protocol import PullMessage, PullStatus
 from librmq.runtime.locks import RLock
 from librmq.runtime.threads import ThreadRunner
-from librmq.wire.remote import connection
-from librmq.wire.remote.connection import (
-    Connections,
-    Ended,
-    Requested,
-    Transport,
-    _Connection,
-    dial_by_tcp,
-    is_held_here,
-)
+from librmq.wire.remote.connection import Connections, Ended, Requested, Transport, dial_by_tcp, is_held_here
 from librmq.wire.remote.long_pulls import LongPulls
 from librmq.wire.remote.remote_broker import RemoteBroker
-from librmq.wire.remoting.frames import Frame, answer_to, encode
+from librmq.wire.remoting.frames import Frame
 from tests.interrupting import at_each_call
 from tests.wire.fake_servers import FakeServer
 from tests.wire.test_connect import until
@@ -42,9 +33,6 @@ class Line:
         raise NotImplementedError
 
     def send(self, frame: Frame, ended: Ended) -> None:
-        raise NotImplementedError
-
-    def begin(self, frame: Frame, timeout_s: float) -> None:
         raise NotImplementedError
 
     def send_one_way(self, frame: Frame) -> None:
@@ -156,74 +144,6 @@ def test_short_time_outs_end_a_silent_connection() -> None:
             with pytest.raises(BrokerUnreachableError, match="has not answered"):
                 opened.request(Frame(999), 0.1)
             assert opened.is_open == is_open
-
-
-@pytest.fixture
-def _leaves_reading_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_LEFT_S", 60)
-
-
-def _left_to_callers(server: FakeServer) -> _Connection:
-    """Return a connection whose callers read their answers themselves, as after a request without others."""
-    opened = dial_by_tcp(None, None, 30, lambda host: (host,))(server.address, lambda *_: None, lambda _: None)
-    assert isinstance(opened, _Connection)
-    opened.request(Frame(999), 30)
-    until(lambda: opened._is_left)
-    return opened
-
-
-@pytest.mark.usefixtures("_leaves_reading_for_long")
-def test_a_caller_that_reads_serves_the_others_too() -> None:
-    """It passes their answers on, and the reader's thread continues after it."""
-    waiting: list[Frame] = []
-    by: list[int] = []
-
-    def answer(frame: Frame) -> Frame | bytes | None:
-        match frame.body:
-            case b"keep":
-                waiting.append(frame)
-                return None
-            case b"answer":
-                return encode(answer_to(waiting.pop(0))) + encode(answer_to(frame))
-        return answer_to(frame)
-
-    with FakeServer(answer) as server:
-        opened = _left_to_callers(server)
-
-        def send(body: bytes) -> None:
-            opened.send(Frame(999, body=body), lambda _: by.append(threading.get_ident()))
-
-        reading = threading.Thread(target=opened.request, args=(Frame(999, body=b"keep"), 30))
-        reading.start()
-        until(lambda: opened._caller == reading.ident)
-        send(b"keep")
-        send(b"answer")
-        reading.join(30)
-        assert not reading.is_alive()
-        assert by == [reading.ident]
-        send(b"answer")
-        until(lambda: len(by) == 3)
-        assert reading.ident not in by[1:]
-        opened.close()
-
-
-@pytest.mark.usefixtures("_leaves_reading_for_long")
-def test_an_interrupted_caller_leaves_a_connection_that_works() -> None:
-    """Ctrl-C comes at each call while the caller reads its own answer."""
-    outcomes: list[object] = []
-    rounds = 0
-    with FakeServer(answer_to) as server:
-        made = [_left_to_callers(server)]
-        for _ in at_each_call(lambda: made[-1].request(Frame(999), 30)):
-            rounds += 1
-            if made[-1].is_open:  # no part of a frame was sent or read
-                made[-1].send(Frame(999), outcomes.append)
-                assert made[-1].request(Frame(999), 30).code == 0
-                until(lambda: isinstance(outcomes.pop() if outcomes else None, Frame))
-                made.pop().close()
-            made.append(_left_to_callers(server))
-        made[-1].close()
-    assert rounds > 20
 
 
 class Answering(Line):

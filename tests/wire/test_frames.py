@@ -10,20 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from librmq.errors import MalformedError
-from librmq.protocol import SendResponse, SendStatus
-from librmq.wire.remoting.codec import read_plain_sent, read_sent
-from librmq.wire.remoting.frames import (
-    LANGUAGES,
-    Frame,
-    FrameReader,
-    answer_to,
-    encode,
-    from_fields,
-    read_json,
-    to_fields,
-)
+from librmq.wire.remoting.frames import LANGUAGES, Frame, FrameReader, answer_to, encode, from_fields, to_fields
 from librmq.wire.remoting.headers import REQUESTS, RequestCode
-from librmq.wire.remoting.sends import plain_answer
 from tests.reference import existing, jsonl
 
 INT = st.integers(-(1 << 31), (1 << 31) - 1)
@@ -127,30 +115,3 @@ def test_an_impossible_length_is_refused(length: int) -> None:
 def test_a_wrong_field_is_named(fields: dict[str, str], error: str) -> None:
     with pytest.raises(MalformedError, match=error):
         from_fields(REQUESTS[RequestCode.QUERY_CONSUMER_OFFSET].header, fields)
-
-
-@given(
-    opaque=st.integers(0, (1 << 31) - 1),
-    position=st.integers(0, (1 << 63) - 1),
-    queue_id=st.integers(0, 1 << 31),
-    queue_offset=st.integers(0, (1 << 63) - 1),
-    cut=st.integers(0, 400),
-    put=st.sampled_from([b"", b"0", b"-", b"x", b'"']),
-)
-def test_usual_answers_to_sends_are_read_alike(
-    opaque: int, position: int, queue_id: int, queue_offset: int, cut: int, put: bytes
-) -> None:
-    """Both ways of reading agree on those of the server's fast path, and on rubbish like them."""
-    message_id = f"7F00000100002A9F{position:016X}"
-    response = SendResponse(SendStatus.SEND_OK, queue_id, queue_offset, position, (message_id,))
-    raw = plain_answer(Frame(310, opaque=opaque), response)
-    assert raw is not None
-    header = raw[8:]
-    known = read_plain_sent(header, b"")
-    assert (known is not None) == (opaque < 10**9 > queue_id and queue_offset < 10**18)
-    for changed in (header, header[:cut] + put + header[cut + 1 :]):
-        known = read_plain_sent(changed, b"")
-        if known is not None:
-            usual = read_json(changed, b"")
-            assert encode(known) == encode(usual)
-            assert read_sent(known) == read_sent(usual)

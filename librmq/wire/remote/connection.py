@@ -6,31 +6,24 @@ half of ``NettyRemotingAbstract``, ``AclClientRPCHook`` and ``AclUtils``.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import hmac
 import ipaddress
 import itertools
-import math
 import socket
 import ssl
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol
 
-from librmq.clock import Clock, SystemClock
+from librmq.clock import Clock
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock
-from librmq.wire.remoting.codec import read_plain_sent
 from librmq.wire.remoting.frames import Frame, FrameReader, FrameSocket, encode, limit_time
-
-T = TypeVar("T")
 
 
 class RequestNotSentError(BrokerUnreachableError):
@@ -65,14 +58,6 @@ class Transport(Protocol):
 
         Raises:
             BrokerUnreachableError: The connection has ended; ``ended`` is not called.
-        """
-        ...
-
-    def begin(self, frame: Frame, timeout_s: float) -> asyncio.Future[Frame] | None:
-        """Send a request of the running event loop, and return its answer to come, or its error, as of `request`.
-
-        Returns:
-            None, and nothing is sent, if that could wait: `request` does it.
         """
         ...
 
@@ -257,15 +242,8 @@ def _is_number(host: str) -> bool:
 
 
 _log = EventLog("librmq.wire")
-_monotonic: Final = SystemClock().monotonic
 _RECEIVED: Final = 256 << 10
-_LEFT_S: Final = 0.01
-"""So long a reader leaves reading to callers after the last one that has read its answer itself."""
 _MOST_OUTSTANDING: Final = 100_000
-_MOST_BEGUN: Final = 10_000
-"""Requests of event loops that are under way; others wait in threads."""
-_MOST_UNSENT: Final = 1 << 20
-"""Bytes that are collected to be sent together."""
 _SILENT_S: Final = 180.0
 
 
@@ -288,11 +266,7 @@ class _Waiter:
 
 
 class _Connection:
-    """A `Transport` over a socket.
-
-    Waking a thread takes longer than a small request. So while callers only wait for one answer at a time, and the
-    server asks nothing, each caller reads its own answer, and the reader's thread waits until another one is needed.
-    """
+    """A `Transport` over TCP."""
 
     def __init__(
         self,
@@ -313,27 +287,10 @@ class _Connection:
         self._lock = Lock()
         self._numbers = itertools.count(1)
         self._outstanding: dict[int, Ended] = {}
-        self.received = 0
-        """How often bytes have come."""
-        self.is_stuck = False
-        """Whether a thread sends what could not be sent without waiting."""
-        self._pipeline: _Pipeline | None = None  # of the event loop that has begun a request last
+        self._received = 0
         self._latest = 0
         self._silence = 0, 0, 0.0
-        """`received`, the latest request, and seconds without an answer, at the last time-out."""
-        self._frames = FrameReader(read_known=read_plain_sent)
-        self._reader_turn = Lock()  # the reader waits for it while it leaves reading to callers
-        self._reader_turn.acquire()
-        self._is_left = False
-        """Whether the reader leaves reading to callers."""
-        self._caller: int | None = None
-        """The thread of the caller that reads; it may have been interrupted."""
-        self._reads = 0
-        """Answers that callers have read themselves."""
-        self._is_waited_for = False
-        """Whether the last request is one for whose answer its caller waits."""
-        self._is_asked = False
-        """Whether the server sends requests."""
+        """`_received`, the latest request, and seconds without an answer, at the last time-out."""
         self._is_open = True
         self._has_finished = False
         """Whether nothing more is read."""
@@ -346,30 +303,25 @@ class _Connection:
     # ---- requests
 
     def request(self, frame: Frame, timeout_s: float) -> Frame:
-        waiter, received = _Waiter(), self.received
-        number = self._send_request(frame, waiter.ended, is_waited_for=True)
-        if not (self._read_own(waiter, timeout_s) if self._begin_own() else waiter.wait(timeout_s)):
-            if self.withdraw(number):
-                raise self.late(number, received, timeout_s)
+        waiter, received = _Waiter(), self._received
+        number = self._send_request(frame, waiter.ended)
+        if not waiter.wait(timeout_s):
+            with self._lock:
+                is_late = self._outstanding.pop(number, None) is not None
+            if is_late:
+                if self._is_silent(number, received, timeout_s):  # it may be half open
+                    self._end_connection("the server is silent")
+                raise BrokerUnreachableError(f"{self.address} has not answered within {timeout_s:.3g} s")
             waiter.wait()  # another thread is about to set the outcome
         if isinstance(waiter.outcome, Frame):
             return waiter.outcome
         assert waiter.outcome is not None
         raise waiter.outcome
 
-    def late(self, number: int, received: int, timeout_s: float) -> BrokerUnreachableError:
-        """Return the error of a request without an answer; end a connection that is silent.
-
-        ``received`` is the value of `received` when the request was sent.
-        """
-        if self._is_silent(number, received, timeout_s):  # it may be half open
-            self._end_connection("the server is silent")
-        return BrokerUnreachableError(f"{self.address} has not answered within {timeout_s:.3g} s")
-
     def _is_silent(self, number: int, received: int, timeout_s: float) -> bool:
         """Return whether requests one after the other have waited long enough, and nothing came meanwhile."""
         with self._lock:
-            if self.received != received:
+            if self._received != received:
                 return False
             before, latest, waited_s = self._silence
             if before != received:
@@ -381,14 +333,6 @@ class _Connection:
     def send(self, frame: Frame, ended: Ended) -> None:
         self._send_request(frame, ended)
 
-    def begin(self, frame: Frame, timeout_s: float) -> asyncio.Future[Frame] | None:
-        loop, pipeline = asyncio.get_running_loop(), self._pipeline
-        if pipeline is None or pipeline.loop is not loop:
-            pipeline = self._pipeline = _Pipeline(loop, self)
-        if self.is_stuck or len(self._outstanding) >= _MOST_BEGUN or not self._stream.can_poll:
-            return None
-        return pipeline.begin(frame, timeout_s)
-
     def send_one_way(self, frame: Frame) -> None:
         frame.one_way().opaque = self._next_number()
         self._write_bytes(self._encode(frame))
@@ -399,8 +343,7 @@ class _Connection:
         except RmqError as error:
             _log.debug("an answer to %(address)s was lost: %(error)s", address=self.address, error=error)
 
-    def register(self, frame: Frame, ended: Ended, *, is_waited_for: bool = False) -> tuple[int, bytes]:
-        """Return the number and the bytes of a request that is about to be sent."""
+    def _send_request(self, frame: Frame, ended: Ended) -> int:
         number = frame.opaque = self._next_number()
         raw = self._encode(frame)
         with self._lock:
@@ -411,43 +354,14 @@ class _Connection:
                     f"{self.address} has not answered {_MOST_OUTSTANDING:,} requests: no more are sent until it answers"
                 )
             self._outstanding[number] = ended
-            self._is_waited_for = is_waited_for
-            if not is_waited_for:
-                self._wake_reader()
-        return number, raw
-
-    def withdraw(self, number: int) -> bool:
-        """Wait no longer for an answer; return False if it, or an error, has come."""
-        with self._lock:
-            return self._outstanding.pop(number, None) is not None
-
-    def _send_request(self, frame: Frame, ended: Ended, *, is_waited_for: bool = False) -> int:
-        number, raw = self.register(frame, ended, is_waited_for=is_waited_for)
         try:
             self._write_bytes(raw)
         except BrokerUnreachableError:
-            is_told = not self.withdraw(number)  # the end of the connection has called `ended`
+            with self._lock:
+                is_told = self._outstanding.pop(number, None) is None  # the end of the connection has called `ended`
             if is_waited_for or not is_told:
                 raise
         return number
-
-    def write_now(self, raw: bytes) -> bytes | None:
-        """Send without waiting; return what `write_rest` has to send, None if nothing.
-
-        Raises:
-            RequestNotSentError: The connection has ended, and nothing was sent.
-        """
-        rest = self._written(self._stream.write_now, raw)
-        self.is_stuck = rest is not None
-        return rest
-
-    def write_rest(self, raw: bytes) -> None:
-        """Send what could not be sent without waiting; its requests end with the connection, if that fails."""
-        try:
-            with suppress(BrokerUnreachableError):
-                self._write_bytes(raw)
-        finally:
-            self.is_stuck = False
 
     def _next_number(self) -> int:
         number = self._latest = next(self._numbers) & 0x7FFFFFFF
@@ -459,11 +373,8 @@ class _Connection:
         return encode(frame)
 
     def _write_bytes(self, raw: bytes) -> None:
-        self._written(self._stream.write, raw)
-
-    def _written(self, write: Callable[[bytes], T], raw: bytes) -> T:
         try:
-            return write(raw)
+            self._stream.write(raw)
         except OSError as error:
             if isinstance(error, BrokenPipeError):
                 self._end_sending(str(error))
@@ -481,81 +392,23 @@ class _Connection:
 
     def read(self) -> None:
         """Read until the connection ends."""
-        try:
-            while self._read_some():
-                if self._is_waited_for and not self._outstanding and not self._is_asked and self._stream.can_poll:
-                    self._leave_reading()
-        finally:
-            self._stream.close()
-
-    def _read_some(self) -> bool:
-        """Wait for bytes, and pass the frames on that they complete; return False if the connection has ended."""
+        reader = FrameReader()
         why = "the server has closed it"
         try:
-            if received := self._stream.receive(_RECEIVED):
-                self.received += 1
-                for frame in self._frames.feed(received):
+            while received := self._stream.receive(_RECEIVED):
+                self._received += 1
+                for frame in reader.feed(received):
                     self._arrived(frame)
-                return not self._has_finished
         except MalformedError as error:
             why = f"the server sends no frames: {error}"
         except OSError as error:
             why = str(error)
-        except BaseException:  # Ctrl-C: a frame may be lost
-            self._end_connection("a read was interrupted")
-            raise
-        self._end_connection(why)
-        return False
-
-    def _leave_reading(self) -> None:
-        """Leave reading to callers as long as each of them reads its own answer."""
-        with self._lock:
-            if self._outstanding or self._has_finished:
-                return
-            self._is_left = True
-        while True:
-            reads = self._reads
-            if self._reader_turn.acquire(timeout=_LEFT_S):
-                return
-            with self._lock:
-                if self._reads == reads and self._caller is None:
-                    self._wake_reader()
-
-    def _wake_reader(self) -> None:
-        """Let the reader read again, unless a caller does, which looks at its end who is needed. Under the lock."""
-        if self._is_left and self._caller is None:
-            self._is_left = False
-            self._reader_turn.release()
-
-    def _begin_own(self) -> bool:
-        """Return whether the caller has to read its answer itself."""
-        thread = threading.get_ident()
-        with self._lock:
-            is_own = self._is_left and self._caller in (None, thread)
-            if is_own:
-                self._caller = thread
-        return is_own
-
-    def _read_own(self, waiter: _Waiter, timeout_s: float) -> bool:
-        """Read until an answer is there; return False after ``timeout_s``."""
-        deadline, rest_s = _monotonic() + timeout_s, timeout_s
-        try:
-            while waiter.outcome is None:
-                if not self._stream.wait(max(0.0, rest_s)):
-                    return False
-                self._read_some()
-                rest_s = deadline - _monotonic()
-            return True
         finally:
-            with self._lock:
-                self._caller = None
-                self._reads += 1
-                if self._outstanding or self._has_finished:
-                    self._wake_reader()
+            self._end_connection(why)
+            self._stream.close()
 
     def _arrived(self, frame: Frame) -> None:
         if not frame.is_answer:
-            self._is_asked = True
             self._requested(self, frame)
             return
         with self._lock:
@@ -584,107 +437,10 @@ class _Connection:
             if self._is_open:
                 self._is_open, self._why = False, why
             outstanding, self._outstanding = list(self._outstanding.values()), {}
-            self._wake_reader()
         self._stream.shut()
         for ended in outstanding:
             ended(self._has_ended())
         self._lost(self)
-
-
-class _Begun(NamedTuple):
-    """A request of a `_Pipeline`."""
-
-    number: int
-    answer: asyncio.Future[Frame]
-    received: int
-    timeout_s: float
-    deadline: float
-
-
-class _Pipeline:
-    """Requests of one event loop over one connection.
-
-    Those that begin in one turn of the loop go out in one write, and answers that come together arrive in one turn.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, connection: _Connection) -> None:
-        self.loop = loop
-        self._connection = connection
-        self._unsent: list[_Begun] = []
-        self._raws: list[bytes] = []  # of these
-        self._size = 0
-        self._begun: dict[asyncio.Future[Frame], _Begun] = {}
-        self._look_at = math.inf
-        """When to look for late answers."""
-        self._outcomes: deque[tuple[asyncio.Future[Frame], Frame | RmqError]] = deque()
-        self._is_called = False
-        """Whether the loop is about to take the outcomes."""
-
-    def begin(self, frame: Frame, timeout_s: float) -> asyncio.Future[Frame]:
-        connection, loop = self._connection, self.loop
-        answer: asyncio.Future[Frame] = loop.create_future()
-        number, raw = connection.register(frame, partial(self._end, answer))
-        deadline = loop.time() + timeout_s
-        begun = self._begun[answer] = _Begun(number, answer, connection.received, timeout_s, deadline)
-        if not self._raws:
-            loop.call_soon(self._write)
-        self._unsent.append(begun)
-        self._raws.append(raw)
-        self._size += len(raw)
-        if self._size > _MOST_UNSENT:
-            self._write()
-        if deadline < self._look_at:
-            self._look_at = deadline
-            loop.call_at(deadline, self._end_late)
-        return answer
-
-    def _write(self) -> None:
-        if not self._raws:
-            return
-        raw, unsent = b"".join(self._raws), self._unsent
-        self._raws, self._unsent, self._size = [], [], 0
-        try:
-            rest = self._connection.write_now(raw)
-        except RequestNotSentError as error:
-            for begun in unsent:
-                self._connection.withdraw(begun.number)
-                self._set_outcome(begun.answer, error)  # before that of the connection's end, which can't know
-        else:
-            if rest is not None:
-                self.loop.run_in_executor(None, self._connection.write_rest, rest)
-
-    def _end(self, answer: asyncio.Future[Frame], outcome: Frame | RmqError) -> None:
-        """Note the outcome of a request, in any thread."""
-        self._outcomes.append((answer, outcome))
-        if not self._is_called:  # which is cleared before the outcomes are taken
-            self._is_called = True
-            with suppress(RuntimeError):  # the loop is closed
-                self.loop.call_soon_threadsafe(self._take_outcomes)
-
-    def _take_outcomes(self) -> None:
-        self._is_called = False
-        while self._outcomes:
-            self._set_outcome(*self._outcomes.popleft())
-
-    def _set_outcome(self, answer: asyncio.Future[Frame], outcome: Frame | RmqError) -> None:
-        self._begun.pop(answer, None)
-        if answer.done():  # cancelled
-            return
-        if isinstance(outcome, Frame):
-            answer.set_result(outcome)
-        else:
-            answer.set_exception(outcome)
-
-    def _end_late(self) -> None:
-        now, first = self.loop.time(), math.inf
-        for begun in list(self._begun.values()):
-            if begun.deadline > now:
-                first = min(first, begun.deadline)
-            elif self._connection.withdraw(begun.number):
-                self._end(begun.answer, self._connection.late(begun.number, begun.received, begun.timeout_s))
-        self._look_at = first
-        if first < math.inf:
-            self.loop.call_at(first, self._end_late)
 
 
 def dial_by_tcp(
@@ -832,12 +588,6 @@ class Connections:
         self._rests: dict[str, _Rest] = {}  # of addresses that could not be reached
         self._is_closed = False
 
-    def open_one(self, address: str, client_id: str = "") -> Transport | None:
-        """Return the connection of a client to an address, None if it is not open."""
-        line = self._lines.get((address, client_id))
-        transport = None if line is None else line.transport
-        return transport if transport is not None and transport.is_open else None
-
     def get(self, address: str, client_id: str = "") -> Transport:
         """Return the connection of a client to an address, or open it. An empty id is for requests without a client.
 
@@ -845,9 +595,10 @@ class Connections:
             BrokerUnreachableError: It can't be opened, or could not a moment ago; the route is closed; or others wait
                 for the caller, and the connection is not open yet.
         """
-        if (transport := self.open_one(address, client_id)) is not None:
-            return transport
         key = address, client_id
+        line = self._lines.get(key)
+        if line is not None and (transport := line.transport) is not None and transport.is_open:
+            return transport
         with self._lock:
             if self._is_closed:
                 raise RequestNotSentError(f"{address}: the route was closed; make a new one with librmq.connect")

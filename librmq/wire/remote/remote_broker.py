@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from librmq.errors import (
@@ -248,23 +247,10 @@ class RemoteBroker:
         if isinstance(send, SendMessage) and send.is_one_way:
             transport.send_one_way(frame)
             return SendResponse(SendStatus.SEND_OK, send.queue_id, _NOT_SENT, _NOT_SENT, ("",))
-        return self._sent(request, frame, transport.request(frame, timeout_s))
-
-    def _sent(self, request: object, frame: Frame, answer: Frame) -> SendResponse:
+        answer = transport.request(frame, timeout_s)
         response = self._read_result(lambda _, answer: read_sent(answer), request, answer)
         self._stored(frame.fields["b"])
-        return cast("SendResponse", response)
-
-    async def send_async(self, request: SendMessage) -> SendResponse:
-        """Send a message like `call`, in the caller's thread as long as that need not wait."""
-        transport = self._connections.open_one(self.address)
-        if transport is not None and request.message._delays is None:
-            timeout_ms = request.timeout_ms
-            frame = send_frame(request)
-            answer = transport.begin(frame, self._timeout_s if timeout_ms is None else max(0.0, timeout_ms / 1000))
-            if answer is not None:
-                return self._sent(request, frame, await answer)
-        return await self._runner.offload(partial(self.call, request))
+        return response
 
     def _delays_of(self, transport: Transport, timeout_s: float) -> BrokerDelays:
         """Return what the broker can delay; it is asked once a connection, because it can return with other settings.
@@ -551,11 +537,6 @@ class BrokerGroup:
     def entry(self) -> Callable[[Request[Any]], Any]:
         """The function that answers requests: the master's own, as long as it is alone."""
         return self.first_member.call if list(self._members) == [MASTER] else self.call
-
-    async def send_async(self, request: SendMessage) -> SendResponse:
-        """Send a message like `call`, in the caller's thread as long as that need not wait."""
-        master = self._members.get(MASTER)
-        return self.call(request) if master is None else await master.send_async(request)  # an error without a master
 
     def member_of(self, address: str, client_id: str) -> RemoteBroker | None:
         """Return the member at an address, if it has a heartbeat of the client."""

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 from librmq.clock import moves_by_itself
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError, RmqError
-from librmq.protocol import PERM_WRITE, QueueData, ResponseCode
+from librmq.protocol import PERM_WRITE, Endpoint, QueueData, ResponseCode
 from librmq.protocol.endpoint import Watchers
 from librmq.runtime.closing import AsyncClosing
 from librmq.runtime.event_log import EventLog, StateLog
@@ -191,12 +191,11 @@ _LACKS_RECEIVES: Final = (
 class _Link:
     """A broker since its last reconnection: a new link shows clients that the broker may have forgotten them."""
 
-    __slots__ = ("call", "group", "send_async")
+    __slots__ = ("call", "group")
 
     def __init__(self, group: BrokerGroup) -> None:
         self.group = group
         self.call = group.entry
-        self.send_async = group.send_async
 
 
 class Notices:
@@ -364,7 +363,7 @@ class RemoteRoute(AsyncClosing):
         """Return the names of the brokers that the name servers know, sorted."""
         return tuple(sorted(self._links))
 
-    def endpoint(self, broker_name: str) -> _Link:
+    def endpoint(self, broker_name: str) -> Endpoint:
         """Return the broker of that name.
 
         Raises:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import json.encoder
-import math
-import select
 import selectors
 import socket
 import ssl
@@ -427,8 +425,6 @@ _MEMBERS: Final[Mapping[type[Any], str]] = {
 # ---- sockets of frames, in plain text or under TLS, at either end
 
 _HANDSHAKE_S: Final = 30
-_LONGEST_S: Final = 1_000_000
-"""The longest time that the system can wait for a socket is 2**31 ms."""
 IDLE_S: Final = 120
 SEND_S: Final = 30
 
@@ -451,10 +447,7 @@ class FrameSocket:
         self._idle_s = idle_s
         self._send_s = send_s
         self._is_shut = False
-        self._poll: select.poll | None = None
         self._write_lock = Lock()
-        self._rest = b""
-        """Of a frame that `write_now` has begun to send."""
 
     def begin_tls(self, context: ssl.SSLContext, server_name: str | None = None) -> None:
         """Begin TLS: as the client of ``server_name``, or as the server if that is None."""
@@ -483,18 +476,6 @@ class FrameSocket:
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as want:
                 _wait(connected, want, self._idle_s)
 
-    @property
-    def can_poll(self) -> bool:
-        """Whether `wait` and `write_now` work: not under TLS, which has buffers of its own, nor on Windows."""
-        return hasattr(select, "poll") and not isinstance(self._socket, ssl.SSLSocket)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until `receive` need not wait; return False after some time. Called by one thread only."""
-        if self._poll is None:
-            self._poll = select.poll()
-            self._poll.register(self._socket, select.POLLIN)
-        return bool(self._poll.poll(math.ceil(1000 * min(timeout_s, _LONGEST_S))))
-
     def write(self, data: bytes | bytearray) -> None:
         """Send bytes. The other end must read them in time."""
         with self._write_lock:
@@ -502,23 +483,7 @@ class FrameSocket:
             if isinstance(connected, ssl.SSLSocket):
                 self._write_tls(connected, data)
             else:
-                if self._rest:
-                    data, self._rest = self._rest + data, b""
                 connected.sendall(data)
-
-    def write_now(self, data: bytes) -> bytes | None:
-        """Send bytes as far as that needs no wait; return what `write` then has to send, None if nothing."""
-        if self._write_lock.locked():
-            return data
-        with self._write_lock:
-            if self._rest:
-                return data
-            try:
-                sent = self._socket.send(data, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return data
-            self._rest = data[sent:]
-            return b"" if self._rest else None
 
     def _write_tls(self, connected: ssl.SSLSocket, data: bytes | bytearray) -> None:
         unsent = memoryview(data)
