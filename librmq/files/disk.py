@@ -313,18 +313,6 @@ class DiskFiles:
         finally:
             os.close(descriptor)
 
-    def identity(self, path: str) -> str | None:
-        """Return what neither a copy of a folder shares with it, nor the folder after a restart of the machine.
-
-        None where the system does not say.
-        """
-        try:
-            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-                status = os.stat(path)
-                return f"{file.read().strip()}:{status.st_dev}:{status.st_ino}"
-        except OSError:
-            return None
-
     def overwrite(self, path: str, at: int, data: bytes) -> None:
         if not sys.platform.startswith("linux"):  # elsewhere a mapping may not show written bytes
             self.open(path, writable=True).buffer[at : at + len(data)] = data

@@ -19,7 +19,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
@@ -299,15 +298,6 @@ def fills_by_itself(files: Files) -> bool:
     Under a manual clock nothing depends on how full such a disk is.
     """
     return getattr(files, "fills_by_itself", False)
-
-
-def identity_of(files: Files, path: str) -> str | None:
-    """Return what neither a copy of a folder shares with it, nor the folder after a restart of the machine.
-
-    Only files of the disk that are changed there have it; then bytes that a killed process wrote are there.
-    """
-    identity: Callable[[str], str | None] = getattr(files, "identity", lambda _: None)
-    return identity(path)
 
 
 def named(call: str, path: str) -> _Named:

@@ -253,9 +253,7 @@ class StoreHandle:
         self.log, self.index, self.checkpoint, self.queues = parts.log, parts.index, parts.checkpoint, parts.queues
         self._has_room_until = -1
         parts.log.check_owner = self._check_lock
-        self.durability = Durability(
-            parts, appender.lock, appender.catch_up, self._check_lock, appender.refuse, self.path, self.files
-        )
+        self.durability = Durability(parts, appender.lock, appender.catch_up, self._check_lock, appender.refuse)
         self.retention = Retention(
             self.log,
             lambda: list(parts.queues.values()),

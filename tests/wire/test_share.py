@@ -298,25 +298,6 @@ def test_a_stopped_owner_keeps_the_store(scene: Scene, times: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"take_over_stopped": 60}])
-def test_a_share_of_a_stopped_owner_is_closed_in_time(scene: Scene, settings: dict[str, Any]) -> None:
-    owner = scene.start().wait_ready()
-    shared = librmq.share(scene.store, timeout=0.5, **settings)
-    consumers = [PushConsumer(shared, f"g{number}") for number in range(5)]
-    for consumer in consumers:
-        consumer.subscribe("orders", lambda message: None)
-        consumer.start()
-    owner.process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: is_stopped(owner.process.pid), "the owner is stopped")
-    begin = CLOCK.monotonic()
-    shared.close()
-    assert CLOCK.monotonic() - begin < 5
-    for consumer in consumers:
-        consumer.shutdown()
-    assert CLOCK.monotonic() - begin < 6
-
-
-@pytest.mark.slow
 def test_a_stopped_owner_that_many_wait_for(scene: Scene) -> None:
     """Its queue of new connections is full, so that a connection can't say who it is."""
     owner = scene.start().wait_ready()

@@ -25,14 +25,11 @@ from librmq.clock import Clock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, StoreClosedError, StoreError, StoreIOError
-from librmq.files.interface import Files, identity_of
-from librmq.message.record import crc32
 from librmq.runtime.background import Background
 from librmq.runtime.compiled_core import AlarmState
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, critical
 from librmq.store.engine.store_parts import AppendLock, Parts
-from librmq.store.format.checkpoint import LastFlush, write_last_flush
 
 # ---- group commit
 
@@ -218,10 +215,8 @@ class Durability:
         catch_up: Callable[[], object],
         check_lock: Callable[[], object],
         on_failure: Callable[[], None],
-        path: str,
-        files: Files,
     ) -> None:
-        """Take the functions to call, and the folder of the store.
+        """Take the functions to call.
 
         ``catch_up()`` writes due entries and keys, under ``lock``; ``check_lock()`` raises if another process has taken
         over the store; ``on_failure()`` is called once, when a flush of the log has failed.
@@ -232,7 +227,6 @@ class Durability:
         self._check_lock = check_lock
         self.commit = GroupCommit(self._flush_log, parts.log.end, on_failure)
         """The log's part."""
-        self._path, self._files, self._machine = path, files, identity_of(files, path)
         self.settled = parts.log.end
         """Physical offset below which queues and index are on the device too."""
         self._derived_failure: StoreIOError | None = None  # a failure of queues or index, after which no flush counts
@@ -252,7 +246,6 @@ class Durability:
             with lock.mutex:
                 self._catch_up()
                 end, stored = parts.log.end, dispatcher.dispatched_timestamp_ms
-                last = parts.log.last_write
                 indexed = index.full_timestamp_ms
                 queues, dispatcher.unflushed = dispatcher.unflushed, set()
                 entries, dispatcher.entries = dispatcher.entries, 0
@@ -267,8 +260,6 @@ class Durability:
                     # At most the time of the last record, in case the clock was set back.
                     checkpoint.index_timestamp_ms = min(indexed, stored)
                 checkpoint.flush()
-                if end > self.settled and last is not None:
-                    self._note_flush(end, last)
                 self.settled = end
             except BaseException as error:
                 with lock.mutex:
@@ -278,13 +269,6 @@ class Durability:
                     self._derived_failure = error
                 raise
         return self.commit.flushed
-
-    def _note_flush(self, end: int, last: int) -> None:
-        """Note that everything before ``end`` is complete, for a recovery after a kill of this process."""
-        if self._machine is not None:
-            crc = crc32(self._parts.log.data_at(last, end - last))
-            with suppress(StoreIOError):  # a full disk, for example: it only saves time
-                write_last_flush(self._path, self._files, LastFlush(self._machine, end, last, crc))
 
     @staticmethod
     def _still_failed(failure: StoreIOError) -> StoreIOError:

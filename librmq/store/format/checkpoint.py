@@ -7,76 +7,23 @@
                  the key index
     abort        empty; exists while a store is open for writing, and after a crash
 
-    librmq/flushed.json
-                 {"version": 1, "machine", "log_end", "last_record", "last_record_crc32"}
-                 how far log, queues and index were complete at the last flush
-
-The last is librmq's own. It counts after a kill, while the machine is up: then recovery begins there, not at the begin
-of a file. A copy of the store and a restart of the machine have another ``machine``, and ignore it.
-
 Mirrors 4.9.4's ``StoreCheckpoint`` and the ``abort`` file of ``DefaultMessageStore``.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import struct
-from collections.abc import Callable
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 from librmq.errors import CorruptionError, ReadOnlyError
 from librmq.files.disk import DiskFiles
-from librmq.files.interface import File, Files, identity_of, make_folders
-from librmq.message.record import crc32
-from librmq.store.format.documents import OWN_FOLDER, read_document
+from librmq.files.interface import File, Files
 
 CHECKPOINT_SIZE: Final = 4096
 _TIMES: Final = struct.Struct(">qqq")
 # Records of one moment are flushed in no particular order, so recovery starts this much earlier.
 _MARGIN_MS: Final = 3000
-
-
-class LastFlush(NamedTuple):
-    """How far log, queues and index were complete."""
-
-    machine: str
-    """As `identity_of` returns it."""
-    log_end: int
-    last_record: int
-    """Place of a record before the end, or of several that were written together."""
-    last_record_crc32: int
-
-    def agrees_with(self, read: Callable[[int, int], bytes]) -> bool:
-        """Return whether the log still has the last record; ``read(place, size)`` returns bytes of the log."""
-        size = self.log_end - self.last_record
-        return size > 0 and crc32(read(self.last_record, size)) == self.last_record_crc32
-
-
-_LAST_FLUSH: Final = os.path.join(OWN_FOLDER, "flushed.json")
-_LAST_FLUSH_KINDS: Final = {"machine": (str,), **dict.fromkeys(("log_end", "last_record", "last_record_crc32"), (int,))}
-_LAST_FLUSH_SIZE: Final = 512
-
-
-def write_last_flush(root: str, files: Files, flush: LastFlush) -> None:
-    """Note how far the store in folder ``root`` is complete. A kill leaves this note or the one before."""
-    path = os.path.join(root, _LAST_FLUSH)
-    if files.size(path) != _LAST_FLUSH_SIZE:
-        make_folders(files, os.path.dirname(path))
-        files.write(path, bytes(_LAST_FLUSH_SIZE))
-    files.overwrite(path, 0, json.dumps({"version": 1, **flush._asdict()}).encode().ljust(_LAST_FLUSH_SIZE))
-
-
-def read_last_flush(root: str, files: Files) -> LastFlush | None:
-    """Return how far the store in folder ``root`` was complete when its process was killed; None if that is unknown."""
-    path, machine = os.path.join(root, _LAST_FLUSH), identity_of(files, root)
-    if machine is None or files.size(path) is None:
-        return None
-    try:
-        flush = LastFlush(**read_document(path, files, _LAST_FLUSH_KINDS))
-    except (ValueError, TypeError, KeyError, CorruptionError):
-        return None  # it only saves time
-    return flush if flush.machine == machine else None
 
 
 class Checkpoint:
@@ -168,7 +115,6 @@ def set_abort(files: Files, root: str) -> None:
 
 def clear_abort(files: Files, root: str) -> None:
     """Mark the store as closed, as the last step of closing."""
-    files.delete(os.path.join(root, _LAST_FLUSH))  # it names the machine, and stores with equal messages are equal
     files.delete(_abort_path(root))
     files.flush_folder(root)
 

@@ -433,7 +433,7 @@ class IndexCheck:
         ):
             return False
         self._runs = _runs(self._index, self._begin, run.file, end)
-        self._run = next(self._runs)
+        self._run = next(self._runs, None)
         return True
 
     def _compare_record(self, record: RawPending) -> None:

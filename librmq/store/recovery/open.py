@@ -40,7 +40,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.store.engine.dispatch import BitmapOf, Dispatcher
 from librmq.store.engine.store_parts import PartFiles, Parts, QueueName, QueueState, QueueTable
 from librmq.store.format import directory
-from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, read_last_flush, set_abort
+from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
 from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.check import UncleanQueues
@@ -318,7 +318,6 @@ class _Opening:
         )
         self._closed = read_closed_state(path, files) if clean and not thorough else None
         self._trusted: ClosedState | None = None  # the state at the close, while nothing contradicts it
-        self._last_flush = read_last_flush(path, files) if mode is RecoveryMode.LAST_EXIT and not clean else None
         self.walked_from = None
         self._changed_queues: frozenset[QueueName] | None = None
         self._bodies_from: int | None = None
@@ -344,11 +343,6 @@ class _Opening:
         if self._clean:
             return log.third_last_file()
         begin = log.file_before(self.checkpoint.min_timestamp_ms)
-        flush = self._last_flush
-        if flush is not None:
-            if log.begin <= flush.last_record < flush.log_end <= log.sequence.end and flush.agrees_with(log.data_at):
-                return max(begin, flush.last_record)
-            self._last_flush = None
         if not self._is_brief or log.sequence.end - begin < _WORTH_PASSING:  # asking queues would cost more
             return begin
         covered = _covered_record(self._path, self._config, self._files, log, self.checkpoint)
@@ -446,7 +440,6 @@ class _Opening:
             begin = self._scan_from(log)
         has_ext = self._config.enable_consumequeue_ext
         recovery = Recovery(path, files, self._clock, parts, self._unclean, mode, is_clean=self._clean, has_ext=has_ext)
-        recovery.is_index_complete = self._last_flush is not None
         self._recovery = recovery
         recovery.plan(self._findings, begin, self._changed_queues, self._bodies_from)
         set_abort(files, path)  # only now, because a refused store must not change

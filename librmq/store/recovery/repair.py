@@ -198,8 +198,6 @@ class Recovery:
         self._is_preview = mode is RecoveryMode.PREVIEW
         self._has_ext = has_ext
         self._unclean = unclean
-        self.is_index_complete = False
-        """Whether the index has all keys of records before the walk, because the system has kept what it wrote."""
 
     # ---- plan
 
@@ -257,7 +255,7 @@ class Recovery:
         The check begins at the end of the remaining index. Covered bytes are cut only on demand.
         """
         log, index = self._parts.log, self._parts.index
-        stale = self._uncovered_index_files()
+        stale = uncovered_index_files(self._parts)
         remaining = [file for file in index.files if file not in stale and file.header.end_physical_offset < log_end]
         begin = max(remaining[-1].header.end_physical_offset, log.begin) if remaining else log.begin
         checked: set[tuple[bytes, bool]] = set()
@@ -269,9 +267,6 @@ class Recovery:
             if what is not None:
                 what += f": `librmq recover {self._path}` would cut the log here and keep the cut bytes aside"
                 raise CorruptionError(log.sequence.path_at(physical_offset), physical_offset, "record", what)
-
-    def _uncovered_index_files(self) -> Sequence[IndexFile]:
-        return () if self.is_index_complete else uncovered_index_files(self._parts)
 
     def _bytes_behind(self, end: LogEnd) -> int:
         """Return the number of bytes to cut; after a clean exit they are searched only if there is a hint of any."""
@@ -430,7 +425,7 @@ class Recovery:
         elif parts.walked_from is not None:
             return self._begin, Scope(self._begin)
         else:
-            self._drop_index(self._uncovered_index_files(), "the checkpoint")
+            self._drop_index(uncovered_index_files(self._parts), "the checkpoint")
             begin, scope = min(self._begin, index.end_physical_offset), Scope(self._begin)
         ahead = [file for file in index.files if file.header.end_physical_offset >= log.end]
         begin = min(begin, self._drop_index(ahead, "the log's end"))
