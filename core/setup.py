@@ -31,7 +31,7 @@ class Wheel(bdist_wheel):
         super().egg2dist(egginfo_path, distinfo_path)
         name, version, licence = "librmq-core", self.distribution.get_version(), {"license": {"id": "Apache-2.0"}}
         parts = [
-            {"type": "library", "name": name, "version": version, "purl": f"pkg:pypi/{name}@{version}"}
+            {"type": "library", "name": name, "version": version, "purl": f"pkg:pypi/{name.lower()}@{version}"}
             | {"bom-ref": name.lower(), "licenses": [licence]}
             for name, version in ((name, version), ("Cython", Cython.__version__))
         ]

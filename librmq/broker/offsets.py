@@ -98,8 +98,9 @@ class GroupOffsets:
         self._save_starts()
 
     def copy_starts(self, starts: Mapping[str, Mapping[str, int]]) -> None:
-        """Replace the marks by a master's."""
+        """Replace the marks by a master's, after the progress that was merged."""
         if self._starts.replace({group: dict(row) for group, row in starts.items()}):
+            self._saving.save()
             self._save_starts()
 
     def merge(self, rows: Mapping[str, Mapping[int, int]]) -> None:

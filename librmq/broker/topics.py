@@ -192,7 +192,7 @@ class Topics:
 
     def of_users(self) -> list[str]:
         """Return the names of all topics but the broker's own."""
-        return [name for name in self.by_name if name not in self._own_topics and not is_system_topic(name)]
+        return [name for name in list(self.by_name) if name not in self._own_topics and not is_system_topic(name)]
 
     def readable(self, name: str) -> Topic:
         """Return the topic of a pull or receive; `BrokerError` if it does not exist or may not be read."""
@@ -276,6 +276,7 @@ class Topics:
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
         with self._lock:
             self._table.remove(name)
+            self.version = next(_versions)
             self._save(self._table, self._now_ms())
         self._changed()
 

@@ -30,7 +30,7 @@ class ConsumerConfig(Config):
     """Where the group starts in a queue without stored progress."""
     consume_from_timestamp_ms: Annotated[int | None, Between(0)] = None
     """The start with `ConsumeFrom.TIMESTAMP`; None: half an hour before the consumer was made."""
-    start_at: Annotated[StartAt | None, Between(0)] = None
+    start_at: Annotated[StartAt | None, Between(0, (1 << 63) - 1)] = None
     """Where the group starts once, in each topic, with or without progress: ``"first"``, ``"last"``, a time with a
     zone, or a queue offset. The broker keeps a mark, so later starts and further instances continue."""
     strategy: AllocationStrategy = allocate_averagely

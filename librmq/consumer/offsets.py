@@ -56,7 +56,7 @@ class BrokerOffsets:
             return
         request = StartGroup(self._group, topic)
         if isinstance(at, datetime):
-            request = replace(request, timestamp_ms=to_timestamp_ms("start_at", at))
+            request = replace(request, timestamp_ms=max(0, to_timestamp_ms("start_at", at)))
         elif at != "last":
             request = replace(request, queue_offset=0 if at == "first" else at)
         is_moved = self._client.endpoint(broker_name).call(request)

@@ -59,6 +59,10 @@ def readable_queues(topic: str, route: Iterable[QueueData]) -> list[MessageQueue
     ]
 
 
+def _queues(number: int) -> str:
+    return "1 queue" if number == 1 else f"{number} queues"
+
+
 class Rebalancing:
     """Assignment of queues to one instance. Called under the runner's lock."""
 
@@ -166,8 +170,8 @@ class Rebalancing:
         consume_from = self._member.config.consume_from
         new, at_first = offsets.count(None), offsets.count(0)
         meanings = (
-            (new, f"in {new} queues the group has no progress, and begins {_STARTS[consume_from]}"),
-            (at_first, f"in {at_first} queues it has consumed nothing, and begins with the first message"),
+            (new, f"in {_queues(new)} the group has no progress, and begins {_STARTS[consume_from]}"),
+            (at_first, f"in {_queues(at_first)} its progress is 0, and it begins with the first message"),
             (len(offsets) - new - at_first, "where the group has progress it continues, so consume_from has no effect"),
         )
         self._member.log.info(

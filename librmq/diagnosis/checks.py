@@ -557,9 +557,9 @@ def _kind_findings(volume: TopicVolume, messages: list[StoredMessage], limits: T
     if tags and len(messages) >= limits.busy_messages and tags[0][1] >= _FAR_APART * tags[-1][1]:
         (largest, most), (smallest, least) = tags[0], tags[-1]
         yield Finding(
-            "uneven-tags", "warning", f"topic {volume.topic}",
+            "uneven-tags", "info", f"topic {volume.topic}",
             f"Of the newest {counted(len(messages), 'message')} {most:,} have the tag {largest} and {least:,} the tag "
-            f"{smallest}, which wait behind them.",
+            f"{smallest}: in a backlog the rare ones wait behind the others.",
             {"tags": dict(tags[:NAMED]), "smallest": smallest, "messages": least, **cut_evidence(len(tags) > NAMED),
              **sample_evidence(len(messages), volume.messages)},
             "If the rare ones are urgent, give them a topic of their own, or their listener a greater weight.",

@@ -57,7 +57,7 @@ _ATTEMPTS: Final = 10
 _MAKING_S: Final = 0.01
 _PROGRESS: Final = re.compile(r"(consumerOffset|delayOffset)\.json(\.bak)?|timercheck")
 KEPT_CONFIG: Final = re.compile(r"config\.json")
-_OF_PLACES: Final = re.compile(r"(config|cancelled|starts)\.json")
+_OF_PLACES: Final = re.compile(r"(config|cancelled(-since)?|starts)\.json")
 """These and the tables with physical offsets, which a snapshot keeps."""
 _NOTE: Final = re.compile(r".*\.json")  # of a job whose records are in the log
 
@@ -346,8 +346,8 @@ def copy_config(
     only: re.Pattern[str] | None = None,
     without: re.Pattern[str] | None = None,
 ) -> None:
-    """Copy the tables of a folder, each as a whole."""
-    for entry in files.list(os.path.join(path, folder)):
+    """Copy the tables of a folder, each as a whole, `cancelled-since.json` before what takes its content over."""
+    for entry in sorted(files.list(os.path.join(path, folder)), key=lambda entry: entry.name):
         name = os.path.join(folder, entry.name)
         if entry.is_folder:
             if only is None:

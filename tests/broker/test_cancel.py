@@ -527,14 +527,16 @@ def test_a_store_that_is_closed(form: str) -> None:
         assert broker.cancel(receipt.message_id).cancelled
 
 
-def test_a_replica_and_a_snapshot_have_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("few", [256, 1])
+def test_a_replica_and_a_snapshot_have_it(few: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_FEW", few)
     runner = ManualRunner()
     with Broker.open(tmp_path / "a", runner=runner) as broker, Producer(broker, "p") as producer:
-        receipts = [producer.send("T", b"x", delay=10) for _ in range(2)]
+        receipts = [producer.send("T", b"x", delay=10) for _ in range(8)]
         with Replica.open(tmp_path / "b", of=broker) as replica:
-            assert producer.cancel(receipts[0]).cancelled
+            assert all(producer.cancel(receipt).cancelled for receipt in receipts[:5])
             runner.advance(0)
-            assert producer.cancel(receipts[1]).cancelled
+            assert all(producer.cancel(receipt).cancelled for receipt in receipts[5:])
             runner.advance(9_000)
             assert replica.lag_bytes == 0
             broker.store.snapshot(tmp_path / "c")

@@ -324,6 +324,19 @@ def test_a_recreated_topic_is_copied() -> None:
     assert replica.store.verify().damage == ()
 
 
+def test_a_deleted_topic_is_deleted_at_the_replica(tmp_path: Path) -> None:
+    runner = ManualRunner()
+    with Broker.open(tmp_path / "a", runner=runner) as broker:
+        broker.create_topic("Gone", 1)
+        with Replica.open(tmp_path / "b", of=broker):
+            runner.advance(20_000)
+            broker.delete_topic("Gone")
+            runner.advance(20_000)
+    promote_replica(tmp_path / "b")
+    with Broker.open(tmp_path / "b", runner=ManualRunner()) as promoted:
+        assert "Gone" not in promoted.topics()
+
+
 def test_a_promoted_copy_is_a_store_of_its_own() -> None:
     files = MemoryFiles()
     broker = opened(files)

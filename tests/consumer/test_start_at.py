@@ -149,7 +149,7 @@ def test_a_broker_of_rocketmq_is_refused() -> None:
     ("settings", "error"),
     [
         ({"start_at": "begin"}, "start_at: expected one of 'first', 'last'"),
-        ({"start_at": -1}, "a whole number of at least 0"),
+        ({"start_at": -1}, "a whole number from 0 to"),
         ({"start_at": True}, "start_at: expected"),
         ({"start_at": 1.5}, "start_at: expected"),
         ({"start_at": datetime(2026, 1, 1)}, "a time with a time zone"),

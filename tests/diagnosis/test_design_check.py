@@ -74,7 +74,7 @@ def test_tags_of_unlike_volume(sound: Kit) -> None:
         "topic T",
         {"browsed": 100, "paid": 1},
     )
-    assert "paid, which wait behind" in found.what
+    assert "the tag paid: in a backlog" in found.what
 
 
 def test_a_group_over_topics_of_unlike_size(sound: Kit) -> None:

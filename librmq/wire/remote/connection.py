@@ -304,7 +304,7 @@ class _Connection:
 
     def request(self, frame: Frame, timeout_s: float) -> Frame:
         waiter, received = _Waiter(), self._received
-        number = self._send_request(frame, waiter.ended)
+        number = self._send_request(frame, waiter.ended, is_waited_for=True)
         if not waiter.wait(timeout_s):
             with self._lock:
                 is_late = self._outstanding.pop(number, None) is not None
@@ -343,7 +343,7 @@ class _Connection:
         except RmqError as error:
             _log.debug("an answer to %(address)s was lost: %(error)s", address=self.address, error=error)
 
-    def _send_request(self, frame: Frame, ended: Ended) -> int:
+    def _send_request(self, frame: Frame, ended: Ended, *, is_waited_for: bool = False) -> int:
         number = frame.opaque = self._next_number()
         raw = self._encode(frame)
         with self._lock:
