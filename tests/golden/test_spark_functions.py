@@ -262,4 +262,6 @@ def test_columns_have_the_names_of_their_functions(spark: Any) -> None:
     assert in_sql.columns == ["bloom_positions(text)", "bloom_positions(text, 20, 32)", "tags_code(tags)"]
     row = in_sql.first()
     assert row is not None
-    assert row[0] == row[1] == frame.select(bloom_positions("text")).first()[0]  # type: ignore[index]
+    by_default = frame.select(bloom_positions("text")).first()
+    assert by_default is not None
+    assert row[0] == row[1] == by_default[0]

@@ -44,9 +44,9 @@ class Shop:
                 self.reach("effect", step)
             self.reach("ended", step)
 
-    def reach(self, *place: str) -> None:
-        if place in self.ends:
-            raise self.ends.pop(place)  # type: ignore[call-overload]
+    def reach(self, place: str, step: str) -> None:
+        if (place, step) in self.ends:
+            raise self.ends.pop((place, step))
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit()], ids=["failure", "crash"])
