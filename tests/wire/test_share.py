@@ -402,7 +402,7 @@ def test_the_last_one_hands_over_to_none(tmp_path: Path) -> None:
             producer.send("orders", b"kept")
         folder = Path(share_folder(tmp_path / "store"))
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert stat.S_IMODE((folder / "owner").stat().st_mode) == 0o600
+        assert stat.S_IMODE(os.stat(owner_socket(tmp_path / "store")).st_mode) == 0o600
     assert sorted(entry.name for entry in folder.iterdir()) == ["lock"]
     with pytest.raises(BrokerUnreachableError, match="closed; make another"):
         first.call(QueryOffset("g", "orders", 0))
