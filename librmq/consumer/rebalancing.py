@@ -29,6 +29,7 @@ from librmq.protocol import (
     QueueData,
     QueueOffsetAt,
 )
+from librmq.runtime.event_log import counted
 from librmq.runtime.runner import Step, next_on_grid
 
 INTERVAL_MS: Final = 20_000
@@ -57,10 +58,6 @@ def readable_queues(topic: str, route: Iterable[QueueData]) -> list[MessageQueue
         if broker.permission & PERM_READ
         for number in range(broker.read_queues)
     ]
-
-
-def _queues(number: int) -> str:
-    return "1 queue" if number == 1 else f"{number} queues"
 
 
 class Rebalancing:
@@ -170,8 +167,8 @@ class Rebalancing:
         consume_from = self._member.config.consume_from
         new, at_first = offsets.count(None), offsets.count(0)
         meanings = (
-            (new, f"in {_queues(new)} the group has no progress, and begins {_STARTS[consume_from]}"),
-            (at_first, f"in {_queues(at_first)} its progress is 0, and it begins with the first message"),
+            (new, f"in {counted(new, 'queue')} the group has no progress, and begins {_STARTS[consume_from]}"),
+            (at_first, f"in {counted(at_first, 'queue')} its progress is 0, and it begins with the first message"),
             (len(offsets) - new - at_first, "where the group has progress it continues, so consume_from has no effect"),
         )
         self._member.log.info(

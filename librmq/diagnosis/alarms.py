@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 from librmq.broker import Broker
 from librmq.config import to_seconds
 from librmq.diagnosis.checks import diagnose
-from librmq.diagnosis.findings import Finding, Thresholds, counted, worst_first
+from librmq.diagnosis.findings import Finding, Thresholds, worst_first
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import Lag, lag
 from librmq.diagnosis.pending import waiting_retries
@@ -20,7 +20,7 @@ from librmq.errors import ConfigError
 from librmq.message.message import StoredMessage
 from librmq.message.record import PROPERTY_ORIGIN_MESSAGE_ID, PROPERTY_RETRY_TOPIC
 from librmq.message.topics import RETRY_PREFIX, group_of_retries
-from librmq.runtime.event_log import EventLog
+from librmq.runtime.event_log import EventLog, counted
 from librmq.runtime.runner import Step, Work
 
 _GROWING: Final = {"dead-letters": "messages", "given-up-halves": "halves", "expired-unread": "expired"}

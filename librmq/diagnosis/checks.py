@@ -21,7 +21,6 @@ from librmq.diagnosis.findings import (
     NAMED,
     Finding,
     Thresholds,
-    counted,
     cut_evidence,
     sample_evidence,
     worst_first,
@@ -38,6 +37,7 @@ from librmq.filter.registrations import Registration
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_user_topic
+from librmq.runtime.event_log import counted
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import progress_export
 from librmq.store.format.checkpoint import has_abort

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from librmq.diagnosis.findings import Finding, Thresholds, counted, cut_evidence
+from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence
 from librmq.diagnosis.view import Source, View, viewed
 from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.message import StoredMessage, retry_topic
 from librmq.message.topics import DEAD_LETTER_PREFIX
+from librmq.runtime.event_log import counted
 from librmq.store.format.documents import LetterIdentity, letter_identity
 
 IN_ORDER: Final = "ordered, retries used up"

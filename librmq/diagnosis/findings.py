@@ -68,11 +68,6 @@ class Thresholds:
         return "error" if topic in self.topics else "warning"
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, such as ``1 message`` and ``2,000 messages``."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
 def sample_evidence(looked_at: int, every: int) -> dict[str, Any]:
     """Return the evidence of a finding that looked at some of the messages."""
     return {"looked_at": looked_at, "sampled": looked_at < every}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import PLACE, places_and_sizes
-from librmq.diagnosis.findings import Finding, Severity, Thresholds, counted, cut_evidence, id_ranges
+from librmq.diagnosis.findings import Finding, Severity, Thresholds, cut_evidence, id_ranges
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.view import QueueProgress, Source, StoreView, View, is_own_group, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
@@ -33,6 +33,7 @@ from librmq.message.record import (
 )
 from librmq.message.topics import RETRY_PREFIX
 from librmq.runtime import lazy_numpy as np
+from librmq.runtime.event_log import counted
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 

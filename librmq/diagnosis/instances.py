@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.broker.clients import GroupConnections
 from librmq.broker.groups import TopicDifference, comparable, group_differences
-from librmq.diagnosis.findings import Finding, Thresholds, counted, cut_evidence, id_ranges, sample_evidence
+from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence, id_ranges, sample_evidence
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import Lag, QueueLag, is_uneven, lag
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
@@ -24,6 +24,7 @@ from librmq.errors import CorruptionError
 from librmq.message.message import StoredMessage
 from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import PERM_READ, HeldQueue, InstanceState, ListenerCall, MessageModel
+from librmq.runtime.event_log import counted
 
 _SAMPLED: Final = 1000
 _SHORT: Final = 3  # frames

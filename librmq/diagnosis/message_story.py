@@ -27,7 +27,6 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
 from librmq.diagnosis.deadletters import given_up
-from librmq.diagnosis.findings import counted
 from librmq.diagnosis.formatting import moment
 from librmq.diagnosis.pending import check_times
 from librmq.diagnosis.pop import PopAcknowledgement, PopCheckPoint, PopEvent, ReceiveName, pop_events, pop_holds
@@ -48,6 +47,7 @@ from librmq.message.topics import (
     receive_retry_topic,
     retry_topic,
 )
+from librmq.runtime.event_log import counted
 from librmq.scheduling.half_messages import QUEUE, half_of
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer_config import DELETE_KEY, ROLL_TIMES

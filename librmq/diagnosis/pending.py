@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
-from librmq.diagnosis.findings import Finding, Thresholds, counted
+from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import QueueLag, lag
 from librmq.diagnosis.pop import PopHolds, pop_holds
@@ -43,6 +43,7 @@ from librmq.message.topics import (
     REVIVE_PREFIX,
     retry_topic,
 )
+from librmq.runtime.event_log import counted
 from librmq.scheduling.half_messages import QUEUE, EndedHalves, half_of, progress
 from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC
 from librmq.scheduling.timer_wheel import waiting_timers

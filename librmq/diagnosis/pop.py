@@ -40,13 +40,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from librmq.diagnosis.findings import Finding, Thresholds, counted
+from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import BodyCompressionError, CorruptionError, MalformedError, MessageIllegalError
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import RETRY_PREFIX, TIMER_TOPIC, receive_retry_topic, validate_topic
+from librmq.runtime.event_log import counted
 from librmq.scheduling.timer_wheel import waiting_timers
 from librmq.store.format.broker_tables import ConfigTable
 from librmq.store.format.directory import CONFIG

@@ -88,6 +88,11 @@ def _plain(value: object) -> object:
     return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as ``1 message`` and ``2,000 messages``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def hand_over(take: Callable[[bytes], None]) -> None:
     """Pass every line of this process to ``take`` and to nothing else; `log_again` logs it in another process."""
     log = logging.getLogger("librmq")

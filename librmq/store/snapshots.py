@@ -347,7 +347,7 @@ def copy_config(
     without: re.Pattern[str] | None = None,
 ) -> None:
     """Copy the tables of a folder, each as a whole, `cancelled-since.json` before what takes its content over."""
-    for entry in sorted(files.list(os.path.join(path, folder)), key=lambda entry: entry.name):
+    for entry in files.list(os.path.join(path, folder)):  # sorted by name
         name = os.path.join(folder, entry.name)
         if entry.is_folder:
             if only is None:

@@ -11,7 +11,6 @@ from librmq.cli.output import Output, complain
 from librmq.cli.rows import Row, named
 from librmq.cli.selection import GROUPS, TOPICS, age_clock, first_at, near, parse_time
 from librmq.cli.stores import open_running, open_to_change, select_queues
-from librmq.diagnosis.findings import counted
 from librmq.diagnosis.formatting import moment
 from librmq.diagnosis.pending import move_retries, waiting_retries
 from librmq.diagnosis.view import StoreView, View
@@ -19,6 +18,7 @@ from librmq.errors import InputError
 from librmq.message.lag import queue_lag, unread_from
 from librmq.message.topics import is_system_topic, moved_keys, validate_client_topic, validate_group
 from librmq.protocol import UpdateOffset
+from librmq.runtime.event_log import counted
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables, group_row, topic_row, with_topic_type
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 from librmq.cli.output import LimitReached, Output, complain, watching_bar
 from librmq.cli.selection import note_message, note_part, note_topic, read_ranges
 from librmq.cli.stores import is_url, local_copy, locate, open_view, storage_options
-from librmq.diagnosis.findings import Finding, Thresholds, counted
+from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.errors import InputError, RmqError, StoreError
 from librmq.runtime.compiled_core import CORE_STATE
+from librmq.runtime.event_log import counted
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

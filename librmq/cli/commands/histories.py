@@ -15,9 +15,9 @@ from typing import Any, BinaryIO, Final
 
 from librmq.cli.fields import parse_object
 from librmq.cli.output import INTERRUPTED, Output, complain, end_signals
-from librmq.diagnosis.findings import counted
 from librmq.diagnosis.formatting import visible
 from librmq.errors import InputError
+from librmq.runtime.event_log import counted
 from librmq.testing.anomalies import KINDS, Anomaly
 from librmq.testing.history_events import span_of
 

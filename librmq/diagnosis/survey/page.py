@@ -8,10 +8,10 @@ from importlib.resources import files
 from importlib.util import find_spec
 from typing import Final, Literal, NamedTuple
 
-from librmq.diagnosis.findings import counted
 from librmq.diagnosis.formatting import duration, moment, number, size, visible
 from librmq.diagnosis.survey.model import Comparison, Report, ReportedFinding, compare
 from librmq.errors import MissingExtraError
+from librmq.runtime.event_log import counted
 
 
 class Fact(NamedTuple):

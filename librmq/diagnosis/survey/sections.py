@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
-from librmq.diagnosis.findings import counted
 from librmq.diagnosis.formatting import duration, moment, number, percent, rate, short, size, span
 from librmq.diagnosis.survey.model import (
     DELAY_BOUNDS_MS,
@@ -22,6 +21,7 @@ from librmq.diagnosis.survey.model import (
 from librmq.diagnosis.survey.plots import Scale, area, bar, cells, columns
 from librmq.message.delay_levels import DEFAULT_LEVELS
 from librmq.message.topics import is_user_topic
+from librmq.runtime.event_log import counted
 
 MOST: Final = 20
 """Most rows of a table."""
