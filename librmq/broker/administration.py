@@ -39,6 +39,7 @@ from librmq.protocol import (
     ResponseCode,
     SetGroup,
     StartGroup,
+    StartOutcome,
     TopicGroups,
     UpdateOffset,
     ViewMessage,
@@ -67,7 +68,7 @@ class Administration:
         self._clients = context.clients
         self._locks = context.locks
         self._locks.noted_group = self._report_to_late_group
-        self._grown: dict[str, tuple[int, int, set[str]]] = {}  # by topic: queues, and groups that may read in order
+        self._known_queues: dict[str, dict[str, int]] = {}  # by topic that grew and group: queues at its last lock
 
     def create_topic(self, request: CreateTopic) -> None:
         """Make or change a topic. Growth that breaks the order of keys for a group is logged."""
@@ -86,15 +87,18 @@ class Administration:
         ranges = (self._store.queue_range(topic, queue_id) for queue_id in range(before))
         if not any(begin < end for begin, end in ranges):
             return
-        self._grown[topic] = before, after, set(self._offsets.groups(topic)) - groups
+        known = self._known_queues.setdefault(topic, {})
+        for group in self._offsets.groups(topic):
+            if group not in groups:
+                known.setdefault(group, before)
         self._warn_of_moved_keys(topic, before, after, groups)
 
     def _report_to_late_group(self, topic: str, group: str) -> None:
-        """Log growth of a topic, after the broker's start, of which a group with progress locks its first queue now."""
-        before, after, groups = self._grown.get(topic, (0, 0, set()))
-        if group in groups:
-            groups.remove(group)
-            self._warn_of_moved_keys(topic, before, after, {group})
+        """Log all growth of a topic, after the broker's start, of which a group with progress locks a queue first."""
+        before = self._known_queues.get(topic, {}).pop(group, None)
+        config = self._topics.by_name.get(topic)
+        if before is not None and config is not None and before < config.write_queues:
+            self._warn_of_moved_keys(topic, before, config.write_queues, {group})
 
     def _warn_of_moved_keys(self, topic: str, before: int, after: int, groups: set[str]) -> None:
         if groups:
@@ -122,6 +126,7 @@ class Administration:
     def delete_topic(self, request: DeleteTopic) -> None:
         """Delete a topic from the table."""
         self._topics.delete(request.topic)
+        self._known_queues.pop(request.topic, None)
 
     def clean_unused_topics(self, request: CleanUnusedTopics) -> tuple[tuple[str, int], ...]:
         """Delete the queue files of topics that do not exist, and the groups' progress in them."""
@@ -272,14 +277,14 @@ class Progress:
         self._reset_to(group, topic, offsets)
         return offsets
 
-    def start(self, request: StartGroup) -> bool:
-        """Move a group in a topic for its first start with ``start_at``; return whether it is moved.
+    def start(self, request: StartGroup) -> StartOutcome:
+        """Move a group in a topic for its first start with ``start_at``.
 
         A topic that does not exist yet is marked too: its messages come after the start.
         """
         group, name, to_ms = request.group, request.topic, request.timestamp_ms
         if self._offsets.is_started(group, name):
-            return False
+            return StartOutcome.MOVED_BEFORE
         topic = self._topics.by_name.get(name)
         offsets = {}
         for queue_id in range(0 if topic is None else topic.queues):
@@ -291,7 +296,7 @@ class Progress:
         if offsets:
             self._reset_to(group, name, offsets)
         self._offsets.mark_started(group, name, self._now_ms())
-        return bool(offsets)
+        return StartOutcome.MOVED if offsets else StartOutcome.NO_QUEUES
 
     def _offset_of(self, topic: str, queue_id: int, to: str | datetime | int) -> int:
         begin, end = self._store.queue_range(topic, queue_id)

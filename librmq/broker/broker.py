@@ -107,6 +107,12 @@ class Broker(AsyncClosing):
         """The settings, which count until the broker is opened with others."""
         return self._config
 
+    @config.setter
+    def config(self, config: object) -> None:
+        raise ConfigError(
+            f"config: a running broker keeps its settings: close it, then call Broker.open({self.store.path!r}, config)"
+        )
+
     @classmethod
     def open(  # noqa: PLR0913 (what a user may choose)
         cls,
@@ -568,10 +574,11 @@ class Broker(AsyncClosing):
     def copy_tables(self, tables: CopiedTables) -> None:
         """Replace a replica's groups and progress by its master's, and notify clients of changed topics.
 
-        `librmq.cluster.Replica` calls it.
+        They are durable when it returns. `librmq.cluster.Replica` calls it.
         """
         with self._locked():
             self._context.copy_tables(tables)
+        self._context.writing.write()
 
     # ---- turns and life
 

@@ -186,7 +186,7 @@ class BrokerParts:
         answer(SendReply, sending.send_reply)
         answer(SendBack, sending.failed.send_back)
         answer(EndTransaction, transactions.end_transaction)
-        answer(CancelMessage, self.deliveries.cancel)
+        answer(CancelMessage, self._replicated(self.deliveries.cancel))
         answer(PullMessage, pulling.pull)
         answer(CheckSubscription, pulling.check_subscription)
         answer(Receive, locked(receives.receive))
@@ -207,7 +207,7 @@ class BrokerParts:
         answer(MinOffset, progress.queue_begin)
         answer(QueueOffsetAt, progress.queue_offset_at)
         answer(ResetGroup, locked(progress.reset))
-        answer(StartGroup, durable(progress.start))
+        answer(StartGroup, self._replicated(durable(progress.start)))
         answer(TopicGroups, locked(progress.groups))
         answer(CreateTopic, durable(administration.create_topic))
         answer(DeleteTopic, durable(administration.delete_topic))
@@ -249,6 +249,16 @@ class BrokerParts:
             return answer
 
         return handle_and_write
+
+    def _replicated(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:
+        """Wrap a handler: with synchronous replication, its changes of tables are at the replicas when it returns."""
+
+        def handle_and_copy(request: Q) -> A:
+            answer = handler(request)
+            self.replication.copy_tables_early()
+            return answer
+
+        return handle_and_copy
 
     def _wake_housekeeping(self) -> None:
         """Flush by a step under a manual clock."""

@@ -70,6 +70,7 @@ class Replication:
         self._all: tuple[_Follower, ...] = ()
         self._is_watched = False
         self._table_watchers: dict[str, Callable[[], None]] = {}
+        self._table_copiers: dict[str, Callable[[bool], None]] = {}
         self._guard = Lock()
         self._acknowledged = threading.Event()
         self._waiting = 0
@@ -147,6 +148,7 @@ class Replication:
             self._followers.pop(request.replica, None)
             self._all = tuple(self._followers.values())
         self._table_watchers.pop(request.replica, None)
+        self._table_copiers.pop(request.replica, None)
 
     def snapshot_tables(self, request: CopyTables) -> CopiedTables:
         """Return the current tables. Called under the runner's lock."""
@@ -155,6 +157,8 @@ class Replication:
             if not self._table_watchers:
                 self._context.writing.watch(self._tables_changed)
             self._table_watchers[request.replica] = request.notify
+        if request.copy is not None:
+            self._table_copiers[request.replica] = request.copy
         offsets = {name: dict(row) for name, row in tables.offsets.rows.items()}
         cancelled = self._context.cancellations.rows()
         topics, groups, delays = dict(tables.topics.rows), dict(tables.groups.rows), dict(tables.delays.rows)
@@ -166,6 +170,11 @@ class Replication:
         watchers, self._table_watchers = self._table_watchers, {}
         for notify in watchers.values():
             notify()
+
+    def copy_tables_early(self) -> None:
+        """Let the replicas copy the tables, because a client relies on a change; with "sync" they have it on return."""
+        for copy in list(self._table_copiers.values()):
+            copy(self.is_sync)
 
     # ---- sends
 

@@ -62,8 +62,10 @@ def age_clock(stores: str | Sequence[str] | None, *times: str | float | None) ->
     return ManualClock(max(last_ms))
 
 
-def parse_time(text: str, clock: Clock) -> int:
+def parse_time(text: str, clock: Clock, number: str = "milliseconds since 1970") -> int:
     """Return milliseconds since 1970 from a number, ISO 8601 (local without a zone) or an age such as ``2h``.
+
+    ``number`` is what the error expects of a number.
 
     Raises:
         InputError: The text is none of these.
@@ -77,7 +79,7 @@ def parse_time(text: str, clock: Clock) -> int:
         return max(0, round(datetime.fromisoformat(text).timestamp() * 1000))
     except (ValueError, OverflowError, OSError):
         raise InputError(
-            f"not a time: {text!r}; expected milliseconds since 1970, a date such as '2026-11-20 08:00' or "
+            f"not a time: {text!r}; expected {number}, a date such as '2026-11-20 08:00' or "
             "2026-11-20T08:00:00Z, or how long ago such as 2h"
         ) from None
 

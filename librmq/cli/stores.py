@@ -278,7 +278,8 @@ def read_moment(arguments: argparse.Namespace) -> datetime | int | None:
         return None
     if text.isascii() and text.isdigit() and len(text) < 20:
         return int(text)
-    return datetime.fromtimestamp(parse_time(text, age_clock(arguments.store, text)) / 1000, UTC)
+    time_ms = parse_time(text, age_clock(arguments.store, text), "a physical offset")
+    return datetime.fromtimestamp(time_ms / 1000, UTC)
 
 
 def _described(store: MessageStore) -> str:

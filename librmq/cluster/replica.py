@@ -5,7 +5,8 @@
     master                          replica
     log      ── FollowLog ───────>  log, byte for byte; the replica derives queues and index like the master
     topics   ── FollowLog ───────>  topics, before the bytes of messages in new ones
-    tables   ── CopyTables ──────>  topics, groups, progress of consumers and delays; every 10 s if they have changed
+    tables   ── CopyTables ──────>  topics, groups, progress of consumers and delays; every 10 s if they have changed,
+                                    and at once when a message is cancelled or ``start_at`` moves a group
 
 Mirrors ``HAClient`` and ``SlaveSynchronize``. The tables are copied separately from the log, so after a failover
 consumers receive again what they consumed since the last copy of their progress. The store of another process, which
@@ -170,6 +171,8 @@ _log = EventLog("librmq.cluster")
 _MOST_AT_ONCE: Final = 8 << 20
 """Bytes that one turn copies."""
 _LONGEST_RETRY_MS: Final = 60_000
+_LONGEST_WAIT_S: Final = 1
+"""Time that a request of the master waits for another copy of the tables."""
 
 
 class Replica(Closing):
@@ -566,28 +569,44 @@ class Replica(Closing):
         self.runner.submit(Work(self._tables_step.label, self._copy_tables, self._tables_copied, self))
         return None
 
-    def _copy_tables(self) -> bool:
-        """Copy the master's tables; return whether the master was reachable."""
-        with self._copying_tables:
+    def _copy_tables(self, longest_wait_s: float = -1) -> bool:
+        """Copy the master's tables; return whether the master was reachable, and no other copy took too long."""
+        if not self._copying_tables.acquire(timeout=longest_wait_s):
+            return False
+        try:
             notify = None if self._are_tables_watched else self._tables_changed
             self._are_tables_watched = True
-            try:
-                tables = self._master.call(CopyTables(notify, self._id))
-                self._add_topics(tables.topics, tables.topics_version)
-                self.broker.copy_tables(tables)
-            except (BrokerUnreachableError, StoreClosedError) as error:
-                self._note_unreachable(error)
-                self._are_tables_watched = self._has_tables = False
-                return False
-        self._has_tables = True
-        return True
+            tables = self._master.call(CopyTables(notify, self._id, self._copy_tables_early))
+            self._add_topics(tables.topics, tables.topics_version)
+            self.broker.copy_tables(tables)
+            self._has_tables = True
+        except (BrokerUnreachableError, StoreClosedError) as error:
+            self._note_unreachable(error)
+            self._are_tables_watched = self._has_tables = False
+        finally:
+            self._copying_tables.release()
+        return self._has_tables
 
     def _tables_copied(self, reached: bool | None, error: Exception | None) -> None:
-        """Schedule the next copy of a master that can't notify. Called under the runner's lock."""
+        """Schedule the next copy, except of a master that notifies. Called under the runner's lock."""
         if error is not None:
             _log.error("%(path)s: the tables of the master could not be copied: %(error)s", path=self.path, error=error)
         if error is not None or (reached and isinstance(self._master, StoredMaster)):
             self.runner.wake(self._tables_step, self._next_tables_ms())
+        elif not reached:
+            self.runner.wake(self._step, self.runner.now_ms() + self._retry_ms)
+
+    def _copy_tables_early(self, waits: bool) -> None:
+        """Copy the tables for a request of the master: before this returns if the request waits, or soon."""
+        try:
+            # Another copy may need the runner's lock, which the request's thread can hold.
+            if self.dead or (waits and self._copy_tables(_LONGEST_WAIT_S)):
+                return
+        except RmqError as error:  # the request is answered; the next copy is tried soon
+            _log.error("%(path)s: the tables of the master could not be copied: %(error)s", path=self.path, error=error)
+        with self.runner.lock:
+            if not self.dead:
+                self.runner.wake(self._tables_step, self.runner.now_ms() + round(1000 * self._config.follow_after_s))
 
     def _tables_changed(self) -> None:
         """Note that a table of the master has changed. Called under the master's lock."""

@@ -236,7 +236,7 @@ def _options(paths: tuple[str, ...], settings: ReaderKeywords) -> ReadOptions:
     )
     if selection.begin_ms is not None and selection.end_ms is not None and selection.begin_ms > selection.end_ms:
         raise ConfigError(
-            f"since: expected a time before until, found {selection.begin_ms} and {selection.end_ms}, in ms"
+            f"since: expected a time before until ({settings.get('until')}), found {settings.get('since')}"
         )
     topic, queue = settings.get("topic"), settings.get("queue")
     if isinstance(topic, re.Pattern):

@@ -25,12 +25,17 @@ from librmq.files.interface import Files, make_folders
 from librmq.java.json import ObjectKey, dumps, loads
 from librmq.message.message import MessageQueue
 from librmq.message.topics import RETRY_PREFIX
-from librmq.protocol import QueryOffset, StartGroup, UpdateOffset
+from librmq.protocol import QueryOffset, StartGroup, StartOutcome, UpdateOffset
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside
 
 _log = EventLog("librmq.consumer")
+_EFFECTS: Final = {
+    StartOutcome.MOVED: "has moved it",
+    StartOutcome.MOVED_BEFORE: "has no effect, because an earlier start has moved it",
+    StartOutcome.NO_QUEUES: "has no effect, because the topic is new: the group gets all its messages",
+}
 _RETRY_S: Final = 2  # within the time of two saves
 
 
@@ -59,7 +64,7 @@ class BrokerOffsets:
             request = replace(request, timestamp_ms=max(0, to_timestamp_ms("start_at", at)))
         elif at != "last":
             request = replace(request, queue_offset=0 if at == "first" else at)
-        is_moved = self._client.endpoint(broker_name).call(request)
+        outcome = self._client.endpoint(broker_name).call(request)
         self._started.add(place)
         _log.info(
             "group %(group)s in %(topic)s at %(broker)s: start_at is %(start_at)s, which %(effect)s",
@@ -67,9 +72,7 @@ class BrokerOffsets:
             topic=topic,
             broker=broker_name,
             start_at=at,
-            effect="has moved it"
-            if is_moved
-            else "has no effect, because the group was moved before, or the topic is new",
+            effect=_EFFECTS[outcome],
         )
 
     def read(self, queue: MessageQueue) -> int | None:

@@ -20,13 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 from librmq.client.allocation import AllocationStrategy, allocate_averagely
+from librmq.config import Between, Config
 from librmq.diagnosis.group_lag import lag, no_progress
 from librmq.diagnosis.instances import instances
 from librmq.diagnosis.view import Source, viewed
-from librmq.errors import ConfigError
 from librmq.message.message import MessageQueue
 
 _DEVIATIONS: Final = 2.0  # on either side: about 95 %
@@ -40,52 +40,48 @@ _COARSE: Final = 0.15
 """The same if all share a downstream service, which also delays clients with spare threads."""
 
 
+_MOST: Final = 1e12
+"""The largest number that is taken for a time, a rate or a factor."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Consumption:
-    """How a group consumes a topic. The caller gives the values that a folder does not show."""
+class Consumption(Config):
+    """How a group consumes a topic. The caller gives the values that a folder does not show.
+
+    Raises:
+        ConfigError: A value is not a number, or out of range; the message names it.
+    """
 
     lags: Sequence[int]
     """Waiting messages, by queue."""
-    handler_s: float
-    """Mean duration of a listener's call."""
-    handler_spread: float = 1.0
+    handler_s: Annotated[float, Between(1e-9, _MOST)]
+    """Mean duration of a listener's call, in seconds."""
+    handler_spread: Annotated[float, Between(0, 1000)] = 1.0
     """Standard deviation of that time, as a multiple of the mean: 0 for a constant time, 1 for an exponential one."""
-    handler_error: float = 0.0
+    handler_error: Annotated[float, Between(0, 1000)] = 0.0
     """Possible relative error of the mean itself."""
-    clients: int = 1
+    clients: Annotated[int, Between(1, 1_000_000)] = 1
     """Running instances of the group."""
-    threads: float = 20
+    threads: Annotated[float, Between(1, _MOST)] = 20
     """Listeners that each client runs in parallel; with a fraction, the rate of a client as a multiple of a queue's."""
-    batch_size: int = 1
+    batch_size: Annotated[int, Between(1, 1_000_000)] = 1
     """Messages of one call of a listener."""
     is_orderly: bool = False
     """Whether listeners take the messages of a queue in order."""
-    stored_per_s: float = 0.0
+    stored_per_s: Annotated[float, Between(0, _MOST)] = 0.0
     """New messages of the topic; each queue gets the same share."""
-    downstream_per_s: float | None = None
+    downstream_per_s: Annotated[float | None, Between(1e-9, _MOST)] = None
     """Messages per second that the services behind all listeners can take; None without a limit."""
     strategy: AllocationStrategy = allocate_averagely
     """How the group shares queues among its clients."""
     queues: Sequence[MessageQueue] | None = None
     """The queues, sorted, for strategies that look at their names; None: those of one broker."""
 
-    def check(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: A value is out of range; the message names it.
-        """
-        for name, minimum in (("clients", 1), ("threads", 1), ("batch_size", 1)):
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"{name}: expected at least {minimum}, found {getattr(self, name)!r}")
-        if not self.handler_s > 0:
-            raise ConfigError(f"handler_s: expected seconds above 0, found {self.handler_s!r}")
-        if not self.lags or min(self.lags) < 0:
-            raise ConfigError(f"lags: expected a number of messages for each queue, found {self.lags!r:.80}")
+    def _check_together(self) -> None:
+        if not self.lags or any(type(waiting) is not int or waiting < 0 for waiting in self.lags):
+            raise self.refusal("lags", "the number of waiting messages of each queue")
         if self.queues is not None and len(self.queues) != len(self.lags):
-            raise ConfigError(f"queues: expected {len(self.lags)}, as lags has, found {len(self.queues)}")
-        if self.downstream_per_s is not None and not self.downstream_per_s > 0:
-            raise ConfigError(f"downstream_per_s: expected a rate above 0, found {self.downstream_per_s!r}")
+            raise self.refusal("queues", f"{len(self.lags)} queues, as lags has")
 
 
 class Estimate(NamedTuple):
@@ -121,6 +117,9 @@ class Estimate(NamedTuple):
     """The same in the queue where it is shortest."""
     longest_new_wait_s: float | None
     """The same in the queue where it is longest."""
+    growth_per_s: float
+    """Messages per second by which the backlog grows in the end, because clients get more than they can take. Above 0,
+    the waits are those of this moment, and later messages wait longer."""
 
 
 class Scenario(NamedTuple):
@@ -139,12 +138,7 @@ class Scenario(NamedTuple):
 
 
 def estimate(consumption: Consumption) -> Estimate:
-    """Return how long a backlog takes to drain.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
-    consumption.check()
+    """Return how long a backlog takes to drain."""
     shares, unowned = _shares(consumption)
     inflow = consumption.stored_per_s / len(consumption.lags)  # of each queue
     rates = [_rate(consumption, len(share)) for share in shares]
@@ -162,6 +156,7 @@ def estimate(consumption: Consumption) -> Estimate:
         max(sum(consumption.lags[queue] for queue in share) for share in shares),
         len(unowned),
         *((None, None, None) if unowned else _new_waits(consumption, shares, rates, wait or 0.0)),
+        inflow * len(unowned) + _growth(consumption, shares, inflow),
     )
     total = sum(consumption.lags)
     if any(consumption.lags[queue] for queue in unowned) or (unowned and inflow):
@@ -231,6 +226,16 @@ def _new_waits(
             ahead = sum(min(waiting, max(lag_of_queue, held)) for waiting in lags)
             waits.append(max(ahead / rate, lag_of_queue / queue_rate, idle_wait))
     return sum(waits) / len(waits), min(waits), max(waits)
+
+
+def _growth(consumption: Consumption, shares: list[list[int]], inflow: float) -> float:
+    """Return how many messages a second more come to the clients than they take."""
+    growth = 0.0
+    for share in shares:
+        of_queue = max(0.0, inflow - consumption.batch_size / consumption.handler_s) if consumption.is_orderly else 0.0
+        growth += max(len(share) * of_queue, len(share) * inflow - _rate(consumption, len(share)))
+    limit = consumption.downstream_per_s
+    return max(growth, 0.0 if limit is None else inflow * sum(map(len, shares)) - limit)
 
 
 def _rate(consumption: Consumption, queues: int) -> float:
@@ -322,14 +327,13 @@ def _mean_wait(consumption: Consumption, rate: float, utilisation: float) -> flo
     return waits * consumption.handler_s / (servers * (1 - utilisation)) * (1 + consumption.handler_spread**2) / 2
 
 
-def what_if(consumption: Consumption) -> list[Scenario]:
-    """Estimate the present state and each of the usual changes, the greatest speed-up first.
+_GROWS: Final = "More messages come than are consumed: the waits are those of this moment, and grow."
 
-    Raises:
-        ConfigError: A value is out of range.
-    """
+
+def what_if(consumption: Consumption) -> list[Scenario]:
+    """Estimate the present state and each of the usual changes, the greatest speed-up first."""
     now = estimate(consumption)
-    same = Scenario("as it is", consumption, now, 1.0, "")
+    same = Scenario("as it is", consumption, now, 1.0, _GROWS if now.growth_per_s else "")
     more_queues = replace(consumption, lags=[*consumption.lags, *[0] * len(consumption.lags)], queues=None)
     changes: list[tuple[str, Consumption, str]] = [
         (
@@ -342,16 +346,12 @@ def what_if(consumption: Consumption) -> list[Scenario]:
         ),
         (
             "twice the queues", more_queues,
-            "New queues get only new messages, which wait for what their instances hold of other queues.",
+            "New queues, also on another broker, get only new messages, which wait for what their instances hold.",
         ),
         (
             "twice the queues and consumers",
             replace(more_queues, clients=2 * consumption.clients),
             "New messages in new queues begin at once on instances that have no other queues.",
-        ),
-        (
-            "a second broker", more_queues,
-            "Its queues get only new messages; it helps if the broker itself is the limit.",
         ),
         (
             "ten messages a call", replace(consumption, batch_size=10 * consumption.batch_size),
@@ -370,7 +370,7 @@ def what_if(consumption: Consumption) -> list[Scenario]:
     for name, changed, advice in changes:
         then = estimate(changed)
         gain = now.drain_s / then.drain_s if now.drain_s and then.drain_s else None
-        scenarios.append(Scenario(name, changed, then, gain, advice))
+        scenarios.append(Scenario(name, changed, then, gain, f"{advice} {_GROWS}" if then.growth_per_s else advice))
     return [same, *sorted(scenarios, key=lambda scenario: -(scenario.speed_up or 0))]
 
 

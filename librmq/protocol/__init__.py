@@ -77,6 +77,7 @@ from librmq.protocol.client_requests import SendResponse as SendResponse
 from librmq.protocol.client_requests import SendStatus as SendStatus
 from librmq.protocol.client_requests import SentBack as SentBack
 from librmq.protocol.client_requests import StartGroup as StartGroup
+from librmq.protocol.client_requests import StartOutcome as StartOutcome
 from librmq.protocol.client_requests import Subscription as Subscription
 from librmq.protocol.client_requests import TopicGroups as TopicGroups
 from librmq.protocol.client_requests import TransactionState as TransactionState

@@ -360,3 +360,6 @@ class CopyTables(Request[CopiedTables]):
     """Called once, under the runner's lock, when a table changes."""
     replica: str = ""
     """The replica's id. Its last ``notify`` replaces the earlier."""
+    copy: Callable[[bool], None] | None = None
+    """Lets the replica copy the tables again, until `LeaveLog`: ``copy(True)`` before it returns, in the thread of a
+    request that waits for it, ``copy(False)`` soon after."""

@@ -291,9 +291,18 @@ class UpdateOffset(Request[None]):
     queue_offset: int
 
 
+class StartOutcome(enum.Enum):
+    """What `StartGroup` has done."""
+
+    MOVED = "moved"
+    MOVED_BEFORE = "moved before"
+    NO_QUEUES = "no queues"
+    """The topic has none yet, so its messages come after the start."""
+
+
 @value
-class StartGroup(Request[bool]):
-    """Move a group's progress in a topic, unless this request has moved it before; return whether it moved.
+class StartGroup(Request[StartOutcome]):
+    """Move a group's progress in a topic, unless this request has moved it before.
 
     RocketMQ has no such request.
     """

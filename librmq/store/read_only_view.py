@@ -94,8 +94,8 @@ def _place(parts: Parts, moment: Moment) -> tuple[int, int | None]:
 def _before_place(log: CommitLog, moment: int) -> _IsBefore:
     if not log.begin <= moment <= log.end:
         raise ConfigError(
-            f"at: expected a physical offset from {log.begin} to {log.end}, or a time with its date, "
-            f"found {moment!r:.80}"
+            f"at: expected a physical offset from {log.begin} to {log.end}, where the log begins and ends, found "
+            f"{moment!r:.80}; a time needs its date, such as 2026-11-20T08:00:00Z"
         )
     return lambda place, size: place + size <= moment
 
@@ -106,14 +106,22 @@ def _before_time(log: CommitLog, moment: datetime) -> _IsBefore:
     at_ms = to_timestamp_ms("at", moment)
     first_ms = log.first_store_timestamp_ms(log.begin) if log.end > log.begin else None
     if first_ms is None or first_ms > at_ms:
-        first = "there is none" if first_ms is None else f"it is of {datetime.fromtimestamp(first_ms / 1000, UTC)}"
-        raise ConfigError(f"at: expected a time from the first message on ({first}), found {moment}")
+        if first_ms is None:
+            raise ConfigError(f"at: the store has no messages, so it has no earlier state; found {moment}")
+        first, found = datetime.fromtimestamp(first_ms / 1000, UTC), moment.astimezone(UTC)
+        raise ConfigError(
+            f"at: expected a time from {_text(first)} on, when the first message was stored, found {_text(found)}"
+        )
 
     def is_before(place: int, size: int) -> bool:
         stored_ms = log.store_timestamp_ms(place, size)
         return stored_ms is None or stored_ms <= at_ms  # a deleted message is older than all others
 
     return is_before
+
+
+def _text(time: datetime) -> str:
+    return f"{time:%Y-%m-%d %H:%M:%S}.{time.microsecond // 1000:03} UTC"
 
 
 def _late_record(parts: Parts, is_before: _IsBefore) -> int:

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import pytest
 from hypothesis import settings
@@ -546,6 +546,25 @@ def test_a_replica_and_a_snapshot_have_it(few: int, tmp_path: Path, monkeypatch:
         with Broker.open(tmp_path / copy, runner=ManualRunner(ManualClock(runner.now_ms()))) as again:
             again.runner.advance(30_000)  # type: ignore[attr-defined]
             assert list(again.messages("T")) == []
+
+
+@pytest.mark.parametrize("replication", ["sync", "async"])
+def test_a_replica_that_is_promoted_right_after_it(replication: Literal["sync", "async"]) -> None:
+    files, runner = MemoryFiles(), ManualRunner()
+    broker = opened(files, runner, replication=replication)
+    replica = Replica.open("/replica", of=broker)
+    with Producer(broker, "p") as producer:
+        receipts = [producer.send("T", b"x", delay=10) for _ in range(2)]
+        runner.pass_time(0.1)
+        assert all(producer.cancel(receipt).cancelled for receipt in receipts)
+    if replication == "async":
+        runner.pass_time(0.1)
+    broker.abandon()
+    replica.abandon()
+    promote_replica("/replica", files=files)
+    with Broker.open("/replica", runner=runner, files=files) as promoted:
+        runner.advance(30_000)
+        assert list(promoted.messages("T")) == []
 
 
 def test_a_cancellation_that_only_memory_has_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -463,12 +463,19 @@ def test_growth_after_a_restart_is_logged_with_a_lock(rmq: Kit, caplog: pytest.L
     rmq.broker.close()
     rmq.network.reopen("broker-a")
     rmq.broker.create_topic("T", 9)
+    rmq.broker.create_topic("T", 10)
     for group, orderly in (("ordered", True), ("other", False), ("new", True), ("ordered", True)):
         consumer = running(rmq.broker, [], group, orderly=orderly)
         rmq.advance(ms=25_000)
         consumer.shutdown()
-        lines = [vars(line)["rmq_groups"] for line in caplog.records if "grows from 8 to 9" in line.getMessage()]
+        lines = [vars(line)["rmq_groups"] for line in caplog.records if "grows from 8 to 10" in line.getMessage()]
         assert lines == ["ordered"]
+    rmq.broker.create_topic("T", 11)
+    lines = [line.getMessage() for line in caplog.records if "grows from" in line.getMessage()]
+    first, second = lines
+    assert "from 8 to 10 queues" in first
+    assert "from 10 to 11 queues" in second
+    assert "so new, ordered, reading in order" in second
 
 
 @pytest.mark.parametrize(("select", "most"), [(select_by_hash, 1.0), (select_by_consistent_hash(), 0.2)])

@@ -166,7 +166,9 @@ def test_commands_that_show_the_past_are_listed() -> None:
     ("words", "said"),
     [
         (("show", "--at", "99999999"), "at: expected a physical offset from 0 to"),
-        (("show", "--at", "2001-01-01"), "at: expected a time from the first message on"),
+        (("show", "--at", "2001-01-01T00:00Z"), "when the first message was stored, found 2001-01-01 00:00:00.000 UTC"),
+        (("show", "--at", "99999999999"), "where the log begins and ends, found 99999999999; a time needs its date"),
+        (("show", "--at", "soon"), "not a time: 'soon'; expected a physical offset, a date such as"),
         (("show", "--at", "never"), "not a time: 'never'"),
         (("tail", "-f", "--at", "0"), "--at: expected no --follow with it"),
         (("dead-letters", "--resend", "--at", "0"), "--at: expected no --resend with it"),

@@ -152,7 +152,7 @@ def test_offsets_of_queues(path: Path) -> None:
         ({"columns": []}, ConfigError, "columns: expected at least one name"),
         ({"columns": ["body", "body"]}, ConfigError, "columns: 'body' is named twice"),
         ({"storage_options": {"key": "k"}}, ConfigError, "storage_options: they are for URLs, and no store is one"),
-        ({"since": 5, "until": 3}, ConfigError, "since: expected a time before until, found 5 and 3"),
+        ({"since": 5, "until": 3}, ConfigError, "since: expected a time before until (3), found 5"),
         ({"topic": "A", "offsets": {("B", 0): 5}}, ConfigError, "offsets: ('B', 0) is of a topic that topic does not"),
         ({"topic": 5}, ConfigError, "topic: expected text, or several texts in a list, found 5"),
         ({"checksums": "no"}, ConfigError, "checksums: expected True or False, found 'no'"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from librmq.broker import Broker
+from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer
 from librmq.client.sender import ProducerConfig
 from librmq.consumer import ConsumerConfig, DeliveredMessage, PullConsumer, PushConsumer, SimpleConsumer
@@ -306,3 +306,8 @@ def test_a_change_that_loses_what_waits_is_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Backlog, "take_all", planted)
     with pytest.raises(AssertionError):
         explore(settings_that_change, runs=30)
+
+
+def test_settings_of_a_running_broker_are_refused(rmq: Kit) -> None:
+    with pytest.raises(ConfigError, match=r"a running broker keeps its settings: close it, then call Broker\.open"):
+        rmq.broker.config = BrokerConfig()

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import pytest
 
 import librmq
 from librmq import Broker, ManualClock, ManualRunner, MessageModel, Producer, PullConsumer, PushConsumer, StoreConfig
-from librmq.cluster import Replica
+from librmq.broker import BrokerConfig
+from librmq.cluster import Replica, promote_replica
 from librmq.consumer.config import StartAt
-from librmq.errors import BrokerError, ConfigError, CorruptionError
+from librmq.errors import BrokerError, ConfigError, CorruptionError, MalformedError
 from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import MessageQueue
 from librmq.protocol import ConsumeFrom, ResponseCode, StartGroup, UpdateOffset
 from librmq.store import snapshot
 from librmq.testing import CrashImages, Kit, Process, RecordingFiles, explore
+from librmq.testing.replica import ReplicaLink
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting.codec import FORMS
@@ -143,6 +146,28 @@ def test_a_broker_of_rocketmq_is_refused() -> None:
     answer = answer_to(Frame(31_009, {}), ResponseCode.REQUEST_CODE_NOT_SUPPORTED, " request type 31009 not supported")
     with pytest.raises(BrokerError, match="as librmq's brokers do: move the group once by `librmq reset --route"):
         FORMS[StartGroup].read(StartGroup("g", "t"), answer)
+    with pytest.raises(MalformedError, match="outcome: expected one of moved, moved before, no queues, found 'x'"):
+        FORMS[StartGroup].read(StartGroup("g", "t"), answer_to(Frame(31_009, {}), 0, fields={"outcome": "x"}))
+
+
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_one_line_says_what_start_at_has_done(rmq: Kit, caplog: pytest.LogCaptureFixture, over_tcp: bool) -> None:
+    rmq.broker.create_topic("t", 1)
+    rmq.producer().send("t", b"a")
+    caplog.set_level(logging.INFO, "librmq.consumer")
+    with ExitStack() as ends:
+        server = ends.enter_context(RemotingServer(rmq.broker))
+        route = ends.enter_context(connect(f"127.0.0.1:{server.port}")) if over_tcp else rmq.broker
+        for topics in (["t"], ["t", "new"]):
+            with PullConsumer(route, "g", start_at="first") as consumer:
+                for topic in topics:
+                    consumer.subscribe(topic)
+    lines = [line.getMessage().partition("start_at is first, which ")[2] for line in caplog.records]
+    assert [line for line in lines if line] == [
+        "has moved it",
+        "has no effect, because an earlier start has moved it",
+        "has no effect, because the topic is new: the group gets all its messages",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -175,16 +200,49 @@ def test_a_damaged_file(rubbish: bytes) -> None:
         open_broker(files)
 
 
-def test_snapshots_and_replicas_keep_the_mark() -> None:
+def test_snapshots_keep_the_mark() -> None:
     files = MemoryFiles()
-    with open_broker(files) as master:
-        fill(master)
-        with Replica.open("/replica", of=master, files=files):
-            assert read(master, start_at="first") == "abc"
-            master.runner.pass_time(60)
+    with open_broker(files) as broker:
+        fill(broker)
+        assert read(broker, start_at="first") == "abc"
         snapshot("/b", "/copy", files=files)
-    for path in ("/replica", "/copy"):
-        assert files.read(f"{path}/librmq/starts.json") == files.read("/b/librmq/starts.json"), path
+    assert files.read("/copy/librmq/starts.json") == files.read("/b/librmq/starts.json")
+
+
+@pytest.mark.parametrize("replication", ["sync", "async"])
+def test_a_promoted_replica_keeps_the_mark_and_the_move(replication: Literal["sync", "async"]) -> None:
+    """Master and replica die before the next copy of the tables by time; a synchronous master needs no time at all."""
+    files = MemoryFiles()
+    master = open_broker(files, config=BrokerConfig(replication=replication))
+    fill(master)
+    replica = Replica.open("/replica", of=master, files=files)
+    master.set_group("other")  # the tables wait for the next copy
+    consumer = PullConsumer(master, "g", start_at="first", pull_batch_size=1)
+    consumer.subscribe("t")
+    consumer.start()
+    if replication == "async":
+        master.runner.pass_time(0.1)
+    master.abandon()
+    replica.abandon()
+    promote_replica("/replica", files=files)
+    with Broker.open("/replica", files=files, runner=master.runner) as promoted:
+        assert read(promoted, start_at="last") == "abc"  # moved there, and not once more
+
+
+def test_a_link_that_is_cut_does_not_fail_a_start() -> None:
+    files = MemoryFiles()
+    master = open_broker(files, config=BrokerConfig(replication="sync"))
+    fill(master)
+    link = ReplicaLink(master, ManualClock(0))
+    replica = Replica.open("/replica", of=link, files=files, runner=master.runner)
+    link.cut()
+    assert read(master, start_at="first") == "abc"
+    link.restore()
+    master.runner.pass_time(6)  # no message comes
+    replica.abandon()
+    promote_replica("/replica", files=files)
+    with Broker.open("/replica", files=files, runner=master.runner) as promoted:
+        assert read(promoted, start_at="first") == ""
 
 
 @pytest.mark.slow

@@ -221,7 +221,7 @@ def test_the_wait_of_a_new_message_is_as_simulated(wanted: Consumption) -> None:
 
 def test_a_new_message_behind_a_queue_that_no_client_has() -> None:
     no_client = Consumption(lags=[5, 5], handler_s=1, strategy=lambda client, queues, clients: list(queues[:1]))
-    assert estimate(no_client)[-3:] == (None, None, None)
+    assert estimate(no_client)[-4:] == (None, None, None, 0)
 
 
 def test_changes_that_help_and_that_do_not() -> None:
@@ -248,7 +248,43 @@ def test_a_full_downstream_is_reported() -> None:
 def test_an_inflow_that_is_too_large_never_drains() -> None:
     found = estimate(Consumption(lags=[10, 10], handler_s=1, threads=1, stored_per_s=3))
     assert (found.drain_s, found.high_s, found.wait_s, found.bound_by) == (None, None, None, "inflow")
-    assert found.utilisation == 3
+    assert (found.utilisation, found.growth_per_s) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "growth"),
+    [
+        ({"stored_per_s": 9}, 0),
+        ({"stored_per_s": 12}, 2),
+        ({"stored_per_s": 9, "clients": 2}, 0),
+        ({"stored_per_s": 18, "clients": 2}, 2),  # one of two instances has two of the three queues, 12 a second
+        ({"stored_per_s": 9, "downstream_per_s": 5}, 4),
+        ({"stored_per_s": 9, "is_orderly": True, "threads": 9}, 0),
+        ({"stored_per_s": 36, "is_orderly": True, "threads": 9}, 6),
+        ({"stored_per_s": 9, "clients": 2, "strategy": lambda client, queues, clients: list(queues[:1])}, 6),
+    ],
+)
+def test_how_fast_a_backlog_grows(settings: dict[str, Any], growth: float) -> None:
+    """Instances take 10 messages a second each, or orderly ones 10 of each queue."""
+    now = Consumption(**{"lags": [10] * 3, "handler_s": 0.1, "threads": 1, **settings})
+    assert estimate(now).growth_per_s == pytest.approx(growth)
+    for scenario in what_if(now):
+        assert ("the waits are those of this moment" in scenario.advice) == (scenario.estimate.growth_per_s > 0)
+
+
+def test_a_backlog_grows_as_estimated() -> None:
+    wanted = Consumption(lags=[10, 10], handler_s=0.1, handler_spread=0, threads=1, clients=2, stored_per_s=30)
+    runner, begun = SlowListeners(wanted, 1), 0
+
+    def listener(messages: Any) -> None:
+        nonlocal begun
+        begun += 1
+
+    with backlog(wanted, runner, listener) as broker:
+        for number in range(1200):
+            runner.take(33 + (number % 3 == 0))
+            send(broker, TOPIC, b"x", number % 2)
+    assert 1200 + 20 - begun == pytest.approx(20 + 40 * estimate(wanted).growth_per_s, rel=0.05)
 
 
 def test_no_lag_takes_no_time_but_a_wait() -> None:
@@ -260,10 +296,14 @@ def test_no_lag_takes_no_time_but_a_wait() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [{"clients": 0}, {"threads": 0}, {"batch_size": 0}, {"handler_s": 0}, {"lags": []}, {"lags": [-1]},
-     {"downstream_per_s": 0}],
+     {"downstream_per_s": 0}, {"threads": math.nan}, {"threads": math.inf}, {"threads": "4"}, {"threads": True},
+     {"clients": 1.5}, {"batch_size": None}, {"handler_s": math.nan}, {"handler_s": "1"}, {"handler_s": math.inf},
+     {"handler_spread": -1}, {"handler_error": math.nan}, {"stored_per_s": -1}, {"stored_per_s": math.inf},
+     {"lags": 7}, {"lags": [1.5]}, {"lags": ["1"]}, {"lags": [math.nan]}, {"queues": []}, {"is_orderly": "yes"},
+     {"strategy": "averagely"}],
 )  # fmt: skip
 def test_values_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: expected"):
         estimate(Consumption(**{"lags": [1], "handler_s": 1.0, **wrong}))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import io
@@ -253,6 +254,19 @@ def test_the_modules_of_ideas_and_walks_exist() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- examples
+
+
+def test_the_page_names_every_kind_of_finding() -> None:
+    page = (DOCS / "diagnosis.md").read_text("utf-8")
+    calls = (
+        node
+        for path in (CHECKOUT / "librmq" / "diagnosis").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Finding"
+    )
+    kinds = {call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)}
+    assert len(kinds) > 30
+    assert [kind for kind in kinds if f"`{kind!s}`" not in page] == []
 
 
 def test_every_example_is_run() -> None:

@@ -68,6 +68,7 @@ from librmq.protocol import (
     SendStatus,
     SetGroup,
     StartGroup,
+    StartOutcome,
     Subscription,
     TopicGroups,
     TransactionState,
@@ -337,18 +338,23 @@ def _read_cancelled(request: CancelMessage, answer: Frame) -> CancelResult:
     return CancelResult(header.cancelled, header.why)
 
 
-def _reply_started(request: StartGroup, is_moved: bool) -> Reply:
-    return Reply(StartedHeader(is_moved))
+def _reply_started(request: StartGroup, outcome: StartOutcome) -> Reply:
+    return Reply(StartedHeader(outcome.value))
 
 
-def _read_started(request: StartGroup, answer: Frame) -> bool:
+def _read_started(request: StartGroup, answer: Frame) -> StartOutcome:
     if answer.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
         why = (
             "start_at: the broker keeps no mark that the group was moved, as librmq's brokers do: move the group once "
             f"by `librmq reset --route … --group {request.group} --topic {request.topic}`, and leave start_at out"
         )
         raise BrokerError(answer.code, why)
-    return from_fields(StartedHeader, check(answer).fields).moved
+    outcome = from_fields(StartedHeader, check(answer).fields).outcome
+    try:
+        return StartOutcome(outcome)
+    except ValueError:
+        expected = ", ".join(known.value for known in StartOutcome)
+        raise MalformedError(f"outcome: expected one of {expected}, found {outcome!r:.80}") from None
 
 
 def _reply_messages(request: QueryMessages, messages: Sequence[StoredMessage]) -> Reply:

@@ -152,9 +152,9 @@ class StartHeader:
 
 @value
 class StartedHeader:
-    """Whether the group was moved."""
+    """The value of a `StartOutcome`."""
 
-    moved: bool
+    outcome: str
 
 
 @value
