@@ -64,7 +64,7 @@ class Awaited:
         yield len(messages)
 
 
-def make_messages(count: int, *, with_ids: bool = False, delay_level: int = 0) -> list[Message]:
+def make_messages(count: int, *, with_ids: bool = False, delay_level: int | None = None) -> list[Message]:
     """Make messages, for the store with the unique ids that a producer gives."""
     return [
         Message("T", BODY, tags="tag", keys=f"key-{number}", delay_level=delay_level,

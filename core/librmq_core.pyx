@@ -87,7 +87,7 @@ cdef extern from "crc32.h":
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
-API = 8
+API = 9
 """Number that librmq compares at its import; it changes with the functions here."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0
@@ -337,6 +337,12 @@ cdef class AlarmState:
     cdef public int64_t alarm
 
 
+cdef struct Fields:
+    uint32_t sys_flag, reconsume_times
+    int64_t born, prepared  # born: -1 for the time of the append
+    uint8_t[8] born_host
+
+
 cdef class AppendState:
     """What appends need of an `Appender`, which inherits from it, and the usual append."""
 
@@ -351,6 +357,8 @@ cdef class AppendState:
     cdef Py_ssize_t topic_at, body_at, flag_at, properties_at, delays_at
     cdef LaneState last_lane
     cdef object last_result  # of a single append; the next one takes it if only this field has it
+    cdef public object host_bytes
+    cdef object last_host, last_host_bytes  # a sender's address, and its form in a record
 
     def append_batch_usual(self, messages, queue_id=0, *, wait=True, **fields):
         """Append a usual batch here, any other by `Appender.append_batch`."""
@@ -371,16 +379,18 @@ cdef class AppendState:
     ):
         """Append a usual message here, any other by `Appender.append`."""
         cdef int64_t end = 0
+        cdef Fields fields
         if (
-            self.is_usual and properties_raw is None and sys_flag is ZERO and born_timestamp_ms is None
-            and born_host is None and store_host is None and reconsume_times is ZERO
-            and prepared_transaction_offset is ZERO
+            self.is_usual and properties_raw is None and (store_host is None or store_host == self._host)
+            and usual_fields(
+                self, &fields, born_timestamp_ms, born_host, sys_flag, reconsume_times, prepared_transaction_offset
+            )
         ):
-            result = _append(self, message, queue_id, &end, False)
+            result = _append(self, message, queue_id, &fields, &end, False)
             if end < 0:
                 self.advance()
                 end = 0
-                result = _append(self, message, queue_id, &end, True)  # Python code ran, so all is looked at again
+                result = _append(self, message, queue_id, &fields, &end, True)  # Python code ran, so all is looked at again
             if result is not None:
                 if end >= self._housekeeping.alarm:
                     self._acknowledge(end, wait)
@@ -555,6 +565,44 @@ cdef bint is_plain(LaneState lane):
     return True
 
 
+cdef bint usual_fields(
+    AppendState self, Fields *fields, object born, object born_host, object sys_flag, object times, object prepared
+):
+    """Take the fields of a record that a broker sets; return whether they are usual."""
+    cdef int overflow[4]
+    if not PyBytes_CheckExact(self._host) or PyBytes_GET_SIZE(self._host) != 8:
+        return False
+    if born_host is None:
+        memcpy(fields.born_host, PyBytes_AS_STRING(self._host), 8)
+    else:
+        if born_host is not self.last_host:
+            host = self.host_bytes(born_host) if type(born_host) is tuple else born_host
+            if not PyBytes_CheckExact(host) or PyBytes_GET_SIZE(host) != 8:
+                return False
+            self.last_host, self.last_host_bytes = born_host, host
+        memcpy(fields.born_host, PyBytes_AS_STRING(self.last_host_bytes), 8)
+    fields.sys_flag, fields.reconsume_times, fields.born, fields.prepared = 0, 0, -1, 0
+    if born is not None:
+        if not PyLong_CheckExact(born):
+            return False
+        fields.born = PyLong_AsLongLongAndOverflow(born, overflow)
+        if fields.born < 0 or overflow[0]:
+            return False
+    if sys_flag is ZERO and times is ZERO and prepared is ZERO:
+        return True
+    if not PyLong_CheckExact(sys_flag) or not PyLong_CheckExact(times) or not PyLong_CheckExact(prepared):
+        return False
+    cdef long long flags = PyLong_AsLongLongAndOverflow(sys_flag, overflow)
+    cdef long long count = PyLong_AsLongLongAndOverflow(times, overflow + 1)
+    fields.prepared = PyLong_AsLongLongAndOverflow(prepared, overflow + 2)
+    fields.sys_flag, fields.reconsume_times = <uint32_t>flags, <uint32_t>count
+    # Without the bits of hosts, and of records that are in no queue.
+    return (
+        not (overflow[0] or overflow[1] or overflow[2]) and 0 <= flags <= 0x7FFFFFFF and not flags & (48 | 4)
+        and 0 <= count <= 0x7FFFFFFF
+    )
+
+
 cdef int64_t clock_ms(AppendState self) except -3:
     """Return the time of a manual clock, -1 for the system's clock, -2 for any other clock."""
     if self.now_ms is self.system_now_ms:
@@ -565,7 +613,9 @@ cdef int64_t clock_ms(AppendState self) except -3:
     return now if now >= 0 else -2
 
 
-cdef object _append(AppendState self, object message, object queue_id, int64_t *end, bint advanced):
+cdef object _append(
+    AppendState self, object message, object queue_id, const Fields *fields, int64_t *end, bint advanced
+):
     """Append a usual message and return the result, or None before any effect.
 
     While many entries and keys are due, each append advances them once; if that is due first, ``end`` becomes -1.
@@ -581,7 +631,7 @@ cdef object _append(AppendState self, object message, object queue_id, int64_t *
     try:
         if PyObject_CallNoArgs(self.is_locked) is True:
             return None
-        return _write(self, lane, message, <uint32_t>queue_id, now, end, advanced)
+        return _write(self, lane, message, <uint32_t>queue_id, fields, now, end, advanced)
     finally:
         if collects:
             PyGC_Enable()
@@ -701,7 +751,8 @@ cdef object copy_in(LogState log, object begin, const uint8_t *data, int64_t siz
 
 
 cdef object _write(
-    AppendState self, LaneState lane, object message, uint32_t queue_id, int64_t now, int64_t *end, bint advanced
+    AppendState self, LaneState lane, object message, uint32_t queue_id, const Fields *fields, int64_t now,
+    int64_t *end, bint advanced
 ):
     """Write the record, and note its entry and keys, while the lock is free."""
     cdef DispatchState dispatcher = self.dispatcher
@@ -723,6 +774,12 @@ cdef object _write(
     # First everything that can fail.
     py_now = time_now(&now)
     put_place(scratch, queue_offset, physical_offset, now)
+    put32(scratch + 36, fields.sys_flag)
+    memcpy(scratch + 48, fields.born_host, 8)
+    put32(scratch + 72, fields.reconsume_times)
+    put64(scratch + 76, fields.prepared)
+    if fields.born >= 0:
+        put64(scratch + 40, fields.born)
     entry = new_entry(physical_offset, size, value_of(&found, found.shape.tags))
     py_offset = physical_offset
     record = new_record(lane, &found, py_offset, py_now)

@@ -60,6 +60,7 @@ _MESSAGE_ILLEGAL: Final = 13
 
 _REMEMBERED: Final = 1024
 _REMEMBERED_SIZE: Final = 8192  # bytes of a record
+_OP_PROPERTIES: Final = {record.PROPERTY_TAGS: OP_TAG, record.PROPERTY_WAIT: "true"}
 _SPECIAL: Final = frozenset((record.PROPERTY_DELAY, record.PROPERTY_TRANSACTION_CHECK_TIMES))
 
 
@@ -112,7 +113,7 @@ class Transactions:
         *,
         ask: Callable[[CheckBack], None] = lambda question: None,
         discarded: Callable[[StoredMessage, int], None] = lambda half, check_times: None,
-        delivered: Callable[[FinalMessage], None] = lambda final: None,
+        delivered: Callable[[FinalMessage], None] | None = None,
         make_topic: Callable[[str], None] = lambda topic: None,
         is_reachable: Callable[[str], bool] | None = None,
         original: bool = False,
@@ -178,23 +179,28 @@ class Transactions:
         Raises:
             MessageIllegalError: The message is refused; nothing is written.
         """
-        validate_topic(message.topic)
+        topic = message.topic
+        validate_topic(topic)
         properties = {
             **message.properties,
-            record.PROPERTY_REAL_TOPIC: message.topic,
+            record.PROPERTY_REAL_TOPIC: topic,
             record.PROPERTY_REAL_QUEUE_ID: str(queue_id),
         }
         half = Message._from_parts(HALF_TOPIC, message.body, message.flag, properties)
-        fields["sys_flag"] = fields.get("sys_flag", 0) & ~record.TRANSACTION_MASK
-        result = self._store.append(half, QUEUE, **fields)
-        is_new = self.half_stored(half.unique_key, result.physical_offset)
+        if fields:
+            fields["sys_flag"] = fields.get("sys_flag", 0) & ~record.TRANSACTION_MASK
+            result = self._store.append(half, QUEUE, **fields)
+        else:
+            result = self._store.append(half, QUEUE)
+        is_new = self.half_stored(properties.get(record.PROPERTY_UNIQUE_KEY), result.physical_offset)
         is_plain = _SPECIAL.isdisjoint(properties) and all(properties.values())  # records read have no empty values
         if is_new and is_plain and result.size <= _REMEMBERED_SIZE:
             if fields.get("born_timestamp_ms") is None:
                 fields["born_timestamp_ms"] = result.store_timestamp_ms
-            self._recent[result.physical_offset] = _Recent(result.queue_offset, half, queue_id, fields)
-            if len(self._recent) > _REMEMBERED:
-                del self._recent[next(iter(self._recent))]
+            recent = self._recent
+            recent[result.physical_offset] = _Recent(result.queue_offset, half, queue_id, fields)
+            if len(recent) > _REMEMBERED:
+                del recent[next(iter(recent))]
         return result
 
     def half_stored(self, unique_key: str | None, physical_offset: int) -> bool:
@@ -202,9 +208,10 @@ class Transactions:
         if not unique_key or self._original:
             return True
         repeated = self._repeated.add_half(unique_key, physical_offset)
-        if repeated is not None:
-            self._recent.pop(repeated, None)
-        return unique_key not in self._repeated
+        if repeated is None:
+            return True
+        self._recent.pop(repeated, None)
+        return False
 
     def commit(self, physical_offset: int, queue_offset: int, group: str) -> AppendResult | None:
         """Deliver the message whose half is at these offsets, and return its place; None if it was delivered before.
@@ -261,7 +268,7 @@ class Transactions:
         self._end_all(family)
 
     def _pop_recent(self, physical_offset: int, queue_offset: int, group: str) -> _Recent | None:
-        """Return a half that was prepared just now and is unchanged, if these are its coordinates."""
+        """Return a half that was prepared since the last check, if these are its coordinates."""
         recent = self._recent.get(physical_offset)
         if (
             recent is None
@@ -270,13 +277,13 @@ class Transactions:
         ):
             return None
         del self._recent[physical_offset]
-        return recent if queue_offset >= self._checks.judged_below() else None
+        return recent
 
     def _write_recent(self, physical_offset: int, recent: _Recent) -> AppendResult:
         """Return the final message of a half that need not be read again."""
         half, fields = recent.half, recent.fields
         properties = half.properties
-        fields["sys_flag"] |= record.TRANSACTION_COMMIT
+        fields["sys_flag"] = fields.get("sys_flag", 0) | record.TRANSACTION_COMMIT
         fields["prepared_transaction_offset"] = physical_offset
         message = Message._from_parts(properties[record.PROPERTY_REAL_TOPIC], half.body, half.flag, properties)
         try:
@@ -284,7 +291,8 @@ class Transactions:
         except MessageIllegalError as error:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
         self._without_op.add(physical_offset)
-        self._delivered(FinalMessage(message.topic, recent.queue_id, properties, result))
+        if self._delivered is not None:
+            self._delivered(FinalMessage(message.topic, recent.queue_id, properties, result))
         return result
 
     def _half(self, physical_offset: int, queue_offset: int, group: str) -> StoredMessage:
@@ -409,15 +417,15 @@ class Transactions:
         except MessageIllegalError as error:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
         self._without_op.add(place)
-        self._delivered(FinalMessage(topic, queue_id, properties, result))
+        if self._delivered is not None:
+            self._delivered(FinalMessage(topic, queue_id, properties, result))
         return result
 
     def _write_op(self, half: StoredMessage) -> None:
         self._append_op(half.physical_offset, half.queue_offset, half.queue_id)
 
     def _append_op(self, physical_offset: int, queue_offset: int, queue_id: int) -> None:
-        properties = {record.PROPERTY_TAGS: OP_TAG, record.PROPERTY_WAIT: "true"}
-        message = Message._from_parts(OP_TOPIC, str(queue_offset).encode(), 0, properties)
+        message = Message._from_parts(OP_TOPIC, b"%d" % queue_offset, 0, _OP_PROPERTIES)
         # With sync durability, wait for the final message too.
         result = self.last_op = self._store.append(message, queue_id, wait=self._waits)
         self._without_op.discard(physical_offset)
@@ -428,6 +436,12 @@ class Transactions:
         if self._ended is not None:
             self._ended.mark_ended(queue_offset, result.queue_offset)
 
+    def _drop_judged(self) -> None:
+        """Read halves again that a check has judged."""
+        if self._recent:
+            below = self._checks.judged_below()
+            self._recent = {place: recent for place, recent in self._recent.items() if recent.queue_offset >= below}
+
     def _drop_ended_below(self, queue_offset: int) -> None:
         if self._ended is not None:
             self._ended.drop_below(queue_offset)
@@ -437,7 +451,10 @@ class Transactions:
     def check(self, now_ms: int, config: TransactionConfig | None = None) -> Checked:
         """Make a whole check pass now, independent of `run_due`. Raises the store's errors."""
         check_now(now_ms)
-        return self._checks.check(now_ms, config)
+        try:
+            return self._checks.check(now_ms, config)
+        finally:
+            self._drop_judged()
 
     def run_due(self, now_ms: int) -> int | None:
         """Make the due check pass or a part of it; return the time of the next call (ms), None if nothing is pending.
@@ -451,7 +468,10 @@ class Transactions:
             ReadOnlyError: The store is read-only.
         """
         check_now(now_ms)
-        return self._checks.run_due(now_ms)
+        try:
+            return self._checks.run_due(now_ms)
+        finally:
+            self._drop_judged()
 
     def next_check_ms(self, now_ms: int) -> int:
         """Return the time of the first check pass after ``now_ms``."""

@@ -119,16 +119,22 @@ class RepeatedHalves:
         self._places: dict[str, int | None] | None = None  # physical offset of the only half of an id; None for several
 
     def add_half(self, unique_key: str, physical_offset: int) -> int | None:
-        """Note a half that was stored; return the physical offset of the only half that it repeats, if there is one."""
+        """Note a half that was stored; return the physical offset of the half that it repeats, None for a new one.
+
+        -1 stands for several halves.
+        """
         with self._lock:
-            if self._places is None:
-                self._places = self._read_last_halves(physical_offset)
-            is_new = unique_key not in self._places
-            before = self._places.pop(unique_key, None)
-            self._places[unique_key] = physical_offset if is_new else None
-            if len(self._places) > _IDS:
-                del self._places[next(iter(self._places))]
-            return before
+            places = self._places
+            if places is None:
+                places = self._places = self._read_last_halves(physical_offset)
+            if unique_key not in places:
+                places[unique_key] = physical_offset
+                if len(places) > _IDS:
+                    del places[next(iter(places))]
+                return None
+            repeated = places.pop(unique_key)
+            places[unique_key] = None
+            return -1 if repeated is None else repeated
 
     def __contains__(self, unique_key: str | None) -> bool:
         """Return whether several halves have this id."""

@@ -104,7 +104,14 @@ class Fuzzer:
             if chance.random() < 0.3:
                 self.store.append_batch([message] * chance.choice((1, 3, 300)), chance.randrange(3))
             else:
-                self.store.append(message, 0 if is_usual else chance.choice((0, 1, -1, 1 << 40)))
+                fields: Any = {
+                    "born_host": chance.choice((None, ("10.0.0.1", 7), ("::1", 7), b"12345678", b"1")),
+                    "born_timestamp_ms": chance.choice((None, 5, -1, 1 << 63)),
+                    "sys_flag": chance.choice((0, 8, 16, -1, 1 << 64)),
+                    "prepared_transaction_offset": chance.choice((0, 90, 1 << 70)),
+                }
+                queue_id = 0 if is_usual else chance.choice((0, 1, -1, 1 << 40))
+                self.store.append(message, queue_id, **fields if chance.random() < 0.5 else {})
 
     def scan(self) -> None:
         """Read records out of a damaged chunk."""

@@ -294,6 +294,55 @@ def test_usual_batches_are_compiled(tmp_path: Path) -> None:
         assert store.queues["T", 0].max_offset == 10_000
 
 
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "born_timestamp_ms": st.none() | st.integers(0, 1 << 62) | st.sampled_from([-1, 1 << 63, True]),
+        "born_host": st.sampled_from(
+            [None, ("10.0.0.1", 7), b"\n\0\0\1\0\0\0\7", ("::1", 7), ["10.0.0.1", 7], ("x", 7)]
+        ),
+        "store_host": st.sampled_from([None, b"\x7f\0\0\1\0\0\x2a\x9f", ("10.0.0.2", 9)]),
+        "sys_flag": st.sampled_from([0, 2, 8, 10, 1, 4, 12, 16, 32, -1, 1 << 31, 1 << 64, "8"]),
+        "reconsume_times": st.integers(0, 16) | st.sampled_from([-1, 1 << 31, None]),
+        "prepared_transaction_offset": st.integers(0, 1 << 62) | st.sampled_from([-1, 1 << 63, 1.5]),
+    },
+)
+
+
+@needs_core
+@settings(deadline=None)
+@given(st.lists(FIELDS, min_size=1, max_size=5))
+def test_fields_of_a_broker_are_stored_or_refused_alike(given_fields: list[dict[str, Any]]) -> None:
+    said = []
+    for compiled in (True, False):
+        with MessageStore.open(
+            "/store", StoreConfig.tiny(), files=MemoryFiles(), clock=ManualClock(), background=False
+        ) as store:
+            results: list[object] = []
+            for fields in [{}, *given_fields]:
+                try:
+                    append = store.append if compiled else store.appender.append
+                    results.append(append(Message("T", b"x", tags="a", keys="k"), **fields))
+                except (RmqError, TypeError) as error:
+                    results.append((type(error), str(error)))
+            said.append((results, [message.raw for message in store]))
+    assert said[0] == said[1]
+
+
+@needs_core
+def test_sends_and_transactions_of_a_broker_are_compiled() -> None:
+    with MessageStore.open("/store", StoreConfig.tiny(), files=MemoryFiles(), background=False) as store:
+        fields: list[Any] = [
+            {"born_timestamp_ms": 5, "born_host": ("10.0.0.1", 7), "sys_flag": 0, "reconsume_times": 0},
+            {"sys_flag": 8, "prepared_transaction_offset": 90, "wait": False},
+        ]
+        store.append(Message("T", b"x"))
+        before = CORE.counts()["append"]
+        for values in fields:
+            store.append(Message("T", b"x"), **values)
+        assert CORE.counts()["append"] - before == 2
+
+
 @needs_core
 @pytest.mark.parametrize(
     "changed",

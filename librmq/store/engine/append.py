@@ -110,6 +110,7 @@ class Appender(AppendState):
         self.system_now_ms = self.now_ms if type(clock) is SystemClock else None
         self.manual_now_ms = self.now_ms if type(clock) is ManualClock else None
         self.message_class, self.result_class, self.batch_fixed_size = Message, AppendResult, BATCH_FIXED_SIZE
+        self.host_bytes = host_bytes
         self.refusal = refusal
         self._wake = wake
         self._watchers: list[Callable[[], None]] = []
@@ -312,7 +313,8 @@ class Appender(AppendState):
         header = record_format.HEADERS[data[record_format.SYS_FLAG_AT + 3] & record_format.HOSTS_V6].unpack_from(data)
         _, _, _, _, own_flag, _, _, own_sys_flag, born_timestamp_ms, born_at, _, stored_at, times, _, _ = header
         message = Message._from_parts(topic, data[begin:end], own_flag if flag is None else flag, dict(properties))
-        return self.append(
+        append = getattr(self, "append_usual", self.append)  # of the compiled core
+        result: AppendResult = append(
             message,
             queue_id,
             born_timestamp_ms=born_timestamp_ms,
@@ -324,6 +326,7 @@ class Appender(AppendState):
             properties_raw=raw,
             wait=False,
         )
+        return result
 
     def append_batch(  # noqa: PLR0913 (a keyword for each field of a record)
         self,
