@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
+import importlib.util
 import io
 import json
 import os
@@ -245,12 +246,19 @@ def test_the_map_is_that_of_the_folder() -> None:
     assert [height[name] for name in names] == sorted(height.values())
 
 
-def test_the_modules_of_ideas_and_walks_exist() -> None:
+def test_ideas_and_walks_name_modules_and_calls_that_exist() -> None:
     text = (DOCS / "design.md").read_text("utf-8").partition("| idea | module |")[2]
-    cells = re.findall(r"^\|[^|`]*\| (`[a-z_`., ;]+`) \|", text, re.MULTILINE)
-    names = {name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
-    assert len(names) > 25
-    assert [name for name in sorted(names) if find_spec(f"librmq.{name}") is None] == []
+    ideas = set(re.findall(r"^\|[^|`]*\| `([a-z_.]+)` \|$", text, re.MULTILINE))
+    hops = re.findall(r"^[│├└ ]*([A-Z_a-z][\w., →]*?) {2,}([a-z_.]+)", text, re.MULTILINE)
+    assert len(ideas) > 25
+    assert len(hops) > 35
+    sources = {name: importlib.util.find_spec(f"librmq.{name}") for name in ideas.union(module for _, module in hops)}
+    assert [name for name, found in sorted(sources.items()) if found is None] == []
+    for calls, module in hops:
+        found = sources[module]
+        assert found is not None
+        source = Path(found.origin or "").read_text("utf-8")
+        assert any(re.search(rf"(def|class) {call}\b", source) for call in re.findall(r"\w+", calls)), calls
 
 
 # ---------------------------------------------------------------------------------------------------- examples
