@@ -1,8 +1,9 @@
-"""The recipes of docs/spark.md for Delta Lake and Iceberg, with batches of messages in place of a stream."""
+"""The example for Delta Lake and Iceberg, with batches of messages in place of a stream."""
 
 from __future__ import annotations
 
-import re
+import runpy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +19,9 @@ from librmq import columns
 
 
 def recipe(name: str, folder: Path) -> Any:
-    """Return a function of the page, whose tables are in ``folder``."""
-    page = (CHECKOUT / "docs" / "spark.md").read_text("utf-8")
-    (block,) = (one for one in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "def to_delta(" in one)
-    delta, iceberg = block.partition("from pyiceberg")[::2]
-    code = delta if name == "to_delta" else f"from pyiceberg{iceberg.partition('writer = ')[0]}"
-    names: dict[str, Any] = {}
-    exec(code.replace('"messages"', f'"{folder}/messages"').replace("/data/", f"{folder}/"), names)
-    return names[name]
+    """Return a function of the example, whose tables are in ``folder``."""
+    names = runpy.run_path(str(CHECKOUT / "examples" / "spark" / "lake_tables.py"))
+    return partial(names[name], folder=str(folder))
 
 
 def to_delta(folder: Path) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -258,13 +257,11 @@ def test_options_that_do_not_go_together_are_refused(
 
 
 @pytest.mark.slow
-def test_the_page_for_node_passes(node: OfficialClient, tmp_path: Path) -> None:
-    page = (CHECKOUT / "docs" / "howto" / "test-in-node-go-java.md").read_text("utf-8")
-    (script,) = re.findall(r"^```js\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "worker.test.cjs").write_text(script, "utf-8")
+def test_the_example_for_node_passes(node: OfficialClient, tmp_path: Path) -> None:
+    script = CHECKOUT / "examples" / "worker.test.cjs"
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     told = replace(node, variables={**node.variables, "PATH": path}).run(
-        "--test", "--test-force-exit", tmp_path / "worker.test.cjs", home=tmp_path
+        "--test", "--test-force-exit", script, home=tmp_path
     )
     assert "# pass 1\n# fail 0" in told
 
