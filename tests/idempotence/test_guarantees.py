@@ -19,6 +19,9 @@ from tests.idempotence.conftest import DATABASES, Database, Place
 from tests.idempotence.test_listener import Delivery
 from tests.reference import CHECKOUT
 
+GUARDED: Final = ("memory", "sqlite", "postgresql", "mysql", "redis")
+"""The stores of the guard."""
+
 
 def table() -> dict[str, dict[str, str]]:
     """The outcomes by event and store."""
@@ -27,7 +30,8 @@ def table() -> dict[str, dict[str, str]]:
     )
     lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
     titles, _, *rows = [[cell.strip(" *") for cell in line] for line in lines]
-    return {row[0]: dict(zip(titles[1:], row[1:], strict=True)) for row in rows}
+    assert titles[1:] == ["the guard", "transactional"]
+    return {what: {**dict.fromkeys(GUARDED, guarded), "transactional": inside} for what, guarded, inside in rows}
 
 
 TABLE: Final = table()

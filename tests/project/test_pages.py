@@ -153,27 +153,6 @@ ERRORS: list[Callable[[Path], object]] = [
 ]
 
 
-def test_log_lines_are_as_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    part = (DOCS / "troubleshooting.md").read_text("utf-8").partition("## Log lines")[2].partition("\n## ")[0]
-    shown = re.findall(r"^\| `(.*?)` \|", part, re.MULTILINE)
-    store = MessageStore.open(tmp_path / "store")
-    store.append(Message("orders", b"x"))
-    store.abandon()
-    MessageStore.open(tmp_path / "store").close()
-    runner = ManualRunner()
-    with Broker.temporary(runner=runner) as broker:
-        consumer = PushConsumer(broker, "billing", max_reconsume_times=1)
-        consumer.subscribe("orders", lambda message: 1 // 0)
-        consumer.start()
-        Producer(broker, "shop").send("orders", b"x", keys="o-1")
-        runner.advance(60_000)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(shown) > 1
-    for text in shown:
-        pattern = ".*".join(map(re.escape, text.split("…")))
-        assert any(re.fullmatch(pattern, line) for line in lines), (text, lines)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("row", "provoke"), list(zip(ROWS, ERRORS, strict=True)), ids=[text for text, _ in ROWS])
 def test_an_error_has_the_text_of_its_row(
@@ -269,7 +248,7 @@ def test_the_lines_of_the_page_exist(generated: ModuleType) -> None:
     rows = re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
     texts = [*generated.WORDLESS_LINES, *(text for _, _, text, _ in generated.log_lines())]
     patterns = {row: ".*".join(map(re.escape, row.split("…"))) for row in rows}
-    assert len(rows) > 30
+    assert len(rows) > 20
     assert [row for row, pattern in patterns.items() if not any(re.match(pattern, text) for text in texts)] == []
 
 
