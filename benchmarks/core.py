@@ -21,12 +21,11 @@ from benchmarks import peers, store
 from benchmarks.frame import CHECKOUT, SIZES, AbsentError, Bench, Case, Part, Run, Setup, Target, Timed, main, measure
 from benchmarks.peers import TOPIC, Load, make_load
 from benchmarks.store import BATCH, PULL
-from librmq.columns import reader
 from librmq.message.message import Message
 from librmq.store import MessageStore
 
 COUNT: Final = 51_200
-NEEDS: Final = ("librmq_core", "isal", "pyarrow")
+NEEDS: Final = ("librmq_core", "isal")
 
 
 def in_threads(load: Load, folder: Path, *, threads: int) -> Timed:
@@ -47,13 +46,6 @@ def in_threads(load: Load, folder: Path, *, threads: int) -> Timed:
         yield len(load.messages) * 2 / threads
 
 
-def columns(stored: Any, _: Path) -> Timed:
-    """Read the whole store as Arrow, with checksums."""
-    yield
-    rows = sum(batch.num_rows for batch in reader(stored.path))
-    yield rows
-
-
 def scan(stored: Any, folder: Path) -> Timed:
     """Scan the whole log, and count its records instead of its bytes."""
     yield
@@ -68,7 +60,6 @@ BOTH: Final[list[tuple[str, Run, Target, bool]]] = [
     ("single append, two threads", two_threads, Target(5), False),
     (f"batch append {BATCH}", store.append_batches, Target(2.3), False),
     (f"pull {PULL}, with bodies", store.pull, Target(2), True),
-    ("all columns as Arrow", columns, Target(), True),
 ]
 
 

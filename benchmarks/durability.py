@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 import time
 from collections import deque
@@ -108,19 +106,10 @@ def append_pipelined(load: Load, folder: Path, *, window: int) -> Timed:
 
 SHARES: Final = {"median": 0.5, "p99": 0.99, "p99.9": 0.999, "p99.99": 0.9999}
 APPENDS: Final = 200_000
-PACE_NS: Final = 3000
-"""Time between the writes of the bare loop, in which it makes as many as the store."""
-
-
-def shares(nanoseconds: list[int]) -> dict[str, float]:
-    """Return the seconds below which each share of the calls stays."""
-    nanoseconds.sort()
-    last = len(nanoseconds) - 1
-    return {name: nanoseconds[min(int(share * (last + 1)), last)] / 1e9 for name, share in SHARES.items()}
 
 
 def append_latency(bench: Bench, folder: Path) -> dict[str, float]:
-    """Return shares of single appends in async, while the background thread runs."""
+    """Return the seconds below which shares of single appends in async stay, while the background thread runs."""
     messages, times, clock = make_messages(min(bench.count(APPENDS), 50_000), 1024), [], time.perf_counter_ns
     with MessageStore.open(folder / "store") as store:
         append = store.append
@@ -130,28 +119,8 @@ def append_latency(bench: Bench, folder: Path) -> dict[str, float]:
             begin = clock()
             append(message)
             times.append(clock() - begin)
-    return shares(times)
-
-
-def write_latency(bench: Bench, folder: Path, *, touched: bool) -> dict[str, float]:
-    """Return shares of a loop that only writes into a mapped file with blocks, with ``touched`` also with its pages."""
-    times, clock, count, data = [], time.perf_counter_ns, bench.count(APPENDS), bytes(1221)
-    size = len(data)
-    descriptor = os.open(folder / "raw", os.O_RDWR | os.O_CREAT)
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size * count)
-    os.truncate(descriptor, size * count)
-    with mmap.mmap(descriptor, size * count) as buffer:
-        os.close(descriptor)
-        if touched:
-            buffer[:] = bytes(len(buffer))
-        for at in range(0, size * count, size):
-            begin = clock()
-            buffer[at : at + size] = data
-            times.append(clock() - begin)
-            while clock() < begin + PACE_NS:
-                pass
-    return shares(times)
+    times.sort()
+    return {name: times[int(share * (len(times) - 1))] / 1e9 for name, share in SHARES.items()}
 
 
 def cases() -> Iterator[Case]:
@@ -172,16 +141,9 @@ def cases() -> Iterator[Case]:
     for window, target in ((256, Target(12)), (4096, Target(reach=20))):
         run = partial(append_pipelined, window=window)
         yield Case(f"{name}, pipelined", run, f"window {window:,}", flushes, against, target, setup=setup, limit=True)
-    fresh, touched = partial(write_latency, touched=False), partial(write_latency, touched=True)
-    for title, latency, share, target in (
-        ("single append", append_latency, "p99", Target()),
-        ("single append", append_latency, "p99.9", Target()),
-        ("single append", append_latency, "p99.99", Target(50, 15, at_most=True)),
-        ("raw mapped write", fresh, "p99.99", Target()),
-        ("raw, pages touched", touched, "p99.99", Target()),
-    ):
-        yield Case(f"latency of {title}, {share}", Part(latency, share), "1 KiB", Part(append_latency, "median"),
-                   "the median", target, "s", limit=True)  # fmt: skip
+    for share, target in (("p99", Target()), ("p99.9", Target()), ("p99.99", Target(50, 15, at_most=True))):
+        yield Case(f"latency of single append, {share}", Part(append_latency, share), "1 KiB",
+                   Part(append_latency, "median"), "the median", target, "s", limit=True)  # fmt: skip
 
 
 CASES: Final = list(cases())

@@ -158,10 +158,9 @@ def spark(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
     from pyspark.sql import functions as F  # noqa: N812
     from pyspark.sql.types import BooleanType
 
-    from librmq.spark import session
+    from benchmarks.spark import started
 
-    started = session("librmq benchmark", "local[2]", {"spark.sql.shuffle.partitions": "2"})
-    started.sparkContext.setLogLevel("ERROR")
+    session = started()
     sql, count = SqlFilter(EXPRESSION), bench.count(SPARK_ROWS)
 
     def pick(seed: int, values: Sequence[str]) -> Any:
@@ -169,7 +168,7 @@ def spark(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
         return F.element_at(F.array(*map(F.lit, values)), number + 1)
 
     def columns_of(rows: int) -> Any:
-        return started.range(rows).select(
+        return session.range(rows).select(
             (F.rand(1) * 100).cast("int").cast("string").alias("a"),
             pick(2, ("eu", "us", "cn", "jp")).alias("region"),
             F.when(F.rand(3) < 0.5, "t").alias("TAGS"),
@@ -201,7 +200,7 @@ def spark(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
 
         def stored(name: str, frame: Any) -> Any:
             frame.write.parquet(str(folder / name))
-            return started.read.parquet(str(folder / name))
+            return session.read.parquet(str(folder / name))
 
         columns = stored("columns", columns_of(count))
         pairs = [part for name in NAMES for part in (F.lit(name), F.col(name))]
@@ -234,39 +233,27 @@ def plan(plans: dict[str, tuple[Any, int]], _: Path, *, name: str) -> Timed:
 def cases() -> Iterator[Case]:
     name, ours = "filter, one message", partial(one_by_one, make=lambda: SqlFilter(EXPRESSION).matches)
     distinct = partial(one_by_one, make=lambda: SqlFilter(EXPRESSION).matches, distinct=10**9)
-    table: list[tuple[str, Run, Target, str]] = [
-        ("a lambda, exact", partial(one_by_one, make=lambda: by_hand(exact_integer)), Target(1.3, 2), "re"),
-        (
-            "a lambda, integers cached",
-            partial(one_by_one, make=lambda: by_hand(cached_integer)),
-            Target(0.8, 0.95),
-            "re",
-        ),
-        ("common-expression-language", partial(one_by_one, make=by_cel, share=10), Target(25, 40), "cel"),
-        ("jmespath", partial(one_by_one, make=by_jmespath, share=10), Target(25, 40), "jmespath"),
-    ]
-    for against, peer, target, module in table:
-        yield Case(name, ours, "100 values", peer, against, target, needs=(module,))
+    for against, make, share, target, module in (
+        ("a lambda, exact", lambda: by_hand(exact_integer), 1, Target(1.3, 2), "re"),
+        ("a lambda, integers cached", lambda: by_hand(cached_integer), 1, Target(0.8, 0.95), "re"),
+        ("common-expression-language", by_cel, 10, Target(25, 40), "cel"),
+        ("jmespath", by_jmespath, 10, Target(25, 40), "jmespath"),
+    ):
+        by_other = partial(one_by_one, make=make, share=share)
+        yield Case(name, ours, "100 values", by_other, against, target, needs=(module,))
     by_lambda = partial(one_by_one, make=lambda: by_hand(exact_integer), distinct=10**9)
     yield Case(name, distinct, "all distinct", ours, "100 values", Target(0.6), limit=True)
     yield Case(name, distinct, "all distinct", by_lambda, "a lambda, exact")
-    name, columns = (
-        "filter, Arrow",
-        partial(in_batches, match=lambda given: SqlFilter(EXPRESSION).match_arrow(given.batch)),
-    )
+    columns = partial(in_batches, match=lambda given: SqlFilter(EXPRESSION).match_arrow(given.batch))
     maps = partial(in_batches, match=lambda given: SqlFilter(EXPRESSION).match_arrow(given.map))
-    for run, detail, peer, against, target in (
+    by_kernels, not_exact = partial(in_batches, match=kernels), "kernels by hand, not exact"
+    arrow_cases: tuple[tuple[Run, str, Run, str, Target], ...] = (
         (columns, "string columns", one_message, "one message", Target(5, 6)),
-        (
-            columns,
-            "string columns",
-            partial(in_batches, match=kernels),
-            "kernels by hand, not exact",
-            Target(0.8, 0.95),
-        ),
+        (columns, "string columns", by_kernels, not_exact, Target(0.8, 0.95)),
         (maps, "map column", one_message, "one message", Target(1.2, 1.5)),
-    ):
-        yield Case(name, run, detail, peer, against, target, setup=arrow, needs=("pyarrow",))
+    )
+    for run, detail, peer, against, target in arrow_cases:
+        yield Case("filter, Arrow", run, detail, peer, against, target, setup=arrow, needs=("pyarrow",))
     runs: dict[str, Run] = {}
     for detail, other, against, target in (
         ("string columns", "string columns, not exact", "Catalyst by hand, not exact", Target(0.75, 0.85)),
@@ -277,9 +264,8 @@ def cases() -> Iterator[Case]:
         ("string columns", "row udf", "a row UDF", Target(20, 30)),
     ):
         both = [runs.setdefault(name, partial(plan, name=name)) for name in (detail, other)]
-        yield Case(
-            "filter, Spark", both[0], detail, both[1], against, target, "rows/s", spark, needs=("pyspark", "pyarrow")
-        )
+        needs = ("pyspark", "pyarrow")
+        yield Case("filter, Spark", both[0], detail, both[1], against, target, "rows/s", spark, needs=needs)
 
 
 CASES: Final = list(cases())

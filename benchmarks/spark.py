@@ -190,7 +190,7 @@ def names(types: str) -> list[str]:
     return [column.split()[0] for column in types.split(", ")]
 
 
-def sources(path: str, count: int, slow: int) -> dict[str, Any]:  # noqa: C901 (a peer each)
+def sources(path: str, count: int, slow: int) -> list[Any]:  # noqa: C901 (a peer each)
     """Return Python data sources that do equal work by other means; ``slow`` is the rows of those with loops."""
     import pyarrow as pa
     from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
@@ -204,12 +204,6 @@ def sources(path: str, count: int, slow: int) -> dict[str, Any]:  # noqa: C901 (
         casts = {"int": pa.int32(), "bigint": pa.int64(), "timestamp": pa.timestamp("us", "UTC")}
         arrays = [pa.array(at).cast(casts[column.split()[1]]) for column in types.split(", ")]
         return pa.RecordBatch.from_arrays(arrays, names(types))
-
-    def entries(number: int) -> Iterator[Any]:
-        return same(numpy_columns(65_536, ENTRIES))
-
-    def header(number: int) -> Iterator[Any]:
-        return same(numpy_columns(ROWS, HEADER_TYPES))
 
     def tuples(number: int) -> Iterator[tuple[Any, ...]]:
         with MessageStore.open(path, read_only=True) as store:
@@ -233,7 +227,7 @@ def sources(path: str, count: int, slow: int) -> dict[str, Any]:  # noqa: C901 (
             arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
-    def source(read: Callable[[int], Iterator[Any]], types: str) -> type[DataSource]:
+    def source(peer: str, read: Callable[[int], Iterator[Any]], types: str) -> type[DataSource]:
         class Reader(DataSourceReader):
             def partitions(self) -> list[InputPartition]:
                 return [InputPartition(number) for number in range(TASKS)]
@@ -244,7 +238,7 @@ def sources(path: str, count: int, slow: int) -> dict[str, Any]:  # noqa: C901 (
         class Source(DataSource):
             @classmethod
             def name(cls) -> str:
-                return f"peer_{read.__name__}"
+                return f"peer_{peer}"
 
             def schema(self) -> str:
                 return types
@@ -254,15 +248,19 @@ def sources(path: str, count: int, slow: int) -> dict[str, Any]:  # noqa: C901 (
 
         return Source
 
-    peers = ((entries, ENTRIES), (header, HEADER_TYPES), (tuples, WHOLE), (arrow, WHOLE))
-    return {read.__name__: source(read, types) for read, types in peers}
+    return [
+        source("entries", lambda _: same(numpy_columns(65_536, ENTRIES)), ENTRIES),
+        source("header", lambda _: same(numpy_columns(ROWS, HEADER_TYPES)), HEADER_TYPES),
+        source("tuples", tuples, WHOLE),
+        source("arrow", arrow, WHOLE),
+    ]
 
 
 def frames(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
     """Yield frames of librmq, of the peers and of Parquet, each with its number of rows."""
     spark, count = started(), bench.count(MESSAGES)
     path, slow = store_of(count), min(count, 100_000)
-    for source in sources(path, count, slow).values():
+    for source in sources(path, count, slow):
         spark.dataSource.register(source)
 
     def ours(schema: str | None = None, **options: str) -> Any:
@@ -420,13 +418,8 @@ def row_writer() -> Any:
                 hashes = [index_key_hash(row["topic"], key) for key in (row["uniqueKey"], row["keys"])]
                 columns.append((len(records[-1]), number % 4, record_format.tags_code(row["tags"]), hashes))
             types = {"size": pa.int32(), "lane": pa.int32(), "tagsCode": pa.int64(), "keys": pa.list_(pa.int64())}
-            table = pa.table(
-                [
-                    pa.array(column, type)
-                    for column, type in zip(zip(*columns, strict=True), types.values(), strict=True)
-                ],
-                list(types),
-            )
+            rows = [dict(zip(types, row, strict=True)) for row in columns]
+            table = pa.Table.from_pylist(rows, pa.schema(types.items()))
             task, lanes = (0 if context is None else context.partitionId()), [("Orders", number) for number in range(4)]
             return Ready(stage(self.folder, str(task), table, 1, b"".join(records), lanes))
 
@@ -512,15 +505,7 @@ def weighed(bench: Bench) -> Iterator[dict[str, float]]:
 
 
 READ: Final = [
-    (
-        "Spark, reading",
-        "entries",
-        "queue entries (5 columns)",
-        "entries peer",
-        "a source of 5 numpy columns",
-        0.75,
-        0.95,
-    ),
+    ("Spark, reading", "entries", "queue entries (5 columns)", "entries peer", "a source of 5 numpy columns", .75, .95),
     ("Spark, reading", "header", "six header columns", "header peer", "a source of 6 numpy columns", 0.55, 0.70),
     ("Spark, reading", "whole", "whole messages", "tuples", "a source of tuples", 4, 6),
     ("Spark, reading", "whole", "whole messages", "arrow", "a Python loop into Arrow", 3, 4.5),

@@ -78,9 +78,8 @@ class BareStub:
             handle(name, f"{name}Request", f"{name}Response", grpc.unary_unary_rpc_method_handler, answer)
         handle("ReceiveMessage", "ReceiveMessageRequest", "ReceiveMessageResponse",
                grpc.unary_stream_rpc_method_handler, self._receive)  # fmt: skip
-        handle(
-            "Telemetry", "TelemetryCommand", "TelemetryCommand", grpc.stream_stream_rpc_method_handler, self._configure
-        )
+        command, streams = "TelemetryCommand", grpc.stream_stream_rpc_method_handler
+        handle("Telemetry", command, command, streams, self._configure)
 
         class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             def service(self, details: Any) -> Any:
@@ -328,18 +327,14 @@ def connected(given: Any, _: Path, *, count: int, one_way: bool) -> Timed:
 
 
 def cases() -> Iterator[Case]:
-    for detail, kind, count in (
-        ("a send", "send", 2_000),
-        ("an asynchronous send", "async", 4_000),
-    ):
+    for detail, kind, count in (("a send", "send", 2_000), ("an asynchronous send", "async", 4_000)):
         ours, bare = (partial(official, server=server, kind=kind, count=count) for server in ("librmq", "bare"))
         yield Case("gRPC", ours, detail, bare, "a bare stub", Target(0.8), setup=grpc_servers, limit=True,
                    needs=("rocketmq", "grpc"))  # fmt: skip
     for detail, kind, target in (("a send, 64 under way", "send", 0.6), ("a pull of 32 messages", "pull", 0.5)):
         both: list[Run] = [partial(remote, server=server, kind=kind) for server in ("librmq", "bare")]
-        yield Case(
-            "remoting", both[0], detail, both[1], "a bare stub", Target(target), setup=remoting_servers, limit=True
-        )
+        yield Case("remoting", both[0], detail, both[1], "a bare stub", Target(target), setup=remoting_servers,
+                   limit=True)  # fmt: skip
     for detail, run, target in (
         ("acknowledged sends", partial(connected, count=2_000, one_way=False), 3_000),
         ("one-way sends", partial(connected, count=8_000, one_way=True), 20_000),

@@ -380,8 +380,6 @@ def check(arguments: Sequence[str]) -> int:
         programs = {name: running.enter_context(Beside(name, command)) for name, command in beside.items()}
         if not is_linted:
             step("tests", *python, "pytest", *pytest_words(words, paths, options))
-            if options.coverage:
-                list_uncovered()
         for name, program in programs.items():
             print(f"\n== {name}", flush=True)
             failed += [name] if program.wait() else []
@@ -395,19 +393,8 @@ def pytest_words(words: Sequence[str], paths: Sequence[str], options: argparse.N
     chosen = [*IN_PARALLEL, *(["-m", "not slow and not spark"] if options.quick else [])]
     chosen += ["-n", "0"] if paths and all(".py" in path for path in paths) else []
     chosen += ["-x"] if options.quick and not options.keep_going else []
-    chosen += ["--cov", "--cov-report="] if options.coverage else []
+    chosen += ["--cov", "--cov-report=term-missing:skip-covered"] if options.coverage else []
     return [*chosen, *(words or ["-q"])]
-
-
-def list_uncovered() -> None:
-    """Keep the list of lines that no test reached, the least covered module first, and show its beginning."""
-    words = [str(PYTHON), "-m", "coverage", "report"]
-    printed = subprocess.run(words, cwd=CHECKOUT, env=variables(), capture_output=True, text=True, check=False).stdout
-    LOGS.mkdir(exist_ok=True)
-    listing = LOGS / "uncovered.txt"
-    listing.write_text(printed, "utf-8")
-    print(*(line[:118] for line in printed.splitlines()[:22]), sep="\n")
-    print(f"All lines that no test reached: {listing}")
 
 
 def parser() -> argparse.ArgumentParser:
