@@ -1,4 +1,4 @@
-"""Each line that a command prints has the type that `librmq.cli.row_types` gives it, and that the page shows."""
+"""Each line that a command prints has the type that `librmq.cli.rows` gives it, and that the page shows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from jsonschema import Draft202012Validator
 
-from librmq.cli.row_types import ROWS
+from librmq.cli.rows import ROW_TYPES as ROWS
 from librmq.cli.syntax import COMMANDS
 from tests.cli.stand import Shell
 from tests.reference import CHECKOUT, COMPACT, unpack
