@@ -40,6 +40,18 @@ _BETWEEN_TEXT: Final = r',"\u001e",'
 _names: Final[dict[str, str]] = {}
 """Names by the paths in whose place messages have them."""
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+_encode_apart: Final = json.JSONEncoder(ensure_ascii=False, separators=(_BETWEEN, ":"), allow_nan=False).encode
+
+
+class NamedRow(Protocol):
+    """A row as a named tuple."""
+
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 class RowWriter(Protocol):
@@ -100,7 +112,7 @@ class Output:
         """Pass on every row so far; a table may wait until it is full."""
         self.writer.flush()
 
-    def rows_of(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def rows_of(self, rows: Iterable[Mapping[str, Any]] | Iterable[NamedRow]) -> None:
         """Print many small rows, faster than one by one.
 
         Raises:
@@ -108,7 +120,7 @@ class Output:
         """
         if not isinstance(self.writer, JsonLines):
             for row in rows:
-                self.row(row)
+                self.row(row if isinstance(row, Mapping) else row._asdict())
             return
         remaining = iter(rows)
         while block := list(islice(remaining, min(_BLOCK, (self._limit or sys.maxsize) - self.rows))):
@@ -144,6 +156,16 @@ def _json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
     return _safe("\n".join(lines)) + "\n"
 
 
+def _lines_of_tuples(rows: Sequence[NamedRow]) -> str:
+    """Return rows with the names of the first one as lines."""
+    names = rows[0]._fields
+    values = _encode_apart(list(chain.from_iterable(rows)))[1:-1].split(_BETWEEN)  # JSON escapes it in texts
+    if len(values) != len(rows) * len(names):  # there are lists in the rows
+        return _json_lines([row._asdict() for row in rows])
+    line = ",".join(f"{_encode(name)}:%s" for name in names)
+    return _safe(f"{{{line}}}\n" * len(rows) % tuple(values))
+
+
 def _safe(text: str) -> str:
     return text if text.isascii() and "\x7f" not in text else _UNSAFE_IN_JSON.sub(escape, text)
 
@@ -158,9 +180,9 @@ class JsonLines:
         """Print a row."""
         self._stream.write(json_line(row) + "\n")
 
-    def rows_of(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print rows."""
-        self._stream.write(_json_lines(rows))
+    def rows_of(self, rows: Sequence[Any]) -> None:
+        """Print rows: mappings, or named tuples of one type."""
+        self._stream.write(_json_lines(rows) if isinstance(rows[0], Mapping) else _lines_of_tuples(rows))
 
     def flush(self) -> None:
         """Pass on every row so far."""

@@ -358,15 +358,15 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
     with viewed(source) as view:
         queues = _queues_by_topic(view)
         groups_by_topic: dict[str, list[str]] = {}
-        for group_name, name in sorted(view.progress):
+        for group_name, name in view.progress:
             if group in (None, group_name) and topic in (None, name):
                 groups_by_topic.setdefault(name, []).append(group_name)
-        topics = [
-            columns
-            for name in groups_by_topic
-            for columns in _topic_progress(view, name, groups_by_topic[name], queues.get(name), times)
-        ]
-        return Lag(sorted(topics, key=lambda columns: columns[:2]), view.now_ms)
+        by_group: dict[str, dict[str, TopicProgress]] = {}
+        for name, groups in groups_by_topic.items():
+            for columns in _topic_progress(view, name, groups, queues.get(name), times):
+                by_group.setdefault(columns.group, {})[name] = columns
+        topics = [of_group[name] for _, of_group in sorted(by_group.items()) for name in sorted(of_group)]
+        return Lag(topics, view.now_ms)
 
 
 def lag_of_view(view: View[Any], *, group: str | None = None, topic: str | None = None, times: bool = True) -> Lag:
@@ -404,24 +404,23 @@ def _queues_by_topic(view: StoreView) -> dict[str, _Queues]:
 
 
 def _topic_progress(
-    view: StoreView, topic: str, groups: Iterable[str], queues: _Queues | None, times: bool
+    view: StoreView, topic: str, groups: Sequence[str], queues: _Queues | None, times: bool
 ) -> Iterator[TopicProgress]:
     """Yield the columns of a topic for each group that has progress in it, or in a deleted queue of it."""
     ids, begins, ends = queues or _Queues((), (), ())
-    columns: list[tuple[str, list[int | None], list[int], list[int]]] = []
-    for group in groups:
-        offsets = list(map(view.progress[group, topic].get, ids))
-        columns.append((group, offsets, *unread_and_lags(offsets, begins, ends)))
-    oldest: Iterable[Sequence[int | None]] = repeat([None] * len(ids))
-    if times and ids:
-        by_queue = zip(ids, ends, zip(*(starts for _, _, starts, _ in columns), strict=True), strict=True)
-        oldest = zip(
-            *(_oldest_timestamps(view, (topic, queue_id), starts, end) for queue_id, end, starts in by_queue),
-            strict=True,
-        )
-    for (group, offsets, _, lags), oldest_ms in zip(columns, oldest, strict=False):
-        columns_of_group = TopicProgress(group, topic, ids, begins, ends, offsets, lags, oldest_ms)
-        progress = view.progress[group, topic]
+    progresses = [view.progress[group, topic] for group in groups]
+    by_queue: list[tuple[list[int | None], list[int], list[int | None]]] = []  # with an item of each group
+    for queue_id, begin, end in zip(ids, begins, ends, strict=True):
+        offsets = [progress.get(queue_id) for progress in progresses]
+        count = len(offsets)
+        starts, lags = unread_and_lags(offsets, repeat(begin, count), repeat(end, count))
+        oldest_ms = _oldest_timestamps(view, (topic, queue_id), starts, end if times else 0)
+        by_queue.append((offsets, lags, oldest_ms))
+    by_group: Iterable[Any] = repeat(((), (), ()), len(progresses))
+    if ids:
+        by_group = zip(*(zip(*columns, strict=True) for columns in zip(*by_queue, strict=True)), strict=True)
+    for group, progress, columns in zip(groups, progresses, by_group, strict=True):
+        columns_of_group = TopicProgress(group, topic, ids, begins, ends, *columns)
         deleted = [queue_id for queue_id in progress.keys() - ids if progress[queue_id] > 0]
         if deleted:
             rows = [

@@ -370,8 +370,15 @@ class StoreView(Closing):
 
     def queues(self, topic: str) -> dict[QueueName, range]:
         """Return the queue offsets of the messages in each queue of a topic."""
-        names = [(topic, queue_id) for queue_id in self.topics.get(topic, ())]
-        return {name: range(self.ranges[name].min_offset, self.ranges[name].max_offset) for name in names}
+        return self._offsets.get(topic, {})
+
+    @cached_property
+    def _offsets(self) -> dict[str, dict[QueueName, range]]:
+        """The queue offsets of each queue, by topic."""
+        offsets: dict[str, dict[QueueName, range]] = {}
+        for name, state in self.ranges.items():
+            offsets.setdefault(name[0], {})[name] = range(state.min_offset, state.max_offset)
+        return offsets
 
     def broker_name(self, queue: QueueName) -> str:
         """Return an empty name, because a store has one broker."""
@@ -385,21 +392,16 @@ class StoreView(Closing):
         """Yield the topics in which a group has progress, sorted, or one of them, each with its queues."""
         for name in self._topics_by_group.get(group, ()):
             if topic in (None, name):
-                offsets = self.progress[group, name]
-                yield (
-                    name,
-                    {
-                        queue: QueueProgress(offsets_of_queue.start, offsets_of_queue.stop, offsets.get(queue[1]))
-                        for queue, offsets_of_queue in self.queues(name).items()
-                    },
-                )
+                offset_of = self.progress[group, name].get
+                queues = self.queues(name).items()
+                yield name, {queue: QueueProgress(ids.start, ids.stop, offset_of(queue[1])) for queue, ids in queues}
 
     @cached_property
     def _topics_by_group(self) -> dict[str, list[str]]:
         topics: dict[str, list[str]] = {}
-        for group, topic in sorted(self.progress):
+        for group, topic in self.progress:
             topics.setdefault(group, []).append(topic)
-        return topics
+        return {group: sorted(topics[group]) for group in sorted(topics)}
 
     def message(self, topic: str, queue_id: int, queue_offset: int) -> StoredMessage | None:
         """Return a message of a queue; None if it is deleted."""

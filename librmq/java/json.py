@@ -31,9 +31,12 @@ _MAX_DEPTH: Final = 64
 
 _SPACE: Final = re.compile(r"[ \t\r\n]*")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-# Tables of progress are objects of whole numbers, and can have a hundred thousand of them.
+# A table of progress is an object of objects of whole numbers, and can have a million of either.
 _PAIR: Final = r"-?(?:0|[1-9][0-9]{0,17}):-?(?:0|[1-9][0-9]{0,17})"
 _NUMBERS: Final = re.compile(rf"\{{({_PAIR}(?:,{_PAIR})*)[ \t\r\n]*\}}")
+_ROW: Final = re.compile(
+    rf"""\s*"([^"\\\x00-\x1f\ud800-\udfff]*)"\s*:\s*\{{({_PAIR}(?:,{_PAIR})*)\s*\}}\s*,""".replace(r"\s", r"[ \t\r\n]")
+)
 _LITERALS: Final = {"t": ("true", True), "f": ("false", False), "n": ("null", None)}
 _string_at: Final = json.JSONDecoder().raw_decode
 
@@ -100,9 +103,8 @@ class _Reader:
         numbers = _NUMBERS.match(self._text, self._at) if depth < _MAX_DEPTH else None
         if numbers is not None:
             self._at = numbers.end()
-            flat = json.loads(f"[{numbers[1].replace(':', ',')}]")
-            return dict(zip(flat[::2], flat[1::2], strict=True))
-        result: dict[Any, Any] = {}
+            return _numbers_of([numbers[1]])[0]
+        result: dict[Any, Any] = self._rows() if depth < _MAX_DEPTH - 1 else {}
 
         def entry() -> None:
             key = self._key(depth + 1)
@@ -113,21 +115,30 @@ class _Reader:
             self._skip_space()
             result[key] = self._value(depth + 1)
 
-        self._elements("}", depth, entry)
+        self._elements("}", depth, entry, goes_on=bool(result))
         return result
+
+    def _rows(self) -> dict[Any, Any]:
+        """Read the first elements of an object, if they are objects of whole numbers, up to the comma behind them."""
+        names, numbers, at = [], [], self._at + 1
+        while (row := _ROW.match(self._text, at)) is not None:
+            names.append(row[1])
+            numbers.append(row[2])
+            self._at = at = row.end()
+        return dict(zip(names, _numbers_of(numbers), strict=True)) if names else {}
 
     def _list(self, depth: int) -> list[Any]:
         result: list[Any] = []
         self._elements("]", depth, lambda: result.append(self._value(depth + 1)))
         return result
 
-    def _elements(self, close: str, depth: int, element: Callable[[], None]) -> None:
-        """Read elements up to the closing bracket, and step behind it."""
+    def _elements(self, close: str, depth: int, element: Callable[[], None], *, goes_on: bool = False) -> None:
+        """Read elements up to the closing bracket, and step behind it; ``goes_on`` means that some were read."""
         if depth >= _MAX_DEPTH:
             self._fail(f"less than {_MAX_DEPTH} levels")
-        self._at += 1
+        self._at += not goes_on
         self._skip_space()
-        if self._text.startswith(close, self._at):
+        if not goes_on and self._text.startswith(close, self._at):
             self._at += 1
             return
         while True:
@@ -194,6 +205,12 @@ class _Reader:
         if actual is None:
             actual = repr(self._text[self._at : self._at + 20]) if self._at < len(self._text) else "the end"
         raise MalformedError(f"line {line}, column {column}: expected {expected}, found {actual}")
+
+
+def _numbers_of(texts: list[str]) -> list[dict[int, int]]:
+    """Return the objects of whole numbers that these texts say, without their braces."""
+    flat = json.loads(f"[[{'],['.join(texts).replace(':', ',')}]]")
+    return [dict(zip(row[::2], row[1::2], strict=True)) for row in flat]
 
 
 def dumps(value: object) -> str:

@@ -9,7 +9,7 @@ RocketMQ 4.9 counts a queue without progress from 0, and so includes messages th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 
 def unread_from(progress: int | None, begin: int) -> int:
@@ -24,7 +24,7 @@ def queue_lag(progress: int | None, begin: int, end: int) -> int:
 
 
 def unread_and_lags(
-    progresses: Sequence[int | None], begins: Sequence[int], ends: Sequence[int]
+    progresses: Iterable[int | None], begins: Iterable[int], ends: Iterable[int]
 ) -> tuple[list[int], list[int]]:
     """Return `unread_from` and `queue_lag` of many queues."""
     # Inline, because calls for each of 100,000 queues would take longer than all else.

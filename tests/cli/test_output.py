@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -46,6 +46,21 @@ def test_json_lines_are_read_back(value: Any) -> None:
     line = json_line({"value": value})
     assert json.loads(line) == {"value": value}
     assert printable(line) == line
+
+
+class NamedPair(NamedTuple):
+    text: str
+    more: Any
+
+
+@given(st.lists(st.tuples(st.text(), st.none() | st.integers() | st.lists(st.text()) | st.just({"a": 1, "b": [2]}))))
+def test_named_tuples_are_printed_as_their_rows(pairs: list[tuple[str, Any]]) -> None:
+    rows = [NamedPair(*pair) for pair in [*pairs, (NASTY, "%s\x1e,")]]
+    by_tuples, one_by_one = io.StringIO(), io.StringIO()
+    Output(JsonLines(by_tuples)).rows_of(rows)
+    for row in rows:
+        JsonLines(one_by_one).row(row._asdict())
+    assert by_tuples.getvalue() == one_by_one.getvalue()
 
 
 # --- which form

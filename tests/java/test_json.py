@@ -126,6 +126,7 @@ def test_of_equal_keys_the_last_wins() -> None:
         ('"\\ud800"', "line 1, column 1: expected text, found half a surrogate pair in it"),
         ("[" * 65 + "]" * 65, "line 1, column 65: expected less than 64 levels"),
         ('{"a":' * 100_000, "line 1, column 321: expected less than 64 levels"),
+        ('{"a":' * 64 + '{0:1},"b":{0:1}', "line 1, column 321: expected less than 64 levels"),
         ("{" * 100_000, "line 1, column 65: expected less than 64 levels"),
         ("\ufeff{}", "line 1, column 1: expected a value"),
         (b'{"\xff":1}', "byte 2 is not UTF-8"),
@@ -166,6 +167,20 @@ def test_tables_of_numbers_are_read_at_once_as_pair_by_pair() -> None:
     pairs = ",".join(f"{key}:{value}" for key, value in table.items())
     assert loads(f"{{{pairs}\n\t}}") == loads(f"{{ {pairs.replace(',', ' , ')} }}") == table
     assert loads("{0:1,0:2}") == {0: 2}
-    for wrong in ("{0:1,}", "{0:01}", "{0:1,2}", "{0:99999999999999999999}", "{0:1"):
+    rows = {f"t{number}@g": {0: number, 1: -number} for number in range(9)} | {"é\n": {0: 1}, "x": "y", "z@g": {2: 3}}
+    assert loads(dumps({"table": rows})) == loads(dumps({"table": rows}).replace("\t", " \t\n")) == {"table": rows}
+    assert loads('{"a":{0:1},"a":{0:2},"b":{}}') == {"a": {0: 2}, "b": {}}
+    for wrong in (
+        "{0:1,}",
+        "{0:01}",
+        "{0:1,2}",
+        "{0:99999999999999999999}",
+        "{0:1",
+        '{"a":{0:1},}',
+        '{"a":{0:1},',
+        '{"a":{0:1},,"b":{0:1}}',
+        '{"a":{0:1},"b":{0:01}}',
+        '{"a":{0:1},"b"}',
+    ):
         with pytest.raises(MalformedError):
             loads(wrong)

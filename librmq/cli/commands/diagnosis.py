@@ -38,7 +38,7 @@ def diagnose(arguments: argparse.Namespace, output: Output) -> int:
         for topic in arguments.important or ():
             note_topic(topic, view.topics, output)
         if arguments.volumes:
-            output.rows_of(volume._asdict() for volume in topic_volumes(view))
+            output.rows_of(topic_volumes(view))
             return 0
         thresholds = Thresholds(topics=frozenset(arguments.important or ()))
         if arguments.design:

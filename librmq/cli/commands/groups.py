@@ -15,13 +15,13 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from librmq.cli.output import Output, complain
-from librmq.cli.rows import Row, named
+from librmq.cli.rows import named
 from librmq.cli.selection import age_clock, first_at, note_group, note_topic, note_topic_of, parse_time
 from librmq.cli.stores import open_running, open_source, open_store, open_view
 from librmq.clock import SystemClock
 from librmq.diagnosis import deadletters
 from librmq.diagnosis.formatting import moment
-from librmq.diagnosis.group_lag import GroupLag, GroupRate, Lag, TopicLag, TopicProgress, lag_of_view
+from librmq.diagnosis.group_lag import GroupRate, Lag, TopicProgress, lag_of_view
 from librmq.diagnosis.view import StoreView, View, group_summaries
 from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 def groups(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each consumer group."""
     with open_source(arguments) as view:
-        rows = (row._asdict() for row in group_summaries(view, includes_own=arguments.all))
-        output.rows_of(_with_in_flight(view, rows))
+        output.rows_of(_with_in_flight(view, group_summaries(view, includes_own=arguments.all)))
     return 0
 
 
@@ -54,27 +53,29 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _lag_rows(view: View[Any], by: str, group: str | None, topic: str | None) -> Iterable[Row]:
+def _lag_rows(view: View[Any], by: str, group: str | None, topic: str | None) -> Iterable[Any]:
     if by == "origin":
         from librmq.diagnosis.pending import waiting_origins
 
         if not isinstance(view, StoreView):
             raise InputError("--by origin: expected a folder, because it reads the messages that wait")
-        return (row._asdict() for row in waiting_origins(view, group=group, topic=topic))
+        return waiting_origins(view, group=group, topic=topic)
     queue_lags = lag_of_view(view, group=group, topic=topic)
     if by == "queue":
         return _with_in_flight(view, chain.from_iterable(map(_queue_rows, queue_lags.topics)))
-    rows: Iterable[TopicLag | GroupLag] = queue_lags.by_topic() if by == "topic" else queue_lags.by_group()
-    return _with_in_flight(view, (row._asdict() for row in rows))
+    return _with_in_flight(view, queue_lags.by_topic() if by == "topic" else queue_lags.by_group())
 
 
-def _with_in_flight(view: View[Any], rows: Iterable[Row]) -> Iterable[Row]:
+def _with_in_flight(view: View[Any], rows: Iterable[Any]) -> Iterable[Any]:
     """Return rows of groups, with what POP holds for each if the store is that of a broker that knows POP."""
     if not isinstance(view, StoreView) or not view.revive_topics:
         return rows
     holds = _pop_holds(view)
     counts = holds.counts()
-    return (row | {"in_flight": counts[tuple(row[name] for name in _PLACE if name in row)]} for row in rows)
+    return (
+        row._asdict() | {"in_flight": counts[tuple(getattr(row, name) for name in _PLACE if hasattr(row, name))]}
+        for row in rows
+    )
 
 
 _PLACE: Final = ("group", "topic", "queue_id")
@@ -89,9 +90,11 @@ def _pop_holds(view: StoreView) -> PopHolds:
     return holds
 
 
-def _queue_rows(columns: TopicProgress) -> Iterable[Row]:
-    rows = (row._asdict() for row in columns.rows())
-    return map(named, columns.broker_names, rows) if columns.broker_names else rows
+def _queue_rows(columns: TopicProgress) -> Iterable[Any]:
+    rows = columns.rows()
+    if not columns.broker_names:
+        return rows
+    return (named(broker_name, row._asdict()) for broker_name, row in zip(columns.broker_names, rows, strict=True))
 
 
 def _no_lag_reason(view: StoreView) -> str:
@@ -110,7 +113,7 @@ def expiring(arguments: argparse.Namespace, output: Output) -> int:
 
     with open_view(arguments) as view:
         rows = expiring_of(view, reserved_s=arguments.reserved, within_s=arguments.within)
-        output.rows_of(row._asdict() for row in rows)
+        output.rows_of(rows)
         if view.owner is None and view.now_ms is not None:
             complain(f"note: no process uses the store; times count from its last message, {moment(view.now_ms)}")
     return 0
@@ -253,7 +256,7 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
     with open_store(arguments, all_in_memory=True) as store:
         holds = _pop_holds(StoreView.over(store)) if arguments.kind in (None, "pop") else None
         messages = pending_messages(store, kind=arguments.kind, topic=arguments.topic, holds=holds)
-        output.rows_of(message._asdict() for message in messages)
+        output.rows_of(messages)
         note_topic_of(store, arguments.topic, output)
     return 0
 
@@ -375,7 +378,7 @@ def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
         ]
         if arguments.causes:
             causes = deadletters.sum_up_causes(letter for _, letter in selected)
-            output.rows_of(cause._asdict() for cause in causes)
+            output.rows_of(causes)
         else:
             output.rows_of(named(view.broker_name(queue), letter._asdict()) for queue, letter in selected)
         if arguments.group is not None:

@@ -34,7 +34,7 @@ def topics(arguments: argparse.Namespace, output: Output) -> int:
         open_source(arguments) as view,
         ProgressBar("topics", len(view.listed_topics), "topics", quiet=output.is_on_terminal) as bar,
     ):
-        output.rows_of(summary._asdict() for summary in bar.track(topic_summaries(view), lambda summary: 1))
+        output.rows_of(bar.track(topic_summaries(view), lambda summary: 1))
         if isinstance(view, StoreView):
             for topic, row in sorted(view.tables.topics.rows.items()):
                 if is_compacted(row):
