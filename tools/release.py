@@ -23,6 +23,13 @@ VERSION_FILE = CHECKOUT / "librmq" / "__init__.py"
 CORE_FILE = CHECKOUT / "core" / "pyproject.toml"
 PROJECT_FILE = CHECKOUT / "pyproject.toml"
 SBOM = CHECKOUT / "tools" / "librmq.cdx.json"
+PLACES = (
+    (VERSION_FILE, r'(?<=^__version__ = ")[^"]+'),
+    (CORE_FILE, r'(?<=^version = ")[^"]+'),
+    (PROJECT_FILE, r'(?<="librmq-core==)[^"]+'),
+    (SBOM, r'(?<="version": ")[^"]+|(?<=pypi/librmq@)[^"]+'),
+)
+"""Where the version stands, and a pattern that finds it there."""
 UNRELEASED = "## [Unreleased]\n"
 IN_WHEEL = re.compile(r"(librmq/|pyspark_librmq/|pytest_librmq\.py$|librmq-[^/]+\.dist-info/)")
 NOT_SHIPPED = (".github/", ".devcontainer/", ".editorconfig", ".gitignore", ".pre-commit-config.yaml")
@@ -86,17 +93,12 @@ def release(version: str, dist: Path) -> None:
         raise ReleaseError(f"The tag v{version} is there already: name the next version.")
     if dist.exists() and any(dist.iterdir()):
         raise ReleaseError(f"{dist} is not empty: delete it, or name another folder with --dist.")
-    old = {path: path.read_text("utf-8") for path in (CHANGELOG, VERSION_FILE, CORE_FILE, PROJECT_FILE, SBOM)}
+    old = {path: path.read_text("utf-8") for path in (CHANGELOG, *(path for path, _ in PLACES))}
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     try:
         CHANGELOG.write_text(cut_changelog(old[CHANGELOG], version, today), "utf-8")
-        for path, pattern, line in (
-            (VERSION_FILE, r'^__version__ = "[^"]+"', f'__version__ = "{version}"'),
-            (CORE_FILE, r'^version = "[^"]+"', f'version = "{version}"'),
-            (PROJECT_FILE, r'"librmq-core==[^"]+"', f'"librmq-core=={version}"'),
-            (SBOM, r'("version": "|@)[0-9][^"]*"', rf'\g<1>{version}"'),
-        ):
-            path.write_text(re.sub(pattern, line, old[path], flags=re.MULTILINE), "utf-8")
+        for path, pattern in PLACES:
+            path.write_text(re.sub(pattern, version, old[path], flags=re.MULTILINE), "utf-8")
         run(sys.executable, "-m", "build", "--outdir", dist, CHECKOUT)
         run(sys.executable, "-m", "build", "--sdist", "--outdir", dist, CORE_FILE.parent)
         check_files(dist)
@@ -108,6 +110,20 @@ def release(version: str, dist: Path) -> None:
     run("git", "commit", "--quiet", "--all", "--allow-empty", "--message", f"Release {version}")
     run("git", "tag", "--annotate", f"v{version}", "--message", f"librmq {version}")
     print(f"Tagged v{version}. To publish it: git push --follow-tags")
+
+
+def check_tag(tag: str) -> None:
+    """Check that a tag names the version that the files have.
+
+    Raises:
+        ReleaseError: A file has another version.
+    """
+    for path, pattern in PLACES:
+        found = set(re.findall(pattern, path.read_text("utf-8"), re.MULTILINE))
+        if {f"v{version}" for version in found} != {tag}:
+            name = path.relative_to(CHECKOUT).as_posix()
+            versions = " and ".join(sorted(found)) or "no version"
+            raise ReleaseError(f"The tag is {tag}, but {name} has {versions}: let tools/release.py make the tag.")
 
 
 def check_files(dist: Path) -> None:
@@ -174,8 +190,9 @@ def run(*command: str | Path, folder: Path = CHECKOUT) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(prog="release.py", description="Cuts a release, and publishes nothing.")
-    parser.add_argument("version", nargs="?", help="the version, as 0.2.0; without it only --check or --install")
+    parser.add_argument("version", nargs="?", help="the version, as 0.2.0; without it only --tag, --check or --install")
     parser.add_argument("--dist", type=Path, default=CHECKOUT / "dist", help="folder of wheel and source distribution")
+    parser.add_argument("--tag", help="check that this tag names the version of the files")
     parser.add_argument("--check", action="store_true", help="check the files that are there already")
     parser.add_argument(
         "--install", nargs="*", metavar="EXTRA", help="install the wheel that is there, with each EXTRA"
@@ -185,6 +202,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if options.version:
             release(options.version, dist)
+        if options.tag is not None:
+            check_tag(options.tag)
         if options.check:
             check_files(dist)
         if options.install is not None:

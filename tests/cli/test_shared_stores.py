@@ -226,6 +226,7 @@ def test_reading_commands_have_the_present(shell: Shell, application: Sharing) -
     assert len(shell("tail", "live", "--topic", "orders", "-n", "3").rows) == 3
 
 
+@pytest.mark.slow
 def test_who_names_all_processes(shell: Shell, application: Sharing) -> None:
     with librmq.share("live") as shared:
         assert not shared.is_owner

@@ -58,12 +58,12 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
-@pytest.fixture
-def large(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a store of 8 MiB with a group that has consumed some messages."""
     clock = ManualClock(START_MS)
     config = StoreConfig(commitlog_file_size=2 << 20, consumequeue_file_size=200_000)
-    folder = tmp_path / "large"
+    folder = tmp_path_factory.mktemp("urls") / "large"
     with MessageStore.open(folder, config, clock=clock) as store:
         for number in range(900):
             clock.advance(ms=1000)
@@ -192,6 +192,7 @@ def test_damage_is_reported_by_its_url(shell: Shell) -> None:
     assert f"{URL}/commitlog/" in refused.said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs takes the place of PyArrow")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the server's own code
 def test_a_store_in_s3(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,6 +286,7 @@ def test_an_end_by_time_in_a_store_that_cannot_be_opened(path: Path, tmp_path: P
         assert planned.narrowed()["A", 0] == range(3, end)
 
 
+@pytest.mark.slow
 def test_lines_of_other_processes_reach_the_callers_log(
     path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,8 +41,8 @@ def fail(message: object) -> None:
     ("delay", "config"),
     [
         (1, BrokerConfig()),
-        (2.5, BrokerConfig(timers=TimerConfig(save_every_s=60))),
-        (300, BrokerConfig(timers=TimerConfig(timer_roll_window_slot=7, save_every_s=60))),
+        (2.5, BrokerConfig(timers=TimerConfig(save_every_s=60, slots_total=600, timer_roll_window_slot=500))),
+        (300, BrokerConfig(timers=TimerConfig(timer_roll_window_slot=7, save_every_s=60, slots_total=600))),
         (10, BrokerConfig(hops=True)),
         (13, BrokerConfig(hops=True)),
     ],

@@ -217,6 +217,7 @@ def test_a_forked_child_holds_no_lock(store: Path) -> None:
         os.waitpid(child, 0)
 
 
+@pytest.mark.slow
 def test_a_deleted_lock_lets_no_second_writer_in(store: Path) -> None:
     with MessageStore.open(store, CONFIG, background=False) as writer:
         end = writer.append(Message("t", b"2")).physical_offset

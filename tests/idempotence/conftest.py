@@ -32,11 +32,13 @@ _numbers = itertools.count()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of one server in one process, so that each server starts once."""
+    """Run the tests of one server in one process, so that each server starts once; the quick check starts none."""
     for item in items:
         if item.nodeid.startswith("tests/idempotence/"):
             name = next((name for name in STARTERS if name in item.name), "memory")
             item.add_marker(pytest.mark.xdist_group(f"dedup-{name}"))
+            if name in STARTERS:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -47,6 +47,7 @@ def test_a_conditional_update_charges_once(shop: Callable[[str], sqlalchemy.Engi
     assert clock.now_ms() == 1100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", DATABASES[1:])
 def test_a_lock_that_refuses_charges_once(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
     ways, clock = example("idempotence"), ManualClock(0)

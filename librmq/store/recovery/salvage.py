@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, RecordError, StoreError, StoreIOError
 from librmq.files.disk import DiskFiles
-from librmq.files.interface import Buffer, Files, copy_file, link_file, numbered_files
+from librmq.files.interface import Buffer, Files, copy_file, link_file, numbered_files, without_zeros
 from librmq.files.rolling import MappedFileQueue, file_name
 from librmq.message import record
 from librmq.message.message import StoredMessage
@@ -124,7 +124,7 @@ class _Source:
 
     def items(self, buffer: Buffer) -> Iterator[tuple[int, int, str | None]]:
         """Yield place and size of each record, and of each other stretch with its description."""
-        place = 0
+        place, used = 0, -1
         while place < self.size:
             what: str | None = None
             try:
@@ -135,9 +135,11 @@ class _Source:
                     continue
             except RecordError as error:
                 what = error.reason
-            following = _find(buffer, place + 1, self.size, self.start)
+            if used < 0:
+                used = _used(buffer, place, self.size)
+            following = _find(buffer, place + 1, self.size, self.start, used)
             if what is not None:
-                end = _used(buffer, place, self.size) if following is None else following
+                end = max(place, used) if following is None else following
                 if end > place:
                     yield place, end - place, what
             if following is None:
@@ -149,7 +151,7 @@ def _used(buffer: Buffer, begin: int, end: int) -> int:
     """Return the position behind the last byte from ``begin`` to ``end`` that is not zero; ``begin`` if all are."""
     while end > begin:
         at = max(begin, end - _CHUNK)
-        data = buffer[at:end].rstrip(b"\0")
+        data = without_zeros(buffer[at:end])
         if data:
             return at + len(data)
         end = at
