@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,10 +16,19 @@ from librmq.clock import ManualClock
 from librmq.protocol import PullMessage, PullStatus
 from librmq.runtime.locks import RLock
 from librmq.runtime.threads import ThreadRunner
-from librmq.wire.remote.connection import Connections, Ended, Requested, Transport, dial_by_tcp, is_held_here
+from librmq.wire.remote import connection
+from librmq.wire.remote.connection import (
+    Connections,
+    Ended,
+    Requested,
+    Transport,
+    _Connection,
+    dial_by_tcp,
+    is_held_here,
+)
 from librmq.wire.remote.long_pulls import LongPulls
 from librmq.wire.remote.remote_broker import RemoteBroker
-from librmq.wire.remoting.frames import Frame
+from librmq.wire.remoting.frames import Frame, answer_to, encode
 from tests.interrupting import at_each_call
 from tests.wire.fake_servers import FakeServer
 from tests.wire.test_connect import until
@@ -28,6 +38,7 @@ class Line:
     """A `Transport` that only opens and closes."""
 
     is_open = True
+    is_interrupted = False
 
     def request(self, frame: Frame, timeout_s: float) -> Frame:
         raise NotImplementedError
@@ -144,6 +155,169 @@ def test_short_time_outs_end_a_silent_connection() -> None:
             with pytest.raises(BrokerUnreachableError, match="has not answered"):
                 opened.request(Frame(999), 0.1)
             assert opened.is_open == is_open
+
+
+@pytest.fixture
+def _leaves_reading_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no lapse of time repair what a caller has omitted."""
+    monkeypatch.setattr(connection, "_LEFT_S", 600)
+
+
+def _left_to_callers(server: FakeServer) -> _Connection:
+    """Return a connection whose callers read their answers themselves, as after a request without others."""
+    opened = dial_by_tcp(None, None, 30, lambda host: (host,))(server.address, lambda *_: None, lambda _: None)
+    assert isinstance(opened, _Connection)
+    opened.request(Frame(999), 30)
+    until(lambda: opened._is_left and not opened._reading.locked())
+    return opened
+
+
+class Keeping:
+    """Answers requests with the body ``keep`` when others with the body ``answer`` come, before these."""
+
+    def __init__(self) -> None:
+        self.kept: list[Frame] = []
+
+    def __call__(self, frame: Frame) -> Frame | bytes | None:
+        if frame.body == b"keep":
+            self.kept.append(frame)
+            return None
+        if frame.body == b"answer":
+            kept, self.kept = self.kept, []
+            return b"".join(encode(answer_to(waiting)) for waiting in [*kept, frame])
+        return answer_to(frame)
+
+
+@pytest.mark.usefixtures("_leaves_reading_for_long")
+def test_a_caller_reads_its_own_answer_until_others_wait_too() -> None:
+    keeping, by = Keeping(), list[int]()
+    with FakeServer(keeping) as server:
+        opened = _left_to_callers(server)
+        before = opened._own_reads
+        for _ in range(3):
+            opened.request(Frame(999), 30)
+        assert opened._own_reads == before + 3
+        reading = threading.Thread(target=opened.request, args=(Frame(999, body=b"keep"), 30))
+        reading.start()
+        until(opened._waiting.locked)
+        opened.send(Frame(999, body=b"keep"), lambda _: by.append(threading.get_ident()))
+        until(lambda: len(keeping.kept) == 2)
+        assert opened.request(Frame(999), 30).code == 0  # while another caller waits
+        assert opened.request(Frame(999, body=b"answer"), 30).code == 0
+        reading.join(30)
+        assert not reading.is_alive()
+        until(lambda: len(by) == 1)
+        assert not opened._outstanding
+        opened.close()
+
+
+@pytest.mark.usefixtures("_leaves_reading_for_long")
+def test_many_callers_get_their_own_answers() -> None:
+    wrong: list[bytes] = []
+
+    def ask(opened: _Connection, caller: int) -> None:
+        for number in range(200):
+            body = b"%d %d" % (caller, number)
+            if opened.request(Frame(999, body=body), 30).body != body:
+                wrong.append(body)
+
+    with FakeServer(lambda frame: answer_to(frame, body=frame.body)) as server:
+        opened = _left_to_callers(server)
+        callers = [threading.Thread(target=ask, args=(opened, number)) for number in range(4)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(60)
+        assert not any(caller.is_alive() for caller in callers)
+        assert not wrong
+        assert not opened._outstanding
+        opened.close()
+
+
+@pytest.mark.usefixtures("_leaves_reading_for_long")
+def test_a_caller_that_reads_obeys_its_time() -> None:
+    keeping = Keeping()
+    with FakeServer(keeping) as server:
+        opened = _left_to_callers(server)
+        with pytest.raises(BrokerUnreachableError, match=r"has not answered within 0\.01 s"):
+            opened.request(Frame(999, body=b"keep"), 0.01)
+        assert not opened._outstanding
+        assert opened.request(Frame(999, body=b"answer"), 30).code == 0
+        opened.close()
+
+
+@pytest.mark.usefixtures("_leaves_reading_for_long")
+def test_callers_that_read_are_told_that_the_connection_has_ended() -> None:
+    with FakeServer(Keeping()) as server:
+        opened = _left_to_callers(server)
+        errors: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                opened.request(Frame(999, body=b"keep"), 30)
+            except BrokerUnreachableError as error:
+                errors.append(error)
+
+        callers = [threading.Thread(target=ask) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        until(lambda: len(opened._outstanding) == 3)
+        server.cut()
+        for caller in callers:
+            caller.join(30)
+        assert len(errors) == 3
+        assert all("has ended" in str(error) for error in errors)
+
+
+@pytest.mark.usefixtures("_leaves_reading_for_long")
+def test_ctrl_c_leaves_a_connection_with_a_reader() -> None:
+    """It comes at each call while a caller reads its answer. The connection works on, or ends for all who wait."""
+    outcomes: list[object] = []
+    rounds = works = 0
+    with FakeServer(answer_to) as server:
+        made = [_left_to_callers(server)]
+        for _ in at_each_call(lambda: made[-1].request(Frame(999), 30)):
+            rounds += 1
+            opened = made.pop()
+            with suppress(BrokerUnreachableError):
+                opened.send(Frame(999), outcomes.append)
+                until(lambda: bool(outcomes))
+                outcomes.clear()
+            error: BrokerUnreachableError | None = None
+            try:
+                opened.request(Frame(999), 30)
+            except BrokerUnreachableError as raised:
+                error = raised
+            works += error is None
+            assert opened.is_open == (error is None)
+            assert error is None or "was interrupted" in str(error)
+            assert not opened._callers
+            opened.close()
+            made.append(_left_to_callers(server))
+        made[-1].close()
+    assert rounds > 40
+    assert rounds / 3 < works < rounds  # most of them, since little of the time is between taking and passing on
+
+
+def test_a_signal_handler_can_ask_within_a_request() -> None:
+    """It interrupts a request on the same thread at each call, and gets its own answer meanwhile."""
+    bodies: list[bytes] = []
+    with FakeServer(lambda frame: answer_to(frame, body=frame.body)) as server:
+        dial = dial_by_tcp(None, None, 30, lambda host: (host,))
+        made = Connections(dial, ManualClock().monotonic, lambda *_: None, lambda *_: None)
+
+        def ask(body: bytes) -> None:
+            bodies.append(made.get(server.address).request(Frame(999, body=body), 30).body)
+
+        before = signal.signal(signal.SIGUSR1, lambda *_: ask(b"handler"))
+        try:
+            ask(b"first")
+            for came in at_each_call(lambda: ask(b"caller"), signal.SIGUSR1):
+                assert sorted(bodies[-2:]) == [b"caller", b"handler"] or not came
+            assert len(bodies) > 80
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+            made.close()
 
 
 class Answering(Line):

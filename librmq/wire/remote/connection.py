@@ -17,9 +17,10 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
-from librmq.clock import Clock
+from librmq.clock import Clock, SystemClock
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock
@@ -42,6 +43,11 @@ class Transport(Protocol):
     @property
     def is_open(self) -> bool:
         """Whether requests can be sent."""
+        ...
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether this thread is within a request, so that the caller is a signal handler."""
         ...
 
     def request(self, frame: Frame, timeout_s: float) -> Frame:
@@ -242,7 +248,12 @@ def _is_number(host: str) -> bool:
 
 
 _log = EventLog("librmq.wire")
+_clock: Final = SystemClock()
 _RECEIVED: Final = 256 << 10
+_LEFT_S: Final = 0.01
+"""A caller reads its own answer for this time at most, and the reader's thread reads again after this time at last."""
+_LOOK_S: Final = 0.001
+"""A caller that waits for bytes looks in this time whether another thread has read its answer."""
 _MOST_OUTSTANDING: Final = 100_000
 _SILENT_S: Final = 180.0
 
@@ -266,7 +277,13 @@ class _Waiter:
 
 
 class _Connection:
-    """A `Transport` over TCP."""
+    """A `Transport` over a socket.
+
+    Waking a thread takes longer than a small request. So after an answer, when nothing else is waited for, the reader's
+    thread leaves reading to one caller at a time, which waits for its own answer and reads what comes. The thread reads
+    again when a caller needs it, and otherwise after a moment without such callers. So it does not matter where an
+    exception ends a caller: only one that ends between taking bytes and passing them on ends the connection.
+    """
 
     def __init__(
         self,
@@ -291,6 +308,23 @@ class _Connection:
         self._latest = 0
         self._silence = 0, 0, 0.0
         """`_received`, the latest request, and seconds without an answer, at the last time-out."""
+        self._callers: set[int] = set()
+        """The threads that send a request, or wait for its answer."""
+        self._frames = FrameReader()
+        self._reading = Lock()
+        """Held by the thread that reads."""
+        self._take_reading = partial(self._reading.acquire, False)
+        self._is_within_read = False
+        """Whether bytes were read and not passed on: forever, if no thread reads now."""
+        self._waiting = Lock()
+        """Held by the caller that waits for bytes to come."""
+        self._take_waiting = partial(self._waiting.acquire, False)
+        self._is_left = False
+        """Whether the reader's thread leaves reading to callers."""
+        self._is_needed = threading.Event()
+        """Ends this before its time."""
+        self._own_reads = 0
+        """Answers that callers have read."""
         self._is_open = True
         self._has_finished = False
         """Whether nothing more is read."""
@@ -300,12 +334,25 @@ class _Connection:
     def is_open(self) -> bool:
         return self._is_open
 
+    @property
+    def is_interrupted(self) -> bool:
+        return threading.get_ident() in self._callers
+
     # ---- requests
 
     def request(self, frame: Frame, timeout_s: float) -> Frame:
+        thread = threading.get_ident()
+        try:
+            self._callers.add(thread)
+            return self._request(frame, timeout_s)
+        finally:
+            self._callers.discard(thread)
+
+    def _request(self, frame: Frame, timeout_s: float) -> Frame:
         waiter, received = _Waiter(), self._received
         number = self._send_request(frame, waiter.ended, is_waited_for=True)
-        if not waiter.wait(timeout_s):
+        rest_s = self._read_own(waiter, timeout_s) if self._is_left else timeout_s
+        if not waiter.wait(rest_s):
             with self._lock:
                 is_late = self._outstanding.pop(number, None) is not None
             if is_late:
@@ -334,8 +381,13 @@ class _Connection:
         self._send_request(frame, ended)
 
     def send_one_way(self, frame: Frame) -> None:
-        frame.one_way().opaque = self._next_number()
-        self._write_bytes(self._encode(frame))
+        thread = threading.get_ident()
+        try:
+            self._callers.add(thread)
+            frame.one_way().opaque = self._next_number()
+            self._write_bytes(self._encode(frame))
+        finally:
+            self._callers.discard(thread)
 
     def send_answer(self, frame: Frame) -> None:
         try:
@@ -354,6 +406,8 @@ class _Connection:
                     f"{self.address} has not answered {_MOST_OUTSTANDING:,} requests: no more are sent until it answers"
                 )
             self._outstanding[number] = ended
+        if not is_waited_for:
+            self._call_reader()
         try:
             self._write_bytes(raw)
         except BrokerUnreachableError:
@@ -392,20 +446,85 @@ class _Connection:
 
     def read(self) -> None:
         """Read until the connection ends."""
-        reader = FrameReader()
+        try:
+            is_open = True
+            while is_open:
+                with self._reading:
+                    while is_open and not self._is_left:
+                        is_open = self._read_some()
+                        self._is_left = is_open and self._stream.can_poll and not self._outstanding
+                        if self._outstanding:  # of a request that came just before the line above
+                            self._is_left = False
+                self._await_need()
+        finally:
+            self._end_connection("its reader has ended")
+            self._stream.close()
+
+    def _await_need(self) -> None:
+        """Leave reading to callers as long as they read."""
+        reads = -1
+        while reads != self._own_reads and self._is_left:
+            reads = self._own_reads
+            self._is_left = not _clock.wait(self._is_needed, _LEFT_S)
+        self._is_left = False
+        self._is_needed.clear()
+
+    def _call_reader(self) -> None:
+        """Let the reader's thread read again, unless a caller waits, which looks at its end whether to call it."""
+        if self._is_left and not self._waiting.locked():
+            self._is_left = False
+            self._is_needed.set()
+
+    def _read_own(self, waiter: _Waiter, timeout_s: float) -> float:
+        """Wait a moment for an answer and read it, unless another caller does; return the rest of the time."""
+        begin = now = _clock.monotonic()
+        until = begin + min(timeout_s, _LEFT_S)
+        for _ in iter(self._take_waiting, False):  # no signal handler runs between this step and the next line
+            try:
+                while waiter.outcome is None and now < until:
+                    if self._stream.wait(min(until - now, _LOOK_S)) and not self._read_ready():
+                        break
+                    now = _clock.monotonic()
+                self._own_reads += 1
+            finally:
+                self._waiting.release()
+                if self._outstanding or self._is_within_read:  # others wait, or this read was interrupted
+                    self._call_reader()
+            break
+        return timeout_s - (now - begin)
+
+    def _read_ready(self) -> bool:
+        """Read without waiting; return False if the connection has ended, or if another thread reads."""
+        for _ in iter(self._take_reading, False):
+            try:
+                return self._read_some(socket.MSG_DONTWAIT)
+            finally:
+                self._reading.release()
+        return False
+
+    def _read_some(self, flags: int = 0) -> bool:
+        """Read, and pass the frames on that are complete; return False if the connection has ended."""
         why = "the server has closed it"
         try:
-            while received := self._stream.receive(_RECEIVED):
-                self._received += 1
-                for frame in reader.feed(received):
-                    self._arrived(frame)
+            if self._is_within_read:
+                why = "a read was interrupted"  # by Ctrl-C, so that bytes are lost
+            else:
+                self._is_within_read = True
+                if received := self._stream.receive(_RECEIVED, flags):
+                    self._received += 1
+                    for frame in self._frames.feed(received):
+                        self._arrived(frame)
+                    self._is_within_read = False
+                    return not self._has_finished
+        except BlockingIOError:  # another thread has read it
+            self._is_within_read = False
+            return True
         except MalformedError as error:
             why = f"the server sends no frames: {error}"
         except OSError as error:
             why = str(error)
-        finally:
-            self._end_connection(why)
-            self._stream.close()
+        self._end_connection(why)
+        return False
 
     def _arrived(self, frame: Frame) -> None:
         if not frame.is_answer:
@@ -438,6 +557,7 @@ class _Connection:
                 self._is_open, self._why = False, why
             outstanding, self._outstanding = list(self._outstanding.values()), {}
         self._stream.shut()
+        self._is_needed.set()
         for ended in outstanding:
             ended(self._has_ended())
         self._lost(self)
@@ -515,6 +635,8 @@ _BACK_OFF_S: Final = (0.1, 5.0)
 _SHORT_S: Final = 1.0
 """After a connection that ends sooner, the next one waits."""
 _PATIENCE_S: Final = 1.0
+_HANDLER: Final = "!"
+"""In place of a client id: the connection for signal handlers that interrupt a request on the one before."""
 _Key = tuple[str, str]
 
 
@@ -598,7 +720,9 @@ class Connections:
         key = address, client_id
         line = self._lines.get(key)
         if line is not None and (transport := line.transport) is not None and transport.is_open:
-            return transport
+            if not transport.is_interrupted or client_id.strip(_HANDLER):
+                return transport
+            return self.get(address, client_id + _HANDLER)
         with self._lock:
             if self._is_closed:
                 raise RequestNotSentError(f"{address}: the route was closed; make a new one with librmq.connect")

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import json.encoder
+import math
+import select
 import selectors
 import socket
 import ssl
@@ -439,7 +441,7 @@ def close_in_child(opened: socket.socket) -> socket.socket:
 
 
 class FrameSocket:
-    """A socket that one thread reads, and any thread writes to; a forked child closes its copy. Thread-safe."""
+    """A socket that one thread at a time reads, and any writes to; a forked child closes its copy. Thread-safe."""
 
     def __init__(self, connected: socket.socket, *, idle_s: float = IDLE_S, send_s: float = SEND_S) -> None:
         """Under TLS, reading fails after ``idle_s`` seconds of silence, and writing after ``send_s``."""
@@ -447,6 +449,7 @@ class FrameSocket:
         self._idle_s = idle_s
         self._send_s = send_s
         self._is_shut = False
+        self._poll: select.poll | None = None
         self._write_lock = Lock()
 
     def begin_tls(self, context: ssl.SSLContext, server_name: str | None = None) -> None:
@@ -464,17 +467,32 @@ class FrameSocket:
         connected.do_handshake()
         connected.setblocking(False)  # otherwise OpenSSL waits for the rest of a record forever
 
-    def receive(self, size: int) -> bytes:
-        """Wait for bytes and return them; none at the end of the connection. Called by one thread only."""
+    def receive(self, size: int, flags: int = 0) -> bytes:
+        """Wait for bytes and return them; none at the end of the connection. Called by one thread at a time.
+
+        ``flags`` are of `socket.socket.recv`, and not for TLS.
+        """
         connected = self._socket
         if not isinstance(connected, ssl.SSLSocket):
-            return connected.recv(size)
+            return connected.recv(size, flags)
         while True:
             try:
                 with self._write_lock:  # TLS cannot read and write at the same time
                     return connected.recv(size)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as want:
                 _wait(connected, want, self._idle_s)
+
+    @property
+    def can_poll(self) -> bool:
+        """Whether `wait` works: not under TLS, which has buffers of its own, nor on Windows."""
+        return hasattr(select, "poll") and not isinstance(self._socket, ssl.SSLSocket)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until `receive` need not wait; return False after some time. Called by one thread at a time."""
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self._socket, select.POLLIN)
+        return bool(self._poll.poll(math.ceil(1000 * timeout_s)))
 
     def write(self, data: bytes | bytearray) -> None:
         """Send bytes. The other end must read them in time."""
