@@ -315,7 +315,15 @@ class Producer(Startable):
         timeout: float | timedelta | None = None,
         **fields: Unpack[SendKeywords],
     ) -> SendResult:
-        """Send like `send`, without blocking the event loop while the store waits for its disk."""
+        """Send like `send`, without blocking the event loop while the store waits for its disk.
+
+        Messages for a broker in another process that begin in one turn of the loop go out together. A send whose task
+        is cancelled may have been sent.
+        """
+        if queue is None and selector is None and getattr(self.send, "__func__", None) is _SEND:  # not another's
+            prepared = self._prepare(message, body, fields)
+            timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
+            return await self._sender.send_async(prepared, timeout_ms)
         return await self._runner.offload(
             lambda: self.send(message, body, queue=queue, selector=selector, arg=arg, timeout=timeout, **fields)
         )
@@ -497,6 +505,8 @@ def _check_batch(batch: Sequence[Message], max_size: int) -> None:
         raise MessageIllegalError(f"topic {batch[0].topic!r} takes no batch: send its messages one by one")
     check_batch_size(sum(map(encoded_size, batch)), max_size)
 
+
+_SEND: Final = Producer.send
 
 # ---- requests and replies
 #

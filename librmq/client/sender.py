@@ -5,9 +5,14 @@ Mirrors ``DefaultMQProducerImpl.sendDefaultImpl`` and ``sendKernelImpl``, and ``
 
 from __future__ import annotations
 
+import asyncio
+import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Final, Literal, NamedTuple, TypedDict
 
 from librmq.client.client import Client, LifeCycle, State
@@ -20,6 +25,7 @@ from librmq.errors import (
     BrokerUnreachableError,
     MessageIllegalError,
     NoRouteError,
+    RmqError,
     SendTimeoutError,
 )
 from librmq.message import record
@@ -33,10 +39,12 @@ from librmq.protocol import (
     QueueData,
     ResponseCode,
     SendBatch,
+    SendLater,
     SendMessage,
     SendResponse,
     SendStatus,
 )
+from librmq.protocol.client_requests import PendingSend
 from librmq.runtime.event_log import EventLog
 
 # ---- settings
@@ -277,6 +285,95 @@ _RUNNING: Final = State.RUNNING
 _new_result = tuple.__new__  # in half the time
 
 
+_FirstTry = tuple[int, str, Exception | None, SendResult | None]
+"""When a try began, its broker, and its error or result."""
+
+
+def _is_retried(error: BrokerError | BrokerUnreachableError) -> bool:
+    if isinstance(error, BrokerError):
+        return error.code in _RETRIED and not isinstance(error, BrokerBusyError)
+    return True
+
+
+class _LoopSends:
+    """Sends of one event loop: those that begin in one turn go out together, and their outcomes come together."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._unsent: dict[Endpoint, list[PendingSend]] = {}
+        self._answers: dict[PendingSend, tuple[asyncio.Future[SendResponse | None], float]] = {}
+        """Of all that are under way, with their deadlines."""
+        self._next_look = math.inf
+        self._ended: deque[PendingSend] = deque()
+        self._is_woken = False
+        """Whether the loop is about to take what has ended."""
+
+    def begin(self, endpoint: Endpoint, send: SendMessage, timeout_ms: float) -> asyncio.Future[SendResponse | None]:
+        """Return the outcome to come of a send; None if the caller has to send the message by itself."""
+        loop, pending = self.loop, PendingSend(send, self._note_end)
+        answer: asyncio.Future[SendResponse | None] = loop.create_future()
+        deadline = loop.time() + timeout_ms / 1000
+        self._answers[pending] = answer, deadline
+        if not self._unsent:
+            loop.call_soon(self._send)
+        self._unsent.setdefault(endpoint, []).append(pending)
+        if deadline < self._next_look:
+            self._next_look = deadline
+            loop.call_at(deadline, self._end_late)
+        return answer
+
+    def _send(self) -> None:
+        unsent, self._unsent = self._unsent, {}
+        for endpoint, sends in unsent.items():
+            wanted = []
+            for pending in sends:
+                if self._answers[pending][0].done():  # cancelled
+                    del self._answers[pending]
+                else:
+                    wanted.append(pending)
+            is_sent = False
+            with suppress(RmqError):  # which comes again for the message that causes it
+                is_sent = not wanted or endpoint.call(SendLater(wanted))
+            if not is_sent:
+                for pending in wanted:
+                    self._end(pending, None)
+
+    def _note_end(self, pending: PendingSend) -> None:
+        """Note the end of a send, in any thread."""
+        self._ended.append(pending)
+        if not self._is_woken:  # which is cleared before they are taken
+            self._is_woken = True
+            with suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(self._take_ended)
+
+    def _take_ended(self) -> None:
+        self._is_woken = False
+        while self._ended:
+            pending = self._ended.popleft()
+            self._end(pending, pending.outcome)
+
+    def _end(self, pending: PendingSend, outcome: SendResponse | RmqError | None) -> None:
+        answer, _ = self._answers.pop(pending)
+        if answer.done():  # cancelled
+            return
+        if isinstance(outcome, BrokerUnreachableError):
+            outcome = pending.explain(outcome)
+        if isinstance(outcome, RmqError):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
+
+    def _end_late(self) -> None:
+        now = self.loop.time()
+        for pending in [pending for pending, (_, deadline) in self._answers.items() if deadline <= now]:
+            error = pending.give_up()
+            if error is not None:
+                self._end(pending, error)
+        self._next_look = min((at for _, at in self._answers.values() if at > now), default=math.inf)
+        if self._next_look < math.inf:
+            self.loop.call_at(self._next_look, self._end_late)
+
+
 class Sender:
     """The tries of one producer's sends. Thread-safe."""
 
@@ -299,6 +396,7 @@ class Sender:
         self._runner = self._client.runner
         self._now_ms = self._runner.now_ms
         self._latencies: BrokerLatencies | None = None
+        self._loop_sends: _LoopSends | None = None  # of the event loop that has sent last
         self.configure(config)
         self._routes = routes
         self._topics, self._endpoints = routes.topics, routes.endpoints  # asked by every send
@@ -341,18 +439,24 @@ class Sender:
         timeout_ms: float,
         batch: tuple[Message, ...] | None = None,
         choose: Callable[[Sequence[str]], MessageQueue] | None = None,
+        first: _FirstTry | None = None,
     ) -> SendResult:
         """Send a message, or a batch with this first message, to one queue after the other, until one stores it.
 
-        ``choose(brokers tried before)`` returns the next queue; None takes the queues in turn.
+        ``choose(brokers tried before)`` returns the next queue; None takes the queues in turn. ``first`` was tried
+        before.
         """
         queues = self._topics.get(message.topic) or self.queues(message.topic)
-        begin_ms = self._now_ms()
         rest_ms = timeout_ms
         tried: list[str] = []
         failure: Exception | None = None
         result: SendResult | None = None
-        for attempt in range(self.config.retries + 1):
+        if first is None:
+            begin_ms = self._now_ms()
+        else:
+            begin_ms, broker_name, failure, result = first
+            tried.append(broker_name)
+        for attempt in range(len(tried), self.config.retries + 1):
             if attempt:
                 rest_ms = begin_ms + timeout_ms - self._now_ms()
                 if rest_ms < 0:
@@ -366,13 +470,9 @@ class Sender:
                 self._metrics.count("send_retries", topic=queue.topic)
             try:
                 result = self.send_to(message, queue, rest_ms, batch, attempt)
-            except BrokerBusyError:
-                raise
-            except BrokerError as error:
-                if error.code not in _RETRIED:
+            except (BrokerError, BrokerUnreachableError) as error:
+                if not _is_retried(error):
                     raise
-                failure = error
-            except BrokerUnreachableError as error:
                 failure = error
             else:
                 if result.status is _OK or not self.config.retry_another_broker_when_not_ok:
@@ -381,6 +481,45 @@ class Sender:
             return result
         assert failure is not None
         raise failure
+
+    async def send_async(self, message: Message, timeout_ms: float) -> SendResult:
+        """Send like `send`; make the first try without a thread, where no hook and no endpoint could wait."""
+        queues, endpoints = self._topics.get(message.topic), self._endpoints
+        if (
+            queues is None
+            or self._hooks
+            or _PRIORITY in message.properties
+            or len(message.body) >= self.config.compress_from
+            or not endpoints
+            or not all(getattr(endpoint, "sends_later", None) is endpoint for endpoint in endpoints.values())
+        ):
+            return await self._runner.offload(partial(self.send, message, timeout_ms))
+        loop = asyncio.get_running_loop()
+        sends = self._loop_sends
+        if sends is None or sends.loop is not loop:
+            sends = self._loop_sends = _LoopSends(loop)
+        begin_ms, queue = self._now_ms(), self.queue_of_try(queues)
+        failure: Exception | None = None
+        result: SendResult | None = None
+        try:
+            request = self._request_of(message, queue, timeout_ms)
+            try:
+                response = await sends.begin(endpoints[queue.broker_name], request, timeout_ms)
+                if response is None:
+                    return await self._runner.offload(partial(self.send, message, timeout_ms))
+                self._check_time(queue, request, timeout_ms)
+            except Exception:
+                self._record_attempt(queue, request, "ERROR")
+                raise
+            result = self._result_of(message, queue, request, response)
+            if result.status is _OK or not self.config.retry_another_broker_when_not_ok:
+                return result
+        except (BrokerError, BrokerUnreachableError) as error:
+            if not _is_retried(error):
+                raise
+            failure = error
+        first = begin_ms, queue.broker_name, failure, result
+        return await self._runner.offload(partial(self.send, message, timeout_ms, first=first))
 
     def queue_of_try(self, queues: TopicQueues, tried: Sequence[str] = ()) -> MessageQueue:
         """Return the queue of the next try, on another broker than the last one if there is one."""
@@ -418,34 +557,15 @@ class Sender:
         is_one_way: bool = False,
     ) -> SendResult:
         """Make one try; raise `SendTimeoutError` for an answer after ``timeout_ms``, although the message is stored."""
-        if self._life.state is not _RUNNING:
-            self._start()
-        self._runner.point(f"send {queue.topic}")
-        client = self._client
-        default_queues = self.config.default_topic_queues
         if _PRIORITY in message.properties and batch is None:
             queue = self._queue_of_priority(message, queue)
         request: SendMessage | SendBatch
         if batch is None:
-            sent, sys_flag = message, 0
-            if len(message.body) >= self.config.compress_from:
-                packed, sys_flag = record.compress_body(message.body), _COMPRESSED
-                sent = Message._from_parts(message.topic, packed, message.flag, message.properties, message._delays)
-            request = SendMessage(
-                self._group,
-                sent,
-                queue.queue_id,
-                self._now_ms(),
-                client.host,
-                sys_flag,
-                default_queues,
-                timeout_ms=timeout_ms,
-                is_one_way=is_one_way,
-            )
+            request = self._request_of(message, queue, timeout_ms, is_one_way)
         else:
-            request = SendBatch(
-                self._group, batch, queue.queue_id, self._now_ms(), client.host, default_queues, timeout_ms
-            )
+            self._begin_try(queue)
+            host, default_queues = self._client.host, self.config.default_topic_queues
+            request = SendBatch(self._group, batch, queue.queue_id, self._now_ms(), host, default_queues, timeout_ms)
         after = []
         if self._hooks:
             context = SendContext(self._group, message, queue, attempt)
@@ -453,21 +573,64 @@ class Sender:
         try:
             endpoint = self._endpoints.get(queue.broker_name) or self._routes.endpoint(queue.broker_name)
             response: SendResponse = endpoint.call(request)
-            took_ms = self._now_ms() - request.born_timestamp_ms
-            if took_ms > timeout_ms:
-                raise SendTimeoutError(
-                    f"topic {message.topic!r}: {queue.broker_name} answered after {took_ms} ms, when the time was over;"
-                    f" the message is stored"
-                )
+            self._check_time(queue, request, timeout_ms)
         except Exception as error:
             self._record_attempt(queue, request, "ERROR")
             self._run_hooks(after, None, error)
             raise
+        result = self._result_of(message, queue, request, response, batch)
+        if after:
+            self._run_hooks(after, result, None)
+        return result
+
+    def _begin_try(self, queue: MessageQueue) -> None:
+        if self._life.state is not _RUNNING:
+            self._start()
+        self._runner.point(f"send {queue.topic}")
+
+    def _request_of(
+        self, message: Message, queue: MessageQueue, timeout_ms: float, is_one_way: bool = False
+    ) -> SendMessage:
+        """Return the request of a try with one message."""
+        self._begin_try(queue)
+        sent, sys_flag = message, 0
+        if len(message.body) >= self.config.compress_from:
+            packed, sys_flag = record.compress_body(message.body), _COMPRESSED
+            sent = Message._from_parts(message.topic, packed, message.flag, message.properties, message._delays)
+        return SendMessage(
+            self._group,
+            sent,
+            queue.queue_id,
+            self._now_ms(),
+            self._client.host,
+            sys_flag,
+            self.config.default_topic_queues,
+            timeout_ms=timeout_ms,
+            is_one_way=is_one_way,
+        )
+
+    def _check_time(self, queue: MessageQueue, request: SendMessage | SendBatch, timeout_ms: float) -> None:
+        took_ms = self._now_ms() - request.born_timestamp_ms
+        if took_ms > timeout_ms:
+            raise SendTimeoutError(
+                f"topic {queue.topic!r}: {queue.broker_name} answered after {took_ms} ms, when the time was over;"
+                f" the message is stored"
+            )
+
+    def _result_of(
+        self,
+        message: Message,
+        queue: MessageQueue,
+        request: SendMessage | SendBatch,
+        response: SendResponse,
+        batch: tuple[Message, ...] | None = None,
+    ) -> SendResult:
+        """Return the result of a try whose message is stored."""
         if self._metrics is not None or self._latencies is not None:
             self._record_attempt(queue, request, response.status.value)
         if batch is None:
             stored_queue = queue if response.queue_id == queue.queue_id else queue._replace(queue_id=response.queue_id)
-            result = _new_result(
+            stored: SendResult = _new_result(
                 SendResult,
                 (
                     response.status,
@@ -478,17 +641,14 @@ class Sender:
                     response.transaction_id,
                 ),
             )
-        else:
-            result = SendResult(
-                response.status,
-                ",".join(part.properties[_UNIQUE_KEY] for part in batch),
-                ",".join(response.offset_ids),
-                queue._replace(queue_id=response.queue_id),
-                response.queue_offset,
-            )
-        if after:
-            self._run_hooks(after, result, None)
-        return result
+            return stored
+        return SendResult(
+            response.status,
+            ",".join(part.properties[_UNIQUE_KEY] for part in batch),
+            ",".join(response.offset_ids),
+            queue._replace(queue_id=response.queue_id),
+            response.queue_offset,
+        )
 
     def _queue_of_priority(self, message: Message, queue: MessageQueue) -> MessageQueue:
         """Return the queue of the message's priority at the broker of ``queue``: brokers before 5.4 don't choose it."""

@@ -70,6 +70,7 @@ from librmq.protocol.client_requests import ReceiveResponse as ReceiveResponse
 from librmq.protocol.client_requests import ReplyArrived as ReplyArrived
 from librmq.protocol.client_requests import SendBack as SendBack
 from librmq.protocol.client_requests import SendBatch as SendBatch
+from librmq.protocol.client_requests import SendLater as SendLater
 from librmq.protocol.client_requests import SendMessage as SendMessage
 from librmq.protocol.client_requests import SendPlain as SendPlain
 from librmq.protocol.client_requests import SendReply as SendReply

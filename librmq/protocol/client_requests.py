@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from librmq.config import wrong_kind
-from librmq.errors import MessageIllegalError
+from librmq.errors import BrokerUnreachableError, MessageIllegalError, RmqError
 from librmq.message.ids import Host
 from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.topics import AUTO_CREATE_TOPIC
@@ -558,6 +558,33 @@ class SendPlain(Request[list[SendResponse]]):
     """
 
     sends: Sequence[SendMessage]
+
+
+class PendingSend:
+    """A send whose outcome comes later."""
+
+    __slots__ = ("ended", "explain", "give_up", "outcome", "send")
+
+    def __init__(self, send: SendMessage, ended: Callable[[PendingSend], None]) -> None:
+        """``ended`` is called once, when there is an outcome, by any thread, and must not wait."""
+        self.send = send
+        self.ended = ended
+        self.outcome: SendResponse | RmqError | None = None
+        self.give_up: Callable[[], BrokerUnreachableError | None] = lambda: None
+        """Waits no longer; returns the error, or None if there is an outcome already. From the endpoint."""
+        self.explain: Callable[[BrokerUnreachableError], BrokerUnreachableError] = lambda error: error
+        """Returns the error to raise in place of one. From the endpoint; may read files."""
+
+
+@value
+class SendLater(Request[bool]):
+    """Send messages, as `SendMessage` sends each, without waiting for their outcomes.
+
+    Only an endpoint whose attribute ``sends_later`` is itself answers this, so that one which only passes attributes
+    of another on gets each `SendMessage`. The answer is False, and nothing was sent, where that could wait.
+    """
+
+    sends: Sequence[PendingSend]
 
 
 @value

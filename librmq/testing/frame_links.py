@@ -7,7 +7,7 @@ missing: a frame crosses the connection and is answered within the call, and wha
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Protocol
 
@@ -160,6 +160,9 @@ class _TurnTransport:
         what = self._repeated() if frame.code in SENDS else None
         self._is_answered_twice = what == "answer"
         self._send(frame, times=2 if what == "request" else 1)
+
+    def send_later(self, requests: Sequence[tuple[Frame, Ended]]) -> None:
+        """Send nothing: `request` is a turn of the explorer."""
 
     def send_one_way(self, frame: Frame) -> None:
         self._number = frame.one_way().opaque = self._number + 1

@@ -64,6 +64,7 @@ from librmq.protocol import (
     Route,
     SendBack,
     SendBatch,
+    SendLater,
     SendMessage,
     SendReply,
     Unregister,
@@ -352,6 +353,10 @@ class SharedBroker(AsyncClosing):
         self, link: StorePeer, endpoint: Endpoint, request: Request[Any], until_s: float | None = None
     ) -> object:
         """Pass a request to the owner, and to the next ones as long as it has time, until ``until_s``."""
+        if isinstance(request, SendLater):
+            for pending in request.sends:
+                pending.explain = link.explained
+            return self._link is link and endpoint.call(request)
         if until_s is None:
             until_s = SystemClock().monotonic() + self._timeout_of(request)
         if self._link is not link:

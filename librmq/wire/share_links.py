@@ -65,10 +65,11 @@ def _register(owner: Endpoint, beats: Mapping[str, Heartbeat], gives_up: Callabl
 class SharedEndpoint:
     """The owner as an `Endpoint`. Another object after each reconnection shows clients that it may have lost them."""
 
-    __slots__ = ("call",)
+    __slots__ = ("call", "sends_later")
 
-    def __init__(self, call: Callable[[Request[Any]], Any]) -> None:
+    def __init__(self, call: Callable[[Request[Any]], Any], *, sends_later: bool = False) -> None:
         self.call = call
+        self.sends_later = self if sends_later else None
 
 
 class StoreOwner:
@@ -198,7 +199,7 @@ class StorePeer:
         link = self.route.endpoint(name)
         known = self._link
         if known is None or known[0] is not link:
-            known = self._link = link, SharedEndpoint(partial(call, link))
+            known = self._link = link, SharedEndpoint(partial(call, link), sends_later=True)
         return known[1]
 
     def register(self, beats: dict[str, Heartbeat], gives_up: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -28,6 +29,7 @@ from librmq.protocol import (
     PullMessage,
     QueryMessages,
     QueryOffset,
+    ResponseCode,
     SendBack,
     SentBack,
     TopicGroups,
@@ -37,7 +39,7 @@ from librmq.runtime.threads import ThreadRunner
 from librmq.testing import Anomaly, check_history
 from librmq.wire.certificates import self_signed
 from librmq.wire.remote import ClusterAdmin, RemoteRoute
-from librmq.wire.remote.connection import Connections
+from librmq.wire.remote.connection import Connections, _Connection
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.frames import Frame, answer_to, encode
@@ -370,6 +372,194 @@ def test_an_answer_that_never_comes_ends_the_send_in_time() -> None:
         ):
             producer.send("orders", b"x", timeout=0.3)
         assert route.endpoint("fake").call(MaxOffset("orders", 0)) == 7
+
+
+def test_async_sends_survive_cuts() -> None:
+    """Each is stored where its result says."""
+    with relayed(2) as (broker, relay, route), librmq.Producer(route, "shop", timeout=20) as producer:
+        producer.send("orders", b"first")
+
+        async def run() -> list[librmq.SendResult]:
+            free = asyncio.Semaphore(64)
+
+            async def send(number: int) -> librmq.SendResult:
+                async with free:
+                    if number in (300, 700):
+                        relay.cut()
+                    while True:  # like a program that must not lose a message
+                        with suppress(BrokerUnreachableError):
+                            return await producer.send_async("orders", b"%d" % number)
+
+            return await asyncio.gather(*map(send, range(1_000)))
+
+        results = asyncio.run(run())
+        stored = {(message.queue_id, message.queue_offset): message.body for message in broker.messages("orders")}
+    places = [(result.queue.queue_id, result.queue_offset) for result in results]
+    assert [stored[place] for place in places] == [b"%d" % number for number in range(1_000)]
+
+
+@pytest.mark.parametrize("refusals", [2, 3])
+def test_async_sends_are_tried_as_often_as_others(refusals: int) -> None:
+    codes = [int(ResponseCode.SYSTEM_ERROR)] * refusals
+    fields = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "7"}
+
+    def answer(frame: Frame) -> Frame | None:
+        if frame.fields.get("b") != "orders" or frame.body == b"first":
+            return answer_to(frame, fields=fields)
+        return answer_to(frame, codes.pop()) if codes else answer_to(frame, fields=fields)
+
+    with FakeServer(answer) as server, librmq.connect(server.address) as route:
+        producer = librmq.Producer(route, "shop")
+        producer.send("orders", b"first")
+        sent = partial(asyncio.run, producer.send_async("orders", b"x"))
+        if refusals == 2:
+            assert sent().queue_offset == 7
+        else:
+            with pytest.raises(librmq.BrokerError):
+                sent()
+        assert codes == []
+
+
+def test_an_async_send_without_an_answer_ends_in_time() -> None:
+    fields = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "7"}
+
+    def answer(frame: Frame) -> Frame | None:
+        return None if frame.body == b"x" else answer_to(frame, fields=fields)
+
+    with FakeServer(answer) as server, librmq.connect(server.address, timeout=600) as route:
+        producer = librmq.Producer(route, "shop")
+        producer.send("orders", b"first")
+        with pytest.raises((BrokerUnreachableError, librmq.SendTimeoutError)):
+            asyncio.run(producer.send_async("orders", b"x", timeout=0.3))
+        assert asyncio.run(producer.send_async("orders", b"y")).queue_offset == 7  # of another loop
+
+
+_STORED = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "7"}
+
+
+@contextmanager
+def held_sends() -> Iterator[tuple[FakeServer, librmq.Producer, Callable[[], _Connection], threading.Event]]:
+    """Yield a server that answers sends, except the first, after an event; its producer and the connection of these."""
+    answers = threading.Event()
+
+    def answer(frame: Frame) -> Frame:
+        assert frame.body == b"first" or answers.wait(WAIT_S)
+        return answer_to(frame, fields=_STORED)
+
+    with FakeServer(answer) as server, librmq.connect(server.address, timeout=600) as route:
+        producer = librmq.Producer(route, "shop", timeout=600, compress_from=8 << 20)
+        producer.send("orders", b"first")
+
+        def opened() -> _Connection:
+            transport = route._connections.get_open(server.address)
+            assert isinstance(transport, _Connection)
+            return transport
+
+        yield server, producer, opened, answers
+        answers.set()
+
+
+def test_async_sends_do_not_wait_for_a_slow_server() -> None:
+    """A thread sends what the socket does not take, and others follow in threads."""
+    with held_sends() as (_, producer, opened, answers):
+
+        async def run() -> list[librmq.SendResult]:
+            sends = asyncio.gather(*(producer.send_async("orders", bytes(1 << 20)) for _ in range(40)))
+            while not opened()._stream._write_lock.locked():
+                await asyncio.sleep(0)
+            sends_later = asyncio.gather(*(producer.send_async("orders", b"%d" % number) for number in range(9)))
+            await asyncio.sleep(0)
+            answers.set()
+            return [*await sends, *await sends_later]
+
+        assert [result.queue_offset for result in asyncio.run(run())] == [7] * 49
+        assert not opened()._outstanding
+
+
+def test_a_cancelled_async_send_leaves_nothing_behind() -> None:
+    with held_sends() as (server, producer, opened, answers):
+
+        async def run() -> librmq.SendResult:
+            unsent = asyncio.ensure_future(producer.send_async("orders", b"unsent"))
+            asyncio.get_running_loop().call_soon(unsent.cancel)  # in the turn in which it begins
+            sent, kept = (asyncio.ensure_future(producer.send_async("orders", body)) for body in (b"sent", b"kept"))
+            while len(opened()._outstanding) < 2:
+                await asyncio.sleep(0)
+            sent.cancel()
+            answers.set()
+            result = await kept
+            outcomes = await asyncio.gather(unsent, sent, return_exceptions=True)
+            assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError] * 2
+            return result
+
+        assert asyncio.run(run()).queue_offset == 7
+        assert [frame.body for frame in server.asked if frame.fields.get("b") == "orders"] == [
+            b"first",
+            b"sent",
+            b"kept",
+        ]
+        assert not opened()._outstanding
+        assert producer._sender._loop_sends is not None
+        assert not producer._sender._loop_sends._answers
+
+
+def test_a_closed_loop_leaves_its_connection_to_others() -> None:
+    """Its sends are under way; their answers disturb nothing."""
+    with held_sends() as (_, producer, opened, answers):
+
+        async def leave() -> None:
+            left = asyncio.ensure_future(producer.send_async("orders", b"left"))
+            while not opened()._outstanding:
+                await asyncio.sleep(0)
+            assert not left.done()
+
+        asyncio.run(leave())
+        before = opened()
+        answers.set()
+        assert producer.send("orders", b"other").queue_offset == 7
+        assert asyncio.run(producer.send_async("orders", b"of another loop")).queue_offset == 7
+        assert opened() is before
+        assert not opened()._outstanding
+
+
+def test_async_sends_pass_what_replaces_or_watches_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subclass, a replaced method, a hook, and an endpoint that passes other attributes on."""
+    seen: list[str] = []
+
+    class Watched(librmq.Producer):
+        def send(self, *given: Any, **named: Any) -> librmq.SendResult:
+            seen.append("subclass")
+            return super().send(*given, **named)
+
+    class Passing:
+        def __init__(self, behind: Any) -> None:
+            self.behind = behind
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.behind, name)
+
+        def call(self, request: Any) -> Any:
+            seen.append(type(request).__name__)
+            return self.behind.call(request)
+
+    def send(producer: librmq.Producer) -> None:
+        for _ in range(2):  # the first one asks for the route
+            asyncio.run(producer.send_async("orders", b"x"))
+
+    with relayed(1) as (_, _, route):
+        send(Watched(route, "a"))
+        send(librmq.Producer(route, "b", hooks=[lambda context: seen.append("hook")]))
+        replaced = librmq.Producer(route, "c")
+        with monkeypatch.context() as patch:
+            patch.setattr(replaced, "send", lambda *given, **named: seen.append("instance"))
+            send(replaced)
+            patch.setattr(librmq.Producer, "send", lambda *given, **named: seen.append("class"))
+            send(librmq.Producer(route, "d"))
+        link = route.endpoint
+        monkeypatch.setattr(route, "endpoint", lambda name: Passing(link(name)))
+        send(librmq.Producer(route, "e"))
+    sends = [name for name in seen if name not in ("Heartbeat", "Unregister")]
+    assert sends == [name for name in ("subclass", "hook", "instance", "class", "SendMessage") for _ in range(2)]
 
 
 def test_an_unknown_sentof_a_broker_is_refused() -> None:

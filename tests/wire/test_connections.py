@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -44,6 +44,9 @@ class Line:
         raise NotImplementedError
 
     def send(self, frame: Frame, ended: Ended) -> None:
+        raise NotImplementedError
+
+    def send_later(self, requests: Sequence[tuple[Frame, Ended]]) -> None:
         raise NotImplementedError
 
     def send_one_way(self, frame: Frame) -> None:
@@ -247,7 +250,7 @@ def test_a_caller_that_reads_obeys_its_time() -> None:
 
 
 @pytest.mark.usefixtures("_leaves_reading_for_long")
-def test_callers_that_read_are_told_that_the_connection_has_ended() -> None:
+def test_the_end_of_a_connection_reaches_all_callers() -> None:
     with FakeServer(Keeping()) as server:
         opened = _left_to_callers(server)
         errors: list[Exception] = []

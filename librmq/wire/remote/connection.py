@@ -14,7 +14,7 @@ import itertools
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -35,6 +35,8 @@ class RequestNotSentError(BrokerUnreachableError):
 
 Ended = Callable[[Frame | RmqError], None]
 """Gets the answer to a request, or the error that took its place. Called by any thread, and must not wait."""
+GiveUp = Callable[[float], BrokerUnreachableError | None]
+"""Waits no longer for an answer, after a time in seconds; returns the error, or None if an outcome has come."""
 
 
 class Transport(Protocol):
@@ -64,6 +66,14 @@ class Transport(Protocol):
 
         Raises:
             BrokerUnreachableError: The connection has ended; ``ended`` is not called.
+        """
+        ...
+
+    def send_later(self, requests: Sequence[tuple[Frame, Ended]]) -> Sequence[GiveUp] | None:
+        """Send requests together without waiting, and let each ``ended`` have its outcome.
+
+        Returns:
+            Functions that end the wait for each answer; None, and nothing was sent, if that could wait.
         """
         ...
 
@@ -255,6 +265,8 @@ _LEFT_S: Final = 0.01
 _LOOK_S: Final = 0.001
 """A caller that waits for bytes looks in this time whether another thread has read its answer."""
 _MOST_OUTSTANDING: Final = 100_000
+_MOST_LATER: Final = 10_000
+"""Requests for whose answers no thread waits."""
 _SILENT_S: Final = 180.0
 
 
@@ -353,17 +365,23 @@ class _Connection:
         number = self._send_request(frame, waiter.ended, is_waited_for=True)
         rest_s = self._read_own(waiter, timeout_s) if self._is_left else timeout_s
         if not waiter.wait(rest_s):
-            with self._lock:
-                is_late = self._outstanding.pop(number, None) is not None
-            if is_late:
-                if self._is_silent(number, received, timeout_s):  # it may be half open
-                    self._end_connection("the server is silent")
-                raise BrokerUnreachableError(f"{self.address} has not answered within {timeout_s:.3g} s")
+            late = self._give_up(number, received, timeout_s)
+            if late is not None:
+                raise late
             waiter.wait()  # another thread is about to set the outcome
         if isinstance(waiter.outcome, Frame):
             return waiter.outcome
         assert waiter.outcome is not None
         raise waiter.outcome
+
+    def _give_up(self, number: int, received: int, timeout_s: float) -> BrokerUnreachableError | None:
+        """Wait no longer for an answer; return None if it, or an error, has come."""
+        with self._lock:
+            if self._outstanding.pop(number, None) is None:
+                return None
+        if self._is_silent(number, received, timeout_s):  # it may be half open
+            self._end_connection("the server is silent")
+        return BrokerUnreachableError(f"{self.address} has not answered within {timeout_s:.3g} s")
 
     def _is_silent(self, number: int, received: int, timeout_s: float) -> bool:
         """Return whether requests one after the other have waited long enough, and nothing came meanwhile."""
@@ -379,6 +397,37 @@ class _Connection:
 
     def send(self, frame: Frame, ended: Ended) -> None:
         self._send_request(frame, ended)
+
+    def send_later(self, requests: Sequence[tuple[Frame, Ended]]) -> Sequence[GiveUp] | None:
+        if not self._stream.can_poll:
+            return None
+        thread, received = threading.get_ident(), self._received
+        numbers = [self._next_number() for _ in requests]
+        for number, (frame, _) in zip(numbers, requests, strict=True):
+            frame.opaque = number
+        raw = b"".join([self._encode(frame) for frame, _ in requests])
+        try:
+            self._callers.add(thread)
+            with self._lock:  # so that no answer comes before its request is registered
+                if not self._is_open or len(self._outstanding) + len(requests) > _MOST_LATER:
+                    return None
+                is_sent = self._stream.write_now(raw)
+                if is_sent is None:
+                    return None
+                self._outstanding.update(zip(numbers, (ended for _, ended in requests), strict=True))
+        except OSError as error:
+            self._end_writing(error)
+            return None
+        finally:
+            self._callers.discard(thread)
+        self._call_reader()
+        if not is_sent:
+            threading.Thread(target=self._write_rest, name=f"librmq {self.address}", daemon=True).start()
+        return [partial(self._give_up, number, received) for number in numbers]
+
+    def _write_rest(self) -> None:
+        with suppress(BrokerUnreachableError):  # its requests end with the connection
+            self._write_bytes(b"")
 
     def send_one_way(self, frame: Frame) -> None:
         thread = threading.get_ident()
@@ -430,14 +479,17 @@ class _Connection:
         try:
             self._stream.write(raw)
         except OSError as error:
-            if isinstance(error, BrokenPipeError):
-                self._end_sending(str(error))
-            else:
-                self._end_connection(str(error))
+            self._end_writing(error)
             raise self._has_ended(RequestNotSentError) from error
         except BaseException:  # Ctrl-C: part of the frame may be sent
             self._end_connection("a write was interrupted")
             raise
+
+    def _end_writing(self, error: OSError) -> None:
+        if isinstance(error, BrokenPipeError):
+            self._end_sending(str(error))
+        else:
+            self._end_connection(str(error))
 
     def _has_ended(self, kind: type[BrokerUnreachableError] = BrokerUnreachableError) -> BrokerUnreachableError:
         return kind(f"the connection to {self.address} has ended: {self._why}")
@@ -709,6 +761,12 @@ class Connections:
         self._lines: dict[_Key, _Line] = {}
         self._rests: dict[str, _Rest] = {}  # of addresses that could not be reached
         self._is_closed = False
+
+    def get_open(self, address: str) -> Transport | None:
+        """Return the connection to an address for requests without a client, if it is open."""
+        line = self._lines.get((address, ""))
+        transport = None if line is None else line.transport
+        return transport if transport is not None and transport.is_open and not transport.is_interrupted else None
 
     def get(self, address: str, client_id: str = "") -> Transport:
         """Return the connection of a client to an address, or open it. An empty id is for requests without a client.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from librmq.errors import (
@@ -18,6 +19,7 @@ from librmq.errors import (
     ConfigError,
     MalformedError,
     MessageIllegalError,
+    RmqError,
 )
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message
@@ -45,6 +47,7 @@ from librmq.protocol import (
     ResponseCode,
     SendBack,
     SendBatch,
+    SendLater,
     SendMessage,
     SendReply,
     SendResponse,
@@ -56,6 +59,7 @@ from librmq.protocol import (
     Unregister,
     UpdateOffset,
 )
+from librmq.protocol.client_requests import PendingSend
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner, Step
@@ -195,6 +199,8 @@ class RemoteBroker:
             return cast("R", self._pulls.pull(cast("PullMessage", request)))
         if kind in _SENDS:
             return cast("R", self._send_messages(request))
+        if kind is SendLater:
+            return cast("R", self._send_later(cast("SendLater", request)))
         if kind is Heartbeat:
             self._note_heartbeat(cast("Heartbeat", request))
             return cast("R", None)
@@ -247,10 +253,34 @@ class RemoteBroker:
         if isinstance(send, SendMessage) and send.is_one_way:
             transport.send_one_way(frame)
             return SendResponse(SendStatus.SEND_OK, send.queue_id, _NOT_SENT, _NOT_SENT, ("",))
-        answer = transport.request(frame, timeout_s)
+        return self._sent(request, frame, transport.request(frame, timeout_s))
+
+    def _sent(self, request: object, frame: Frame, answer: Frame) -> SendResponse:
         response = self._read_result(lambda _, answer: read_sent(answer), request, answer)
         self._stored(frame.fields["b"])
-        return response
+        return cast("SendResponse", response)
+
+    def _send_later(self, request: SendLater) -> bool:
+        """Send messages together, if that need not wait; return whether they were sent."""
+        transport = self._connections.get_open(self.address)
+        if transport is None or any(pending.send.message._delays is not None for pending in request.sends):
+            return False
+        frames = [(pending, send_frame(pending.send)) for pending in request.sends]
+        requests = [(frame, partial(self._end_later, pending, frame)) for pending, frame in frames]
+        gives_up = transport.send_later(requests)
+        if gives_up is None:
+            return False
+        for pending, give_up in zip(request.sends, gives_up, strict=True):
+            timeout_ms = pending.send.timeout_ms
+            pending.give_up = partial(give_up, self._timeout_s if timeout_ms is None else timeout_ms / 1000)
+        return True
+
+    def _end_later(self, pending: PendingSend, frame: Frame, outcome: Frame | RmqError) -> None:
+        try:
+            pending.outcome = outcome if isinstance(outcome, RmqError) else self._sent(pending.send, frame, outcome)
+        except RmqError as error:
+            pending.outcome = error
+        pending.ended(pending)
 
     def _delays_of(self, transport: Transport, timeout_s: float) -> BrokerDelays:
         """Return what the broker can delay; it is asked once a connection, because it can return with other settings.

@@ -191,11 +191,12 @@ _LACKS_RECEIVES: Final = (
 class _Link:
     """A broker since its last reconnection: a new link shows clients that the broker may have forgotten them."""
 
-    __slots__ = ("call", "group")
+    __slots__ = ("call", "group", "sends_later")
 
     def __init__(self, group: BrokerGroup) -> None:
         self.group = group
         self.call = group.entry
+        self.sends_later = self
 
 
 class Notices:

@@ -22,6 +22,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from json.encoder import encode_basestring
 from typing import Any, Final, NamedTuple, TypeVar, get_args, get_type_hints
 
@@ -451,6 +452,9 @@ class FrameSocket:
         self._is_shut = False
         self._poll: select.poll | None = None
         self._write_lock = Lock()
+        self._take_writing = partial(self._write_lock.acquire, False)
+        self._unsent = b""
+        """What `write_now` has left to `write`."""
 
     def begin_tls(self, context: ssl.SSLContext, server_name: str | None = None) -> None:
         """Begin TLS: as the client of ``server_name``, or as the server if that is None."""
@@ -484,7 +488,7 @@ class FrameSocket:
 
     @property
     def can_poll(self) -> bool:
-        """Whether `wait` works: not under TLS, which has buffers of its own, nor on Windows."""
+        """Whether `wait` and `write_now` work: not under TLS, which has buffers of its own, nor on Windows."""
         return hasattr(select, "poll") and not isinstance(self._socket, ssl.SSLSocket)
 
     def wait(self, timeout_s: float) -> bool:
@@ -501,7 +505,28 @@ class FrameSocket:
             if isinstance(connected, ssl.SSLSocket):
                 self._write_tls(connected, data)
             else:
+                if self._unsent:
+                    data, self._unsent = self._unsent + data, b""
                 connected.sendall(data)
+
+    def write_now(self, data: bytes) -> bool | None:
+        """Send bytes without waiting, where `can_poll`.
+
+        Returns:
+            True; False if `write` has to send the rest; None if nothing was sent, because that could wait.
+        """
+        for _ in iter(self._take_writing, False):  # no signal handler runs between this step and the next line
+            try:
+                if self._unsent:
+                    return None
+                sent = self._socket.send(data, socket.MSG_DONTWAIT)
+                self._unsent = data[sent:]
+                return not self._unsent
+            except BlockingIOError:
+                return None
+            finally:
+                self._write_lock.release()
+        return None
 
     def _write_tls(self, connected: ssl.SSLSocket, data: bytes | bytearray) -> None:
         unsent = memoryview(data)
