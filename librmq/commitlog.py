@@ -424,9 +424,10 @@ class CommitLog(Closing, LogState):
         Raises:
             CorruptionError: The bytes are not a record, or one of another ``size``.
         """
-        start = physical_offset - physical_offset % self.file_size
-        at = physical_offset - start
-        if physical_offset < self.begin or physical_offset + _BLANK_SIZE > self.end:
+        at = physical_offset % self.file_size
+        start = physical_offset - at
+        starts = self._sequence.starts
+        if not starts or physical_offset < starts[0] or physical_offset + _BLANK_SIZE > self.end:
             return None
         file = self._mapped.get(start) or self._sequence.file_at(start)
         if file is None:

@@ -263,7 +263,7 @@ class HeldRequests:
         if held is None:
             return
         for holder, hold in list(held.items()):
-            if hold.selection.takes(properties):
+            if hold.selection is ALL or hold.selection.takes(properties):
                 self._ended_by[queue, holder] = hold.selection, message
                 hold.notify()  # before the removal, so that after an interruption the next message answers it
                 if held.get(holder) is hold:

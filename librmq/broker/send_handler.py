@@ -146,9 +146,9 @@ class SendHandler:
                 else:
                     recent.count_resend(name)
             queue_id, result = first
-        status = self._flushed(result, message.properties.get(_WAIT))
-        offset_id = f"{self._id_prefix}{result.physical_offset:016X}"
-        return SendResponse(status, queue_id, result.queue_offset, result.physical_offset, (offset_id,))
+        status = self._flushed(result, message.properties.get(_WAIT)) if self._confirms else _OK
+        place = result.physical_offset
+        return SendResponse(status, queue_id, result.queue_offset, place, (f"{self._id_prefix}{place:016X}",))
 
     def _store_send(self, request: SendMessage) -> tuple[int, AppendResult]:
         """Store a message; return the queue that it is for, and its place."""
@@ -166,6 +166,23 @@ class SendHandler:
         properties = message.properties.copy()
         properties[_CLUSTER] = self._cluster
         wait = properties.pop(_WAIT, None)  # stored only if 4.9 stores it
+        if topic.is_plain and message._delays is None and _SPECIAL.isdisjoint(properties):
+            stored_message = Message._from_parts(name, message.body, message.flag, properties)
+            born_ms, times = request.born_timestamp_ms, request.reconsume_times
+            return queue_id, self.store_message(stored_message, queue_id, born_ms, request.born_host, sys_flag, times)
+        return self._store_special(request, topic, queue_id, sys_flag, properties, wait)
+
+    def _store_special(
+        self,
+        request: SendMessage,
+        topic: Topic,
+        queue_id: int,
+        sys_flag: int,
+        properties: dict[str, str],
+        wait: str | None,
+    ) -> tuple[int, AppendResult]:
+        """Store a message that is not stored as it comes: a retry, a half, one with a delay or a priority."""
+        message, name = request.message, topic.name
         if message._delays is not None:
             properties.update(time_properties(message))
         if PROPERTY_PRIORITY in properties and not topic.is_retry:
@@ -370,8 +387,8 @@ class SendHandler:
         return None
 
     def _flushed(self, result: AppendResult, wait: str | None) -> SendStatus:
-        """Wait for the device and for a replica, if settings and message require it."""
-        if not self._confirms or (wait is not None and wait.lower() != "true"):
+        """Wait for the device and for a replica, if the message requires it."""
+        if wait is not None and wait.lower() != "true":
             return _OK
         status = _OK
         if self._waits:
@@ -389,7 +406,7 @@ class SendHandler:
             topic = self._table.for_send(name, request.default_queues, request.default_topic)
         self._write_tables()  # before its first message
         topic.is_ready = True
-        topic.is_plain = not (topic.is_retry or topic.is_multi_tag or is_system_topic(name))
+        topic.is_plain = not (topic.is_retry or topic.is_multi_tag or name == HOP_TOPIC or is_system_topic(name))
         return topic
 
     def _level(self, topic: str, text: str) -> int:

@@ -460,8 +460,8 @@ class Producer(Startable):
                 raise reserved_topic(message.topic)
         if not message.body:
             raise MessageIllegalError(f"topic {message.topic!r}: the message has no body: expected at least one byte")
-        if len(message.body) > self.config.max_message_size:
-            raise body_too_large(len(message.body), self.config.max_message_size)
+        if len(message.body) > self._config.max_message_size:
+            raise body_too_large(len(message.body), self._config.max_message_size)
         properties = dict(message.properties)
         prepared = Message._from_parts(message.topic, message.body, message.flag, properties, message._delays)
         if _UNIQUE_KEY not in properties:

@@ -15,6 +15,7 @@ from librmq.runtime.runner import Step
 
 _V6_HOSTS: Final = 0x30
 _unpack_body = header_struct("sys_flag", "body_length").unpack_from
+_unpack_begun = header_struct("queue_offset", "sys_flag", "body_length").unpack_from
 _unpack_queue_offset = header_struct("queue_offset").unpack_from
 
 
@@ -60,6 +61,11 @@ class ProcessQueue:
     def begun(self) -> int:
         """The number of messages that have begun."""
         return len(self._begun) - self.lined_up
+
+    def exceeds(self, messages: int, size: int, span: int) -> bool:
+        """Return whether it holds more messages than this, more bytes of bodies, or a longer span of offsets."""
+        count = len(self._waiting) + len(self._begun)
+        return count > 0 and (count > messages or self.size > size or (count > 1 and self.span > span))
 
     @property
     def span(self) -> int:
@@ -107,12 +113,13 @@ class ProcessQueue:
 
         ``bounds`` are the minimum and maximum offset of the queue.
         """
-        queue_offset = message.queue_offset
+        raw = message.raw
+        queue_offset, flags, size = _unpack_begun(raw)
         if self._waiting or queue_offset <= self._largest:
             return None
         self._largest = queue_offset
-        self.size += _body_size(message)
-        begun = self._begun[queue_offset] = DeliveredMessage(message.raw, self.queue, queue_offset, bounds)
+        self.size += len(message.stored_body) if flags & _V6_HOSTS else size
+        begun = self._begun[queue_offset] = DeliveredMessage(raw, self.queue, queue_offset, bounds)
         return begun
 
     def take(self, limit: int) -> list[DeliveredMessage]:

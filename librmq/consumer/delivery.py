@@ -45,7 +45,8 @@ class Delivery:
         self.counts = ConsumerCounts()
         self.rests = Rests(consumer, self._resumed)
         self.retries = Retries(consumer, self.counts)
-        self._ended: threading.Event | None = None
+        self.ended: threading.Event | None = None
+        """Is set when the last listener has ended, after `stop`."""
 
     def _resumed(self, now_ms: int) -> None:
         """Begin again after a rest."""
@@ -59,8 +60,8 @@ class Delivery:
         """Begin nothing new; return an event that is set when all listeners have ended, None if none runs."""
         if not self.running:
             return None
-        self._ended = threading.Event()
-        return self._ended
+        self.ended = threading.Event()
+        return self.ended
 
     def cancel(self) -> int:
         """Cancel the coroutine listeners that still run; return their number."""
@@ -136,7 +137,9 @@ class Delivery:
 
     def submit(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
         """Submit a call of the listener; `apply_result` gets its result or exception."""
-        listener = self.listener_for(assigned, messages[0])
+        first = messages[0]
+        topic = first.topic if assigned.is_retry else assigned.queue.topic
+        listener = self.consumer.listeners.listener_for(topic, first) or _missing_listener(topic)
         self.running += 1
         self.counts.delivered += len(messages)
         self.runner.submit(DeliveryCall(self, listener, assigned, messages))
@@ -145,12 +148,6 @@ class Delivery:
         """Return the listener of a message; it fails if this instance does not subscribe to a redelivery's topic."""
         topic = message.topic if assigned.is_retry else assigned.queue.topic
         return self.consumer.listeners.listener_for(topic, message) or _missing_listener(topic)
-
-    def call_ended(self) -> None:
-        """Note that a listener has ended."""
-        self.running -= 1
-        if self._ended is not None and not self.running:
-            self._ended.set()
 
     def apply_result(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
         """Apply the result or the exception of a listener, and begin what waits for a free thread."""
@@ -205,7 +202,7 @@ class Delivery:
 class DeliveryCall(Work):
     """A call of a listener. Its label and subject are computed on demand."""
 
-    __slots__ = ("assigned", "delivery", "listener", "messages")
+    __slots__ = ("assigned", "delivery", "group", "listener", "messages")
 
     def __init__(
         self,
@@ -216,19 +213,20 @@ class DeliveryCall(Work):
     ) -> None:
         self.call = partial(delivery._call, listener, assigned, messages)
         self.delivery = delivery
-        self.owner = delivery.consumer.client
-        self.loop = delivery.consumer.loop
+        consumer = delivery.consumer
+        self.group = consumer.group
+        self.owner = consumer.client
+        self.loop = consumer.loop
         self.listener = listener
         self.assigned = assigned
         self.messages = messages
 
     def done(self, result: object, error: Exception | None) -> None:  # noqa: D102 (`Work` says it)
-        self.delivery.call_ended()
-        self.delivery.apply_result(self, result, error)
-
-    @property
-    def group(self) -> str:  # type: ignore[override]  # noqa: D102
-        return self.delivery.consumer.group
+        delivery = self.delivery
+        delivery.running -= 1
+        if delivery.ended is not None and not delivery.running:
+            delivery.ended.set()
+        delivery.apply_result(self, result, error)
 
     @property
     def label(self) -> str:  # type: ignore[override]  # noqa: D102
@@ -454,14 +452,15 @@ class ConcurrentDelivery(Delivery):
         """Add and begin a message if nothing precedes it: the fast path of a consumer that keeps up."""
         if self._backlog.lanes or self.running >= self.config.threads or self.consumer.stopping:
             return False
-        if self.rests.is_probing or assigned.queue in self.rests:
+        if self.rests.is_probing or (self.rests.times and assigned.queue in self.rests):
             return False
         begun = assigned.messages.begin(message, bounds)
         if begun is None:
             return False
         begun.consume_start_timestamp_ms = now_ms
         self.submit(assigned, [begun])
-        self._watch_timeouts(now_ms)
+        if self._expiring.at is None:
+            self._watch_timeouts(now_ms)
         return True
 
     def _begin_waiting(self, now_ms: int) -> None:

@@ -57,7 +57,7 @@ from librmq.protocol import (
     ResponseCode,
     Route,
 )
-from librmq.runtime.runner import Step
+from librmq.runtime.runner import NEVER, Step
 
 # ---- pulls
 
@@ -73,8 +73,6 @@ class Fetcher:
     def __init__(self, consumer: PushConsumer) -> None:
         self._consumer = consumer
         self._is_clustering = consumer.config.model is MessageModel.CLUSTERING
-        self._interval_ms = 0
-        self.max_messages = self.max_bytes = 0
         self.share_limits()
 
     def start(self, assigned: AssignedQueue) -> None:
@@ -87,7 +85,9 @@ class Fetcher:
     def share_limits(self) -> None:
         """Divide the limits of a topic among the assigned queues of all topics, as in 4.9."""
         config, count = self._consumer.config, max(1, len(self._consumer.assigned))
+        self._config = config
         self._interval_ms = round(config.pull_interval * 1000)
+        self._max_span = NEVER if config.orderly else config.max_span
         self.max_messages, self.max_bytes = config.max_held_messages, config.max_held_bytes
         if config.max_held_messages_of_topic is not None:
             self.max_messages = max(1, config.max_held_messages_of_topic // count)
@@ -96,13 +96,7 @@ class Fetcher:
 
     def is_full(self, assigned: AssignedQueue) -> bool:
         """Return whether the queue holds too much for another pull."""
-        messages, config = assigned.messages, self._consumer.config
-        count = len(messages)
-        return count > 0 and (
-            count > self.max_messages
-            or messages.size > self.max_bytes
-            or (count > 1 and not config.orderly and messages.span > config.max_span)
-        )
+        return assigned.messages.exceeds(self.max_messages, self.max_bytes, self._max_span)
 
     def resume_throttled(self, assigned: AssignedQueue) -> None:
         """Resume a throttled queue once it holds less."""
@@ -133,7 +127,7 @@ class Fetcher:
             if assigned.released or consumer.stopping or consumer.is_paused:
                 return None
             assigned.pulled_timestamp_ms = now_ms
-            assigned.throttled = self.is_full(assigned)
+            assigned.throttled = assigned.messages.exceeds(self.max_messages, self.max_bytes, self._max_span)
             if assigned.throttled:
                 self._count_pull("flow_controls", assigned)
                 return None
@@ -149,7 +143,7 @@ class Fetcher:
                         queue.topic,
                         queue.queue_id,
                         assigned.next_offset,
-                        consumer.config.pull_batch_size,
+                        self._config.pull_batch_size,
                         None,
                         progress,
                         assigned.notify,
@@ -178,7 +172,8 @@ class Fetcher:
 
     def _handle_response(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> int | None:
         status = response.status
-        self._count_pull("pulls", assigned, status)
+        if self._consumer.metrics is not None:
+            self._count_pull("pulls", assigned, status)
         if status is PullStatus.HELD:
             return self._handle_hold(assigned, response, now_ms)
         assigned.idle_since_ms = None
@@ -198,9 +193,11 @@ class Fetcher:
             count = assigned.messages.put(messages, *bounds)
             if count:
                 delivery.pulled(assigned, count, now_ms)
-        if response.is_held and not self.is_full(assigned):
-            return self._handle_hold(assigned, response, now_ms)
-        return now_ms + self._interval_ms
+        if not response.is_held or assigned.messages.exceeds(self.max_messages, self.max_bytes, self._max_span):
+            return now_ms + self._interval_ms
+        if assigned.messages.end >= response.next_offset:  # as `_handle_hold` answers where nothing was skipped
+            return None
+        return self._handle_hold(assigned, response, now_ms)
 
     def _count_pull(self, name: str, assigned: AssignedQueue, status: PullStatus | None = None) -> None:
         metrics = self._consumer.metrics

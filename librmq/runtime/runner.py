@@ -66,9 +66,13 @@ class Step:
 
     def go(self, runner: Runner) -> None:
         """Take the turn, under the runner's lock."""
+        self.run(runner, runner.now_ms())
+
+    def run(self, runner: Runner, now_ms: int) -> None:
+        """Take the turn at a time, under the runner's lock."""
         self.at = None  # before the turn, so that a wake-up meanwhile counts
         if self.owner is None or not self.owner.dead:
-            due = self.run_due(runner.now_ms())
+            due = self.run_due(now_ms)
             if due is not None:
                 runner.wake(self, due)
 

@@ -130,7 +130,9 @@ class ThreadRunner(Runner):
     def _wake_worker(self) -> None:
         """Make one more worker search for work."""
         if self._parked:
-            _release_turn(self._parked[-1])
+            turn = self._parked[-1]
+            if turn.locked():  # as `_release_turn`
+                turn.release()
             self._is_worker_woken = True
         elif not self._workers or len(self._threads) < self._max_threads:  # the clock thread alone runs no user code
             self._start_worker()
@@ -153,15 +155,15 @@ class ThreadRunner(Runner):
             self._is_worker_woken = True
             self._workers += 1
 
-    def _run_steps(self) -> Step | None:
-        """Take due steps for a slice of time, and return the next one, which can be due by then."""
-        begin = now = self.now_ms()
+    def _run_steps(self, now: int) -> Step | None:
+        """Take due steps for a slice of time that begins now, and return the next one, which can be due by then."""
+        begin = now
         while (top := self._top()) is not None and (top.at or 0) <= now:
             if now - begin > _SLICE_MS:
                 break  # after a long backlog, offer the lock to others
             heapq.heappop(self._heap)
             try:
-                top.go(self)
+                top.run(self, now)
             except BaseException:  # a thread of the runner has no caller
                 _log.exception("%(step)s: an internal step failed", step=top.label)
             now = self.now_ms()
@@ -190,7 +192,7 @@ class ThreadRunner(Runner):
             while not self._stopping:
                 self._holder_searches = True
                 self._reschedule_after_setback()
-                top = self._run_steps()
+                top = self._run_steps(self.now_ms())
                 self._holder_searches = False
                 until = NEVER if top is None else top.at or 0
                 if self.ready and not self._searching and not self._is_worker_woken and not self._is_watched:
@@ -254,8 +256,8 @@ class ThreadRunner(Runner):
         while work is not None:
             result: object = None
             error: Exception | None = None
-            if work.group != group:
-                group = work.group
+            if (new_group := work.group) != group:
+                group = new_group
                 thread.name = f"ConsumeMessageThread_{group}_{number}" if group else f"librmq-worker-{number}"
             try:
                 result = work.call()
@@ -286,10 +288,10 @@ class ThreadRunner(Runner):
         """Take due steps, and return ready work or wait for some; None at the end."""
         lock, ready, heap, parked = self.lock, self.ready, self._heap, self._parked
         while not self._stopping:
-            at = heap[0][0] if heap else NEVER
-            if at <= self.now_ms():
+            at, now = heap[0][0] if heap else NEVER, self.now_ms()
+            if at <= now:
                 self._holder_searches = True
-                top = self._run_steps()
+                top = self._run_steps(now)
                 self._holder_searches = False
                 at = NEVER if top is None else top.at or 0
             has_clock = True
@@ -307,7 +309,7 @@ class ThreadRunner(Runner):
                 if ready and not self._searching and not self._is_worker_woken and not self._is_watched:
                     self._leave_ready_work()
                 return work
-            if not ready and (not has_clock or at <= self.now_ms()):
+            if not ready and (not has_clock or at <= now):  # what is due since then is the clock thread's
                 lock.release()
                 turn.acquire(timeout=_YIELD_S if has_clock else _WATCH_S)
                 lock.acquire()

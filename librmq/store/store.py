@@ -154,6 +154,7 @@ class MessageStore(Closing):
         # Directly, which saves one call for each message.
         appender = handle.appender
         store.append = getattr(appender, "append_usual", appender.append)  # type: ignore[method-assign]
+        store.check_room = handle.check_room  # type: ignore[method-assign]
         store.append_batch = getattr(appender, "append_batch_usual", appender.append_batch)  # type: ignore[method-assign]
         handle.open(config, thorough=thorough, wait_s=seconds)
         return store
@@ -425,11 +426,13 @@ class MessageStore(Closing):
 
         An append counts immediately, even if its entry is not written yet.
         """
-        self._handle.check_open()
-        queue = self._handle.queues.find((topic, queue_id))
+        handle, name = self._handle, (topic, queue_id)
+        if handle.closed is not None:
+            handle.check_open()
+        queue = handle.queues.find(name)
         if queue is None:
             return 0, 0
-        lane = self.appender.lanes.get((topic, queue_id))
+        lane = self.appender.lanes.get(name)
         return queue.min_offset, queue.max_offset if lane is None else lane.next_queue_offset
 
     def counts_as_on_disk(self, physical_offset: int) -> bool:
