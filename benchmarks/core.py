@@ -7,9 +7,6 @@ compiled core in this process, as in `benchmarks.store`, by the clock: the core 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import peers, store
-from benchmarks.frame import CHECKOUT, SIZES, AbsentError, Bench, Case, Part, Run, Setup, Target, Timed, main, measure
+from benchmarks.frame import SIZES, AbsentError, Bench, Case, Part, Run, Setup, Target, Timed, last_line, main, measure
 from benchmarks.peers import TOPIC, Load, make_load
 from benchmarks.store import BATCH, PULL
 from librmq.message.message import Message
@@ -75,14 +72,8 @@ def rates(scale: float, body_size: int) -> dict[str, float]:
 
 def rates_with(bench: Bench, folder: Path, *, switch: str, body_size: int) -> Any:
     """Return what `rates` returns in a process with the core on or off."""
-    # The checkout comes last on the path, because an installed librmq may be the one to measure.
-    program = (
-        f"import json, sys; sys.path.append({str(CHECKOUT)!r}); from benchmarks import core; "
-        f"print(json.dumps(core.rates({bench.scale}, {body_size})))"
-    )
-    variables = {**os.environ, "LIBRMQ_CORE": switch, "TMPDIR": str(folder)}
-    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    code = f"import json; from benchmarks import core; print(json.dumps(core.rates({bench.scale}, {body_size})))"
+    return json.loads(last_line(code, LIBRMQ_CORE=switch, TMPDIR=str(folder)))
 
 
 def with_core(bench: Bench, setup: Setup) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
-from benchmarks.frame import CHECKOUT, Bench, Case, Part, Run, Setup, Target, Timed, from_setup, main
+from benchmarks.frame import CHECKOUT, Bench, Case, Part, Run, Setup, Target, Timed, from_setup, last_line, main
 from librmq.config import StoreConfig
 from librmq.message import Message
 from librmq.store import MessageStore
@@ -93,9 +93,7 @@ print(time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_m
 
 def report_process(given: tuple[str, int], folder: Path) -> dict[str, float]:
     """Return the seconds of a report in a process of its own, without its start, and its peak in MiB."""
-    words = (sys.executable, "-c", REPORT, given[0], str(folder / "report.html"))
-    last = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-    seconds, peak = map(float, last.split())
+    seconds, peak = map(float, last_line(REPORT, given[0], folder / "report.html").split())
     return {"seconds": seconds, "peak": peak / 1024}
 
 

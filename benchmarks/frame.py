@@ -263,6 +263,17 @@ def _row(case: Case, figures: Figures) -> Row:
     )  # fmt: skip
 
 
+def last_line(code: str, *words: object, **variables: str) -> str:
+    """Return the last line that Python code prints in a process of its own.
+
+    The checkout comes last on its path, because an installed librmq may be the one to measure.
+    """
+    code = f"import sys; sys.path.append({str(CHECKOUT)!r})\n{code}"
+    command, inherited = [sys.executable, "-P", "-c", code, *map(str, words)], {**os.environ, **variables}
+    done = subprocess.run(command, env=inherited, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1]
+
+
 # -------------------------------------------------------------------------------------------------------------- figures
 
 

@@ -7,11 +7,10 @@ loop; and Parquet with the same rows.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import struct
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -23,7 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.frame import Bench, Case, Part, Run, Target, Timed, from_setup, main
+from benchmarks.frame import Bench, Case, Part, Run, Target, Timed, from_setup, last_line, main
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.files.rolling import file_name
 from librmq.message import record as record_format
@@ -498,10 +497,7 @@ print(json.dumps(dict(zip(("own", "mapped"), most))))
 
 def weighed(bench: Bench) -> Iterator[dict[str, float]]:
     """Yield the memory (MiB) of a reader in its own process, in addition to interpreter and libraries."""
-    import json
-
-    words = [sys.executable, "-c", READER, store_of(bench.count(MESSAGES))]
-    yield json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    yield json.loads(last_line(READER, store_of(bench.count(MESSAGES))))
 
 
 READ: Final = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import multiprocessing
-import os
 import shutil
 import struct
 import subprocess
@@ -21,9 +20,8 @@ from typing import Any, Final
 
 import numpy as np
 
-import librmq
 from benchmarks import peers
-from benchmarks.frame import SIZES, Bench, Case, Part, Run, Target, Timed, main
+from benchmarks.frame import SIZES, Bench, Case, Part, Run, Target, Timed, last_line, main
 from benchmarks.peers import TAG, TOPIC, Load, make_load
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue, entry_dtype
 from librmq.message.message import Message
@@ -279,9 +277,7 @@ IMPORT: Final = "import time; begin = time.perf_counter(); import {}; print(time
 
 def start(_: Bench, folder: Path, *, code: str) -> float:
     """Return the seconds that a new interpreter reports."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(librmq.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    return float(done.stdout.splitlines()[-1])
+    return float(last_line(code))
 
 
 def show_help(_: Bench, folder: Path) -> Timed:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from benchmarks.frame import CHECKOUT, Bench, Case, Target, Timed, from_setup, main
+from benchmarks.frame import Bench, Case, Target, Timed, from_setup, last_line, main
 from benchmarks.peers import TOPIC, append_alone, make_messages
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
@@ -68,10 +67,8 @@ def weighed(bench: Bench) -> Iterator[float]:
     weights = []
     with bench.folder() as folder:
         for count in (1_000, bench.count(PENDING)):
-            # The checkout comes last on the path, so that an installed librmq is measured.
-            code = f"import sys; sys.path.append({str(CHECKOUT)!r}); from benchmarks.timers import weigh; weigh()"
-            words = [sys.executable, "-P", "-c", code, str(folder / str(count)), str(count)]
-            weights.append(int(subprocess.run(words, capture_output=True, text=True, check=True).stdout))
+            code = "from benchmarks.timers import weigh; weigh()"
+            weights.append(int(last_line(code, folder / str(count), count)))
     yield (weights[1] - weights[0]) / (1 << 20)
 
 
