@@ -118,6 +118,10 @@ def apply(files: MemoryFiles, event: Event) -> None:
         files.write(event.path, event.data)
     elif event.call == "delete":
         files.delete(event.path)
+    elif event.call == "rename":
+        files.rename(event.path, os.fsdecode(event.data))
+    elif event.call == "link":
+        files.link(event.path, os.fsdecode(event.data))
     elif event.call == "write":
         files.open(event.path, writable=True).buffer[event.offset : event.offset + len(event.data)] = event.data
 

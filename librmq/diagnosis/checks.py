@@ -41,7 +41,7 @@ from librmq.runtime.event_log import counted
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import progress_export
 from librmq.store.format.checkpoint import has_abort
-from librmq.store.recovery.open import read_closed_state
+from librmq.store.recovery.state import read_closed_state
 
 if TYPE_CHECKING:
     from librmq.diagnosis.survey.model import DamagedPlace

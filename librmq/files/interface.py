@@ -19,6 +19,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
@@ -298,6 +299,16 @@ def fills_by_itself(files: Files) -> bool:
     Under a manual clock nothing depends on how full such a disk is.
     """
     return getattr(files, "fills_by_itself", False)
+
+
+def identity_of(files: Files, path: str) -> str | None:
+    """Return a text that neither a copy of a folder has, nor the folder itself after a restart of the machine.
+
+    Only files of a disk that are changed there have it, by a method ``identity``. While it is the same, every byte that
+    a killed process wrote is there.
+    """
+    identity: Callable[[str], str | None] = getattr(files, "identity", lambda _: None)
+    return identity(path)
 
 
 def named(call: str, path: str) -> _Named:

@@ -40,8 +40,9 @@ from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
 from librmq.store.format.documents import ReplicaMark, read_mark, write_kept_config, write_mark
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.read_only_view import Moment, ReadOnlyView
-from librmq.store.recovery.open import describe_recovery, load, write_closed_state
+from librmq.store.recovery.open import describe_recovery, load
 from librmq.store.recovery.repair import RecoveryMode
+from librmq.store.recovery.state import MarkWriter, delete_mark, write_closed_state
 from librmq.store.recovery.verify import Verdict, verify_parts
 from librmq.store.retention import DISK_CHECK_MS, Readers, Retention
 
@@ -170,7 +171,7 @@ class StoreHandle:
         self._in_background = in_background
         self._file_lock: FileLock | None = None
         self._had_room_at_ms, self._has_room_until = 0, -1  # as `check_room` last saw it
-        self._disk_error = ""
+        self._disk_error = self._why_whole = ""
 
     # --------------------------------------------------------------------------------------------------------- opening
 
@@ -216,7 +217,9 @@ class StoreHandle:
             if was_killed:
                 took_ms = self.clock.now_ms() - begin_ms
                 _log.warning(
-                    "%(recovery)s", recovery=describe_recovery(path, self.log.end, self.recovered, took_ms), path=path
+                    "%(recovery)s",
+                    recovery=describe_recovery(path, self.log.end, self.recovered, took_ms, self._why_whole),
+                    path=path,
                 )
         except BaseException:
             with critical:
@@ -239,7 +242,9 @@ class StoreHandle:
         parts = load(self.path, self.config, self.levels, self.files, self.clock, mode=mode, bitmap_of=bitmap_of)
         with critical:
             self._use_parts(parts)
+        self.durability.mark_flush()
         self.recovered = self.recovered + parts.cuts
+        self._why_whole = parts.why_whole
 
     def _use_view(self, view: ReadOnlyView) -> None:
         """Use the present parts of a read-only view."""
@@ -253,7 +258,8 @@ class StoreHandle:
         self.log, self.index, self.checkpoint, self.queues = parts.log, parts.index, parts.checkpoint, parts.queues
         self._has_room_until = -1
         parts.log.check_owner = self._check_lock
-        self.durability = Durability(parts, appender.lock, appender.catch_up, self._check_lock, appender.refuse)
+        marks = MarkWriter(self.path, self.files, self.config, parts)
+        self.durability = Durability(parts, appender.lock, appender.catch_up, self._check_lock, appender.refuse, marks)
         self.retention = Retention(
             self.log,
             lambda: list(parts.queues.values()),
@@ -515,6 +521,7 @@ class StoreHandle:
                     for queue in self.queues.opened():
                         queue.flush()  # retention deletes files of queues that no append wrote to
                     write_closed_state(self.path, self.files, self.log, self.queues, self.index)
+                    delete_mark(self.path, self.files)  # it names the machine, and equal stores have equal files
                     clear_abort(self.files, self.path)
             finally:
                 self._release_store()

@@ -49,7 +49,8 @@ from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.documents import JOB_NOTES_FOLDER, OWN_FOLDER
 from librmq.store.format.timerfiles import TimerCheckpoint
 from librmq.store.recovery import salvage
-from librmq.store.recovery.open import read_closed_state, settle
+from librmq.store.recovery.open import settle
+from librmq.store.recovery.state import read_closed_state
 
 _PART: Final = ".part"
 _STILL_WRITTEN: Final = 2  # files of the log that a writer or its recovery can still change

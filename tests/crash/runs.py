@@ -42,9 +42,19 @@ CONFIGS = (
 
 
 class BusyFiles(RecordingFiles):
-    """Files that record changes, and run an action during a flush that does not cover it."""
+    """Files that record changes, and run an action during a flush that does not cover it.
+
+    They are on a machine of their own, which a killed process shares with the next one.
+    """
 
     meanwhile: Callable[[], None] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = f"machine {id(self.trace)}"
+
+    def identity(self, path: str) -> str:
+        return f"{self.machine}: {path}"
 
     def flush(self, file: Any) -> None:
         super().flush(file)
@@ -57,6 +67,7 @@ class BusyFiles(RecordingFiles):
         """Return what the next process finds after this one is killed: everything written, flushed or not."""
         other = BusyFiles()
         other._files, other._folders, other.trace = self._files, self._folders, self.trace
+        other.machine = self.machine
         return other
 
 

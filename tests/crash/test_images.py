@@ -13,6 +13,8 @@ from tests.budget import examples, many, some
 from tests.conftest import SlowBudget
 from tests.crash.runs import Run, check_images, check_lives
 
+pytestmark = pytest.mark.usefixtures("mark_each_flush")
+
 LIVES = tuple(examples(count) for count in (40, 35, 25))
 """Check images of each life of a store; a life starts from a crash of the one before."""
 

@@ -20,6 +20,8 @@ from tests.budget import many, some
 from tests.crash.runs import BusyFiles, assert_settled
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, configs, fill, opened, served
 
+pytestmark = pytest.mark.usefixtures("mark_each_flush")
+
 
 def filled(files: BusyFiles, config: StoreConfig, count: int = 60) -> MessageStore:
     clock = ManualClock(START_MS)

@@ -10,7 +10,6 @@ begins with the files in ``tests/fuzz/corpus/TARGET``, which include inputs that
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -158,10 +157,10 @@ def ext(data: bytes) -> None:
 
 
 def checkpoint(data: bytes) -> None:
-    """Open bytes as a checkpoint, and as the state that librmq saves when it closes a store."""
+    """Open bytes as a checkpoint, and as the states that librmq saves when it closes and flushes a store."""
     from librmq.errors import StoreError
     from librmq.store.format.checkpoint import CHECKPOINT_SIZE, Checkpoint
-    from librmq.store.recovery.open import _path, read_closed_state
+    from librmq.store.recovery.state import MarkError, read_closed_state, take_mark
 
     files = _files("/store", b"", 1)
     short = data if data[:1] == b"\xff" else (data + bytes(CHECKPOINT_SIZE))[:CHECKPOINT_SIZE]
@@ -170,9 +169,12 @@ def checkpoint(data: bytes) -> None:
         found = Checkpoint.open("/store/checkpoint", files=files, writable=True)
         assert found.min_timestamp_ms >= 0
         found.flush()
-    files.make_folder(os.path.dirname(_path("/store")))
-    files.write(_path("/store"), data)
+    files.make_folder("/store/librmq")
+    for name in ("closed", "flushed"):
+        files.write(f"/store/librmq/{name}.json", data)
     read_closed_state("/store", files)
+    with suppress(MarkError):
+        take_mark("/store", files)
 
 
 def json(data: bytes) -> None:

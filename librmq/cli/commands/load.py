@@ -49,6 +49,7 @@ from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.recovery.state import delete_mark
 from librmq.txn import TransactionConfig, Transactions
 
 _BORN_TIMESTAMP_MS: Final = 1_700_000_000_000
@@ -463,6 +464,7 @@ class _Operations:
         return {}
 
     def _crash(self, row: Row) -> Row:
+        delete_mark(self._store.path, self._store.files)  # it names the machine, and equal runs leave equal files
         self._store.abandon()
         return {}
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog
@@ -205,6 +205,19 @@ class Acknowledgement(Generic[_T]):
         return self.result
 
 
+class FlushMarks(Protocol):
+    """The marks that say after a kill how far a store was complete."""
+
+    def due_state(self) -> dict[str, Any] | None:
+        """Return the fields of a mark if one is due; the caller holds the writer's lock, and has dispatched all."""
+
+    def write(self, fields: dict[str, Any] | None) -> None:
+        """Write a mark after everything before its end was flushed; None writes nothing."""
+
+    def withdraw(self) -> None:
+        """Delete the mark after a failed flush."""
+
+
 class Durability:
     """Flushes the parts of a store that one `Appender` writes. Thread-safe."""
 
@@ -215,8 +228,9 @@ class Durability:
         catch_up: Callable[[], object],
         check_lock: Callable[[], object],
         on_failure: Callable[[], None],
+        marks: FlushMarks,
     ) -> None:
-        """Take the functions to call.
+        """Take the functions to call, and the writer of marks.
 
         ``catch_up()`` writes due entries and keys, under ``lock``; ``check_lock()`` raises if another process has taken
         over the store; ``on_failure()`` is called once, when a flush of the log has failed.
@@ -225,6 +239,7 @@ class Durability:
         self._lock = lock
         self._catch_up = catch_up
         self._check_lock = check_lock
+        self._marks = marks
         self.commit = GroupCommit(self._flush_log, parts.log.end, on_failure)
         """The log's part."""
         self.settled = parts.log.end
@@ -249,6 +264,7 @@ class Durability:
                 indexed = index.full_timestamp_ms
                 queues, dispatcher.unflushed = dispatcher.unflushed, set()
                 entries, dispatcher.entries = dispatcher.entries, 0
+                mark = self._marks.due_state()
             try:
                 self.commit.reach(end)
                 flush_all(queues)
@@ -262,13 +278,19 @@ class Durability:
                 checkpoint.flush()
                 self.settled = end
             except BaseException as error:
+                self._marks.withdraw()
                 with lock.mutex:
                     dispatcher.unflushed |= queues
                     dispatcher.entries += entries
                 if self._derived_failure is None and isinstance(error, StoreIOError) and error.call.startswith("flush"):
                     self._derived_failure = error
                 raise
+            self._marks.write(mark)
         return self.commit.flushed
+
+    def mark_flush(self) -> None:
+        """Leave a mark if one is due, after an opening that has flushed everything."""
+        self._marks.write(self._marks.due_state())
 
     @staticmethod
     def _still_failed(failure: StoreIOError) -> StoreIOError:

@@ -200,6 +200,8 @@ class Parts:
     walked_from: int | None = None
     """For a view of a crashed store that did not compare the index: where its walk over the log began, behind records
     that the checkpoint covers. None for parts that were opened as a whole."""
+    why_whole: str = ""
+    """Why a recovery did not begin at the mark of the last flush, if there was one."""
     lanes: dict[tuple[str, int], Lane] = field(default_factory=dict)
 
     def queue(self, topic: str, queue_id: int) -> ConsumeQueue:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -519,6 +520,15 @@ class IndexFile(Closing):
         rows["number"] = table[used]
         return rows
 
+    def first_from(self, physical_offset: int) -> int:
+        """Return the number of the first entry of a record at or after ``physical_offset``."""
+        buffer = self.file.buffer
+
+        def place(number: int) -> int:
+            return int(unpack_entry(buffer, self.entry_position(number))[1])
+
+        return bisect_left(range(self.header.index_count), physical_offset, 1, key=place)
+
     def entry_position(self, number: int) -> int:
         """Return the position of an entry in the file."""
         return file_length(self.max_slots, number)
@@ -640,6 +650,10 @@ class IndexFile(Closing):
     def used_end(self, begin: int, end: int) -> int:
         """Return the position after the last byte from ``begin`` to ``end`` that is not zero; ``begin`` if none is."""
         return used_end(self._files, self.file, begin, end)
+
+    def note_unflushed(self) -> None:
+        """Let the next `flush` flush what a killed process has written, too."""
+        self._dirty = True
 
     def flush(self) -> None:
         """Flush everything written before the call to the device."""

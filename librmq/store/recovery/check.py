@@ -327,8 +327,8 @@ def _runs(index: KeyIndex, begin: int, begin_file: IndexFile | None = None, begi
         header = None if before is None else before.header
         if file.header.end_physical_offset < begin or (begin_file is not None and file is not begin_file):
             continue
-        begin_file, number = None, begin_number
-        begin_number = 1
+        number = file.first_from(begin) if begin_file is None else begin_number
+        begin_file = None
         for first in range(number, file.header.index_count, COMPARED):
             block = file.entries(first, first + COMPARED)
             rows = zip(block["hash"].tolist(), block["physical"].tolist(), block["time_diff"].tolist(), strict=True)

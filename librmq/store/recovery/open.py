@@ -2,165 +2,36 @@
 
 After a clean exit the walk covers the last three files of the log, or only the last record if librmq closed the store
 and nothing has changed since. After an unclean exit, which the abort marker shows, it begins at the newest file whose
-first record the checkpoint covers. Mirrors 4.9.4's ``DefaultMessageStore.load``.
-
-So that opening need not check the whole store, a clean close leaves its state beside the broker's files:
-
-::
-
-    librmq/closed.json    {"version": 1, "log_begin", "log_end", "last_record", "last_record_crc32",
-                           "index_files", "index_end", "queues": [[topic, queue id, min, max, max physic], …]}
-
-A broker ignores it, and without it a store opens as a broker would open it. It counts only if it agrees with the log:
-the same oldest file, the same last record, nothing after it.
+first record the checkpoint covers, or at the mark of the last flush (`librmq.store.recovery.state`), which any doubt
+overrules. Mirrors 4.9.4's ``DefaultMessageStore.load``.
 """
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from types import NoneType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.errors import CorruptionError, NotAStoreError, RecordError, StoreIOError
+from librmq.errors import CorruptionError, NotAStoreError, RecordError
 from librmq.files.interface import Damage, Files, make_folders, numbered_files
 from librmq.files.rolling import MappingPool
 from librmq.message import record
 from librmq.message.delay_levels import DelayLevels
-from librmq.message.record import crc32
-from librmq.runtime.event_log import EventLog
 from librmq.store.engine.dispatch import BitmapOf, Dispatcher
-from librmq.store.engine.store_parts import PartFiles, Parts, QueueName, QueueState, QueueTable
+from librmq.store.engine.store_parts import PartFiles, Parts, QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
-from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
+from librmq.store.format.documents import OWN_FOLDER
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.check import UncleanQueues
 from librmq.store.recovery.repair import Recovery, RecoveryMode, WalkFindings
-
-# ---- the state at a clean close
-
-_log = EventLog("librmq.store")
-
-_NUMBERS: Final = ("log_begin", "log_end", "last_record_crc32", "index_files", "index_end")
-_STATE_KINDS: Final = {**dict.fromkeys(_NUMBERS, (int,)), "last_record": (int, NoneType), "queues": (list,)}
-_LARGEST_FILE: Final = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedState:
-    """State of a store at its close."""
-
-    log_begin: int
-    log_end: int
-    last_record: int | None
-    last_record_crc32: int
-    index_files: int
-    index_end: int
-    queues: Mapping[QueueName, QueueState]
-
-    def agrees_with(self, log: CommitLog) -> bool:
-        """Return whether the log is unchanged since the close; this reads one record."""
-        if log.begin != self.log_begin or log.data_at(self.log_end, 8).strip(b"\0"):
-            return False
-        if self.last_record is None:
-            return self.log_end == self.log_begin
-        return crc32(log.data_at(self.last_record, self.log_end - self.last_record)) == self.last_record_crc32
-
-    def lacks_files(self, log: CommitLog) -> bool:
-        """Return whether the first files of the log were deleted since the close, and nothing else changed."""
-        return self.log_begin < log.begin < self.log_end and replace(self, log_begin=log.begin).agrees_with(log)
-
-    def has_index(self, index: KeyIndex) -> bool:
-        """Return whether the index is unchanged since the close."""
-        return (len(index.files), index.end_physical_offset) == (self.index_files, self.index_end)
-
-
-def _path(path: str) -> str:
-    return os.path.join(path, OWN_FOLDER, "closed.json")
-
-
-def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTable, index: KeyIndex) -> None:
-    """Write the state of the store in ``path``, which has been flushed completely.
-
-    If the disk has no room for it, the store still closes cleanly, without it.
-    """
-    states = {
-        name: state
-        for name, state in queues.states().items()
-        if state.max_offset or files.is_folder(directory.queue_folder(path, *name))
-    }
-    last = log.last_write
-    data = b"" if last is None else log.data_at(last, log.end - last)
-    fields = {
-        "log_begin": log.begin,
-        "log_end": log.end,
-        "last_record": last,
-        "last_record_crc32": crc32(data),
-        "index_files": len(index.files),
-        "index_end": index.end_physical_offset,
-        "queues": [[*name, *state] for name, state in sorted(states.items())],
-    }
-    try:
-        write_document(_path(path), files, fields)
-    except StoreIOError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        _log.warning("the next open takes longer: %(error)s", error=error)
-        if files.size(_path(path)) is not None:  # left by an earlier close
-            files.delete(_path(path))
-
-
-def read_closed_state(path: str, files: Files) -> ClosedState | None:
-    """Return the state that the last close left, None if there is none or it is unreadable.
-
-    The queues of topics that were deleted on a broker since then are left out.
-    """
-    place = _path(path)
-    if files.size(place) is None:
-        return None
-    try:
-        state = _state(read_document(place, files, _STATE_KINDS, max_size=_LARGEST_FILE))
-    except (ValueError, TypeError, KeyError, CorruptionError):
-        return None  # it only saves time
-    return _without_deleted(state, path, files)
-
-
-def _without_deleted(state: ClosedState, path: str, files: Files) -> ClosedState:
-    """Leave out topics without a folder that the broker's table of topics does not have either."""
-    folders = {entry.name for entry in files.list(os.path.join(path, directory.CONSUMEQUEUE))}
-    absent = {topic for topic, _ in state.queues} - folders
-    listed = directory.known_topics(path, files) if absent else set()
-    if not listed:
-        return state
-    deleted = absent - listed
-    return replace(state, queues={name: queue for name, queue in state.queues.items() if name[0] not in deleted})
-
-
-def _state(fields: dict[str, Any]) -> ClosedState:
-    """Raise ValueError, TypeError or KeyError for values that no store has."""
-    queues = {}
-    for topic, *numbers in fields.pop("queues"):
-        queue_id, *state = map(_checked_number, numbers)
-        queues[str(topic), queue_id] = QueueState(*state)
-    last = fields.pop("last_record")
-    numbers = {name: _checked_number(value) for name, value in fields.items()}
-    return ClosedState(queues=queues, last_record=None if last is None else _checked_number(last), **numbers)
-
-
-def _checked_number(value: object) -> int:
-    if type(value) is not int or not -1 <= value < 1 << 63:
-        raise ValueError
-    return value
-
+from librmq.store.recovery.state import Mark, MarkError, StoreState, read_closed_state, take_mark
 
 _T = TypeVar("_T")
 
@@ -259,35 +130,25 @@ def load(
         CorruptionError: No crash explains the damage, for example sound records follow it, and the mode is not
             thorough. The store is not changed.
     """
-    opening = _Opening(path, config, files, clock, mode, is_brief)
-    log = opening.open_log()
-    index = opening.open_index()
-    names = directory.list_queues(path, files)
-    opening.compare_with_close(log, index, names)
-    queues = opening.open_queues(log, names)
-    dispatcher = Dispatcher(index, bitmap_of)
-    parts = Parts(
-        levels,
-        log,
-        queues,
-        index,
-        opening.checkpoint,
-        dispatcher,
-        opening.open_queue,
-        opening.cuts,
-        opening.walked_from,
-    )
-    if mode is None:
-        for queue in queues.opened():
-            queue.advance(log.begin)
-    else:
-        opening.recover_parts(parts, mode)
-        parts.checkpoint.lower(clock.now_ms())
+
+    def opened(mark: Mark | None) -> Parts:
+        return _Opening(path, config, files, clock, mode, is_brief, mark).parts(levels, bitmap_of)
+
+    why_whole = ""
+    if mode not in (None, RecoveryMode.PREVIEW):
+        try:
+            mark = take_mark(path, files)
+            if mark is not None and mode is RecoveryMode.LAST_EXIT and has_abort(files, path):
+                return opened(mark)
+        except (MarkError, CorruptionError) as error:  # whatever it is, a recovery without the mark copes with it
+            why_whole = str(error)
+    parts = opened(None)
+    parts.why_whole = why_whole
     return parts
 
 
 class _Opening:
-    """One opening of the parts of a store, by `load`, which calls its methods in their order."""
+    """One opening of the parts of a store, by `load`."""
 
     checkpoint: Checkpoint
     cuts: list[Damage]
@@ -296,14 +157,23 @@ class _Opening:
     """As in `Parts`."""
 
     def __init__(
-        self, path: str, config: StoreConfig, files: Files, clock: Clock, mode: RecoveryMode | None, is_brief: bool
+        self,
+        path: str,
+        config: StoreConfig,
+        files: Files,
+        clock: Clock,
+        mode: RecoveryMode | None,
+        is_brief: bool,
+        mark: Mark | None,
     ) -> None:
-        """Clear what a crash left, and open the checkpoint."""
+        """Clear what a crash left, and open the checkpoint; after a kill the recovery begins at ``mark``, if given."""
         self._path = path
         self._config = config
         self._files = files
         self._clock = clock
+        self._mode = mode
         self._is_brief = is_brief
+        self._mark = mark
         self._clean = clean = not has_abort(files, path)
         self._writable, self._thorough = writable, thorough = mode is not None, mode is not None and mode.is_thorough
         # After a kill the check opens all queues one by one, if their folders hold only allowed names.
@@ -311,13 +181,16 @@ class _Opening:
         self.cuts = []
         if mode not in (None, RecoveryMode.LIVING, RecoveryMode.COPY) and (thorough or not clean):
             self.cuts = clear_leftovers(path, files, queues=not self._at_check)
+        self._why_whole = ""
+        if self.cuts and mark is not None:
+            self._mark, self._why_whole = None, f"{self.cuts[0].file} is {self.cuts[0].what}"
         self._repairs = self.cuts if writable and thorough else None
         place = os.path.join(path, directory.CHECKPOINT)
         self.checkpoint = _open_or_remove(
             lambda: Checkpoint.open(place, files=files, writable=writable), files, self._repairs, [place]
         )
         self._closed = read_closed_state(path, files) if clean and not thorough else None
-        self._trusted: ClosedState | None = None  # the state at the close, while nothing contradicts it
+        self._trusted: StoreState | None = None  # the state at the close, while nothing contradicts it
         self.walked_from = None
         self._changed_queues: frozenset[QueueName] | None = None
         self._bodies_from: int | None = None
@@ -326,6 +199,39 @@ class _Opening:
         self._pool = MappingPool(config.mapped_files)
         self._unclean = UncleanQueues(path, files, config.consumequeue_file_size, self._pool)
         self._recovery: Recovery | None = None
+
+    def parts(self, levels: DelayLevels, bitmap_of: BitmapOf | None) -> Parts:
+        """Open the parts, and recover them.
+
+        Raises:
+            MarkError: Something contradicts the mark.
+        """
+        path, mode = self._path, self._mode
+        log = self.open_log()
+        index = self.open_index()
+        names = directory.list_queues(path, self._files)
+        self.compare_with_close(log, index, names)
+        queues = self.open_queues(log, names)
+        dispatcher = Dispatcher(index, bitmap_of)
+        parts = Parts(
+            levels,
+            log,
+            queues,
+            index,
+            self.checkpoint,
+            dispatcher,
+            self.open_queue,
+            self.cuts,
+            self.walked_from,
+            self._why_whole,
+        )
+        if mode is None:
+            for queue in queues.opened():
+                queue.advance(log.begin)
+        else:
+            self.recover_parts(parts, mode)
+            parts.checkpoint.lower(self._clock.now_ms())
+        return parts
 
     def open_log(self) -> CommitLog:
         """Open the log, and find its end."""
@@ -342,6 +248,9 @@ class _Opening:
             return closed.log_end
         if self._clean:
             return log.third_last_file()
+        if self._mark is not None:
+            self._mark.check(self._path, self._files, self._config, log)
+            return self._mark.last_record
         begin = log.file_before(self.checkpoint.min_timestamp_ms)
         if not self._is_brief or log.sequence.end - begin < _WORTH_PASSING:  # asking queues would cost more
             return begin
@@ -356,7 +265,7 @@ class _Opening:
         return _open_or_remove(
             lambda: self._part_files.open_index(writable=self._writable, now_ms=self._clock.now_ms),
             self._files,
-            self._repairs if self._clean or not self._writable else self.cuts,
+            self._repairs if self._clean or not self._writable or self._mark is not None else self.cuts,
             [os.path.join(self._path, directory.INDEX)],
             _INDEX_DIGITS,
             only=None if self._thorough else "header",  # a crash can leave one incomplete
@@ -409,6 +318,8 @@ class _Opening:
         try:
             self._unclean.list_files(name)
         except CorruptionError:
+            if self._mark is not None:
+                raise
             leftovers = _beside_missing(directory.queue_folder(self._path, *name), self._files, log_begin)
             if not leftovers:
                 raise
@@ -437,11 +348,11 @@ class _Opening:
         if self.walked_from is not None:
             begin = self.walked_from
         elif begin is None:
-            begin = self._scan_from(log)
+            begin = self._scan_from(log) if self._mark is None else self._mark.last_record
         has_ext = self._config.enable_consumequeue_ext
         recovery = Recovery(path, files, self._clock, parts, self._unclean, mode, is_clean=self._clean, has_ext=has_ext)
         self._recovery = recovery
-        recovery.plan(self._findings, begin, self._changed_queues, self._bodies_from)
+        recovery.plan(self._findings, begin, self._changed_queues, self._bodies_from, self._mark)
         set_abort(files, path)  # only now, because a refused store must not change
         make_folders(files, log.sequence.folder)  # a store is recognised by it
         try:
@@ -454,8 +365,11 @@ class _Opening:
             parts.queues.expect(name, state)
 
 
-def describe_recovery(path: str, log_end: int, damages: Sequence[Damage], took_ms: int) -> str:
-    """Return one line for the log: what a recovery after an unclean exit cut, and how long it took."""
+def describe_recovery(path: str, log_end: int, damages: Sequence[Damage], took_ms: int, why_whole: str = "") -> str:
+    """Return one line for the log: what a recovery after an unclean exit cut, and how long it took.
+
+    ``why_whole`` is that of the `Parts`.
+    """
     cuts = [damage for damage in damages if damage.kind == "record" and damage.bytes]
     what = "nothing was cut"
     if cuts:
@@ -464,7 +378,11 @@ def describe_recovery(path: str, log_end: int, damages: Sequence[Damage], took_m
     others = len(damages) - len(cuts)
     again = f", {others} parts of queues and index were rebuilt" if others else ""
     seconds = took_ms / 1000
-    return f"{path}: recovered in {seconds:.1f} s, because it was not closed: the log ends at {log_end}, {what}{again}"
+    whole = f"; the mark of the last flush did not count, because {why_whole}" if why_whole else ""
+    return (
+        f"{path}: recovered in {seconds:.1f} s, because it was not closed: the log ends at {log_end}, {what}{again}"
+        f"{whole}"
+    )
 
 
 class Settled(NamedTuple):

@@ -31,6 +31,7 @@ from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
 from librmq.store.recovery.check import Scope, UncleanQueues, reconcile
 from librmq.store.recovery.queue_check import GapError
+from librmq.store.recovery.state import Mark, MarkError
 
 # ---- plan
 
@@ -207,8 +208,9 @@ class Recovery:
         begin: int,
         changed_queues: frozenset[QueueName] | None,
         bodies_from: int | None = None,
+        mark: Mark | None = None,
     ) -> None:
-        """Plan the end of the log, by the findings of the walk from ``begin`` on; this changes nothing.
+        """Plan the end of the log, by the findings of the walk from ``begin``, perhaps at a mark; this changes nothing.
 
         ``changed_queues`` were deleted or added since the store was closed; None means that queues and index are
         unchanged. With ``bodies_from``, check the bodies of records from there on, as no walk has done it.
@@ -216,17 +218,20 @@ class Recovery:
         Raises:
             CorruptionError: This would cut sound records for damage that no crash explains, and the mode is not
                 thorough.
+            MarkError: The log ends before the mark.
         """
         log = self._parts.log
-        self._begin, self._changed_queues, self._bodies_from = begin, changed_queues, bodies_from
+        self._begin, self._changed_queues, self._bodies_from, self._mark = begin, changed_queues, bodies_from, mark
         self.end, self._uncovered_from = log.found_end, log.end
         if not self._clean:
             torn, self._uncovered_from = self._first_torn(findings)
             self.end = torn or self.end
+        if self._mark is not None and self.end.physical_offset < self._mark.state.log_end:
+            raise MarkError(f"the log ends at {self.end.physical_offset}, before that flush")
         self._cut = self._bytes_behind(self.end)
         if not self._mode.is_thorough:
             self._check_cut(self.end, self._cut)
-            if not self._clean and not self._is_preview:
+            if not self._clean and not self._is_preview and self._mark is None:
                 self._check_walk(self.end.physical_offset)
 
     def _first_torn(self, findings: WalkFindings) -> tuple[LogEnd | None, int]:
@@ -381,7 +386,11 @@ class Recovery:
         log, begin = self._parts.log, self._uncovered_from
         log.sequence.write_again(begin, log.end)
         folders = {self._path}
-        if self._mode.is_thorough:  # otherwise those that the checkpoint does not cover are rebuilt
+        if self._mark is not None:
+            for file in uncovered_index_files(self._parts):
+                file.note_unflushed()
+                folders.add(self._parts.index.folder)
+        elif self._mode.is_thorough:  # otherwise those that the checkpoint does not cover are rebuilt
             for file in uncovered_index_files(self._parts):
                 file.write_again()
                 folders.add(self._parts.index.folder)
@@ -424,12 +433,22 @@ class Recovery:
             scope = Scope(dispatched, self._changed_queues or frozenset())
         elif parts.walked_from is not None:
             return self._begin, Scope(self._begin)
+        elif self._mark is not None:
+            if index.end_physical_offset >= log.end:
+                raise MarkError("the key index is ahead of the log")
+            return self._begin, Scope(self._begin)
         else:
             self._drop_index(uncovered_index_files(self._parts), "the checkpoint")
             begin, scope = min(self._begin, index.end_physical_offset), Scope(self._begin)
         ahead = [file for file in index.files if file.header.end_physical_offset >= log.end]
         begin = min(begin, self._drop_index(ahead, "the log's end"))
         return max(begin, log.begin), scope
+
+    def _before_index(self) -> None:
+        """Prepare to rebuild the index."""
+        if self._mark is not None:
+            raise MarkError("the key index does not fit the log")
+        self._parts.checkpoint.clear_index_time()
 
     def _dispatched(self) -> int:
         """Return the place up to which the log was dispatched, whatever happened to some queues since."""
@@ -458,13 +477,15 @@ class Recovery:
                         repair=True,
                         scope=scope,
                         bitmap_of=parts.dispatcher.bitmap_of,
-                        before_rebuild=parts.checkpoint.clear_index_time,
+                        before_rebuild=self._before_index,
                         has_ext=self._has_ext,
                         bodies_from=self._bodies_from,
                         unclean=None if self._clean else self._unclean,
                     )
                 )
             except GapError as gap:
+                if self._mark is not None:
+                    raise MarkError("queue {1} of topic {0} lacks entries".format(*gap.name)) from None
                 begin = parts.log.begin
                 scope = replace(scope, all_of=scope.all_of | {gap.name}) if self._clean else Scope(begin)
                 continue

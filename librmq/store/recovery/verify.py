@@ -32,7 +32,7 @@ from librmq.store.format.broker_tables import BrokerTables, compaction_note, is_
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.check import Scope, reconcile
-from librmq.store.recovery.open import read_closed_state
+from librmq.store.recovery.state import read_closed_state
 
 _T = TypeVar("_T")
 

@@ -1,0 +1,309 @@
+"""The state of a store at its last close, and at its last flush while it is open.
+
+So that opening need not check the whole store, librmq notes its state beside the broker's files:
+
+::
+
+    librmq/closed.json    {"version": 1, "log_begin", "log_end", "last_record", "last_record_crc32",
+                           "index_files", "index_end", "queues": [[topic, queue id, min, max, max physic], …]}
+    librmq/flushed.json   the same fields, "index_file" and "machine"
+
+A broker ignores them, and without them a store opens as a broker would open it. The first counts after a clean close,
+if it agrees with the log: the same oldest file, the same last record, nothing after it.
+
+The second is the mark of a flush, for a recovery after a kill. It promises that log, queues and index have everything
+of the records before ``log_end``. It counts at most once, on the machine that wrote it, until that is restarted, and
+only if the files still have what it says. `docs/formats.md` argues why it can't hide a loss.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import NoneType
+from typing import Any, Final, NamedTuple
+
+from librmq.commitlog import CommitLog
+from librmq.config import StoreConfig
+from librmq.consumequeue import ENTRY, ENTRY_SIZE
+from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
+from librmq.files.interface import Files, identity_of
+from librmq.files.rolling import file_name
+from librmq.message.record import crc32
+from librmq.message.topics import validate_queue
+from librmq.runtime.event_log import EventLog
+from librmq.store.engine.store_parts import Parts, QueueName, QueueState, QueueTable
+from librmq.store.format import directory
+from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
+from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexHeader
+from librmq.store.format.keyindex import KeyIndex
+
+_log = EventLog("librmq.store")
+
+_NUMBERS: Final = ("log_begin", "log_end", "last_record_crc32", "index_files", "index_end")
+_STATE_KINDS: Final = {**dict.fromkeys(_NUMBERS, (int,)), "last_record": (int, NoneType), "queues": (list,)}
+_MARK_KINDS: Final = {**_STATE_KINDS, "index_file": (str, NoneType), "machine": (str,)}
+_LARGEST_FILE: Final = 256 << 20
+WORTH_A_MARK: Final = 8 << 20
+"""Bytes of the log after which a flush leaves a mark; recovering them takes a fraction of a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreState:
+    """State of a store at its close or at a flush."""
+
+    log_begin: int
+    log_end: int
+    last_record: int | None
+    last_record_crc32: int
+    index_files: int
+    index_end: int
+    queues: Mapping[QueueName, QueueState]
+
+    def agrees_with(self, log: CommitLog) -> bool:
+        """Return whether the log is unchanged since the close; this reads one record."""
+        if log.begin != self.log_begin or log.data_at(self.log_end, 8).strip(b"\0"):
+            return False
+        return self.log_end == self.log_begin if self.last_record is None else self.has_last_record(log)
+
+    def has_last_record(self, log: CommitLog) -> bool:
+        """Return whether the log still has the last record."""
+        last = self.last_record
+        return last is not None and crc32(log.data_at(last, self.log_end - last)) == self.last_record_crc32
+
+    def lacks_files(self, log: CommitLog) -> bool:
+        """Return whether the first files of the log were deleted since the close, and nothing else changed."""
+        return self.log_begin < log.begin < self.log_end and replace(self, log_begin=log.begin).agrees_with(log)
+
+    def has_index(self, index: KeyIndex) -> bool:
+        """Return whether the index is unchanged since the close."""
+        return (len(index.files), index.end_physical_offset) == (self.index_files, self.index_end)
+
+
+def _fields(log: CommitLog, queues: Mapping[QueueName, QueueState], index: KeyIndex) -> dict[str, Any]:
+    last = log.last_write
+    return {
+        "log_begin": log.begin,
+        "log_end": log.end,
+        "last_record": last,
+        "last_record_crc32": crc32(b"" if last is None else log.data_at(last, log.end - last)),
+        "index_files": len(index.files),
+        "index_end": index.end_physical_offset,
+        "queues": [[*name, *state] for name, state in sorted(queues.items())],
+    }
+
+
+def _state(fields: dict[str, Any]) -> StoreState:
+    """Raise ValueError, TypeError or KeyError for values that no store has."""
+    queues = {}
+    for topic, *numbers in fields.pop("queues"):
+        queue_id, *state = map(_checked_number, numbers)
+        queues[str(topic), queue_id] = QueueState(*state)
+    last = fields.pop("last_record")
+    numbers = {name: _checked_number(value) for name, value in fields.items()}
+    return StoreState(queues=queues, last_record=None if last is None else _checked_number(last), **numbers)
+
+
+def _checked_number(value: object) -> int:
+    if type(value) is not int or not -1 <= value < 1 << 63:
+        raise ValueError
+    return value
+
+
+_UNREADABLE: Final = (ValueError, TypeError, KeyError, CorruptionError)
+
+# ---- at a close
+
+
+def _closed_path(path: str) -> str:
+    return os.path.join(path, OWN_FOLDER, "closed.json")
+
+
+def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTable, index: KeyIndex) -> None:
+    """Write the state of the store in ``path``, which has been flushed completely.
+
+    If the disk has no room for it, the store still closes cleanly, without it.
+    """
+    states = {
+        name: state
+        for name, state in queues.states().items()
+        if state.max_offset or files.is_folder(directory.queue_folder(path, *name))
+    }
+    try:
+        write_document(_closed_path(path), files, _fields(log, states, index))
+    except StoreIOError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _log.warning("the next open takes longer: %(error)s", error=error)
+        if files.size(_closed_path(path)) is not None:  # left by an earlier close
+            files.delete(_closed_path(path))
+
+
+def read_closed_state(path: str, files: Files) -> StoreState | None:
+    """Return the state that the last close left, None if there is none or it is unreadable.
+
+    The queues of topics that were deleted on a broker since then are left out.
+    """
+    place = _closed_path(path)
+    if files.size(place) is None:
+        return None
+    try:
+        state = _state(read_document(place, files, _STATE_KINDS, max_size=_LARGEST_FILE))
+    except _UNREADABLE:
+        return None  # it only saves time
+    return _without_deleted(state, path, files)
+
+
+def _without_deleted(state: StoreState, path: str, files: Files) -> StoreState:
+    """Leave out topics without a folder that the broker's table of topics does not have either."""
+    folders = {entry.name for entry in files.list(os.path.join(path, directory.CONSUMEQUEUE))}
+    absent = {topic for topic, _ in state.queues} - folders
+    listed = directory.known_topics(path, files) if absent else set()
+    if not listed:
+        return state
+    deleted = absent - listed
+    return replace(state, queues={name: queue for name, queue in state.queues.items() if name[0] not in deleted})
+
+
+# ---- at a flush
+
+
+class MarkError(Exception):
+    """The mark of the last flush does not count; the text says why."""
+
+
+class Mark(NamedTuple):
+    """The mark of a flush."""
+
+    state: StoreState
+    index_file: str | None
+    """Name of the newest index file."""
+    last_record: int
+    """Place of a record before the end, or of several that were written together."""
+
+    def check(self, path: str, files: Files, config: StoreConfig, log: CommitLog) -> None:
+        """Check that the files of the store in ``path`` have what the mark says.
+
+        This reads the last record, the newest index file's header, and of each queue the last entry.
+
+        Raises:
+            MarkError: They have not.
+        """
+        state = self.state
+        if log.begin != state.log_begin:
+            raise MarkError(f"the log begins at {log.begin}, and began at {state.log_begin} at the last flush")
+        if not state.has_last_record(log):
+            raise MarkError(f"the log has another record at {self.last_record} than at the last flush")
+        self._check_index(os.path.join(path, directory.INDEX), files)
+        size = config.consumequeue_file_size
+        for (topic, queue_id), (first, end, physical_end) in state.queues.items():
+            folder, at = directory.queue_folder(path, topic, queue_id), max(end - 1, 0) * ENTRY_SIZE
+            oldest = min(max(first, 0) * ENTRY_SIZE, at)
+            entry = b""
+            with suppress(StoreIOError, CorruptionError):  # there is no such file
+                if files.size(os.path.join(folder, file_name(oldest - oldest % size))) == size:
+                    entry = files.read_at(os.path.join(folder, file_name(at - at % size)), at % size, ENTRY_SIZE)
+            if len(entry) != ENTRY_SIZE or sum(ENTRY.unpack(entry)[:2]) != physical_end:
+                raise MarkError(f"queue {queue_id} of topic {topic} lacks entries that it had at the last flush")
+
+    def _check_index(self, folder: str, files: Files) -> None:
+        names = [name for name in files.names(folder) if name.isdigit()]
+        indexed = -1
+        if self.index_file in names:
+            with suppress(StoreIOError, CorruptionError):
+                header = files.read_at(os.path.join(folder, self.index_file), 0, HEADER_SIZE)
+                indexed = IndexHeader(*HEADER.unpack(header.ljust(HEADER_SIZE, b"\0"))).end_physical_offset
+        count = sum(name <= (self.index_file or "") for name in names)
+        if count != self.state.index_files or (self.index_file is not None and indexed < self.state.index_end):
+            raise MarkError("the key index lacks files or entries that it had at the last flush")
+
+
+def _mark_path(path: str) -> str:
+    return os.path.join(path, OWN_FOLDER, "flushed.json")
+
+
+def take_mark(path: str, files: Files) -> Mark | None:
+    """Delete the mark, durably, before any file is changed, and return it; None if there is none.
+
+    Raises:
+        MarkError: It can't count.
+    """
+    place = _mark_path(path)
+    if files.size(place) is None:
+        return None
+    try:
+        fields = read_document(place, files, _MARK_KINDS, max_size=_LARGEST_FILE)
+        machine, index_file = fields.pop("machine"), fields.pop("index_file")
+        state = _state(fields)
+        for topic, queue_id in state.queues:
+            validate_queue(topic, queue_id)
+    except (*_UNREADABLE, MessageIllegalError):
+        raise MarkError(f"{place} is unreadable") from None
+    finally:
+        delete_mark(path, files)
+    if state.last_record is None or not 0 <= state.last_record < state.log_end:
+        raise MarkError(f"{place} names no record")
+    if machine != identity_of(files, path):
+        raise MarkError("the last flush was before a restart of the machine, or in another folder")
+    return Mark(state, index_file, state.last_record)
+
+
+def delete_mark(path: str, files: Files) -> None:
+    """Delete the mark of the store in ``path``, durably; call it before what it promises can change."""
+    place = _mark_path(path)
+    if files.size(place) is not None:
+        files.delete(place)
+        files.flush_folder(os.path.dirname(place))
+
+
+class MarkWriter:
+    """Writes marks of the store in folder ``path`` while it is open for writing. One caller at a time."""
+
+    def __init__(self, path: str, files: Files, config: StoreConfig, parts: Parts) -> None:
+        self._path = path
+        self._files = files
+        self._parts = parts
+        self._is_used = not config.enable_consumequeue_ext  # whose files a mark would have to check too
+        self._begin = self._end = parts.log.begin
+        self._is_written = False
+
+    def due_state(self) -> dict[str, Any] | None:
+        """Return the fields of a mark if one is due, None otherwise.
+
+        Call it under the writer's lock, with all entries and keys written.
+        """
+        parts, log = self._parts, self._parts.log
+        if not self._is_used or (
+            log.end - self._end < WORTH_A_MARK and not (self._is_written and log.begin > self._begin)
+        ):
+            return None
+        machine = identity_of(self._files, self._path)
+        if machine is None or log.last_write is None:
+            return None
+        self._begin, self._end = log.begin, log.end
+        index_files = parts.index.files
+        return {
+            **_fields(
+                log, {name: state for name, state in parts.queues.states().items() if state.max_offset}, parts.index
+            ),
+            "index_file": index_files[-1].name if index_files else None,
+            "machine": machine,
+        }
+
+    def write(self, fields: dict[str, Any] | None) -> None:
+        """Write a mark after everything before its end was flushed; None writes nothing."""
+        if fields is None:
+            return
+        try:
+            write_document(_mark_path(self._path), self._files, fields)
+            self._is_written = True
+        except StoreIOError as error:  # the mark before still holds
+            _log.warning("a recovery after a kill would take longer: %(error)s", error=error, path=self._path)
+
+    def withdraw(self) -> None:
+        """Delete the mark after a failed flush, because what the index has may never reach the device."""
+        with suppress(StoreIOError):
+            delete_mark(self._path, self._files)

@@ -1,0 +1,13 @@
+"""Fixtures of the tests of crashes."""
+
+from __future__ import annotations
+
+import pytest
+
+from librmq.store.recovery import state
+
+
+@pytest.fixture
+def mark_each_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave a mark at each flush, not only after many bytes."""
+    monkeypatch.setattr(state, "WORTH_A_MARK", 1)
