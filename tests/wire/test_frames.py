@@ -10,8 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from librmq.errors import MalformedError
-from librmq.wire.remoting.frames import LANGUAGES, Frame, FrameReader, answer_to, encode, from_fields, to_fields
+from librmq.protocol import SendResponse, SendStatus
+from librmq.wire.remoting.codec import read_plain_sent, read_sent
+from librmq.wire.remoting.frames import (
+    LANGUAGES,
+    Frame,
+    FrameReader,
+    answer_to,
+    encode,
+    from_fields,
+    read_json,
+    to_fields,
+)
 from librmq.wire.remoting.headers import REQUESTS, RequestCode
+from librmq.wire.remoting.sends import plain_answer
 from tests.reference import existing, jsonl
 
 INT = st.integers(-(1 << 31), (1 << 31) - 1)
@@ -115,3 +127,50 @@ def test_an_impossible_length_is_refused(length: int) -> None:
 def test_a_wrong_field_is_named(fields: dict[str, str], error: str) -> None:
     with pytest.raises(MalformedError, match=error):
         from_fields(REQUESTS[RequestCode.QUERY_CONSUMER_OFFSET].header, fields)
+
+
+@given(
+    opaque=st.integers(0, (1 << 31) - 1),
+    position=st.integers(0, (1 << 63) - 1),
+    queue_id=st.integers(0, 1 << 31),
+    queue_offset=st.integers(0, (1 << 63) - 1),
+    cut=st.integers(0, 400),
+    put=st.sampled_from([b"", b"0", b"-", b"x", b'"']),
+)
+def test_usual_answers_to_sends_are_read_alike(
+    opaque: int, position: int, queue_id: int, queue_offset: int, cut: int, put: bytes
+) -> None:
+    """Both ways of reading agree on those of the server's fast path, and on rubbish like them."""
+    message_id = f"7F00000100002A9F{position:016X}"
+    response = SendResponse(SendStatus.SEND_OK, queue_id, queue_offset, position, (message_id,))
+    raw = plain_answer(Frame(310, opaque=opaque), response)
+    assert raw is not None
+    header = raw[8:]
+    known = read_plain_sent(header, b"")
+    assert (known is not None) == (opaque < 10**9 > queue_id and queue_offset < 10**18)
+    for changed in (header, header[:cut] + put + header[cut + 1 :]):
+        known = read_plain_sent(changed, b"")
+        if known is not None:
+            usual = read_json(changed, b"")
+            assert encode(known) == encode(usual)
+            assert read_sent(known) == read_sent(usual)
+
+
+@given(
+    fields=st.dictionaries(st.sampled_from(["msgId", "queueId", "queueOffset", "TRACE_ON", "x%s"]), st.text()),
+    remark=st.none() | st.text(),
+    language=st.sampled_from(LANGUAGES),
+    code=st.sampled_from([0, 1, 10]),
+    opaque=INT,
+)
+def test_other_answers_to_sends_are_read_by_the_codec(
+    fields: dict[str, str], remark: str | None, language: str, code: int, opaque: int
+) -> None:
+    """Unknown fields, other orders, escapes, remarks and other languages."""
+    frame = Frame(code, fields, b"", opaque, remark, 1, language)
+    raw = encode(frame)
+    assert read_plain_sent(raw[8:], b"") is None
+    read = next(FrameReader(read_known=read_plain_sent).feed(raw))
+    assert type(read) is Frame
+    assert encode(read) == raw
+    assert json.loads(raw[8:]).get("extFields", {}) == fields

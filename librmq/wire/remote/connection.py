@@ -24,6 +24,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock
+from librmq.wire.remoting.codec import read_plain_sent
 from librmq.wire.remoting.frames import Frame, FrameReader, FrameSocket, encode, limit_time
 
 
@@ -322,7 +323,7 @@ class _Connection:
         """`_received`, the latest request, and seconds without an answer, at the last time-out."""
         self._callers: set[int] = set()
         """The threads that send a request, or wait for its answer."""
-        self._frames = FrameReader()
+        self._frames = FrameReader(read_known=read_plain_sent)
         self._reading = Lock()
         """Held by the thread that reads."""
         self._take_reading = partial(self._reading.acquire, False)

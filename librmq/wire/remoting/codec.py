@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
 
 from librmq.errors import (
@@ -94,7 +95,7 @@ from librmq.wire.remoting.bodies import (
     text_in,
     write_body,
 )
-from librmq.wire.remoting.frames import Frame, from_fields, to_fields
+from librmq.wire.remoting.frames import VERSION, Frame, from_fields, to_fields
 from librmq.wire.remoting.headers import (
     ERROR_FIELD,
     PULL_CODES,
@@ -660,6 +661,35 @@ def sent_reply(response: SendResponse, code: int = 0, remark: str | None = None)
     return Reply(header, code=code or SEND_CODES[status], remark=remark)
 
 
+_match_sent: Final = re.compile(
+    rb'{"code":0,"extFields":{"msgId":"([0-9A-F]{16}([0-7][0-9A-F]{15}))","queueId":"([0-9]{1,9})",'
+    rb'"queueOffset":"([0-9]{1,18})","MSG_REGION":"DefaultRegion","TRACE_ON":"true"},"flag":1,"language":"JAVA",'
+    rb'"opaque":(0|[1-9][0-9]{0,8}),"serializeTypeCurrentRPC":"JSON","version":%d}' % VERSION
+).fullmatch
+"""Matches the usual answers to sends, in all their bytes, as librmq's server writes them."""
+_OK: Final = SendStatus.SEND_OK  # access to a member of an enum takes twice the time
+
+
+@dataclass(slots=True)
+class SentFrame(Frame):
+    """An answer that came with the response that it has."""
+
+    response: SendResponse | None = None
+
+
+def read_plain_sent(header: bytes, body: bytes) -> SentFrame | None:
+    """Return the frame of a usual answer to a send, None if `read_json` has to read it, in three times the time."""
+    match = _match_sent(header)
+    if match is None:
+        return None
+    message_id, position, queue_id, queue_offset, opaque = match.groups()
+    ids = (message_id.decode(),)
+    sent = SendResponse(_OK, int(queue_id), int(queue_offset), int(position, 16), ids)
+    fields = {"msgId": ids[0], "queueId": queue_id.decode(), "queueOffset": queue_offset.decode()}
+    fields["MSG_REGION"], fields["TRACE_ON"] = "DefaultRegion", "true"
+    return SentFrame(0, fields, body, int(opaque), None, 1, "JAVA", VERSION, False, sent)
+
+
 def read_sent(answer: Frame) -> SendResponse:
     """Return the response in the answer to a send.
 
@@ -667,6 +697,8 @@ def read_sent(answer: Frame) -> SendResponse:
         BrokerError: The send was refused.
         MalformedError: This is no such answer.
     """
+    if isinstance(answer, SentFrame) and answer.response is not None:
+        return answer.response
     status = _STATUSES.get(answer.code)
     if status is None:
         raise refusal(answer)

@@ -97,9 +97,22 @@ def encode(frame: Frame) -> bytes:
     """
     if frame.is_binary:
         return _framed(_binary_header(frame), (frame.body,), 1)
-    fields = "".join(["," + _quoted(name) + ":" + _quoted(value) for name, value in frame.fields.items()])
+    names = tuple(frame.fields)
+    fields = (_shapes.get(names) or _shape_of(names)) % tuple(map(_quoted, frame.fields.values()))
     header = _json_header(frame.code, fields, frame.flag, frame.language, frame.opaque, frame.remark, frame.version)
     return _framed(header, (frame.body,), 0)
+
+
+_shapes: Final[dict[tuple[str, ...], str]] = {}
+_MOST_SHAPES: Final = 256
+
+
+def _shape_of(names: tuple[str, ...]) -> str:
+    """Return the members of an object, each after a comma, with places for the values."""
+    shape = "".join("," + _quoted(name).replace("%", "%%") + ":%s" for name in names)
+    if len(_shapes) < _MOST_SHAPES:
+        _shapes[names] = shape
+    return shape
 
 
 def encode_answer(request: Frame, code: int, remark: str | None, fields: str, body: Sequence[bytes]) -> bytes:
