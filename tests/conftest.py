@@ -340,6 +340,13 @@ def pytest_collect_directory(path: Path) -> Generator[None, pytest.Collector | N
     return collector
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Cut long values, because the processes of a run send the name of a test several times."""
+    if isinstance(val, str | bytes) and len(val) > 100:
+        return f"{val[:40]!r} and more, {len(val)} long"
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order and group tests for several processes.

@@ -304,6 +304,11 @@ _SNAPSHOT: Final = (
 )
 _PUT: Final = "msg_id:str store_timestamp:int queue_offset:int msg_num:int"
 _LEFT: Final = "broker?:str in_flight?:int"
+_ANOMALY: Final = (
+    "anomaly:str at_ms:int id?:any group?:str topic?:str broker?:str queue_id?:int queue_offset?:int "
+    "events:[int] what:str"
+)
+_FAULTS: Final = "kill?:int crash?:int cut?:int"
 
 ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
     "topics": ("librmq.diagnosis.view.TopicSummary",),
@@ -393,16 +398,27 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
         "master_timer_queue_offset:int data_version_state:int data_version_timestamp:int data_version_counter:int",
     ),
     "report": ("report:str json:str stores:int errors:int warnings:int",),
-    "check-history": ("anomaly:str at_ms?:int id?:str group?:str events:[int] what:str ...",),
+    "check-history": (_ANOMALY,),
     "serve": (
-        "ready:bool grpc:str? remoting:str? control:str? ...",
+        "ready:bool grpc:str? remoting:str? control:str? grpc_tls?:str certificate?:str",
         "client:str group:str? state:str",
-        "state:str now_ms?:int ...",
+        "state:str now_ms:int",
     ),
     "who": ("role:str pid:int program:str? since_ms:int? state:str",),
-    "soak": ("type:str ...",),
+    "soak": (
+        f"type:str seconds:int sent:int failed:int consumed:int {_FAULTS}",
+        f"type:str {_ANOMALY}",
+        "type:str anomalies:int interrupted:bool sent:int refused:int unknown:int consumed:int retried:int died:int "
+        f"{_FAULTS} left:[str] history:str",
+    ),
     "doctor": ("check:str ok:bool what:str",),
-    "ask": ("type:str topic:str ...",),
+    "ask": (
+        "type:str topic:str key:str max_num:int begin:int end:int phys_offsets:[int] index_last_update_timestamp:int "
+        "index_last_update_phyoffset:int query_message_phys:[int]",
+        "type:str topic:str queue_id:int offset:int max_msg_nums:int sub_expression:str? status:str "
+        "next_begin_offset:int min_offset:int max_offset:int buffer_total_size:int queue_offsets:[int]",
+        "type:str topic:str queue_id:int results:[[int]] earliest_message_time:int",
+    ),
     "filter": ("expr:str props:obj? result:any match:bool? ...",),
     "allocate": ("result?:any error_type?:str ...",),
     "bloom": ("k:int m:int positions:[obj]",),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from librmq.cli import main
-from tests.reference import COMPACT, unpack_compact
+from librmq.cli.rows import ROW_TYPES
+from tests.reference import CHECKOUT, COMPACT, unpack_compact
 
 
 class Answer(NamedTuple):
@@ -52,6 +55,19 @@ class Shell:
         status = main([str(word) for word in words])
         shown = self._capsys.readouterr()
         return Answer(status, shown.out, shown.err)
+
+
+@cache
+def _validator(command: str) -> Any:
+    jsonschema = importlib.import_module("jsonschema")  # not every run has it
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(CHECKOUT / "tools")
+        return jsonschema.Draft202012Validator(importlib.import_module("generated").row_schema(ROW_TYPES[command]))
+
+
+def errors_of(command: str, *rows: object) -> list[str]:
+    """Return what is wrong with rows that a command has printed, by the JSON Schema of its page."""
+    return [f"{error.message:.300}: {row}" for row in rows for error in _validator(command).iter_errors(row)]
 
 
 def unpack_store(into: Path) -> Path:

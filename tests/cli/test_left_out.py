@@ -115,7 +115,7 @@ def test_commands(large: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch, wo
 
 def test_records_that_were_not_verified(large: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(large)
-    for form in ("jsonl", "csv", "table"):
+    for form in ("jsonl", "table"):
         assert "not-verified" in shell("diagnose", "store", "--no-verify", "--format", form).out
         assert "not-verified" not in shell("diagnose", "store", "--verify", "--format", form).out
 

@@ -26,7 +26,7 @@ from librmq.testing import check_history
 from librmq.testing import soak as soaks
 from librmq.testing.soak import LOADS, PREFIX, ClusterAccess, Load, Recording, Soak, SoakNames, SoakPlan, SoakResult
 from librmq.wire.remoting import RemotingServer
-from tests.cli.stand import Shell
+from tests.cli.stand import Shell, errors_of
 from tests.programs import POSIX, environment
 
 pytestmark = POSIX
@@ -233,6 +233,7 @@ def test_what_a_fault_does_explains_itself(
     assert result.counts[fault] >= 1
     assert result.counts["sent"] > 0
     assert [row["type"] for row in rows] == ["progress"] * len(rows)
+    assert errors_of("soak", *rows) == []
     assert verify(tmp_path / "store").sound
     assert sorted(path.name for path in tmp_path.iterdir()) == [result.history, "store"]
     with Broker.open("store") as broker:
@@ -291,6 +292,7 @@ def test_the_verdict_on_a_broken_cluster(shell: Shell, monkeypatch: pytest.Monke
     found = [row for row in answer.rows if row["type"] == "anomaly"]
     assert verdict["anomalies"] == len(found) > 0
     assert {row["anomaly"] for row in found} == {"lost"}
+    assert errors_of("soak", *answer.rows) == []
     again = shell("check-history", "history")
     assert (again.status, [{"type": "anomaly", **row} for row in again.rows]) == (1, found)
 

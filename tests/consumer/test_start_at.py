@@ -126,6 +126,7 @@ def test_a_topic_that_comes_later_and_a_new_queue(rmq: Kit) -> None:
     assert len(seen) == 8  # they came after the start
 
 
+@pytest.mark.slow
 def test_over_tcp_and_in_a_shared_store(rmq: Kit, tmp_path: Path) -> None:
     rmq.broker.create_topic("t", 1)
     for body in "abc":

@@ -550,6 +550,7 @@ def test_a_failing_test_shows_and_saves_the_fewest_messages(start: StoreStart, p
     assert "shrunk (rmq)" not in again.stdout.str()
 
 
+@pytest.mark.slow
 def test_a_search_can_be_cut(start: StoreStart, pytester: pytest.Pytester) -> None:
     start.save(str(pytester.path / "prod"))
     pytester.makepyfile(TESTS)

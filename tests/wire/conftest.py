@@ -12,6 +12,7 @@ import pytest
 
 from librmq import Broker, BrokerConfig, TimerConfig
 from librmq.wire.grpc import GrpcServer
+from tests.cli.stand import errors_of
 from tests.programs import Process
 from tests.wire.clients import PYTHON_VERSIONS, OfficialClient, node_client, python_client
 from tests.wire.stub import Stub
@@ -72,5 +73,5 @@ def ready(serving: subprocess.Popen[str]) -> str:
     """Wait for the ready line of a serving process; return its gRPC address."""
     assert serving.stdout is not None
     row = json.loads(serving.stdout.readline())
-    assert row["ready"] is True
+    assert (row["ready"], errors_of("serve", row)) == (True, [])
     return str(row["grpc"])

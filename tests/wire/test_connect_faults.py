@@ -109,6 +109,7 @@ def test_nothing_of_10_000_messages_is_lost_by_cuts(tmp_path: Path) -> None:
     run_cuts(10_000, 40, 2, tmp_path / "history")
 
 
+@pytest.mark.slow
 def test_a_restarted_server_is_found_again() -> None:
     """The consumer's pulls, its locks and the producer's sends continue over new connections."""
     with ExitStack() as stack:

@@ -126,6 +126,7 @@ def test_groups_that_would_share_retries_are_refused(stub: Stub, broker: Broker)
     assert len(stub.receive("c", "a")[1]) == 1
 
 
+@pytest.mark.slow
 def test_silent_connection_is_ended(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     options = dict(server_module._OPTIONS)
     assert options["grpc.keepalive_time_ms"] <= 60_000
