@@ -393,7 +393,7 @@ def pytest_words(words: Sequence[str], paths: Sequence[str], options: argparse.N
     chosen = [*IN_PARALLEL, *(["-m", "not slow and not spark"] if options.quick else [])]
     chosen += ["-n", "0"] if paths and all(".py" in path for path in paths) else []
     chosen += ["-x"] if options.quick and not options.keep_going else []
-    chosen += ["--cov", "--cov-report=term-missing:skip-covered"] if options.coverage else []
+    chosen += ["--cov", "--cov-report=term"] if options.coverage else []
     return [*chosen, *(words or ["-q"])]
 
 
