@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Final, NamedTuple, Self
 
 from librmq.clock import SystemClock
-from librmq.errors import CorruptionError, MessageIllegalError, RecordError
+from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, RecordError, StoreClosedError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Buffer, Files, without_zeros
 from librmq.files.rolling import MappedFileQueue, MappingPool
@@ -37,6 +37,7 @@ from librmq.runtime.locks import Lock
 __all__ = ["CommitLog", "LogEnd"]
 
 _BLANK_SIZE: Final = record.BLANK_SIZE
+_SMALLEST_FILE: Final = 256
 _MAPPED_FILES: Final = 32
 _MAX_TOUCHED: Final = 32 << 20
 _WORTH_UNMAPPING: Final = 1 << 20
@@ -88,6 +89,7 @@ class CommitLog(Closing, LogState):
     """The end of the log when it was opened, and the bytes there."""
 
     def __init__(self, sequence: MappedFileQueue) -> None:
+        self._is_closed = False
         self._sequence = sequence
         self._mapped = sequence.mapped
         self.file_size = sequence.file_size
@@ -128,8 +130,13 @@ class CommitLog(Closing, LogState):
         after the end.
 
         Raises:
+            ConfigError: ``file_size`` is no number of bytes, or below 256.
             CorruptionError: A name or a length is wrong.
         """
+        if type(file_size) is not int or file_size < _SMALLEST_FILE:
+            raise ConfigError(
+                f"file_size: expected a whole number of at least {_SMALLEST_FILE}, found {file_size!r:.80}"
+            )
         pool = MappingPool(_MAPPED_FILES)
         sequence = MappedFileQueue(
             os.fspath(folder), file_size, files or DiskFiles(), pool, writable=writable, durable=writable
@@ -203,7 +210,10 @@ class CommitLog(Closing, LogState):
         Raises:
             MessageIllegalError: ``item`` is neither, or fits into no file; nothing is written.
             StoreIOError: There is no space; nothing is written.
+            StoreClosedError: The log is closed.
         """
+        if self._is_closed:
+            raise StoreClosedError(f"{self._sequence.folder} is closed")
         if isinstance(item, Message):
             item = _record_of(item)
         elif isinstance(item, StoredMessage):
@@ -217,7 +227,7 @@ class CommitLog(Closing, LogState):
             try:
                 length = record.check_record(data, at, size, check_body=True)
             except RecordError as error:
-                raise MessageIllegalError(f"expected a message or whole records, found {error.reason}") from error
+                raise MessageIllegalError(f"expected a message or whole records: {error.reason}") from error
             if not length:
                 raise MessageIllegalError("expected a message or whole records, found the blank that ends a file")
             place = at + record.PHYSICAL_OFFSET_AT
@@ -412,6 +422,7 @@ class CommitLog(Closing, LogState):
 
     def close(self) -> None:
         """Release the files; referenced parts stay readable."""
+        self._is_closed = True
         self._buffer = None
         self._file_start = self._file_end = -1
         self._sequence.unmap_all()

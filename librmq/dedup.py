@@ -372,8 +372,12 @@ class DedupListener:
         consumption = _consumption.get()
         if consumption is None or consumption.guard is not self:
             raise ConfigError(f"step {name!r}: expected a running listener of this guard, for a single message")
-        if type(name) is not str or not name or "\0" in name or name in consumption.step_names:
-            raise ConfigError(f"step {name!r}: expected a name that this message has not used yet")
+        if type(name) is not str or not name or "\0" in name:
+            raise ConfigError(f"step: expected a name, which is text without NUL, found {name!r:.80}")
+        if name in consumption.step_names:
+            raise ConfigError(
+                f"step {name!r:.80}: this run of the listener had it already: give each step its own name"
+            )
         consumption.step_names.add(name)
         message = consumption.claim
         if not message.owner:

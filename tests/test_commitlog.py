@@ -10,7 +10,14 @@ import pytest
 
 from librmq import Message
 from librmq.commitlog import CommitLog
-from librmq.errors import CorruptionError, MessageIllegalError, ReadOnlyError, StoreIOError
+from librmq.errors import (
+    ConfigError,
+    CorruptionError,
+    MessageIllegalError,
+    ReadOnlyError,
+    StoreClosedError,
+    StoreIOError,
+)
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import File, Files
 from librmq.files.memory import MemoryFiles
@@ -504,3 +511,20 @@ def test_a_log_takes_records_alone(item: object) -> None:
     with pytest.raises(MessageIllegalError, match="expected"):
         log.append(item)  # type: ignore[arg-type]
     assert log.append(Message("T", b"next")) == place + len(record(0))
+
+
+def test_a_log_alone_refuses_what_is_no_record(tmp_path: Path) -> None:
+    for size in (0, -1, 255, "1024", None, 1024.0, True):
+        with pytest.raises(ConfigError, match="file_size: expected a whole number of at least 256"):
+            CommitLog.open(tmp_path, size)  # type: ignore[arg-type]
+    with CommitLog.open(tmp_path, 1 << 16) as log:
+        log.append(Message("t", b"x"))
+        end = log.end
+        for item, reason in ((b"xxx", "whole records: expected a record of at least 91 bytes"), ("x", "found 'x'")):
+            with pytest.raises(MessageIllegalError, match=reason):
+                log.append(item)  # type: ignore[arg-type]
+        assert log.end == end
+    with pytest.raises(StoreClosedError, match="is closed"):
+        log.append(Message("t", b"x"))
+    with CommitLog.open(tmp_path, 1 << 16) as log:
+        assert [message.body for message in log] == [b"x"]

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from librmq.broker.groups import Groups, comparable, describe_differences
 from librmq.broker.long_polling import HeldRequests
 from librmq.broker.topics import Topics
-from librmq.errors import BrokerError, RmqError
+from librmq.config import wrong_kind
+from librmq.errors import BrokerError, ConfigError, RmqError
 from librmq.message.message import MessageQueue, retry_topic
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -221,21 +222,23 @@ class Clients:
             )
 
     def _warn_of_maximum(self, group: ConsumerGroup, former: str | None, former_maximum: int | None) -> None:
-        """Log that another instance decides now how often a message of the group is delivered again."""
-        client_id = group.deciding_client
-        if former is None or client_id == former or former not in group.maximums:
+        """Log that an instance decides now that a message of the group is delivered again less or more often."""
+        client_id, maximum = group.deciding_client, group.max_reconsume_times
+        if maximum == former_maximum:
             return
-        if group.max_reconsume_times != former_maximum:
+        others = {other: of_other for other, (_, of_other) in group.maximums.items() if of_other != maximum}
+        if others:
+            other = former if former in others else next(iter(others))
             _log.warning(
                 "%(broker)s: group %(group)s: client %(client)s has max_reconsume_times=%(maximum)s and client "
-                "%(former_client)s has %(former_maximum)s. The one that started last decides, so %(maximum)s counts "
-                "for the whole group: give all instances the same",
+                "%(former_client)s has %(former_maximum)s. The one that was started or configured last decides, so "
+                "%(maximum)s counts for the whole group: give all instances the same",
                 broker=self._broker_name,
                 group=group.name,
                 client=client_id,
-                maximum=_maximum_text(group.max_reconsume_times),
-                former_client=former,
-                former_maximum=_maximum_text(former_maximum),
+                maximum=_maximum_text(maximum),
+                former_client=other,
+                former_maximum=_maximum_text(others[other]),
             )
 
     def _warn_of_ordinary_producer(self, name: str) -> None:
@@ -490,6 +493,16 @@ class QueueLocks:
     """
 
     def __init__(self, expiry_ms: int, now_ms: Callable[[], int]) -> None:
+        """Return a table without locks; each expires ``expiry_ms`` after its last renewal, by ``now_ms()``.
+
+        Raises:
+            ConfigError: ``expiry_ms`` is no whole number from 0 on.
+            TypeError: ``now_ms`` is no function.
+        """
+        if type(expiry_ms) is not int or expiry_ms < 0:
+            raise ConfigError(f"expiry_ms: expected a whole number of at least 0, found {expiry_ms!r:.80}")
+        if not callable(now_ms):
+            raise wrong_kind("now_ms", now_ms, "a function that returns milliseconds")
         self._expiry_ms = expiry_ms
         self._now_ms = now_ms
         self._held: dict[tuple[str, MessageQueue], tuple[str, int]] = {}  # client id, time of the last renewal

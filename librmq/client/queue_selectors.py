@@ -99,7 +99,9 @@ def select_by_consistent_hash(virtual_nodes: int = 100) -> QueueSelector:
         ConfigError: The number of nodes is not 1 to 1,048,576. The selector raises it for a ring with more nodes.
     """
     if type(virtual_nodes) is not int or not 1 <= virtual_nodes <= LARGEST_RING:
-        raise ConfigError(f"virtual_nodes: expected 1 to {LARGEST_RING}, found {virtual_nodes!r:.80}")
+        raise ConfigError(
+            f"virtual_nodes: expected a whole number from 1 to {LARGEST_RING}, found {virtual_nodes!r:.80}"
+        )
 
     def select(queues: Sequence[MessageQueue], message: Message, key: object) -> MessageQueue:
         places, owners = _queue_ring(tuple(queues), virtual_nodes)

@@ -438,7 +438,7 @@ def _subscription_finding(
         owned = {held.queue.queue_id for state in states.values() if state is not None for held in state.queues
                  if held.queue.topic == difference.topic}  # fmt: skip
         unread_ids = id_ranges(set(range(view.queue_count(difference.topic))) - owned)
-        what = f"queue {unread_ids} stays unread" if unread_ids else "a queue stays unread that such an instance gets"
+        what = f"nothing reads queue {unread_ids}" if unread_ids else "a queue that such an instance gets stays unread"
     else:
         what = "queues that are allocated to an instance without it stay unread"
     return Finding(

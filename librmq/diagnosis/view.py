@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from librmq.clock import Clock, SystemClock
+from librmq.config import wrong_kind
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
@@ -473,5 +474,7 @@ def viewed(source: Source) -> Iterator[StoreView]:
     elif isinstance(source, str | os.PathLike):
         with StoreView.open(source) as view:
             yield view
-    else:
+    elif hasattr(source, "store") and hasattr(source, "runner"):
         yield StoreView.of(source)
+    else:
+        raise wrong_kind("source", source, "a running Broker, the folder of a store, or a StoreView")

@@ -20,6 +20,7 @@ from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.interface import File, FileLock, FolderEntry, named, without_zeros
 from librmq.files.lock import DiskLock, lock_holder
 
+_TRIES: Final = 5
 _BINARY: Final = getattr(os, "O_BINARY", 0)
 # Do not follow a link to a file to write: it could lead out of the store.
 _TO_WRITE: Final = os.O_RDWR | _BINARY | getattr(os, "O_NOFOLLOW", 0)
@@ -518,5 +519,6 @@ class TemporaryFolder:
 
 
 def _delete_folder(path: str, process: int) -> None:
-    if os.getpid() == process and os.path.isdir(path):
-        shutil.rmtree(path)
+    for _ in range(_TRIES):  # at the end of the process, threads of a broker that was not closed can still write
+        if os.getpid() == process and os.path.isdir(path):
+            shutil.rmtree(path, ignore_errors=True)

@@ -11,12 +11,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import Enum
 from functools import cached_property, lru_cache, partial
 from inspect import iscoroutinefunction, isgeneratorfunction, signature
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 from librmq.clock import Clock, SystemClock
+from librmq.config import to_seconds
 from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.filter import interpreter
 from librmq.filter.interpreter import Explanation, Lint, explain, lint
@@ -273,10 +275,10 @@ class Judgment(NamedTuple):
 class WatchedPredicate(Generic[M]):
     """A predicate on messages with a time budget and a policy for errors. Thread-safe.
 
-    ``budget`` is in seconds for each message. It is measured, not enforced, because Python cannot stop a call from
-    outside. A call over budget is counted and logged, and ``over_budget`` decides about its message. ``on_error``
-    (SKIP, DELIVER or STOP) decides about a message on which the predicate raised an error. The predicate's answer need
-    not be a bool; its truth value counts. ``clock`` is the system's by default.
+    ``budget`` is in seconds, or a `timedelta`, for each message. It is measured, not enforced, because Python
+    cannot stop a call from outside. A call over budget is counted and logged, and ``over_budget`` decides about its
+    message. ``on_error`` (SKIP, DELIVER or STOP) decides about a message on which the predicate raised an error.
+    The predicate's answer need not be a bool; its truth value counts. ``clock`` is the system's by default.
 
     Raises:
         ConfigError: The budget is not positive, the predicate cannot be called, ``on_error`` is AS_ANSWERED, or
@@ -288,12 +290,16 @@ class WatchedPredicate(Generic[M]):
         predicate: Callable[[M], object],
         *,
         clock: Clock | None = None,
-        budget: float,
+        budget: float | timedelta,
         over_budget: Policy = Policy.AS_ANSWERED,
         on_error: Policy = Policy.SKIP,
     ) -> None:
-        if not budget > 0:
-            raise ConfigError(f"budget: expected a positive number of seconds, found {budget}")
+        budget_s = to_seconds("budget", budget)
+        if not budget_s:
+            raise ConfigError(f"budget: expected more than 0 seconds, found {budget}")
+        for name, policy in (("over_budget", over_budget), ("on_error", on_error)):
+            if not isinstance(policy, Policy):
+                raise ConfigError(f"{name}: expected one of Policy, such as Policy.SKIP, found {policy!r:.80}")
         answers: object = predicate
         if iscoroutinefunction(answers) or isgeneratorfunction(answers) or not _takes_message(answers):
             raise ConfigError(
@@ -306,7 +312,7 @@ class WatchedPredicate(Generic[M]):
             raise ConfigError("over_budget: expected SKIP, DELIVER or AS_ANSWERED: a slow predicate has raised nothing")
         self._predicate: Final = predicate
         self._clock: Final[Clock] = clock or SystemClock()
-        self._budget: Final = budget
+        self._budget: Final = budget_s
         self._over_budget: Final = over_budget
         self.on_error: Final = on_error
         """What becomes of a message on which the predicate raised."""

@@ -105,7 +105,7 @@ class Link:
             self._style = ""
             return
         if not callable(getattr(connection, "cursor", None)) or not callable(getattr(connection, "commit", None)):
-            raise ConfigError(f"expected a session or connection, found {type(connection).__name__}")
+            raise ConfigError(f"session: expected a session or connection, found {type(connection).__name__}")
         module = type(connection).__module__
         driver = module.partition(".")[0]
         self.dialect = _DIALECTS.get(driver, driver)

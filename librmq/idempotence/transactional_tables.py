@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from librmq.client.transactions import CheckedMessage, OpenTransaction, TransactionProducer
 from librmq.clock import Clock, SystemClock
+from librmq.config import wrong_kind
 from librmq.errors import ConfigError, TransactionRefusedError
 from librmq.idempotence.sqltables import Link, check_database, check_name, is_temporary_error, linked, purge_expired
 from librmq.idempotence.stores import KEEP_CONSUMED, dedup_key, to_milliseconds, unique_id
@@ -178,7 +179,10 @@ class LocalTransactions:
                 has rolled its transaction back; nothing is committed since.
             ClientError: The half message could not be stored; the block does not run.
             TransactionRefusedError: A transaction with this message's id has ended before; the block does not run.
+            TypeError: The producer is no `TransactionProducer`; nothing is sent.
         """
+        if not isinstance(producer, TransactionProducer):
+            raise wrong_kind("producer", producer, "a TransactionProducer")
         link = Link(session)
         link.check_can_begin()
         link.rollback()  # SQLAlchemy has begun a transaction to show its connection

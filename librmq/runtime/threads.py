@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any, Final, TypeVar, cast
 
 from librmq.clock import Clock, SystemClock
@@ -44,8 +45,9 @@ class ThreadRunner(Runner):
     ready work behind wakes none either, because waking a thread takes longer than the work. The clock thread then
     checks every few milliseconds that the work does not wait for a slow listener.
 
-    A worker that calls a listener is named after its group, ``ConsumeMessageThread_<group>_<number>`` as in RocketMQ,
-    so that a dump of all threads can be searched by group. It has its own name again while it has nothing to do.
+    A worker that calls a listener is named after its group, ``ConsumeMessageThread_<group>_<number>`` as in
+    RocketMQ, so that a dump of all threads can be searched by group. The numbers of a group begin with 1. A worker
+    has its own name again while it has nothing to do.
 
     A signal handler can raise in the main thread at any point. So waking a thread only releases the lock that it waits
     for, which is safe to repeat. Only the threads themselves change the counts.
@@ -58,6 +60,7 @@ class ThreadRunner(Runner):
         self._threads: list[threading.Thread] = []
         self._parked: list[Lock] = []  # the lock of each parked worker; the last one wakes first
         self._searching = 0
+        self._listener_names: dict[str, int] = {}  # of workers by name, while they are named after a group
         self._is_worker_woken = False  # a woken worker is about to search
         self._workers = 0
         self._holder_searches = False  # one of these threads holds the lock, and searches again before it waits
@@ -258,7 +261,7 @@ class ThreadRunner(Runner):
             error: Exception | None = None
             if (new_group := work.group) != group:
                 group = new_group
-                thread.name = f"ConsumeMessageThread_{group}_{number}" if group else f"librmq-worker-{number}"
+                self._rename(thread, number, group)
             try:
                 result = work.call()
             except Exception as raised:
@@ -281,8 +284,20 @@ class ThreadRunner(Runner):
                         _log.exception(_NOT_APPLIED, work=work.label)
                     self._holder_searches = False
                 if group and not self.ready:
-                    group, thread.name = "", f"librmq-worker-{number}"
+                    group = ""
+                    self._rename(thread, number, group)
                 work = self._next_work(turn)
+
+    def _rename(self, thread: threading.Thread, number: int, group: str) -> None:
+        """Name a worker after a group, with the first number that no other worker has, or without one after itself."""
+        names = self._listener_names
+        names.pop(thread.name, None)
+        name = f"librmq-worker-{number}"
+        for listener_number in count(1) if group else ():
+            name = f"ConsumeMessageThread_{group}_{listener_number}"
+            if names.setdefault(name, number) == number:
+                break
+        thread.name = name
 
     def _next_work(self, turn: Lock) -> Work | None:
         """Take due steps, and return ready work or wait for some; None at the end."""

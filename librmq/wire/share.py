@@ -52,6 +52,8 @@ from librmq.metrics import Metrics
 from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,
+    CancelMessage,
+    CancelResult,
     ChannelClosed,
     CreateTopic,
     DeleteGroup,
@@ -69,6 +71,7 @@ from librmq.protocol import (
     SendReply,
     Unregister,
 )
+from librmq.protocol.client_requests import SentMessage, cancel_request
 from librmq.protocol.endpoint import Watchers
 from librmq.runtime.background import opened_in_thread
 from librmq.runtime.closing import AsyncClosing
@@ -532,6 +535,10 @@ class SharedBroker(AsyncClosing):
     def dead_letters(self, group: str) -> list[StoredMessage]:
         """Return a consumer group's dead letters."""
         return list(self.messages(dead_letter_topic(group)))
+
+    def cancel(self, receipt: SentMessage | str) -> CancelResult:
+        """Cancel the delivery of a message that waits for its time, as `Broker.cancel`."""
+        return self.call(CancelMessage(receipt) if isinstance(receipt, str) else cancel_request(receipt))
 
     # ---- life
 

@@ -117,7 +117,7 @@ def test_ring_moves_only_keys_of_the_new_queue(virtual_nodes: int, before: int) 
 
 @pytest.mark.parametrize("virtual_nodes", [0, -1, (1 << 20) + 1, True, 1.5, "10", None])
 def test_nodes_that_no_ring_has(virtual_nodes: Any) -> None:
-    with pytest.raises(ConfigError, match="virtual_nodes: expected 1 to 1048576, found"):
+    with pytest.raises(ConfigError, match="virtual_nodes: expected a whole number from 1 to 1048576, found"):
         select_by_consistent_hash(virtual_nodes)
     with pytest.raises(ConfigError, match="a ring of 1048576 nodes for each of 3 queues is too large"):
         select_by_consistent_hash(1 << 20)(A, MESSAGE, 1)

@@ -1033,11 +1033,15 @@ def test_the_redeliveries_of_a_group_that_changes(one_queue: Kit, caplog: pytest
     assert (one.max_reconsume_times, other.max_reconsume_times) == (None, None)
     one.configure(max_reconsume_times=2)
     assert (one.max_reconsume_times, other.max_reconsume_times) == (2, 2)
+    one.configure(max_reconsume_times=3)
+    assert (one.max_reconsume_times, other.max_reconsume_times) == (3, 3)
     one.shutdown()
     assert other.max_reconsume_times is None
     lines = [record.getMessage() for record in caplog.records if "max_reconsume_times" in record.getMessage()]
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert "max_reconsume_times=None (the group's) and client" in lines[0]
+    assert "max_reconsume_times=3 and client" in lines[2]
+    assert "has None (the group's)." in lines[2]
 
 
 def instances_that_differ(rmq: Kit) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -53,7 +54,7 @@ def test_instances_that_subscribe_to_different_topics(rmq: Kit) -> None:
     assert (found.kind, found.severity, found.subject) == ("subscriptions-differ", "error", "group G, topic B")
     assert len(found.evidence["without"]) == 1
     assert found.evidence["queues_unread"] in ("0-1", "2-3")
-    assert f"queue {found.evidence['queues_unread']} stays unread" in found.what
+    assert f"nothing reads queue {found.evidence['queues_unread']}" in found.what
 
 
 def test_instances_with_different_tags(rmq: Kit) -> None:
@@ -296,3 +297,9 @@ def test_listeners_that_all_wait_at_one_place() -> None:
             assert "slow_database: they all wait" in found[0].what  # not the line of threading.py where it waits
         finally:
             release.set()
+
+
+@pytest.mark.parametrize("wrong", [None, 5, b"folder", ["folder"]])
+def test_what_is_no_source_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="source: expected a running Broker, the folder of a store, or a StoreView"):
+        diagnose(wrong)

@@ -12,11 +12,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from librmq.errors import CorruptionError, StoreError, StoreIOError, StoreLockedError
-from librmq.files.disk import DiskFiles
+from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.interface import File, Files, used_end, without_zeros
 from librmq.files.memory import MemoryFiles, OverlayFiles
 from librmq.testing import Event, FailingFiles, RecordingFiles
@@ -497,3 +498,19 @@ def test_zeros_at_the_end_go_and_no_others(size: int) -> None:
     for used in {0, min(1, size), size // 2, max(size - 1, 0), size}:
         data = bytes(max(used - 1, 0)) + b"x" * min(used, 1) + bytes(size - used)
         assert without_zeros(data) == data.rstrip(b"\0")
+
+
+def test_a_temporary_folder_is_deleted_beside_late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of a process that has not closed its broker."""
+    folder = TemporaryFolder()
+    late = [Path(folder.name) / "one", Path(folder.name) / "two"]
+
+    def remove(path: str, **arguments: Any) -> None:
+        if late:
+            late.pop().write_bytes(b"x")
+        rmdir(path, **arguments)
+
+    rmdir = os.rmdir
+    monkeypatch.setattr(os, "rmdir", remove)
+    folder.delete()
+    assert not os.path.exists(folder.name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -245,6 +247,21 @@ def test_a_failure_is_a_failure_however_late() -> None:
     watched = WatchedPredicate(predicate, clock=clock, budget=0.005, over_budget=Policy.DELIVER, on_error=Policy.SKIP)
     assert not watched.matches("m")
     assert (watched.counts.failed, watched.counts.over_budget) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"budget": 0}, "budget: expected more than 0 seconds"),
+        ({"budget": "1"}, "budget: expected seconds or a timedelta"),
+        ({"budget": math.nan}, "budget: expected seconds"),
+        ({"on_error": "skip"}, "on_error: expected one of Policy"),
+        ({"over_budget": None}, "over_budget: expected one of Policy"),
+    ],
+)
+def test_wrong_settings_of_a_predicate(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        WatchedPredicate(bool, **{"budget": timedelta(seconds=1), **wrong})
 
 
 def test_policies_on_errors() -> None:

@@ -234,6 +234,13 @@ def test_a_check_that_cannot_read(shop: Shop, caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("base", ["sqlite"])
 def test_what_is_refused(shop: Shop) -> None:
+    for producer in (None, object()):
+        with (
+            opened(shop.place, "driver") as session,
+            pytest.raises(TypeError, match="producer: expected a TransactionProducer"),
+            shop.local.transaction(producer, message(), session),  # type: ignore[arg-type]
+        ):
+            raise AssertionError("begun")
     with opened(shop.place, "driver") as session:
         shop.insert(session)
         with (

@@ -195,9 +195,9 @@ def test_steps_in_the_wrong_place() -> None:
 
     def consume(message: Delivery) -> None:
         with shop.guard.step("charge"):
-            expect(shop.guard, "charge", "has not used yet")
+            expect(shop.guard, "charge", "this run of the listener had it already")
         for name in ("", "a\0b", 5):
-            expect(shop.guard, name, "has not used yet")  # type: ignore[arg-type]
+            expect(shop.guard, name, "step: expected a name, which is text without NUL")  # type: ignore[arg-type]
         expect(other.guard, "charge", "a running listener of this guard")
 
     shop.guard.listener = consume

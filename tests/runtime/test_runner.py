@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from librmq import Broker, ConsumeFrom, Message, Producer, PushConsumer, TransactionProducer, TransactionState
+from librmq import (
+    Broker,
+    ConsumeFrom,
+    Message,
+    MessageQueue,
+    Producer,
+    PushConsumer,
+    TransactionProducer,
+    TransactionState,
+)
 from librmq.clock import ManualClock, SystemClock
 from librmq.errors import RmqError, RunnerError
 from librmq.runtime.runner import ManualRunner, Step, Work
@@ -325,6 +334,39 @@ def test_a_worker_is_named_after_its_group() -> None:
         "shipping": "ConsumeMessageThread_shipping",
     }
     assert names["other"].startswith("librmq-worker-")
+
+
+@pytest.mark.parametrize("orderly", [False, True])
+def test_the_workers_of_a_group_are_numbered_from_1(orderly: bool) -> None:
+    """Whichever threads of the runner they are, and however many other groups had them."""
+    names: list[str] = []
+    begun, ended = threading.Event(), threading.Event()
+
+    def occupy() -> None:
+        begun.set()
+        ended.wait(60)
+
+    with Broker.temporary() as broker, Producer(broker, "shop") as producer:
+        with broker.runner.lock:
+            broker.runner.submit(Work("another", occupy, lambda result, error: None))
+        assert begun.wait(20)
+        for group in ("billing", "shipping", "audit"):
+            busy = threading.Barrier(3)
+
+            def note(_: object, busy: threading.Barrier = busy) -> None:
+                names.append(threading.current_thread().name)
+                busy.wait(20)
+
+            names.clear()
+            broker.create_topic(group, 3)
+            consumer = PushConsumer(broker, group, threads=3, orderly=orderly)
+            consumer.subscribe(group, note)
+            with consumer:
+                for queue_id in range(3):
+                    producer.send(group, b"one", queue=MessageQueue(group, "broker-a", queue_id))
+                broker.join(20)
+            assert sorted(names) == [f"ConsumeMessageThread_{group}_{number}" for number in (1, 2, 3)]
+        ended.set()
 
 
 # If no thread can be started, or all are busy or fail, due work is still done and failures are logged.

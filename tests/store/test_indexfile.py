@@ -8,6 +8,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -693,4 +694,18 @@ def test_keys_are_strings(tmp_path: Path) -> None:
         for topic, keys in (("orders", "a"), ("orders", [b"a"]), ("orders", [1]), (b"orders", ["a"])):
             with pytest.raises(TypeError, match="expected a topic and a sequence of keys as text"):
                 index.append(topic, keys, 500, BEGIN)  # type: ignore[arg-type]
+        questions: list[tuple[Any, Any]] = [(b"orders", "a"), ("orders", b"a"), ("orders", None)]
+        for question in questions:
+            with pytest.raises(TypeError, match="expected a topic and a key as text"):
+                index.query(*question)
+        wrong: list[tuple[Any, ...]] = [("", ["a"], 500, BEGIN), ("t", [""], 500, BEGIN), ("t", ["a"], -1, BEGIN)]
+        wrong += [
+            ("t", ["a"], "500", BEGIN),
+            ("t", ["a"], 500, 1.5),
+            ("t", ["a"], 1 << 70, BEGIN),
+            ("t", ["a"], 500, -1),
+        ]
+        for values in wrong:
+            with pytest.raises(ValueError, match="expected"):
+                index.append(*values)
         assert index.last_record() == (400, 1)

@@ -84,8 +84,8 @@ def geometry(length: int) -> tuple[int, int] | None:
 
 def check_geometry(slots: int, entries: int) -> None:
     """Check that a file can have this geometry; `ConfigError` if not."""
-    if slots < 1 or entries < 2:
-        raise ConfigError(f"expected at least 1 slot and 2 entries, found {slots} and {entries}")
+    if type(slots) is not int or type(entries) is not int or slots < 1 or entries < 2:
+        raise ConfigError(f"expected at least 1 slot and 2 entries, found {slots!r:.40} and {entries!r:.40}")
 
 
 class IndexHeader(NamedTuple):

@@ -184,8 +184,14 @@ class KeyIndex(Closing):
         The newest come first, at most ``max_results``. As in 4.9, records of other keys with the same hash are among
         them, and a record that was indexed twice occurs twice. The search ends at the newest file that begins before
         ``begin_ms``. Thread-safe.
+
+        Raises:
+            TypeError: The topic or the key is no text.
         """
         self._check_open()
+        texts: tuple[object, ...] = (topic, key)
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"expected a topic and a key as text, found {topic!r:.40} and {key!r:.40}")
         key_hash = index_key_hash(topic, key)
         places = self._find(key_hash, begin_ms, end_ms, max_results)
         if self._log_end is None:
@@ -226,9 +232,18 @@ class KeyIndex(Closing):
 
         Raises:
             TypeError: ``topic`` or one of the keys is no text, or ``keys`` is a single one.
+            ValueError: The topic or a key is empty, or a number is none from 0 on.
         """
-        if isinstance(keys, str) or not all(isinstance(text, str) for text in (topic, *keys)):
+        one_or_more: object = keys
+        is_list = isinstance(one_or_more, Sequence) and not isinstance(one_or_more, str)
+        texts: tuple[object, ...] = (topic, *keys) if is_list else (None,)
+        if not all(isinstance(text, str) for text in texts):
             raise TypeError(f"expected a topic and a sequence of keys as text, found {topic!r:.40} and {keys!r:.40}")
+        if "" in texts:
+            raise ValueError(f"expected a topic and keys that are not empty, found {topic!r:.40} and {keys!r:.40}")
+        for name, number in (("physical_offset", physical_offset), ("store_timestamp_ms", store_timestamp_ms)):
+            if type(number) is not int or not 0 <= number <= _MAX_TIMESTAMP:
+                raise ValueError(f"{name}: expected a whole number from 0 to {_MAX_TIMESTAMP}, found {number!r:.80}")
         self.append_many([(physical_offset, store_timestamp_ms, [index_key_hash(topic, key) for key in keys])])
 
     def append_many(self, records: Sequence[tuple[int, int, Sequence[int]]]) -> None:
