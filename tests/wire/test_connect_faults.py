@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import json
 import random
+import signal
 import ssl
 import threading
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.frames import Frame, answer_to, encode
 from librmq.wire.remoting.headers import RequestCode
+from tests.interrupting import at_each_call
 from tests.wire.fake_servers import FakeServer, Relay
 from tests.wire.test_connect import WAIT_S, Inbox, Served, until
 
@@ -373,6 +375,25 @@ def test_an_answer_that_never_comes_ends_the_send_in_time() -> None:
         ):
             producer.send("orders", b"x", timeout=0.3)
         assert route.endpoint("fake").call(MaxOffset("orders", 0)) == 7
+
+
+def test_a_signal_handler_can_send_within_a_send() -> None:
+    """It interrupts a send on the same thread at each call, and has the result of its own meanwhile."""
+    places: list[int] = []
+    with relayed(1) as (broker, _, route), librmq.Producer(route, "shop") as producer:
+        producer.send("orders", b"first")
+        before = signal.signal(
+            signal.SIGUSR1, lambda *_: places.append(producer.send("orders", b"handler").queue_offset)
+        )
+        try:
+            for number, came in enumerate(at_each_call(lambda: producer.send("orders", b"send"), signal.SIGUSR1), 1):
+                assert len(places) == number - (not came)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        bodies = [message.body for message in broker.messages("orders")]
+    assert len(places) > 100
+    assert [bodies[place] for place in places] == [b"handler"] * len(places)
+    assert bodies.count(b"send") == len(places) + 1
 
 
 def test_async_sends_survive_cuts() -> None:

@@ -171,7 +171,8 @@ def _left_to_callers(server: FakeServer) -> _Connection:
     opened = dial_by_tcp(None, None, 30, lambda host: (host,))(server.address, lambda *_: None, lambda _: None)
     assert isinstance(opened, _Connection)
     opened.request(Frame(999), 30)
-    until(lambda: opened._is_left and not opened._reading.locked())
+    while not opened._is_left or opened._reading.locked():
+        threading.Event().wait(0.0001)
     return opened
 
 
@@ -275,17 +276,16 @@ def test_the_end_of_a_connection_reaches_all_callers() -> None:
 @pytest.mark.usefixtures("_leaves_reading_for_long")
 def test_ctrl_c_leaves_a_connection_with_a_reader() -> None:
     """It comes at each call while a caller reads its answer. The connection works on, or ends for all who wait."""
-    outcomes: list[object] = []
     rounds = works = 0
     with FakeServer(answer_to) as server:
         made = [_left_to_callers(server)]
         for _ in at_each_call(lambda: made[-1].request(Frame(999), 30)):
             rounds += 1
             opened = made.pop()
+            has_ended = threading.Event()
             with suppress(BrokerUnreachableError):
-                opened.send(Frame(999), outcomes.append)
-                until(lambda: bool(outcomes))
-                outcomes.clear()
+                opened.send(Frame(999), lambda _, has_ended=has_ended: has_ended.set())  # type: ignore[misc]
+                assert has_ended.wait(30)
             error: BrokerUnreachableError | None = None
             try:
                 opened.request(Frame(999), 30)
@@ -302,25 +302,31 @@ def test_ctrl_c_leaves_a_connection_with_a_reader() -> None:
     assert rounds / 3 < works < rounds  # most of them, since little of the time is between taking and passing on
 
 
-def test_a_signal_handler_can_ask_within_a_request() -> None:
-    """It interrupts a request on the same thread at each call, and gets its own answer meanwhile."""
-    bodies: list[bytes] = []
-    with FakeServer(lambda frame: answer_to(frame, body=frame.body)) as server:
-        dial = dial_by_tcp(None, None, 30, lambda host: (host,))
-        made = Connections(dial, ManualClock().monotonic, lambda *_: None, lambda *_: None)
+def test_a_signal_handler_can_wait_for_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It interrupts a caller that waits for bytes, and so the reader's thread reads for the others."""
+    monkeypatch.setattr(connection, "_LEFT_S", 1)  # `until` looks ten times
+    with FakeServer(Keeping()) as server:
+        opened = _left_to_callers(server)
+        other = threading.Thread(target=opened.request, args=(Frame(999, body=b"answer"), 30))
 
-        def ask(body: bytes) -> None:
-            bodies.append(made.get(server.address).request(Frame(999, body=body), 30).body)
+        def interrupt() -> None:
+            until(opened._waiting.locked)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
-        before = signal.signal(signal.SIGUSR1, lambda *_: ask(b"handler"))
+        def wait(*_: object) -> None:
+            other.start()
+            other.join(30)
+
+        before = signal.signal(signal.SIGUSR1, wait)
+        interrupting = threading.Thread(target=interrupt)
         try:
-            ask(b"first")
-            for came in at_each_call(lambda: ask(b"caller"), signal.SIGUSR1):
-                assert sorted(bodies[-2:]) == [b"caller", b"handler"] or not came
-            assert len(bodies) > 80
+            interrupting.start()
+            assert opened.request(Frame(999, body=b"keep"), 30).code == 0
         finally:
+            interrupting.join()
             signal.signal(signal.SIGUSR1, before)
-            made.close()
+        assert not other.is_alive()
+        opened.close()
 
 
 class Answering(Line):
