@@ -1,4 +1,4 @@
-"""Cost of waiting for the disk: sync appends, group commit, pipelined appends; the tail of latency."""
+"""Cost of waiting for the disk: sync appends, group commit, pipelined appends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import peers
-from benchmarks.frame import SIZES, Bench, Case, Part, Target, Timed, main
-from benchmarks.peers import Load, make_load, make_messages
+from benchmarks.frame import SIZES, Case, Target, Timed, main
+from benchmarks.peers import Load, make_load
 from librmq.config import StoreConfig
 from librmq.files.interface import File
 from librmq.files.memory import MemoryFiles
@@ -102,27 +102,6 @@ def append_pipelined(load: Load, folder: Path, *, window: int) -> Timed:
         yield len(load.messages)
 
 
-# -------------------------------------------------------------------------------------------------------------- latency
-
-SHARES: Final = {"median": 0.5, "p99": 0.99, "p99.9": 0.999, "p99.99": 0.9999}
-APPENDS: Final = 200_000
-
-
-def append_latency(bench: Bench, folder: Path) -> dict[str, float]:
-    """Return the seconds below which shares of single appends in async stay, while the background thread runs."""
-    messages, times, clock = make_messages(min(bench.count(APPENDS), 50_000), 1024), [], time.perf_counter_ns
-    with MessageStore.open(folder / "store") as store:
-        append = store.append
-        append(messages[0])
-        for number in range(bench.count(APPENDS)):
-            message = messages[number % len(messages)]
-            begin = clock()
-            append(message)
-            times.append(clock() - begin)
-    times.sort()
-    return {name: times[int(share * (len(times) - 1))] / 1e9 for name, share in SHARES.items()}
-
-
 def cases() -> Iterator[Case]:
     name = "sync append"
     for detail, size in SIZES.items():
@@ -141,9 +120,6 @@ def cases() -> Iterator[Case]:
     for window, target in ((256, Target(12)), (4096, Target(reach=20))):
         run = partial(append_pipelined, window=window)
         yield Case(f"{name}, pipelined", run, f"window {window:,}", flushes, against, target, setup=setup, limit=True)
-    for share, target in (("p99", Target()), ("p99.9", Target()), ("p99.99", Target(50, 15, at_most=True))):
-        yield Case(f"latency of single append, {share}", Part(append_latency, share), "1 KiB",
-                   Part(append_latency, "median"), "the median", target, "s", limit=True)  # fmt: skip
 
 
 CASES: Final = list(cases())

@@ -1,4 +1,4 @@
-"""Pictures of recorded results, in ``docs/performance/``: ratios as dots, growth as curves.
+"""Pictures of recorded results, in ``docs/performance/``: ratios as dots, growth and latencies as curves.
 
 ``python -m benchmarks.plots`` draws all pictures again. Drawing needs matplotlib.
 """
@@ -16,6 +16,8 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 from benchmarks.frame import CHECKOUT, Row, cells, recorded
 
 PICTURES: Final = CHECKOUT / "docs" / "performance"
+CURVES: Final = "growth", "tail"
+"""Subjects whose rows are points of curves."""
 WIDTH: Final = 4.6
 """Inches; 440 pixels in a browser, of which a phone has 340."""
 LETTERS: Final = 48
@@ -39,12 +41,12 @@ STYLE: Final[dict[Any, Any]] = {
 
 
 def draw(subject: str, rows: Sequence[Row]) -> None:
-    """Write the picture of a subject's ratios, or of its growth; a subject without either has none."""
+    """Write the picture of a subject's ratios, or of its curves; a subject without either has none."""
     with matplotlib.rc_context(STYLE):
-        if ratios := [row for row in rows if row.unit == "×" and row.low and row.high]:
-            figure = chart(ratios)
-        elif subject == "growth":
+        if subject in CURVES:
             figure = curves(rows)
+        elif ratios := [row for row in rows if row.unit == "×" and row.low and row.high]:
+            figure = chart(ratios)
         else:
             return
         PICTURES.mkdir(exist_ok=True)

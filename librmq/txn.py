@@ -285,14 +285,14 @@ class Transactions:
         properties = half.properties
         fields["sys_flag"] = fields.get("sys_flag", 0) | record.TRANSACTION_COMMIT
         fields["prepared_transaction_offset"] = physical_offset
-        message = Message._from_parts(properties[record.PROPERTY_REAL_TOPIC], half.body, half.flag, properties)
+        half.topic = properties[record.PROPERTY_REAL_TOPIC]
         try:
-            result = self._store.append(message, recent.queue_id, **fields, wait=False)
+            result = self._store.append(half, recent.queue_id, **fields, wait=False)
         except MessageIllegalError as error:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
         self._without_op.add(physical_offset)
         if self._delivered is not None:
-            self._delivered(FinalMessage(message.topic, recent.queue_id, properties, result))
+            self._delivered(FinalMessage(half.topic, recent.queue_id, properties, result))
         return result
 
     def _half(self, physical_offset: int, queue_offset: int, group: str) -> StoredMessage:

@@ -36,6 +36,8 @@ _TRANSACTION_MASK: Final = record_format.TRANSACTION_MASK
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _BATCH: Final = Dispatcher.BATCH
 _DELAYS_KEPT: Final = 1024
+_QUEUED_FLAGS: Final = frozenset((record_format.TRANSACTION_COMMIT, record_format.MULTI_TAGS))
+"""Usual flags of records with IPv4 hosts, an entry and keys."""
 _TWO_HOSTS: Final = 16  # the bytes of two with IPv4 addresses
 _pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
@@ -219,7 +221,7 @@ class Appender(AppendState):
             if born_host is not None:
                 born_at = host_bytes(born_host)
             hosts_size = len(born_at) + len(stored_at)
-            if sys_flag or hosts_size > _TWO_HOSTS:
+            if (sys_flag and sys_flag not in _QUEUED_FLAGS) or hosts_size > _TWO_HOSTS:
                 sys_flag |= checked_host_flags(sys_flag, born_at, stored_at)
                 counted = has_queue_entry(sys_flag)
                 if not is_indexed(sys_flag):

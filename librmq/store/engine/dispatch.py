@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import MessageIllegalError
@@ -271,16 +271,23 @@ def key_block(records: Sequence[Pending | RawPending]) -> KeyBlock:
     columns = None if CORE.key_hashes is None or type(records) is not list else CORE.key_hashes(records)
     if columns is not None:
         return KeyBlock(*(np.frombuffer(column, np.int64) for column in columns))
+    uniques: Sequence[Any]
+    keys: Sequence[Any]
     places, stored, prefixes, uniques, keys = zip(*records, strict=True)
-    prefix_hashes = np.array(prefixes, np.int64)
-    if all(uniques) and all(keys) and not _has_blank(keys):
+    prefix_hashes, with_keys = np.array(prefixes, np.int64), np.arange(len(records))
+    if not all(uniques):  # as of ops beside halves
+        indexed = [number for number, (unique, key) in enumerate(zip(uniques, keys, strict=True)) if unique or key]
+        uniques, keys = [uniques[number] for number in indexed], [keys[number] for number in indexed]
+        with_keys = np.array(indexed, np.int64)
+        prefix_hashes = prefix_hashes[with_keys]
+    if uniques and all(uniques) and all(keys) and not _has_blank(keys):
         # Fast path for records with a unique id and one key each.
-        record_of_key = np.repeat(np.arange(len(records)), 2)
+        record_of_key = np.repeat(with_keys, 2)
         hashes = np.empty(len(record_of_key), np.int64)
         hashes[::2] = index_key_hashes(prefix_hashes, uniques)
         hashes[1::2] = index_key_hashes(prefix_hashes, keys)
     elif all(uniques) and not any(keys):
-        record_of_key = np.arange(len(records))
+        record_of_key = with_keys
         hashes = index_key_hashes(prefix_hashes, uniques)
     else:
         texts: list[str] = []
@@ -293,6 +300,7 @@ def key_block(records: Sequence[Pending | RawPending]) -> KeyBlock:
             owners += [number] * len(key_texts)
         record_of_key = np.array(owners, np.int64)
         hashes = index_key_hashes(prefix_hashes[record_of_key], texts)
+        record_of_key = with_keys[record_of_key]
     return KeyBlock(np.array(places, np.int64), np.array(stored, np.int64), record_of_key, hashes)
 
 
