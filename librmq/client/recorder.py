@@ -93,9 +93,8 @@ class Recorder:
         self._sink = sink
         self._describes_groups = describes_groups
         self._groups: set[str] = set()
-        self._committed: dict[tuple[str, str, str, int], tuple[str, int]] = {}
-        """By group and queue: the process whose progress a broker saved last, and the progress."""
-        self._ordered: set[str] = set()
+        self._committed: dict[tuple[str, str, str, int], int] = {}
+        """The progress that a broker saved last, by group and queue."""
         self._running: dict[int, tuple[Event, StoredMessage]] = {}  # by identity of the message
         self._returned: dict[int, int] = {}  # the end of such deliveries whose outcome is open
         self._flights: dict[str, tuple[Event, int]] = {}  # of receives: by receipt, with the end of its time
@@ -238,15 +237,10 @@ class Recorder:
         return result
 
     def committed(self, process: str, group: str, queue: MessageQueue, queue_offset: int) -> None:
-        """Record progress that a broker has saved, where it differs from the last.
-
-        Left out is lower progress of another process in a group without order: until it knows that a queue has a new
-        owner, both read it. In an ordered group the lock of the queue prevents that.
-        """
-        owner, before = self._committed.get((group, *queue), (process, -1))
-        if queue_offset == before or (queue_offset < before and owner != process and group not in self._ordered):
+        """Record progress that a broker has saved, where it differs from the last."""
+        if self._committed.get((group, *queue)) == queue_offset:
             return
-        self._committed[group, *queue] = process, queue_offset
+        self._committed[group, *queue] = queue_offset
         self.add("commit", group=group, **_place(queue), queue_offset=queue_offset, at_ms=self.now_ms())
 
     # ---- receives
@@ -402,8 +396,6 @@ class Recorder:
     def joined(self, consumer: _Consumer) -> None:
         """Record a group, once."""
         group = consumer.group
-        if getattr(consumer.config, "orderly", False):
-            self._ordered.add(group)
         if group in self._groups or not self._describes_groups:
             return
         self._groups.add(group)

@@ -215,12 +215,12 @@ class AssignedQueue:
         "delivering",
         "endpoint",
         "idle_since_ms",
-        "is_reopened",
         "is_retry",
         "label",
         "lock_timestamp_ms",
         "locked",
         "lost",
+        "may_be_passed",
         "messages",
         "next_offset",
         "notify",
@@ -232,6 +232,7 @@ class AssignedQueue:
         "release_until_ms",
         "released",
         "running",
+        "settled_ms",
         "since_ms",
         "stored_progress",
         "throttled",
@@ -258,10 +259,13 @@ class AssignedQueue:
         """Whether pulling has stopped because too much is held."""
         self.progress = progress
         """The queue offset of the next message to consume; None before the first consumed message."""
-        self.stored_progress: int | None = None
-        """The last stored progress."""
-        self.is_reopened = False
-        """Whether the broker, since it stored progress last, was reopened, or has removed this client."""
+        self.stored_progress = progress or None
+        """The progress that was last read or stored; 0 can also be read where none is stored."""
+        self.may_be_passed = False
+        """Whether another instance may have stored later progress: the former reader, since this one took the queue,
+        or the next one, while this one releases it or the broker was away. Then it is read before any is stored."""
+        self.settled_ms = 0
+        """By then the former reader has stored its progress."""
         self.released = False
         """Whether the queue is released: nothing begins, and results of running listeners are ignored."""
         self.locked = False

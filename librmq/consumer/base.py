@@ -21,7 +21,7 @@ from librmq.consumer.config import ConsumerConfig, fixed_because
 from librmq.consumer.instance import instance_state
 from librmq.consumer.listeners import check_at_brokers, make_subscription
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
-from librmq.consumer.rebalancing import Rebalancing, next_from_first, readable_queues
+from librmq.consumer.rebalancing import SETTLED_MS, Rebalancing, next_from_first, readable_queues
 from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, RmqError
 from librmq.filter import TagFilter
 from librmq.message.message import MessageQueue
@@ -151,19 +151,8 @@ class Consumer(Startable, Generic[C]):
         raise NotImplementedError
 
     def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        if not (assigned.is_reopened and self._is_passed(assigned)):
-            self._save((assigned,))
+        self._save((assigned,))
         return True
-
-    def _is_passed(self, assigned: AssignedQueue) -> bool:
-        """Return whether a reopened broker has later progress of a queue, whose next reader has begun."""
-        if assigned.progress is None:
-            return False
-        try:
-            stored = self.offsets.read(assigned.queue)
-        except RmqError:  # `_save` logs that
-            return False
-        return stored is not None and stored >= assigned.progress
 
     def _may_store(self, assigned: AssignedQueue) -> bool:
         """Return whether this instance may report the progress of a queue."""
@@ -280,7 +269,11 @@ class Consumer(Startable, Generic[C]):
             if self._leaving:
                 with self.runner.lock:
                     try:
-                        self._save(self.assigned.values())
+                        if not self._save(self.assigned.values()):
+                            self.log.warning(
+                                "%(consumer)s: ends although not all of its progress is stored, as a warning before "
+                                "this one explains: what was consumed since is delivered again"
+                            )
                         self._release_locks()
                     finally:
                         self._leave()
@@ -367,14 +360,22 @@ class Consumer(Startable, Generic[C]):
             self.save_soon()
 
     def save_soon(self) -> None:
-        """Schedule the storing of progress: 10 s after the start, then every 5 s."""
-        first_ms = self._started_ms + FIRST_SAVE_MS
-        self.runner.wake(self._saving, next_from_first(self.runner.now_ms(), first_ms, SAVE_INTERVAL_MS))
+        """Schedule the storing of progress: 10 s after the start, then every 5 s, and soon after a queue has moved."""
+        self.runner.wake(self._saving, self._next_save_ms(self.runner.now_ms()))
+
+    def _next_save_ms(self, now_ms: int) -> int:
+        due_ms = next_from_first(now_ms, self._started_ms + FIRST_SAVE_MS, SAVE_INTERVAL_MS)
+        moved = any(assigned.may_be_passed for assigned in self.assigned.values())
+        return min(due_ms, now_ms + SETTLED_MS) if moved else due_ms
 
     def _save_due(self, now_ms: int) -> int | None:
-        if self.stopping or self.offsets.save_soon(self._changed(self.assigned.values())):
+        settled = [
+            assigned for assigned in self.assigned.values() if not now_ms < assigned.settled_ms <= now_ms + SETTLED_MS
+        ]
+        is_complete = len(settled) == len(self.assigned)
+        if self.stopping or (self.offsets.save_soon(self._changed(settled)) and is_complete):
             return None
-        return next_from_first(now_ms, self._started_ms + FIRST_SAVE_MS, SAVE_INTERVAL_MS)
+        return self._next_save_ms(now_ms)
 
     def _save(self, queues: Iterable[AssignedQueue]) -> bool:
         """Store unstored progress, and return whether all is stored."""
@@ -453,7 +454,7 @@ class Consumer(Startable, Generic[C]):
         for assigned in self.assigned.values():
             name = assigned.queue.broker_name
             if is_removed or (name in names and self.client.endpoint(name) is not assigned.endpoint):
-                assigned.stored_progress, assigned.is_reopened = None, True
+                assigned.stored_progress, assigned.may_be_passed = None, True
                 if not assigned.released and not assigned.throttled:  # perhaps it waits after a failure
                     self.runner.wake(assigned.pull)
                 if self._saving.at is None:

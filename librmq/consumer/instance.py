@@ -71,6 +71,9 @@ class Instance(Hashable, Protocol):
     def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
         """Make the state of a queue before taking it."""
 
+    def save_soon(self) -> None:
+        """Schedule the storing of progress."""
+
 
 class _Rebalancing(Protocol):
     def wake(self) -> None: ...

@@ -82,20 +82,22 @@ class BrokerOffsets:
         return self._client.endpoint(queue.broker_name).call(request)
 
     def save(self, queues: Iterable[AssignedQueue]) -> bool:
-        """Send new progress to the brokers, and return whether they accepted all of it."""
+        """Send new progress to the brokers, unless they have later progress; return whether all of it is there."""
         all_stored = True
         for assigned in queues:
             progress, queue = assigned.progress, assigned.queue
             if progress is None or progress == assigned.stored_progress:
                 continue
             try:
-                request = UpdateOffset(self._group, queue.topic, queue.queue_id, progress)
-                self._client.endpoint(queue.broker_name).call(request)
+                stored = self.read(queue) if assigned.may_be_passed else None
+                if not stored or stored < progress:
+                    request = UpdateOffset(self._group, queue.topic, queue.queue_id, progress)
+                    self._client.endpoint(queue.broker_name).call(request)
             except RmqError as error:
                 self._states.failing(_key(queue), f"storing progress at {queue.broker_name}", error)
                 all_stored = False
             else:
-                assigned.stored_progress, assigned.is_reopened = progress, False
+                assigned.stored_progress, assigned.may_be_passed = progress, (stored or 0) > progress
                 self._states.works(_key(queue), f"storing progress at {queue.broker_name}")
         return all_stored
 
@@ -208,7 +210,7 @@ class LocalOffsets:
 
     def _written(self, reached: tuple[dict[AssignedQueue, int], bytes]) -> None:
         for assigned, progress in reached[0].items():
-            assigned.stored_progress = progress
+            assigned.stored_progress, assigned.may_be_passed = progress, False
             if self._unwritten.get(assigned) == progress:
                 del self._unwritten[assigned]
 

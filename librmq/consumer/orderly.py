@@ -97,6 +97,7 @@ class OrderlyDelivery(Delivery):
             return
         now_ms = self.runner.now_ms()
         assigned.owned_timestamp_ms = now_ms
+        assigned.may_be_passed = False  # the former reader has stored its progress before it gave its lock back
         due_ms = self._renew_on_grid(now_ms)
         if not assigned.progress:
             assigned.locked, assigned.lock_timestamp_ms = True, now_ms

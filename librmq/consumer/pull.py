@@ -557,7 +557,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     def _set_position(self, assigned: AssignedQueue, queue_offset: int) -> None:
         if self.recorder is not None:
             self.recorder.resets(assigned.queue.topic)
-        assigned.next_offset = queue_offset
+        assigned.next_offset, assigned.may_be_passed = queue_offset, False
         self._arrived.set()
 
     def seek(self, queue: MessageQueue, queue_offset: int) -> None:
@@ -634,6 +634,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 self.recorder.passes()
             for assigned, queue_offset in positions.items():
                 assigned.progress = queue_offset
+                assigned.may_be_passed &= offsets is None
             if not self.offsets.save(positions):
                 raise ClientStateError(
                     f"{self._life.what}: a broker has not stored the progress, as a logged warning explains: try again"

@@ -73,6 +73,7 @@ class Fetcher:
     def __init__(self, consumer: PushConsumer) -> None:
         self._consumer = consumer
         self._is_clustering = consumer.config.model is MessageModel.CLUSTERING
+        self._is_remote = hasattr(consumer.route, "known_route")
         self.share_limits()
 
     def start(self, assigned: AssignedQueue) -> None:
@@ -134,7 +135,8 @@ class Fetcher:
             try:
                 if not consumer.delivery.may_pull(assigned, now_ms):
                     return None
-                progress = assigned.progress if self._is_clustering and assigned.progress else None
+                stores = self._is_clustering and not assigned.may_be_passed
+                progress = assigned.progress if stores and assigned.progress else None
                 endpoint = assigned.endpoint = consumer.client.endpoint(queue.broker_name)
                 response = endpoint.call(
                     PullMessage(
@@ -154,7 +156,7 @@ class Fetcher:
                 return self._handle_failure(assigned, error, now_ms)
             if consumer.states.causes:
                 consumer.states.works(("pull", queue.broker_name, queue.topic), f"pulling {queue.topic}")
-            if progress is not None:
+            if progress is not None and not self._is_remote:  # whose answer is still to come
                 assigned.stored_progress = progress
             return self._handle_response(assigned, response, now_ms)
         except BaseException:
@@ -554,7 +556,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     def reassign(self, assigned: AssignedQueue) -> None:
         """Release a queue after its progress was set from outside; the next rebalance resumes at the new progress."""
-        assigned.stored_progress, assigned.is_reopened = None, False  # it counts even if the broker's is later
+        assigned.stored_progress, assigned.may_be_passed = None, False  # it counts even if the broker's is later
         if self._release_queue(assigned, self.runner.now_ms()):
             self.assigned.pop(assigned.queue, None)
             if self.recorder is not None:

@@ -34,6 +34,8 @@ from librmq.runtime.runner import Step, next_on_grid
 
 INTERVAL_MS: Final = 20_000
 PULL_IDLE_MS: Final = 120_000
+SETTLED_MS: Final = 1_000
+"""In this time the former reader of a queue stores its progress."""
 _LONGEST_FIRST_MS: Final = 60_000
 _HALF_AN_HOUR_MS: Final = 30 * 60_000
 _STARTS: Final = {
@@ -88,6 +90,7 @@ class Rebalancing:
         self._route_of = getattr(route, "known_route", route.topic_route)  # a remote route must not wait here
         self._is_remote = hasattr(route, "known_route")
         self._is_incomplete = False
+        self._has_others = False
         self._is_reported = False
         self._brokers: frozenset[str] = frozenset()
         self._initial_queues: dict[str, frozenset[MessageQueue]] = {}
@@ -149,6 +152,7 @@ class Rebalancing:
                 released=len(before - member.assigned.keys()),
             )
             self.report_start()
+            member.save_soon()
         if changed:
             if member.metrics is not None:
                 for topic in changed:
@@ -189,6 +193,7 @@ class Rebalancing:
             if not clients:  # no broker answers, or it does not know the group, so assigned queues stay
                 self._is_incomplete = True
                 return False
+            self._has_others = len(clients) > 1
             key, what = ("share", topic), f"sharing out the queues of {topic}"
             try:
                 share = own_share(member.client.client_id, queues, clients, member.config.strategy)
@@ -233,7 +238,7 @@ class Rebalancing:
         return changed
 
     def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        assigned.released = True
+        assigned.released = assigned.may_be_passed = True
         if not self._release(assigned, now_ms):
             self._is_incomplete = True
             return False
@@ -258,6 +263,8 @@ class Rebalancing:
             return False
         member.states.works(("start", queue.broker_name), f"finding where to start in {queue}")
         assigned = member.make_assigned(queue, next_offset, stored)
+        if stored or self._has_others:  # others may be unknown to a broker that was just reopened
+            assigned.may_be_passed, assigned.settled_ms = True, now_ms + SETTLED_MS
         member.assigned[queue] = assigned
         if member.recorder is not None:
             member.recorder.takes(queue, next_offset, stored)

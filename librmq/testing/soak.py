@@ -65,8 +65,6 @@ _END_S: Final = 60.0
 _REPORT_S: Final = 0.2
 _BEHIND_S: Final = 1.0
 """Messages that are further behind the rate are not sent."""
-_READ_MS: Final = 1_000
-"""At most this long before it takes a queue an instance has read the progress in it."""
 _AGAIN_S: Final = 0.1
 """Until the next send after one that failed."""
 _DECISION: Final = "soak_decision"
@@ -818,9 +816,9 @@ class Recording:
 
     def lines(self, events: Sequence[Event]) -> Iterator[bytes]:
         """Yield the lines of all processes so far, and those of ``events``; each group is described once."""
-        decided, handovers = self._decided(), self._handovers(events)
+        decided, readings = self._decided(), self._readings(events)
         groups = set()
-        for process, number, line in self._recorded_lines():
+        for _, line in self._recorded_lines():
             kind = _kind(line)
             if kind == "group":
                 name = json.loads(line)["group"]
@@ -829,9 +827,7 @@ class Recording:
                 groups.add(name)
             elif kind == "end_transaction" and _id(line) in decided:
                 line = line.replace(b'"outcome":"unknown"', b'"outcome":"ok"')
-            elif kind == "commit" and (process, number) in handovers.commits:
-                continue
-            elif kind == "deliver" and handovers.shared and (mark := handovers.mark(json.loads(line))) is not None:
+            elif kind == "deliver" and readings.shared and (mark := readings.mark(json.loads(line))) is not None:
                 yield _line(mark)
             yield line + b"\n"
         yield from map(_line, events)
@@ -844,52 +840,47 @@ class Recording:
         """
         unknown = {
             _id(line): b'"decision":"commit"' in line
-            for _, _, line in self._recorded_lines()
+            for _, line in self._recorded_lines()
             if _kind(line) == "end_transaction" and b'"outcome":"unknown"' in line
         }
         lines = self._recorded_lines() if unknown else ()
-        delivered = {_id(line) for _, _, line in lines if _kind(line) == "deliver"}
+        delivered = {_id(line) for _, line in lines if _kind(line) == "deliver"}
         return {name for name, is_commit in unknown.items() if not is_commit or name in delivered}
 
-    def _handovers(self, events: Sequence[Event]) -> _Handovers:
-        marks: dict[_Queue, list[tuple[int, str, str, int, int]]] = defaultdict(list)
-        for process, number, line in self._recorded_lines():
-            if (kind := _kind(line)) in ("assign", "commit", "revoke"):
+    def _readings(self, events: Sequence[Event]) -> _Readings:
+        marks: dict[_Queue, list[tuple[int, str, str]]] = defaultdict(list)
+        for process, line in self._recorded_lines():
+            if (kind := _kind(line)) in ("assign", "revoke"):
                 event = json.loads(line)
-                mark = event["at_ms"], kind, process, event.get("queue_offset", 0), number
-                marks[_queue_of(event)].append(mark)
+                marks[_queue_of(event)].append((event["at_ms"], kind, process))
         for event in events:
             for queue_marks in marks.values() if event["event"] == "crash" and "process" in event else ():
-                queue_marks.append((event["at_ms"], "crash", event["process"], 0, 0))
-        return _Handovers(marks)
+                queue_marks.append((event["at_ms"], "crash", event["process"]))
+        return _Readings(marks)
 
-    def _recorded_lines(self) -> Iterator[tuple[str, int, bytes]]:
-        """Yield what the processes have recorded so far, each with its number, without incomplete last lines."""
+    def _recorded_lines(self) -> Iterator[tuple[str, bytes]]:
+        """Yield what the processes have recorded so far, each with its process, without incomplete last lines."""
         for name in sorted(os.listdir(self._folder)):
             process, _, ending = name.partition(".")
             if ending != "jsonl":
                 continue
             with open(os.path.join(self._folder, name), "rb") as file:
-                for number, line in enumerate(file):
+                for line in file:
                     if line.endswith(b"\n"):
-                        yield process, number, line.strip()
+                        yield process, line.strip()
 
 
 _Queue = tuple[str, str, str, int]
 """A group, and a queue that it reads."""
 
 
-class _Handovers:
-    """Queues that were taken while another instance read them, or just had.
+class _Readings:
+    """Queues that were taken while another instance read them.
 
-    A new owner begins at the progress that it reads, and the former one saves its own after that. So until progress is
-    beyond that again, lower commits are left out. A process that was cut off, and does not know that its queues have
-    another owner, reads on when it is back: then each `mark` says who reads.
+    A process that does not know yet that its queue has another owner reads on, so both deliver: each `mark` says who.
     """
 
-    def __init__(self, marks: Mapping[_Queue, Sequence[tuple[int, str, str, int, int]]]) -> None:
-        self.commits: set[tuple[str, int]] = set()
-        """Process and number of the commits that are left out."""
+    def __init__(self, marks: Mapping[_Queue, Sequence[tuple[int, str, str]]]) -> None:
         self.shared: dict[_Queue, list[tuple[int, float]]] = {}
         """When queues had two owners."""
         for queue, queue_marks in marks.items():
@@ -897,27 +888,17 @@ class _Handovers:
             if times and not queue[0].endswith("_in_order"):  # whose queues have locks
                 self.shared[queue] = list(zip(times[::2], [*times[1::2], float("inf")], strict=False))
 
-    def _times(self, marks: Sequence[tuple[int, str, str, int, int]]) -> list[int]:
-        """Note the commits that are left out; return when a queue got a second owner and lost it, in turn."""
+    def _times(self, marks: Sequence[tuple[int, str, str]]) -> list[int]:
+        """Return when a queue got a second owner and lost it, in turn."""
         owners: Counter[str] = Counter()  # a process can have two instances of the group
         times: list[int] = []
-        highest, saved_ms, released_ms = 0, 0, -_READ_MS
-        taken_ms: int | None = None
-        for at_ms, kind, process, queue_offset, number in marks:
+        for at_ms, kind, process in marks:
             if kind == "assign":
                 owners[process] += 1
-                if owners.total() > 1 or at_ms <= released_ms + _READ_MS:
-                    taken_ms = at_ms
             elif kind == "crash":
                 del owners[process]
-            elif kind == "revoke":
-                owners[process], released_ms = max(0, owners[process] - 1), at_ms
-            elif queue_offset < highest and taken_ms is not None and taken_ms <= saved_ms + _READ_MS:
-                self.commits.add((process, number))
             else:
-                highest, saved_ms = queue_offset, at_ms
-                if owners.total() < 2:
-                    taken_ms = None
+                owners[process] = max(0, owners[process] - 1)
             if len(times) % 2 != (owners.total() > 1):
                 times.append(at_ms)
         return times

@@ -364,9 +364,12 @@ class SharedBroker(AsyncClosing):
             until_s = SystemClock().monotonic() + self._timeout_of(request)
         if self._link is not link:
             return self._call_next(request, until_s)
+        if link.is_silent and is_held_here(self.runner.lock) and (stopped := link.stopped_error()) is not None:
+            raise stopped  # at once, so that no one waits for the lock again and again
         try:
             return endpoint.call(request)
         except BrokerUnreachableError as error:
+            link.is_silent = True
             if not self._is_lost(link, until_s - SystemClock().monotonic()):
                 raise link.explained(error) from error
             if type(request) in _STORES and not isinstance(error, RequestNotSentError):

@@ -22,7 +22,16 @@ from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, RmqError
 from librmq.files.lock import DiskLock, lock_process
 from librmq.message.ids import format_host, parse_host
-from librmq.protocol import ConsumerOffsets, Endpoint, Heartbeat, MessageModel, QueueData, Request, UpdateOffset
+from librmq.protocol import (
+    ConsumerOffsets,
+    Endpoint,
+    Heartbeat,
+    MessageModel,
+    QueryOffset,
+    QueueData,
+    Request,
+    UpdateOffset,
+)
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.connection import RequestNotSentError, dial_locally
@@ -59,7 +68,10 @@ def _register(owner: Endpoint, beats: Mapping[str, Heartbeat], gives_up: Callabl
                 if data.model is MessageModel.CLUSTERING:
                     for topic in data.subscriptions:
                         for queue, offset in beat.client.call(ConsumerOffsets(data.group, topic)).items():
-                            owner.call(UpdateOffset(data.group, topic, queue.queue_id, offset))
+                            place = data.group, topic, queue.queue_id
+                            stored = owner.call(QueryOffset(*place))
+                            if stored is None or stored < offset:  # a former reader can have stored more
+                                owner.call(UpdateOffset(*place, offset))
 
 
 class SharedEndpoint:
@@ -126,6 +138,8 @@ class StorePeer:
         self._lock_path = os.path.join(share_folder(path), "lock")
         self._take_over_stopped_s = take_over_stopped_s
         self.has_ended = threading.Event()
+        self.is_silent = False
+        """Whether a request had no answer, and the owner was not seen to run since."""
         self._link: tuple[Endpoint, SharedEndpoint] | None = None
         with ExitStack() as undo:
             try:
@@ -186,8 +200,15 @@ class StorePeer:
 
     def explained(self, error: Exception) -> BrokerUnreachableError:
         """Return the error of a request to the owner, which says whether the owner is stopped."""
+        if (stopped := self.stopped_error()) is not None:
+            return stopped
+        return error if isinstance(error, BrokerUnreachableError) else BrokerUnreachableError(f"{self.label} ended")
+
+    def stopped_error(self) -> BrokerUnreachableError | None:
+        """Return the error of a request to an owner that is stopped; None if it runs."""
         if not is_stopped(self.process):
-            return error if isinstance(error, BrokerUnreachableError) else BrokerUnreachableError(f"{self.label} ended")
+            self.is_silent = False
+            return None
         return BrokerUnreachableError(
             f"{self._path}: process {self.process}, which owns the store, is stopped, by Ctrl-Z or a debugger, and "
             f"keeps it, since it would continue to write: let it run again (kill -CONT {self.process}), or let others "

@@ -168,16 +168,7 @@ def taken(at_ms: int) -> dict[str, Any]:
     ("first", "second", "anomalies"),
     [
         # progress of a queue that another instance takes while it is read
-        ([OWNED, SAVED], [mark("commit", 6, queue_offset=8)], ["progress-back"]),
-        ([OWNED, SAVED], [taken(4), mark("commit", 6, queue_offset=8)], []),
-        ([OWNED, SAVED, mark("revoke", 6)], [taken(7), mark("commit", 8, queue_offset=8)], []),
-        ([OWNED, SAVED, mark("revoke", 6)], [taken(2_000), mark("commit", 2_001, queue_offset=8)], ["progress-back"]),
-        ([OWNED, SAVED], [taken(2_000), mark("commit", 2_001, queue_offset=8)], ["progress-back"]),
-        (
-            [OWNED, SAVED, mark("revoke", 6)],
-            [taken(4), *(mark("commit", at_ms, queue_offset=at) for at_ms, at in ((6, 8), (8, 9), (9, 7)))],
-            ["progress-back"],
-        ),
+        ([OWNED, SAVED], [taken(4), mark("commit", 6, queue_offset=8)], ["progress-back"]),
         # one that reads on where another instance has taken the queue
         ([OWNED, SENT, consumed("p1", 9)], [taken(5), consumed("p2", 6)], []),
         ([OWNED, SENT, consumed("p1", 9), mark("revoke", 4)], [taken(5), consumed("p2", 6)], ["repeat"]),

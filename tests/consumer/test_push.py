@@ -1079,3 +1079,25 @@ def test_instances_that_each_go_by_their_own_are_noticed(monkeypatch: pytest.Mon
     monkeypatch.setattr(PushConsumer, "max_reconsume_times", property(lambda one: one.config.max_reconsume_times))
     with pytest.raises(ValueError, match="too many values to unpack"):
         explore(instances_that_differ, runs=5)
+
+
+def orders_of_two_instances(rmq: Kit) -> None:
+    """A second instance joins while the first one consumes."""
+
+    def shop(process: Process) -> None:
+        process.consumer("billing").subscribe("orders")(lambda message: rmq.checkpoint("at work"))
+
+    rmq.broker.create_topic("orders", queues=2)
+    first = rmq.app("shop", shop)
+    for number in range(4):
+        for queue in range(2):
+            send_to_end(rmq.producer(), Message("orders", b"%d" % number), queue)
+        if number == 1:
+            rmq.join(first)
+    rmq.advance(minutes=1)
+
+
+@pytest.mark.slow
+def test_progress_never_goes_back_when_a_queue_moves() -> None:
+    """The history of each run has no anomaly."""
+    assert explore(orders_of_two_instances, runs=200).chosen["pause"]

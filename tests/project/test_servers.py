@@ -29,10 +29,10 @@ from librmq.clock import SystemClock
 from librmq.idempotence import upgrade_tables
 from librmq.protocol import QueryOffset
 from librmq.testing import check_history
+from librmq.testing.soak import Recording
 from librmq.wire.share import SharedBroker
 from librmq.wire.unix_sockets import connect_to, credentials_of, owner_socket
 from tests.conftest import SlowBudget
-from tests.histories import is_of_a_move
 from tests.programs import Process, environment
 from tests.project.test_docs import DOCS, blocks
 from tests.wire.stub import wait_until
@@ -234,13 +234,8 @@ def test_workers_killed_at_random_charge_once(recipes: Path, module: str, slow_b
             wait_until(lambda: lag_of(shared) == 0 and charges(recipes).keys() >= ordered, "all are charged", 90)
             drained = clock.now_ms() + 1
     assert {number: times for number, times in charges(recipes).items() if times != 1} == {}
-    lines = [line for path in recipes.glob("*.jsonl") for line in path.read_bytes().splitlines(True)]
-    events = [json.loads(line) for line in lines if line.endswith(b"\n")] + crashes
-    groups = [event for event in events if event["event"] == "group"][:1]
-    events = [*groups, *(event for event in events if event["event"] != "group")]
-    events.append({"event": "drained", "group": "billing", "at_ms": drained})
-    (recipes / "all.json").write_text("\n".join(map(json.dumps, events)))
-    assert [anomaly for anomaly in check_history(events) if not is_of_a_move(anomaly, events)] == []
+    crashes.append({"event": "drained", "group": "billing", "at_ms": drained})
+    assert check_history(map(json.loads, Recording(str(recipes)).lines(crashes))) == []
 
 
 def charges(recipes: Path) -> Counter[str]:

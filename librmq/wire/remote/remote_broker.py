@@ -233,8 +233,9 @@ class RemoteBroker:
         try:
             return transport.request(frame, self._timeout_s)
         except BrokerUnreachableError:
-            if transport.is_open:
-                self._silent_until_ms = self._runner.now_ms() + _REST_MS
+            end_ms = self._runner.now_ms()
+            if transport.is_open or end_ms - now_ms >= 1000 * self._timeout_s:
+                self._silent_until_ms = end_ms + _REST_MS
             raise
 
     # ---- sends
