@@ -244,7 +244,7 @@ class Deliveries:
         if waiting:
             last = waiting[-1]
             topic, _ = destination_of(last)
-            if self._cancellations.of_message(last) is None:
+            if not request.dry_run and self._cancellations.of_message(last) is None:
                 self._cancellations.add(last, self._store.log.end, self._runner.now_ms())
                 if last.topic == TIMER_TOPIC and last.unique_key is not None:
                     self._delete_timer(last, topic, last.unique_key)

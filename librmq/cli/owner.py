@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 from librmq.broker.retries import resend_letters
-from librmq.errors import BrokerUnreachableError, InputError
+from librmq.errors import BrokerUnreachableError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import OverlayFiles
 from librmq.message.message import Message, StoredMessage, dead_letter_topic
@@ -199,10 +199,7 @@ class OwnedStore:
 
     def cancel(self, message_id: str) -> CancelResult:
         """Cancel the delivery of a message that waits."""
-        if self._dry_run:
-            raise InputError("cancel --dry-run: a process shares the store, which can't try it out: leave it out")
-        result: CancelResult = self.call(CancelMessage(message_id))
-        return result
+        return self.route.broker(self._name).call(CancelMessage(message_id, dry_run=self._dry_run))
 
     def find_by_id(self, message_id: str) -> StoredMessage | None:
         """Return the first record with an id; None if there is none."""

@@ -471,7 +471,10 @@ def open_to_change(arguments: argparse.Namespace) -> Iterator[tuple[MessageStore
     with shared_owner(arguments) as owner:
         if owner is not None:
             if getattr(arguments, "with_retries", False) and owner.admin.clients(arguments.group) is not None:
-                raise InputError(f"--with-retries: group {arguments.group!r} has running consumers: stop them first")
+                raise InputError(
+                    f"--with-retries: group {arguments.group!r} runs, and its running consumers hold retries, which "
+                    "would come to both groups: stop them first"
+                )
             yield owner.store, owner.tables, owner.store_retry
             if not arguments.dry_run:
                 owner.tables.persist(owner.runner.now_ms())

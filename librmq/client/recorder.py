@@ -232,7 +232,7 @@ class Recorder:
         except RmqError:  # it can be cancelled nevertheless
             self._sink.cancels(request.message_id)
             raise
-        if result.cancelled:
+        if result.cancelled and not request.dry_run:
             self._sink.cancels(request.message_id, is_sure=True)
         return result
 

@@ -166,6 +166,9 @@ class Fetcher:
 
     def _handle_failure(self, assigned: AssignedQueue, error: RmqError, now_ms: int) -> int:
         consumer, queue = self._consumer, assigned.queue
+        if self._is_clustering:  # the broker can have been reopened, and the queue can have another reader
+            assigned.stored_progress, assigned.may_be_passed = None, True
+            consumer.save_soon()
         if isinstance(error, BrokerError) and error.code == ResponseCode.SUBSCRIPTION_NOT_EXIST:
             consumer.client.removed_by(queue.broker_name)
         level = logging.DEBUG if assigned.is_retry else logging.WARNING

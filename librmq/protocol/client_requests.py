@@ -237,6 +237,8 @@ class CancelMessage(Request[CancelResult]):
     """Its unique id, or its offset id."""
     topic: str | None = None
     """The topic that it was sent to; None searches all."""
+    dry_run: bool = False
+    """Whether only the answer is wanted."""
 
 
 class SentMessage(Protocol):

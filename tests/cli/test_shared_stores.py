@@ -116,6 +116,9 @@ def test_a_group_takes_its_retries_along(shell: Shell, application: Sharing) -> 
     application("broker.set_group('billing', retry_max_times=3)")
     application("[broker.call(SendBack('billing', m.physical_offset, 0)) for m in shared.messages('orders')] and None")
     words = ("group", "copy", "live", "billing", "--to", "payments", "--with-retries")
+    application("consumer.start() and None")
+    assert "its running consumers hold retries" in shell(*words).said
+    application("consumer.shutdown() and None")
     assert shell(*words, "--dry-run").rows[0]["retries_moved"] == 10
     assert application("[q.read_queues for q in shared.topic_route('%RETRY%payments')]") == []
     assert shell(*words).rows[0]["retries_moved"] == 10
@@ -145,6 +148,18 @@ def test_a_half_is_decided_in_the_process(shell: Shell) -> None:
         assert "expected an undecided half" in shell(*words).said
     finally:
         application.end()
+
+
+@pytest.mark.slow
+def test_a_delay_is_cancelled_in_the_process(shell: Shell, application: Sharing) -> None:
+    name = application("producer.send('orders', b'late', delay_level=18).message_id")
+    words = ("cancel", "live", name)
+    answer = shell(*words, "--dry-run")
+    assert (answer.status, answer.said) == (0, "")
+    assert (answer.rows[0]["cancelled"], answer.rows[0]["dry_run"]) == (True, True)
+    assert [row["unique_key"] for row in shell("pending", "live").rows] == [name]
+    assert shell(*words).rows[0]["cancelled"]
+    assert shell("pending", "live").rows == []
 
 
 @pytest.mark.slow

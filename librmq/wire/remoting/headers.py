@@ -130,6 +130,7 @@ class CancelHeader:
 
     message_id: str
     topic: str | None = None
+    dry_run: bool = False
 
 
 @value
