@@ -453,7 +453,7 @@ class Consumer(Startable, Generic[C]):
         names = self.route.broker_names()
         for assigned in self.assigned.values():
             name = assigned.queue.broker_name
-            if is_removed or (name in names and self.client.endpoint(name) is not assigned.endpoint):
+            if is_removed or (name in names and assigned.endpoint not in (None, self.client.endpoint(name))):
                 assigned.stored_progress, assigned.may_be_passed = None, True
                 if not assigned.released and not assigned.throttled:  # perhaps it waits after a failure
                     self.runner.wake(assigned.pull)
