@@ -289,6 +289,8 @@ class SharedBroker(AsyncClosing):
                 self._settled.set()
                 self._watchers.notify()
                 self._states.works(("share",), "taking the store over")
+                owner = link.process if isinstance(link, StorePeer) else os.getpid()
+                _log.info("share %(path)s: process %(pid)d owns the store", path=self.path, pid=owner)
         if is_closing:
             link.close()
 

@@ -333,6 +333,24 @@ def test_a_stopped_owner_that_many_wait_for(scene: Scene) -> None:
 # ---- in this process: it is an owner and a peer
 
 
+@pytest.mark.slow
+def test_a_take_over_is_logged_in_the_words_of_a_share(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[DeliveredMessage] = []
+    with caplog.at_level("INFO"), pair(tmp_path) as (owner, peer), Producer(peer, "shop") as producer:
+        consumer = PushConsumer(peer, "billing", consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("orders", heard.append)
+        with consumer:
+            producer.send("orders", b"a coat")
+            wait_until(lambda: len(heard) == 1, "it is consumed", 30)
+            owner.close()
+            wait_until(lambda: peer.is_owner, "the peer takes over", 30)
+            producer.send("orders", b"another coat")
+            wait_until(lambda: len(heard) == 2, "the next one is consumed", 30)
+    assert caplog.text.count(f"process {os.getpid()} owns the store") == 3  # the owner, the peer, and it again
+    assert "name server" not in caplog.text
+    assert "127.0.0.1:" not in caplog.text
+
+
 @contextmanager
 def pair(folder: Path, **settings: Any) -> Iterator[tuple[SharedBroker, SharedBroker]]:
     """Share a store twice; the first one owns it."""

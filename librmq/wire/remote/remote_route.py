@@ -5,6 +5,7 @@ Mirrors ``MQClientInstance`` and ``NettyRemotingClient``.
 
 from __future__ import annotations
 
+import logging
 import queue
 import socket
 import ssl
@@ -289,6 +290,7 @@ class RemoteRoute(AsyncClosing):
         self._lost_ones: set[str] = set()
         self._label = f"route {addresses[0]}"
         self._states = StateLog(_log, self._label)
+        self._level = logging.DEBUG if is_shared else logging.WARNING  # a share says itself what its owner does
         self._polling = Step(f"{self._label} poll", self._poll_due)
         self._beating = Step(f"{self._label} heartbeats", self._beat_due)
         self._reviving = Step(f"{self._label} reconnect", self._revive_due)
@@ -490,7 +492,7 @@ class RemoteRoute(AsyncClosing):
 
         def ended(answers: tuple[LearntRoute, dict[str, LearntRoute]], error: Exception | None) -> None:
             if error is not None:
-                self._states.failing(("poll",), "asking the name servers", error)
+                self._states.failing(("poll",), "asking the name servers", error, self._level)
             else:
                 self._states.works(("poll",), "asking the name servers")
                 self._note_routes(*answers)
@@ -552,7 +554,7 @@ class RemoteRoute(AsyncClosing):
             if names and not self._is_closed:
                 if error is not None:
                     for name in names:
-                        self._states.failing(("connection", name), f"reaching {name}", error)
+                        self._states.failing(("connection", name), f"reaching {name}", error, self._level)
                 self._lost_ones |= names
                 self.runner.wake(self._reviving, self.runner.now_ms() + after_ms)
 
