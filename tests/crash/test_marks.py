@@ -140,17 +140,19 @@ def test_kills_at_any_write_are_recovered_as_without_a_mark(number: int, walks: 
 
 def promised(found: Contents, mark: dict[str, Any], config: StoreConfig) -> Contents:
     """Return the bytes of the log, of queue entries and of index entries before the end that a mark names."""
-    ends = {f"consumequeue/{topic}/{queue_id}": 20 * end for topic, queue_id, _, end, _ in mark["queues"]}
-    ends["commitlog"] = mark["log_end"]
+    end = mark["log_end"]
     parts: Contents = {}
     for path, data in found.items():
         folder, _, name = path.rpartition("/")
-        if data and folder in ends:
-            parts[path] = data[: max(ends[folder] - int(name), 0)]
+        if data and folder == "commitlog":
+            parts[path] = data[: max(end - int(name), 0)]
+        elif data and folder.startswith("consumequeue/"):
+            rows = (data[at : at + 20] for at in range(0, len(data), 20))
+            parts[path] = b"".join(row for row in rows if any(row) and int.from_bytes(row[:8], "big") < end)
         elif data and folder == "index" and name <= (mark["index_file"] or ""):
-            rows = data[file_length(config.max_hash_slot_num, 1) :]
-            entries = [rows[at : at + 20] for at in range(0, len(rows), 20)]
-            parts[path] = b"".join(row for row in entries if 0 < unpack_entry(row)[1] < mark["log_end"])
+            entries = data[file_length(config.max_hash_slot_num, 1) :]
+            rows = (entries[at : at + 20] for at in range(0, len(entries), 20))
+            parts[path] = b"".join(row for row in rows if any(row) and unpack_entry(row)[1] < end)
     return {path: data for path, data in parts.items() if data}
 
 

@@ -209,7 +209,7 @@ class FlushMarks(Protocol):
     """The marks that say after a kill how far a store was complete."""
 
     def due_state(self) -> dict[str, Any] | None:
-        """Return the fields of a mark if one is due; the caller holds the writer's lock, and has dispatched all."""
+        """Return fields for `write` if a mark is due; the caller holds the writer's lock, and has dispatched all."""
 
     def write(self, fields: dict[str, Any] | None) -> None:
         """Write a mark after everything before its end was flushed; None writes nothing."""

@@ -125,12 +125,16 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         return list(self._open.values())
 
     def states(self) -> dict[QueueName, QueueState]:
-        """Return the state of every queue; an unopened queue has its state at the close."""
+        """Return the state of every queue; an unopened queue has its state at the close.
+
+        Thread-safe; a queue that is written can be seen with its old end in the queue and its new one in the log.
+        """
         opened = {
             name: QueueState(queue.min_offset, queue.max_offset, queue.max_physic_offset)
-            for name, queue in self._open.items()
+            for name, queue in list(self._open.items())
         }
-        return {**{name: state for name, state in self._closed_states.items() if state is not None}, **opened}
+        closed = list(self._closed_states.items())
+        return {**{name: state for name, state in closed if state is not None}, **opened}
 
 
 def _check(name: QueueName) -> None:

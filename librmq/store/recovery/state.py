@@ -83,15 +83,22 @@ class StoreState:
         return (len(index.files), index.end_physical_offset) == (self.index_files, self.index_end)
 
 
-def _fields(log: CommitLog, queues: Mapping[QueueName, QueueState], index: KeyIndex) -> dict[str, Any]:
-    last = log.last_write
+def _fields(log: CommitLog, index: KeyIndex) -> dict[str, Any]:
+    """Return the fields of a state that change with each append; `_complete` adds the others."""
     return {
         "log_begin": log.begin,
         "log_end": log.end,
-        "last_record": last,
-        "last_record_crc32": crc32(b"" if last is None else log.data_at(last, log.end - last)),
+        "last_record": log.last_write,
         "index_files": len(index.files),
         "index_end": index.end_physical_offset,
+    }
+
+
+def _complete(fields: dict[str, Any], log: CommitLog, queues: Mapping[QueueName, QueueState]) -> dict[str, Any]:
+    last = fields["last_record"]
+    return {
+        **fields,
+        "last_record_crc32": crc32(b"" if last is None else log.data_at(last, fields["log_end"] - last)),
         "queues": [[*name, *state] for name, state in sorted(queues.items())],
     }
 
@@ -133,7 +140,7 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
         if state.max_offset or files.is_folder(directory.queue_folder(path, *name))
     }
     try:
-        write_document(_closed_path(path), files, _fields(log, states, index))
+        write_document(_closed_path(path), files, _complete(_fields(log, index), log, states))
     except StoreIOError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -271,7 +278,7 @@ class MarkWriter:
         self._is_written = False
 
     def due_state(self) -> dict[str, Any] | None:
-        """Return the fields of a mark if one is due, None otherwise.
+        """Return fields for `write` if a mark is due, None otherwise.
 
         Call it under the writer's lock, with all entries and keys written.
         """
@@ -284,21 +291,21 @@ class MarkWriter:
         if machine is None or log.last_write is None:
             return None
         self._begin, self._end = log.begin, log.end
-        index_files = parts.index.files
-        return {
-            **_fields(
-                log, {name: state for name, state in parts.queues.states().items() if state.max_offset}, parts.index
-            ),
-            "index_file": index_files[-1].name if index_files else None,
-            "machine": machine,
-        }
+        newest = parts.index.files[-1].name if parts.index.files else None
+        return {**_fields(log, parts.index), "index_file": newest, "machine": machine}
 
     def write(self, fields: dict[str, Any] | None) -> None:
-        """Write a mark after everything before its end was flushed; None writes nothing."""
+        """Write a mark after everything before its end was flushed; None writes nothing.
+
+        It has the queues as they are now, so that appends wait for no look at thousands. In a queue that an append has
+        half changed, the noted entry is never there. That costs time after a kill, and hides nothing.
+        """
         if fields is None:
             return
+        parts = self._parts
+        queues = {name: state for name, state in parts.queues.states().items() if state.max_offset}
         try:
-            write_document(_mark_path(self._path), self._files, fields)
+            write_document(_mark_path(self._path), self._files, _complete(fields, parts.log, queues))
             self._is_written = True
         except StoreIOError as error:  # the mark before still holds
             _log.warning("a recovery after a kill would take longer: %(error)s", error=error, path=self._path)
