@@ -19,7 +19,7 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from cpython.tuple cimport PyTuple_GET_SIZE
 from cpython.unicode cimport PyUnicode_CheckExact, PyUnicode_GET_LENGTH
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy
+from libc.string cimport memcmp, memcpy
 from posix.time cimport CLOCK_REALTIME, clock_gettime, timespec
 
 cdef extern from "Python.h":
@@ -90,12 +90,12 @@ cdef extern from "crc32.h":
 API = 9
 """Number that librmq compares at its import; it changes with the functions here."""
 
-cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0
+cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0, derived = 0
 
 
 def counts():
-    """Return how many records were appended, scanned, pulled and checked here, to prove in a test that this code ran."""
-    return {"append": appended, "records": scanned, "pull": pulled, "checksums": checked}
+    """Return how many records each function took, to prove in a test that this code ran."""
+    return {"append": appended, "records": scanned, "pull": pulled, "checksums": checked, "derive": derived}
 
 cdef uint32_t MAGIC = 0xDAA320A7, UNFINISHED_MAGIC = 0x756E646F
 cdef enum:
@@ -103,7 +103,9 @@ cdef enum:
     HOSTS_V6 = 48
     SCHEDULE_TOPIC_SIZE = 19
     AT_ONCE = 16
+    SKIPPED = 1 << 24
     HEADER = 88
+    MOST_TAIL = 32897
     MOST_PROPERTIES = 64
     MOST_PROPERTY_BYTES = 32767
     SCRATCH = 1 << 17
@@ -204,6 +206,31 @@ cdef class Items:
         Py_DECREF(item)  # the caller owns it now
         self.at += 1
         return item
+
+    def skip(self):
+        """Go on behind the usual records that follow; return the place of the last of them (-1 for none), and its end."""
+        cdef Py_buffer view
+        cdef const uint8_t *at
+        cdef int64_t last = -1, begin = self.place
+        cdef uint64_t size, limit
+        global scanned
+        if self.at < self.count:
+            raise ValueError("skip: expected before the first item, or after an unusual one")
+        PyObject_GetBuffer(self.buffer, &view, PyBUF_SIMPLE)
+        try:
+            limit = min(self.end, view.len)
+            while <uint64_t>self.place + FIXED <= limit and self.place - begin < SKIPPED:
+                at = <const uint8_t *>view.buf + self.place
+                size = big32(at)
+                if size < FIXED or size > limit - self.place or not is_sound(at, size, self.check_body):
+                    break
+                last = self.place
+                self.place += size
+                scanned += 1
+        finally:
+            PyBuffer_Release(&view)
+        self.advance(self.place - begin)
+        return last, self.place
 
     cdef int find(self) except -1:
         """Find the usual records that follow, up to one that is unusual, damaged or not whole; return their number."""
@@ -1009,6 +1036,159 @@ def put_entries(
     finally:
         PyBuffer_Release(&view)
     return fresh
+
+
+# ---------------------------------------------------------------------------------------------------------- derivation
+
+cdef uint32_t hashed_ascii(uint32_t code, const uint8_t *text, Py_ssize_t size, uint8_t *seen) noexcept:
+    """Return Java's hash of a text that continues one with the hash ``code``; ``seen`` gets the bits of its bytes."""
+    cdef Py_ssize_t at
+    for at in range(size):
+        code = 31 * code + text[at]
+        seen[0] |= text[at]
+    return code
+
+
+def derive(buffer, int64_t start, int64_t place, int64_t end, Py_ssize_t most, uint32_t unusual_flags):
+    """Return what the usual records of a log file define, from ``place`` on, up to ``most`` of them.
+
+    ``start`` is the physical offset of the file's first byte. The result is the place behind the last one; for each
+    queue its topic, queue id, first queue offset and packed entries; and places, times, records of keys and hashes of
+    keys as bytes of 64-bit numbers. A record is unusual if its texts are not ASCII, if it does not name its own place,
+    or if it does not continue the count of its queue.
+    """
+    cdef Py_buffer view
+    cdef Py_ssize_t room = 4 * most + 64, count = 0, keys = 0, number = -1, at, size, topic_size, tail_size, begin, stop
+    cdef Py_ssize_t kept, word
+    cdef bytearray places = bytearray(8 * most), times = bytearray(8 * most), packed = bytearray(20 * most)
+    cdef bytearray owners = bytearray(8 * room), hashes = bytearray(8 * room)
+    cdef bytearray numbers_of = bytearray(8 * most), following = bytearray(8 * most), counted = bytearray(8 * most)
+    cdef int64_t *place_at = <int64_t *>PyByteArray_AS_STRING(places)
+    cdef int64_t *time_at = <int64_t *>PyByteArray_AS_STRING(times)
+    cdef uint8_t *packed_at = <uint8_t *>PyByteArray_AS_STRING(packed)
+    cdef int64_t *owner_at = <int64_t *>PyByteArray_AS_STRING(owners)
+    cdef int64_t *hash_at = <int64_t *>PyByteArray_AS_STRING(hashes)
+    cdef int64_t *number_at = <int64_t *>PyByteArray_AS_STRING(numbers_of)
+    cdef int64_t *next_at = <int64_t *>PyByteArray_AS_STRING(following)
+    cdef int64_t *count_at = <int64_t *>PyByteArray_AS_STRING(counted)
+    cdef uint8_t head[HEADER]
+    cdef uint8_t tail[MOST_TAIL]
+    cdef uint8_t topic[128]
+    cdef uint8_t seen
+    cdef uint64_t record_size, body_size, limit
+    cdef int64_t queue_offset, queue_id, last_queue = -1
+    cdef uint32_t prefix = 0, code
+    cdef Py_ssize_t last_topic_size = -1, unique_begin, unique_size, keys_begin, keys_size, tags_begin, tags_size
+    cdef dict found = {}
+    cdef list queues = [], made = []
+    cdef uint8_t *entry
+    cdef bytes entries
+    global derived
+    if not 0 <= place <= end:
+        raise ValueError("place: expected one in the file")
+    PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE)
+    cdef int collects = PyGC_Disable()  # it could run Python code, while the mapping must not be closed
+    try:
+        limit = min(end, view.len)
+        while count < most and <uint64_t>place + FIXED <= limit:
+            # Copies are looked at, because another process can change the mapping.
+            memcpy(head, <const uint8_t *>view.buf + place, HEADER)
+            record_size, body_size = big32(head), big32(head + 84)
+            if (
+                record_size < FIXED or record_size > limit - place or body_size > record_size - FIXED
+                or big32(head + 4) != MAGIC or big32(head + 36) & unusual_flags or big64(head + 28) != start + place
+            ):
+                break
+            tail_size = record_size - body_size - HEADER
+            if tail_size > MOST_TAIL:
+                break
+            memcpy(tail, <const uint8_t *>view.buf + place + HEADER + body_size, tail_size)
+            topic_size = tail[0]
+            begin = topic_size + 3
+            if (
+                topic_size > 127 or topic_size == SCHEDULE_TOPIC_SIZE or begin > tail_size or tail[begin - 2] > 127
+                or (tail[begin - 2] << 8 | tail[begin - 1]) != tail_size - begin
+            ):
+                break
+            unique_size = keys_size = tags_size = unique_begin = keys_begin = tags_begin = -1
+            while begin < tail_size:
+                at = begin
+                while at < tail_size and tail[at] != 2:
+                    at += 1
+                size = at - begin
+                if size >= 9 and not memcmp(tail + begin, b"UNIQ_KEY\1", 9):
+                    unique_begin, unique_size = begin + 9, size - 9
+                elif size >= 5 and not memcmp(tail + begin, b"KEYS\1", 5):
+                    keys_begin, keys_size = begin + 5, size - 5
+                elif size >= 5 and not memcmp(tail + begin, b"TAGS\1", 5):
+                    tags_begin, tags_size = begin + 5, size - 5
+                begin = at + 1
+            if not unique_size or not keys_size or not tags_size:
+                break  # an empty one needs the careful search
+            queue_id, queue_offset = <int32_t>big32(head + 12), big64(head + 20)
+            seen = 0
+            if topic_size != last_topic_size or queue_id != last_queue or memcmp(topic, tail + 1, topic_size):
+                prefix = hashed_ascii(0, tail + 1, topic_size, &seen)
+                prefix = 31 * prefix + 35  # "#"
+                if seen > 127:
+                    break
+                last_topic_size, last_queue = topic_size, queue_id
+                memcpy(topic, tail + 1, topic_size)
+                name = (PyBytes_FromStringAndSize(<const char *>tail + 1, topic_size), queue_id)
+                known = found.get(name)
+                if known is None:
+                    number = len(queues)
+                    found[name] = number
+                    queues.append((name[0], queue_id, queue_offset))
+                    next_at[number] = queue_offset
+                else:
+                    number = known
+            if next_at[number] != queue_offset:
+                break
+            code = 0
+            if tags_size > 0:
+                code = hashed_ascii(0, tail + tags_begin, tags_size, &seen)
+            kept = keys
+            if unique_size > 0 and keys < room:
+                owner_at[keys] = count
+                hash_at[keys] = index_hash(hashed_ascii(prefix, tail + unique_begin, unique_size, &seen))
+                keys += 1
+            begin, stop = keys_begin, keys_begin + keys_size
+            for at in range(keys_begin, stop + 1 if keys_size > 0 else keys_begin):
+                if at < stop and tail[at] != 32:
+                    continue
+                if at > begin:
+                    if keys < room:
+                        owner_at[keys] = count
+                        hash_at[keys] = index_hash(hashed_ascii(prefix, tail + begin, at - begin, &seen))
+                    keys += 1
+                begin = at + 1
+            if seen > 127 or keys >= room:
+                keys = kept
+                break
+            place_at[count], time_at[count], number_at[count] = start + place, big64(head + 56), number
+            entry = packed_at + 20 * count
+            put64(entry, start + place)
+            put32(entry + 8, record_size)
+            put64(entry + 12, <uint64_t><int64_t><int32_t>code)
+            next_at[number] += 1
+            count_at[number] += 1
+            count += 1
+            place += record_size
+        for number in range(len(queues)):  # from here on, the place behind the last entry of each queue
+            entries = PyBytes_FromStringAndSize(NULL, 20 * count_at[number])
+            next_at[number] = <int64_t>PyBytes_AS_STRING(entries)
+            if count_at[number]:
+                made.append((*queues[number], entries))
+        for at in range(count):
+            memcpy(<void *>next_at[number_at[at]], packed_at + 20 * at, 20)
+            next_at[number_at[at]] += 20
+    finally:
+        PyBuffer_Release(&view)
+        if collects:
+            PyGC_Enable()
+    derived += count
+    return place, made, places[: 8 * count], times[: 8 * count], owners[: 8 * keys], hashes[: 8 * keys]
 
 
 # ----------------------------------------------------------------------------------------------------------------- pull

@@ -519,7 +519,7 @@ class CommitLog(Closing, LogState):
                 at = self.begin  # files were deleted
                 continue
             yield self._items(file.buffer, start, at - start, min(limit - start, file_size), check_body)
-            self._release_read_pages(start)
+            self.release_read_pages(start, start + file_size)
             at = start + file_size
 
     def __iter__(self) -> Iterator[StoredMessage]:
@@ -549,28 +549,37 @@ class CommitLog(Closing, LogState):
         at, last = begin, None
         while (start := sequence.start_of(at)) is not None:
             buffer = sequence.file(start).buffer
+            items = self._items(buffer, start, at - start, self.file_size, True)
+            skip = None if on_record is not None else getattr(items, "skip", None)  # of the compiled core
             try:
-                for place, size, raw in self._items(buffer, start, at - start, self.file_size, True):
-                    if raw is None:
+                while True:
+                    if skip is not None:
+                        found, end = skip()
+                        if found >= 0:
+                            self.release_read_pages(at, start + end)
+                            last, at = start + found, start + end
+                            continue
+                    item = next(items, None)
+                    if item is None or (raw := item[2]) is None:
                         break
-                    last = place
-                    at = place + size
+                    last, size, _ = item
+                    at = last + size
                     if on_record is not None:
-                        on_record(self, place, raw)
+                        on_record(self, last, raw)
             except CorruptionError as error:
                 place = error.offset - start
                 zeros = not any(buffer[place : place + _BLANK_SIZE])
                 return LogEnd(error.offset, None if zeros else error, last)
             if start + self.file_size not in sequence.starts:
                 break  # the blank of the last file can be written again
-            self._release_read_pages(start)
+            self.release_read_pages(start, start + self.file_size)
             at = start + self.file_size
         return LogEnd(at, None, last)
 
-    def _release_read_pages(self, start: int) -> None:
-        """Release the mapped pages of a file that was read to its end, so that a scan holds those of one file."""
+    def release_read_pages(self, begin: int, end: int) -> None:
+        """Release mapped pages that a scan has read, so that it does not hold those of the whole log."""
         if not self._sequence.writable:
-            self._sequence.unmap_pages(start, start + self.file_size)
+            self._sequence.unmap_pages(begin, end)
 
     def follow(self) -> Iterator[tuple[int, int, bytes]]:
         """Yield the records that another process has written after `end`; the caller moves `end` past each of them.

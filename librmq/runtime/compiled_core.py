@@ -36,6 +36,8 @@ class Core:
     """The physical offsets and times of records, for each of their keys (`librmq.store.format.keyindex`)."""
     put_entries: Callable[..., int] | None = None
     """Writes entries of an index file (`librmq.store.format.indexfile`)."""
+    derive: Callable[..., Any] | None = None
+    """The entries and keys of many records (`librmq.store.engine.dispatch`)."""
     checksums: Callable[..., Any] | None = None
     """The checksums of many bodies (`librmq.columns.decode`)."""
 

@@ -122,6 +122,16 @@ class Fuzzer:
         for _, _, raw in self.items(damaged(self.chance, self.log), 0, 0, True)[:20]:
             self.read_body(raw)
 
+    def derive(self) -> None:
+        """Derive entries and keys of damaged records, which lie where they name."""
+        chance = self.chance
+        at, _ = chance.choice(self.places)
+        start = int.from_bytes(self.log[at + 28 : at + 36], "big") - at
+        data = self.log if chance.random() < 0.3 else damaged(chance, self.log)
+        place, most = chance.choice((at, at, at, len(data), -1, 1 << 62)), chance.choice((0, 1, 5, 100))
+        with suppress(ValueError):
+            self.core.derive(data, start, place, len(data) + chance.choice((0, 0, 50)), most, chance.choice((0, 188)))
+
     def items(self, data: bytes, place: int, beyond: int, check_body: bool) -> list[Any]:
         """Return the usual records from a place on, up to an end that may lie beyond the data, also at odd places."""
         end = len(data) + beyond
@@ -181,7 +191,8 @@ class Fuzzer:
     def run(self, seconds: float = math.inf, calls: int = 1 << 62) -> int:
         """Call everything until the time is over, or so many calls were made; return their number."""
         parts: list[Callable[[], Any]] = [
-            self.append, self.scan, self.pull, self.index, self.checksum, lambda: self.read_body(self.log[:300])
+            self.append, self.scan, self.derive, self.pull, self.index, self.checksum,
+            lambda: self.read_body(self.log[:300]),
         ]  # fmt: skip
         clock, made = SystemClock(), 0
         end_ms = clock.now_ms() + seconds * 1000

@@ -30,6 +30,7 @@ from librmq.store import MessageStore
 from librmq.store.engine.dispatch import key_block
 from librmq.store.format.indexfile import HEADER, IndexHeader, IndexWriter
 from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.verify import verify
 from tests.stores import contents
 
 CORE = compiled_core.CORE.module
@@ -42,7 +43,8 @@ def needs_core(test: Any) -> Any:
 
 def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the store run its Python code."""
-    monkeypatch.setattr("librmq.message.frames.CORE", compiled_core.PURE)
+    for module in ("message.frames", "store.engine.dispatch", "store.recovery.check"):
+        monkeypatch.setattr(f"librmq.{module}.CORE", compiled_core.PURE)
 
 
 @needs_core
@@ -107,6 +109,31 @@ def scanned(files: MemoryFiles, config: StoreConfig, **options: Any) -> tuple[li
     except CorruptionError as error:
         return found, f"{error.offset} {error.kind} {error.what}"
     return found, str(log.found_end)
+
+
+FLIPS = st.lists(st.tuples(st.sampled_from(["log", "queue", "index"]), st.integers(0, 60_000), st.integers(0, 255)))
+
+
+@needs_core
+@given(st.lists(st.integers(0, 2000), min_size=1, max_size=60), FLIPS, st.booleans())
+def test_verdicts_are_equal(sizes: list[int], flips: list[tuple[str, int, int]], keeps_keys: bool) -> None:
+    """With and without the core, of whole stores and damaged ones; the counter shows that the compiled code ran."""
+    files, config = filled(sizes)
+    with MessageStore.open("/store", config, files=files, background=False) as store:
+        store.append_batch([Message("T", b"x", tags=f"t{n}", keys=["k", "l"] if keeps_keys else []) for n in range(99)])
+        store.append_batch([Message("T", b"x", keys=key) for key in ("é", "k" * 300)])
+    folders = {"log": "/store/commitlog", "queue": "/store/consumequeue/T/0", "index": "/store/index"}
+    for folder, at, value in flips:
+        entry = files.list(folders[folder])[0]
+        files.open(f"{folders[folder]}/{entry.name}").buffer[at % min(entry.size, 20_000)] = value
+    before = CORE.counts()["derive"]
+    compiled = verify("/store", config, files)
+    if not flips:
+        assert compiled.sound
+        assert CORE.counts()["derive"] - before > 50
+    with pytest.MonkeyPatch.context() as patch:
+        without_core(patch)
+        assert verify("/store", config, files) == compiled
 
 
 @needs_core

@@ -68,7 +68,11 @@ class Parts:
         return place
 
     def reconcile(self, begin: int = 0, *, repair: bool = True) -> list[Damage]:
-        return list(reconcile(self.log, self.queues, self.open_queue, self.index, LEVELS, begin, repair=repair))
+        return list(
+            reconcile(
+                self.log, self.queues, self.open_queue, self.index, LEVELS, begin, repair=repair, has_ext=self.ext
+            )
+        )
 
     def entries(self, topic: str = "T", queue_id: int = 0) -> list[tuple[int, int]]:
         """Return queue offset and log position of each entry of a queue, without entries of lost messages."""

@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import MessageIllegalError
 from librmq.java.lang import hash_append, index_key_hashes, java_decode, java_int, java_long, string_hash
@@ -351,6 +352,33 @@ def light_queues(topic: bytes, queue_id: int, properties: bytes) -> Iterator[tup
             validate_queue(name, light_id)
             if queue_offset is not None:
                 yield name, light_id, queue_offset
+
+
+class DerivedBlock(NamedTuple):
+    """What many adjacent records of one file define."""
+
+    end: int
+    """Physical offset behind the last one."""
+    queues: list[tuple[bytes, int, int, bytes]]
+    """Topic, queue id, first queue offset and adjacent packed entries of each queue."""
+    keys: KeyBlock
+
+
+def derived_block(log: CommitLog, begin: int, end: int, most: int) -> DerivedBlock | None:
+    """Return what usual records define, at most ``most``, from ``begin`` on; None without one, or without the core.
+
+    They are not compared with the checksums of their bodies.
+    """
+    file = None if CORE.derive is None else log.sequence.file_at(begin)
+    if CORE.derive is None or file is None:
+        return None
+    start = begin - begin % log.file_size
+    place, queues, *columns = CORE.derive(
+        file.buffer, start, begin - start, min(end - start, log.file_size), most, _UNUSUAL | _IN_TRANSACTION
+    )
+    if not queues:
+        return None
+    return DerivedBlock(start + place, queues, KeyBlock(*(np.frombuffer(column, np.int64) for column in columns)))
 
 
 class Derivation:

@@ -468,6 +468,11 @@ class IndexFile(Closing):
         """Release the mapping; the next use maps the file again."""
         self._file = None
 
+    def release_pages(self, begin: int, end: int) -> None:
+        """Release the pages of entries that were read in their order, from number ``begin`` to below ``end``."""
+        if self._file is not None and not self.writable:
+            self._files.unmap(self._file, self.entry_position(begin), min(self.entry_position(end), self._file.size))
+
     # ------------------------------------------------------------------------------------------------ reading
 
     @property

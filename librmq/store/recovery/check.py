@@ -23,16 +23,21 @@ from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_s
 from librmq.java.lang import java_decode
 from librmq.message import record as record_format
 from librmq.message.delay_levels import DelayLevels
+from librmq.message.frames import LogItem
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_INNER_NUM
 from librmq.message.record import split_keys
 from librmq.message.topics import LIGHT_PREFIX, validate_queue
 from librmq.runtime import lazy_numpy as np
+from librmq.runtime.compiled_core import CORE
 from librmq.store.engine.dispatch import (
     MULTI_DISPATCH,
     BitmapOf,
     Derivation,
+    DerivedBlock,
+    KeyBlock,
     RawPending,
+    derived_block,
     key_block,
     key_hashes,
     light_queues,
@@ -378,6 +383,9 @@ class IndexCheck:
         self._begin = begin
         self._runs = _runs(index, begin)
         self._run = next(self._runs, None)
+        self._following: tuple[IndexFile, int] | None = (
+            None  # file and number of the next entry, after which run is old
+        )
         self.records: list[RawPending] = []
         """The next records; call `compare_keys` when there are `COMPARED`."""
         self._missing: list[RawPending] = []  # records whose keys are missing in the index
@@ -402,8 +410,9 @@ class IndexCheck:
     def compare_keys(self) -> None:
         """Compare the keys of the next records with the next entries."""
         records, self.records = self.records, []
-        if not records or (not self._at_end and self._are_next(records)):
+        if not records or self._are_next(key_block(records)):
             return
+        self._find_run()
         for number, record in enumerate(records):
             if self._at_end:
                 self._missing += records[number:]
@@ -412,19 +421,35 @@ class IndexCheck:
         if len(self._missing) >= COMPARED:
             self._write_missing()
 
-    def _are_next(self, records: list[RawPending]) -> bool:
+    def pass_keys(self, keys: KeyBlock) -> bool:
+        """Take the keys of the next records if their entries are there; return False, with no effect, if not."""
+        self.compare_keys()
+        return self._are_next(keys)
+
+    def _find_run(self) -> None:
+        """Find the next entries."""
+        if self._following is not None:
+            self._runs = _runs(self._index, self._begin, *self._following)
+            self._run, self._following = next(self._runs, None), None
+
+    def _are_next(self, keys: KeyBlock) -> bool:
         """Return whether the next entries are those of all these records; then continue behind them.
 
         The first and the last entry of a file are left to `_compare_record`, which compares the header with them too.
         """
-        run = self._run
-        if run is None or run.number == 1:
+        if self._following is None and self._run is not None:
+            self._following = self._run.file, self._run.number
+        if not len(keys.key_hashes) and (self._at_end or self._following is None):
+            return not self._repair
+        if self._at_end or self._following is None or self._following[1] == 1:
             return False
-        keys = key_block(records)
-        header, end = run.file.header, run.number + len(keys.key_hashes)
-        if not run.number < end < header.index_count:
+        file, begin = self._following
+        header, end = file.header, begin + len(keys.key_hashes)
+        if begin == end:
+            return bool(file.entries(begin, begin + 1)["physical"] > keys.physical_offsets[-1])
+        if end >= header.index_count:
             return False
-        entries = run.file.entries(run.number, end)
+        entries = file.entries(begin, end)
         seconds = all_entry_seconds(keys.timestamps, header.begin_timestamp_ms)
         if not (
             np.array_equal(entries["hash"], keys.key_hashes)
@@ -432,8 +457,8 @@ class IndexCheck:
             and np.array_equal(entries["time_diff"], seconds[keys.record_of_key])
         ):
             return False
-        self._runs = _runs(self._index, self._begin, run.file, end)
-        self._run = next(self._runs, None)
+        self._following = file, end
+        file.release_pages(begin, end)
         return True
 
     def _compare_record(self, record: RawPending) -> None:
@@ -507,11 +532,13 @@ class IndexCheck:
     def finish_index(self) -> None:
         """Finish after the last record."""
         self.compare_keys()
+        self._find_run()
         while self._run is not None:
             self._damaged(self._run, f"points to {self._run.physical_offset}, where there is no record")
             self._run = next(self._runs, None)
         for file in self._checked:
             flaw = find_flaw(file)
+            file.release_mapping()
             if flaw is not None:
                 self.sound = False
                 position, what = flaw
@@ -528,34 +555,41 @@ def find_flaw(file: IndexFile) -> tuple[int, str] | None:
 
     This does not compare the entries with the log.
     """
-    header, entries = file.header, file.entries()
-    count = len(entries)
-    numbers = np.arange(1, count + 1, dtype=np.int32)
+    header = file.header
+    count = header.index_count - 1
+    newest = np.zeros(file.max_slots, np.int32)  # number of the newest entry of each slot so far
+    before = 0
     if count:
-        ends = int(entries["physical"][0]), int(entries["physical"][-1])
+        ends = tuple(int(file.entries(number, number + 1)["physical"][0]) for number in (1, count))
         if ends != (header.begin_physical_offset, header.end_physical_offset):
             return 16, f"header: physical offsets {header[2:4]}, the entries have {ends}"
-    wrong = np.flatnonzero((entries["hash"] < 0) | (np.diff(entries["physical"], prepend=0) < 0))
-    if len(wrong):
-        number = int(wrong[0]) + 1
-        return file.entry_position(number), f"entry {number}: hash or physical offset out of order"
-    slots = entries["hash"] % file.max_slots
-    order = np.argsort(slots, kind="stable")
-    same = np.diff(slots[order], prepend=-1) == 0
-    previous = np.zeros(count, np.int32)
-    previous[order[same]] = numbers[order[np.flatnonzero(same) - 1]]
-    wrong = np.flatnonzero(previous != entries["previous"])
-    if len(wrong):
-        number = int(wrong[0]) + 1
-        actual, expected = int(entries["previous"][number - 1]), int(previous[number - 1])
-        return file.entry_position(number) + 16, f"entry {number}: previous is {actual}, expected {expected}"
-    last = np.flatnonzero(np.diff(slots[order], append=-1) != 0)
+    for begin in range(1, count + 1, _BLOCK):
+        entries = file.entries(begin, begin + _BLOCK)
+        places = entries["physical"]
+        wrong = np.flatnonzero((entries["hash"] < 0) | (np.diff(places, prepend=before) < 0))
+        if len(wrong):
+            number = begin + int(wrong[0])
+            return file.entry_position(number), f"entry {number}: hash or physical offset out of order"
+        before = int(places[-1])
+        numbers = np.arange(begin, begin + len(entries), dtype=np.int32)
+        slots = entries["hash"] % file.max_slots
+        previous = newest[slots]
+        order = np.argsort(slots, kind="stable")
+        again = np.flatnonzero(np.diff(slots[order]) == 0)
+        previous[order[again + 1]] = numbers[order[again]]
+        wrong = np.flatnonzero(previous != entries["previous"])
+        if len(wrong):
+            number = begin + int(wrong[0])
+            actual, expected = int(entries["previous"][wrong[0]]), int(previous[wrong[0]])
+            return file.entry_position(number) + 16, f"entry {number}: previous is {actual}, expected {expected}"
+        newest[slots[order]] = numbers[order]  # of equal slots the last one counts
+        file.release_pages(begin, begin + _BLOCK)
     table = file.slots()
-    expected_slots = np.stack([slots[order[last]], numbers[order[last]]], axis=1)
-    found_slots = np.stack([table["slot"], table["number"]], axis=1)
-    if not np.array_equal(expected_slots, found_slots):
-        differing = {tuple(row) for row in expected_slots.tolist()} ^ {tuple(row) for row in found_slots.tolist()}
-        slot = min(differing)[0]
+    found = np.zeros_like(newest)
+    found[table["slot"]] = table["number"]
+    wrong = np.flatnonzero(found != newest)
+    if len(wrong):
+        slot = int(wrong[0])
         return HEADER_SIZE + SLOT_SIZE * slot, f"slot {slot} does not lead to the newest entry of its hash"
     if header.slot_count != len(table):
         return 32, f"header: {header.slot_count} slots are in use, found {len(table)}"
@@ -596,6 +630,27 @@ def rebuild_index(log: CommitLog, index: KeyIndex, levels: DelayLevels) -> None:
 
 
 _pack_entry = ENTRY.pack
+_MOST_APART: Final = 1 << 16
+
+
+def _unpassed(log: CommitLog, begin: int, end: int, passes: Callable[[DerivedBlock], bool]) -> Iterator[LogItem]:
+    """Yield the items of the log that are in no block that ``passes``."""
+    at, most_apart = begin, 1
+    while at < end:
+        block = derived_block(log, at, end, COMPARED)
+        if block is not None and passes(block):
+            log.release_read_pages(at, block.end)
+            at, most_apart = block.end, 1
+            continue
+        block_end, before = at if block is None else block.end, at
+        for number, (place, size, raw) in enumerate(log.scan(at, end, check_body=False), 1):
+            yield place, size, raw
+            at = place + size
+            if number >= most_apart and at >= block_end:
+                break
+        if at == before:
+            return
+        most_apart = min(2 * most_apart, _MOST_APART)  # the blocks that follow can be like it
 
 
 def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
@@ -647,7 +702,25 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     derive = Derivation(levels, on_batch).derive
     has_light = any(topic.startswith(LIGHT_PREFIX) for topic, _ in queues)
     unchecked_end = log.end if bodies_from is None else max(begin, bodies_from)
-    items = chain(log.scan(begin, unchecked_end, check_body=False), log.scan(unchecked_end))
+
+    def passes(block: DerivedBlock) -> bool:
+        """Take all records of a block together, if they continue their queues and the index."""
+        taken = []
+        for topic, queue_id, queue_offset, entries in block.queues:
+            check = checks.get((topic, queue_id))
+            if check is None or check.expected != queue_offset:
+                return False
+            taken.append((check, entries))
+        if keys is not None and not keys.pass_keys(block.keys):
+            return False
+        for check, entries in taken:
+            check.take_entries(entries)
+        return True
+
+    unpassed = log.scan(begin, unchecked_end, check_body=False)
+    if CORE.derive is not None and not has_ext and not has_light:
+        unpassed = _unpassed(log, begin, unchecked_end, passes)
+    items = chain(unpassed, log.scan(unchecked_end))
     for place, item_size, raw in items:
         if raw is None:
             continue

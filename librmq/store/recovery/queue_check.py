@@ -208,6 +208,20 @@ class QueueCheck:
         if len(self.entries) >= COMPARED:
             self._compare()
 
+    def take_entries(self, entries: bytes) -> None:
+        """Take the next records of the queue, which continue its count, like `reconcile` itself one by one."""
+        packed = [entries[at : at + ENTRY_SIZE] for at in range(0, len(entries), ENTRY_SIZE)]
+        queue_offset, end = self.expected, self.expected + len(packed)
+        while queue_offset == self.expected and queue_offset < end:
+            collected = self.entries
+            taken = min(end - queue_offset, COMPARED - len(collected))
+            collected += packed[len(packed) - (end - queue_offset) :][:taken]
+            self.expected = queue_offset = queue_offset + taken
+            if len(collected) >= COMPARED:
+                self.take_over()
+        for number in range(queue_offset, end):  # the queue was opened just now, and does not hold the first ones
+            self.offer_entry(number, ExpectedEntry(packed[number - end], 0, b""))
+
     def offer_entry(self, queue_offset: int, entry: ExpectedEntry) -> None:
         """Take the next record of the queue, which names ``queue_offset``."""
         if entry.physical_offset < self._begin:
