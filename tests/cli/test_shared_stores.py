@@ -228,6 +228,7 @@ def test_dead_letters_are_sent_again(shell: Shell, application: Sharing) -> None
     assert application("broker.resend_dead_letters('billing')") == 0
 
 
+@pytest.mark.slow
 def test_reading_commands_have_the_present(shell: Shell, application: Sharing) -> None:
     application("broker.reset_group('billing', 'orders', 4) and None")
     with owner_of("live") as owner:

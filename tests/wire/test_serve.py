@@ -207,6 +207,7 @@ def test_a_test_in_any_language_moves_the_clock(
     assert not verify(tmp_path / "store").damage
 
 
+@pytest.mark.slow
 def test_the_control_port_refuses_pages_and_wrong_requests(
     by_hand: tuple[subprocess.Popen[str], dict[str, Any]],
 ) -> None:
