@@ -15,7 +15,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -58,6 +59,21 @@ else:
     def RLock() -> _InWith:  # noqa: N802
         """Return a lock that its holder can take again."""
         return _InWith(threading.RLock())  # noqa: TID251
+
+
+def if_free(lock: Lock) -> Iterator[bool]:
+    """Take a lock without waiting, in a loop that runs once with it, or not at all.
+
+    No signal handler runs between a step of the loop and the next line::
+
+        for _ in if_free(lock):
+            try:
+                ...
+            finally:
+                lock.release()
+            break
+    """
+    return iter(partial(lock.acquire, False), False)
 
 
 # ---- critical blocks

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple, Protocol
 from librmq.clock import Clock, SystemClock
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock, RLock
+from librmq.runtime.locks import Lock, RLock, if_free
 from librmq.wire.remoting.codec import read_plain_sent
 from librmq.wire.remoting.frames import Frame, FrameReader, FrameSocket, encode, limit_time
 
@@ -326,12 +326,10 @@ class _Connection:
         self._frames = FrameReader(read_known=read_plain_sent)
         self._reading = Lock()
         """Held by the thread that reads."""
-        self._take_reading = partial(self._reading.acquire, False)
         self._is_within_read = False
         """Whether bytes were read and not passed on: forever, if no thread reads now."""
         self._waiting = Lock()
         """Held by the caller that waits for bytes to come."""
-        self._take_waiting = partial(self._waiting.acquire, False)
         self._is_left = False
         """Whether the reader's thread leaves reading to callers."""
         self._is_needed = threading.Event()
@@ -532,7 +530,7 @@ class _Connection:
         """Wait a moment for an answer and read it, unless another caller does; return the rest of the time."""
         begin = now = _clock.monotonic()
         until = begin + min(timeout_s, _LEFT_S)
-        for _ in iter(self._take_waiting, False):  # no signal handler runs between this step and the next line
+        for _ in if_free(self._waiting):
             try:
                 while waiter.outcome is None and now < until:
                     if self._stream.wait(min(until - now, _LOOK_S)) and not self._read_ready():
@@ -548,7 +546,7 @@ class _Connection:
 
     def _read_ready(self) -> bool:
         """Read without waiting; return False if the connection has ended, or if another thread reads."""
-        for _ in iter(self._take_reading, False):
+        for _ in if_free(self._reading):
             try:
                 return self._read_some(socket.MSG_DONTWAIT)
             finally:

@@ -22,12 +22,11 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
-from functools import partial
 from json.encoder import encode_basestring
 from typing import Any, Final, NamedTuple, TypeVar, get_args, get_type_hints
 
 from librmq.errors import MalformedError
-from librmq.runtime.locks import Inherited, Lock
+from librmq.runtime.locks import Inherited, Lock, if_free
 
 MAX_FRAME: Final = 16 << 20
 """Most bytes in a frame that a broker accepts."""
@@ -465,7 +464,6 @@ class FrameSocket:
         self._is_shut = False
         self._poll: select.poll | None = None
         self._write_lock = Lock()
-        self._take_writing = partial(self._write_lock.acquire, False)
         self._unsent = b""
         """What `write_now` has left to `write`."""
 
@@ -528,7 +526,7 @@ class FrameSocket:
         Returns:
             True; False if `write` has to send the rest; None if nothing was sent, because that could wait.
         """
-        for _ in iter(self._take_writing, False):  # no signal handler runs between this step and the next line
+        for _ in if_free(self._write_lock):
             try:
                 if self._unsent:
                     return None
