@@ -417,6 +417,20 @@ def failover_of_new_topic(rmq: Kit) -> None:
     rmq.advance(minutes=2)
 
 
+def failover_of_cancel(rmq: Kit) -> None:
+    """A master dies right after a cancellation, and its synchronous replica takes its place."""
+    master = rmq.cluster(brokers=1).broker("broker-a")
+    replica = rmq.replica(sync=True)
+    rmq.network.named(master.name).create_topic("orders", 1)
+    rmq.consumer("billing").subscribe("orders")(ignore)
+    receipt = rmq.producer("shop").send("orders", b"later", delay=60)
+    rmq.advance(seconds=15)
+    assert rmq.producer("shop").cancel(receipt).cancelled
+    rmq.crash_broker(down=600)
+    replica.promote()
+    rmq.advance(minutes=2)
+
+
 def once(rmq: Kit) -> None:
     """A guarded effect, while its process dies and messages come twice."""
     store = MemoryDedupStore()
@@ -454,6 +468,7 @@ PROGRAMS: dict[str, Callable[[Kit], None]] = {
         wrong_delay_progress,
         delays,
         failover,
+        failover_of_cancel,
         failover_of_new_topic,
         failures,
         flow,
