@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import librmq
-from librmq.broker import Broker, BrokerConfig
+from librmq.broker import Broker, BrokerConfig, QueueLocks
 from librmq.client.client import Client
 from librmq.client.producer import Producer
 from librmq.client.queue_selectors import QueueSelector, select_by_consistent_hash, select_by_hash
@@ -503,3 +503,12 @@ def test_queues_that_no_group_reads_are_logged(broker: Broker, caplog: pytest.Lo
     broker.create_topic("T", 2, write_queues=4)
     (told,) = caplog.messages
     assert told.startswith("topic T: producers write to 4 queues, and consumers read only 2: no group gets")
+
+
+def test_a_table_of_locks_alone_refuses_wrong_values() -> None:
+    wrong: list[Any] = [-1, "1", None, True, 1.5]
+    for expiry_ms in wrong:
+        with pytest.raises(ConfigError, match="expiry_ms: expected a whole number of at least 0"):
+            QueueLocks(expiry_ms, lambda: 0)
+    with pytest.raises(TypeError, match="now_ms: expected a function"):
+        QueueLocks(1, 5)  # type: ignore[arg-type]

@@ -709,3 +709,11 @@ def test_keys_are_strings(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="expected"):
                 index.append(*values)
         assert index.last_record() == (400, 1)
+
+
+def test_an_index_alone_refuses_what_is_no_geometry(tmp_path: Path) -> None:
+    wrong: list[tuple[Any, Any]] = [(0, 20), (10, 1), ("10", 20), (10, 20.0), (1.5, 20), (None, 20)]
+    for slots, entries in wrong:
+        with pytest.raises(ConfigError, match="expected at least 1 slot and 2 entries"):
+            KeyIndex.open(tmp_path, slots=slots, entries=entries)
+    assert list(tmp_path.iterdir()) == []
