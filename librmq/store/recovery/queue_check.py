@@ -207,6 +207,8 @@ class QueueCheck:
             self._next = self.expected
         if len(self.entries) >= COMPARED:
             self._compare()
+            if not self._repair:
+                self.queue.unmap_all()  # so that its pages do not stay in memory
 
     def take_entries(self, entries: bytes) -> None:
         """Take the next records of the queue, which continue its count, like `reconcile` itself one by one."""
