@@ -265,7 +265,7 @@ class AssignedQueue:
         """Whether another instance may have stored later progress: the former reader, since this one took the queue,
         or the next one, while this one releases it or the broker was away. Then it is read before any is stored."""
         self.settled_ms = 0
-        """By then the former reader has stored its progress."""
+        """By then the former reader has stored its progress, or the next one has taken the queue."""
         self.released = False
         """Whether the queue is released: nothing begins, and results of running listeners are ignored."""
         self.locked = False
@@ -281,6 +281,10 @@ class AssignedQueue:
         """Orderly: time since which listeners have run without a rest."""
         self.release_until_ms = 0
         """Latest end of a listener that still runs in a released queue; then the next rebalance unlocks it."""
+
+    def doubt_progress(self, settled_ms: int) -> None:
+        """Note that the broker was away: it can have lost progress, and another instance can have taken the queue."""
+        self.stored_progress, self.may_be_passed, self.settled_ms = None, True, settled_ms
 
     def __repr__(self) -> str:
         state = "released" if self.released else "locked" if self.locked else "assigned"

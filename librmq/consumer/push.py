@@ -41,6 +41,7 @@ from librmq.consumer.listeners import (
     with_predicate,
 )
 from librmq.consumer.orderly import OrderlyDelivery
+from librmq.consumer.rebalancing import REOPENED_MS
 from librmq.errors import BrokerError, ConfigError, RmqError
 from librmq.filter import Policy, WatchedPredicate
 from librmq.message.message import MessageQueue
@@ -167,7 +168,7 @@ class Fetcher:
     def _handle_failure(self, assigned: AssignedQueue, error: RmqError, now_ms: int) -> int:
         consumer, queue = self._consumer, assigned.queue
         if self._is_clustering:  # the broker can have been reopened, and the queue can have another reader
-            assigned.stored_progress, assigned.may_be_passed = None, True
+            assigned.doubt_progress(now_ms + REOPENED_MS)
             consumer.save_soon()
         if isinstance(error, BrokerError) and error.code == ResponseCode.SUBSCRIPTION_NOT_EXIST:
             consumer.client.removed_by(queue.broker_name)

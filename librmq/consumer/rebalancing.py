@@ -36,6 +36,8 @@ INTERVAL_MS: Final = 20_000
 PULL_IDLE_MS: Final = 120_000
 SETTLED_MS: Final = 1_000
 """In this time the former reader of a queue stores its progress."""
+REOPENED_MS: Final = 3_000
+"""In this time the members of a group have shared its queues out at a broker that was away."""
 _LONGEST_FIRST_MS: Final = 60_000
 _HALF_AN_HOUR_MS: Final = 30 * 60_000
 _STARTS: Final = {
