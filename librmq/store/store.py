@@ -154,7 +154,6 @@ class MessageStore(Closing):
         # Directly, which saves one call for each message.
         appender = handle.appender
         store.append = getattr(appender, "append_usual", appender.append)  # type: ignore[method-assign]
-        store.check_room = handle.check_room  # type: ignore[method-assign]
         store.append_batch = getattr(appender, "append_batch_usual", appender.append_batch)  # type: ignore[method-assign]
         handle.open(config, thorough=thorough, wait_s=seconds)
         return store

@@ -74,7 +74,7 @@ class Scene:
         self.server = GrpcServer(self._broker, port=port)
 
     def history(self) -> list[dict[str, Any]]:
-        events = [json.loads(line) for line in self._path.read_bytes().splitlines()]
+        events = [json.loads(line) for line in self._path.read_bytes().splitlines() if line.strip()]
         now_ms = self._broker.runner.now_ms()
         group = {"event": "group", "group": "workers", "topics": ["load"]}
         return [*events, group, {"event": "drained", "group": "workers", "at_ms": now_ms}]
