@@ -135,7 +135,7 @@ def _litequeue(way: str, place: str, opened: ExitStack) -> Any:
 def _huey(way: str, place: str, opened: ExitStack) -> Any:
     from huey import SqliteHuey
 
-    huey = SqliteHuey(filename=place, results=False)
+    huey = SqliteHuey(filename=place, results=False, timeout=60)
 
     @huey.task()  # type: ignore[untyped-decorator]
     def charge(body: str) -> None:
