@@ -72,6 +72,11 @@ def numbers(values: npt.NDArray[Any], present: Mask | None = None) -> pa.Array:
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [valid, pa.py_buffer(values)])
 
 
+def integers(array: pa.Array) -> Ints:
+    """Return whole numbers or truth values, none of them null; `pyarrow.Array.to_numpy` loads pandas, like `array`."""
+    return np.from_dlpack(array.cast(pa.int64())).astype(np.int64, copy=False)
+
+
 def strings(values: Sequence[str]) -> pa.StringArray:
     """Return texts as an Arrow array."""
     raws = [value.encode() for value in values]

@@ -315,6 +315,11 @@ class OverlayFiles(MemoryFiles):
         finally:
             os.close(descriptor)  # the mapping keeps its own duplicate
 
+    def unmap(self, file: File, begin: int, end: int) -> None:
+        buffer = file.buffer
+        if self._base is self._disk and isinstance(buffer, _PrivateBuffer) and buffer.overlay is not None:
+            self._disk.unmap(file, begin, end)  # without a change, the file brings the pages back
+
     def changed_folders(self) -> set[str]:
         """Return the folders that were made, changed or deleted, or hold a file that was."""
         with self._guard:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, RmqError, StoreIOError, StoreLockedError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
-from librmq.files.memory import OverlayFiles
+from librmq.files.memory import MemoryFiles, OverlayFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
@@ -102,6 +104,34 @@ def test_a_change_to_a_deleted_file_does_not_restore_it(folder: Path) -> None:
     file.buffer[:1] = b"X"
     assert files.size(f"{folder}/a") is None
     assert (folder / "a").read_bytes() == b"aaaa"
+
+
+@pytest.mark.parametrize("base", [DiskFiles(), MemoryFiles()], ids=["disk", "memory"])
+def test_unmapping_loses_no_change(base: Files, tmp_path: Path) -> None:
+    base.make_folder(str(tmp_path))
+    path, data = f"{tmp_path}/a", random.Random(1).randbytes(20_000)
+    base.create(path, len(data)).buffer[:] = data
+    files = OverlayFiles(None if isinstance(base, DiskFiles) else base)
+    file = files.open(path, writable=True)
+    files.unmap(file, 0, len(data))
+    assert file.buffer[:] == data
+    file.buffer[5000:5001] = b"X"
+    files.unmap(file, 0, len(data))
+    assert file.buffer[:] == files.open(path).buffer[:] == data[:5000] + b"X" + data[5001:]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not list the pages of a mapping")
+def test_a_read_only_scan_leaves_no_pages_in_memory(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path, StoreConfig(commitlog_file_size=4 << 20), background=False) as store:
+        for number in range(60):
+            store.append(Message("T", bytes((number,)) * 50_000))
+    with MessageStore.open(tmp_path, read_only=True) as store:
+        for _ in range(2):
+            assert [message.body[0] for message in store] == list(range(60))
+            maps = Path("/proc/self/smaps").read_text()
+            sizes = re.findall(rf"{re.escape(str(tmp_path))}/commitlog/(?:.*\n)+?Rss: *(\d+) kB", maps)
+            assert sizes
+            assert sum(map(int, sizes)) < 200
 
 
 def test_the_lock_of_another_process_is_respected(tmp_path: Path) -> None:

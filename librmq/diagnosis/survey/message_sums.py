@@ -91,7 +91,7 @@ class KeyCounts:
         self._window_ms = round(window_s * 1000)
         self._frequent: dict[str, Counter[str]] = defaultdict(Counter)
         self._keyed: Counter[str] = Counter()
-        self._last: dict[tuple[str, str], tuple[int, str | None]] = {}
+        self._last: dict[str, dict[str, tuple[int, str | None]]] = defaultdict(dict)
         self._repeats: dict[str, _Repeats] = {}
 
     def count(self, topics: Sequence[str], keys: Sequence[str]) -> None:
@@ -110,11 +110,12 @@ class KeyCounts:
         self, topics: Sequence[str], keys: Sequence[str], unique: Sequence[str | None], times_ms: Sequence[int]
     ) -> None:
         """Compare messages whose keys are in one share with earlier ones."""
-        last, window_ms = self._last, self._window_ms
+        window_ms = self._window_ms
         for topic, text, unique_key, at_ms in zip(topics, keys, unique, times_ms, strict=True):
+            last = self._last[topic]
             for key in dict.fromkeys(split_keys(text)) if " " in text else (text,):
-                before = last.get((topic, key))
-                last[topic, key] = at_ms, unique_key
+                before = last.get(key)
+                last[key] = at_ms, unique_key
                 if before is not None and at_ms - before[0] <= window_ms:
                     repeats = self._repeats.setdefault(topic, _Repeats())
                     repeats.messages += 1
@@ -419,15 +420,15 @@ def _by_columns(view: StoreView, name: str, scope: ReportScope, traffic: Traffic
 
 
 def _add_batch(batch: Any, traffic: Traffic) -> None:  # noqa: ANN401 (a batch of Arrow)
-    import pyarrow as pa
+    from librmq.columns import arrays
 
     topic = batch.column("topic").dictionary_encode()
     topics = topic.dictionary.to_pylist()
 
-    def numbers(name: str) -> Any:  # noqa: ANN401 (an array of numpy)
-        return batch.column(name).cast(pa.int64()).to_numpy(zero_copy_only=False)
+    def numbers(name: str) -> Ints:
+        return arrays.integers(batch.column(name))
 
-    codes = topic.indices.cast(pa.int64()).to_numpy()
+    codes = arrays.integers(topic.indices)
     times_ms = numbers("storeTimestamp") // 1000
     sizes = numbers("size")
     advance(int(sizes.sum()))
@@ -439,19 +440,21 @@ def _add_batch(batch: Any, traffic: Traffic) -> None:  # noqa: ANN401 (a batch o
     )  # fmt: skip
     keys = batch.column("keys")
     is_user = np.array([is_user_topic(topic_name) for topic_name in topics], np.bool_)
-    keyed = np.flatnonzero(is_user[codes] & ~keys.is_null().to_numpy(zero_copy_only=False)) if topics else codes
+    keyed = np.flatnonzero(is_user[codes] & (arrays.integers(keys.is_valid()) > 0)) if topics else codes
     shares = traffic.keys.shares
     counted = keyed
     if shares > 1:
         places = (traffic.done - len(codes) + keyed).astype(np.uint64)
         counted = keyed[share_of(places, shares) == 0]
-    traffic.keys.count([topics[code] for code in codes[counted].tolist()], keys.take(pa.array(counted)).to_pylist())
+    texts = keys.take(arrays.numbers(counted)).to_pylist()
+    traffic.keys.count([topics[code] for code in codes[counted].tolist()], texts)
     if shares > 1:
         keyed = keyed[share_of(_last_bytes(keys)[keyed], shares) == 0]
+    rows = arrays.numbers(keyed)
     traffic.keys.count_repeats(
         [topics[code] for code in codes[keyed].tolist()],
-        keys.take(pa.array(keyed)).to_pylist(),
-        batch.column("uniqueKey").take(pa.array(keyed)).to_pylist(),
+        keys.take(rows).to_pylist(),
+        batch.column("uniqueKey").take(rows).to_pylist(),
         times_ms[keyed].tolist(),
     )
 
@@ -470,7 +473,7 @@ def _last_bytes(column: Any) -> Any:  # noqa: ANN401 (arrays of Arrow and numpy)
 
 
 def _counted(view: StoreView, scope: ReportScope, topic: str, sql: str | None) -> tuple[int, int]:
-    from librmq.columns import reader
+    from librmq.columns import arrays, reader
 
     settings = _settings(view, scope)
     settings["topic"], settings["columns"], settings["sql"], settings["mode"] = topic, ["size"], sql, "PERMISSIVE"
@@ -478,7 +481,7 @@ def _counted(view: StoreView, scope: ReportScope, topic: str, sql: str | None) -
     for batch in reader(view.store.path, **settings):
         sizes = batch.column("size").drop_null()  # null for damage, which is reported elsewhere
         count += len(sizes)
-        size += int(sizes.to_numpy(zero_copy_only=False).sum())
+        size += int(arrays.integers(sizes).sum())
     return count, size
 
 

@@ -96,9 +96,7 @@ Block = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_
 
 def _by_columns(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[Block]:
     """Yield the entries of all queues in log order; memory use does not grow with their number."""
-    import pyarrow as pa
-
-    from librmq.columns import reader
+    from librmq.columns import arrays, reader
 
     columns = ("queueId", "queueOffset", "physicalOffset", "size")
     for batch in reader(
@@ -108,8 +106,8 @@ def _by_columns(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[
         batch = batch.filter(batch.column("_corrupt_record").is_null())  # verify reports the others
         topic = batch.column("topic").dictionary_encode()
         topics = topic.dictionary.to_pylist()
-        ids, offsets, places, sizes = (batch.column(column).cast(pa.int64()).to_numpy() for column in columns)
-        queues, rows = np.unique(topic.indices.cast(pa.int64()).to_numpy() << 32 | ids, return_inverse=True)
+        ids, offsets, places, sizes = (arrays.integers(batch.column(column)) for column in columns)
+        queues, rows = np.unique(arrays.integers(topic.indices) << 32 | ids, return_inverse=True)
         starts = [unread_from.get((topics[queue >> 32], queue & 0xFFFFFFFF), _NEVER) for queue in queues.tolist()]
         yield places, sizes, offsets >= np.array(starts, np.int64)[rows]
 
