@@ -484,29 +484,35 @@ class Sender:
 
     async def send_async(self, message: Message, timeout_ms: float) -> SendResult:
         """Send like `send`; make the first try without a thread, where no hook and no endpoint could wait."""
-        queues, endpoints = self._topics.get(message.topic), self._endpoints
+        queues = self._topics.get(message.topic)
         if (
             queues is None
             or self._hooks
             or _PRIORITY in message.properties
             or len(message.body) >= self.config.compress_from
-            or not endpoints
-            or not all(getattr(endpoint, "sends_later", None) is endpoint for endpoint in endpoints.values())
         ):
             return await self._runner.offload(partial(self.send, message, timeout_ms))
+        queue = self.queue_of_try(queues)
+        in_thread = partial(
+            self.send, message, timeout_ms, choose=lambda tried: self.queue_of_try(queues, tried) if tried else queue
+        )
+        endpoint = self._endpoints.get(queue.broker_name)  # only once, because a change of the route clears them
+        sends_later = getattr(endpoint, "sends_later", None) is endpoint
+        if endpoint is None or not sends_later:
+            return await self._runner.offload(in_thread)
         loop = asyncio.get_running_loop()
         sends = self._loop_sends
         if sends is None or sends.loop is not loop:
             sends = self._loop_sends = _LoopSends(loop)
-        begin_ms, queue = self._now_ms(), self.queue_of_try(queues)
+        begin_ms = self._now_ms()
         failure: Exception | None = None
         result: SendResult | None = None
         try:
             request = self._request_of(message, queue, timeout_ms)
             try:
-                response = await sends.begin(endpoints[queue.broker_name], request, timeout_ms)
+                response = await sends.begin(endpoint, request, timeout_ms)
                 if response is None:
-                    return await self._runner.offload(partial(self.send, message, timeout_ms))
+                    return await self._runner.offload(in_thread)
                 self._check_time(queue, request, timeout_ms)
             except Exception:
                 self._record_attempt(queue, request, "ERROR")

@@ -442,6 +442,27 @@ def test_async_sends_are_tried_as_often_as_others(refusals: int) -> None:
         assert codes == []
 
 
+@pytest.mark.parametrize("sends_first", [0, 1, 2])
+def test_async_sends_take_turns_of_brokers(sends_first: int) -> None:
+    """Whether or not other sends have asked a broker before."""
+
+    def answer(frame: Frame) -> Frame:
+        return answer_to(frame, fields=_STORED)
+
+    with FakeServer(answer) as server, FakeServer(answer) as second:
+        server.others["second"] = second.address
+        with librmq.connect(server.address) as route:
+            producer = librmq.Producer(route, "shop")
+            before = [producer.send("orders", b"x") for _ in range(sends_first)]
+
+            async def run() -> list[librmq.SendResult]:
+                return [await producer.send_async("orders", b"x") for _ in range(6)]
+
+            names = [result.queue.broker_name for result in before + asyncio.run(run())]
+    assert set(names) == {"fake", "second"}
+    assert names[1:] == ["second" if name == "fake" else "fake" for name in names[:-1]]
+
+
 def test_an_async_send_without_an_answer_ends_in_time() -> None:
     fields = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "7"}
 
