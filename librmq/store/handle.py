@@ -495,6 +495,7 @@ class StoreHandle:
                 self._close_parts()
             before = len(self.recovered)
             try:
+                delete_mark(self.path, self.files)
                 if between is not None:
                     between()
                 self._load_parts(RecoveryMode.LIVING)

@@ -18,7 +18,7 @@ from librmq.errors import StoreError, StoreIOError
 from librmq.files.memory import OverlayFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore, snapshot
-from librmq.store.format.indexfile import file_length, unpack_entry
+from librmq.store.format.indexfile import ENTRY_SIZE, HEADER, HEADER_SIZE, IndexHeader, file_length, unpack_entry
 from librmq.testing import CrashImages, Event, FailingFiles
 from tests.budget import examples, many, some
 from tests.crash.runs import BusyFiles, Recorded, record
@@ -230,6 +230,35 @@ def delete_one(folder: str, which: int) -> Callable[[Killed], Contents]:
     return change
 
 
+def put_back_first(folder: str) -> Callable[[Killed], Contents]:
+    """Put only the first file of a folder back, from when it was not full."""
+
+    def change(store: Killed) -> Contents:
+        name, _ = first_and_last(store.contents, folder)
+        data = bytearray(store.contents[name] or b"")
+        if folder == "index":
+            header = IndexHeader(*HEADER.unpack(data[:HEADER_SIZE]))
+            data[:HEADER_SIZE] = HEADER.pack(*header._replace(index_count=header.index_count - 1))
+        else:
+            data[-ENTRY_SIZE:] = bytes(ENTRY_SIZE)
+        return store.contents | {name: bytes(data)}
+
+    return change
+
+
+def torn_index_header(store: Killed) -> Contents:
+    """Return what a kill between the halves of a header's write leaves: its end without its count."""
+    _, name = first_and_last(store.contents, "index")
+    data = bytearray(store.contents[name] or b"")
+    header = IndexHeader(*HEADER.unpack(data[:HEADER_SIZE]))
+    count = header.index_count
+    while unpack_entry(data, file_length(PLAIN.max_hash_slot_num, count - 1))[1] == header.end_physical_offset:
+        count -= 1
+    assert count > 1
+    data[:HEADER_SIZE] = HEADER.pack(*header._replace(index_count=count))
+    return store.contents | {name: bytes(data)}
+
+
 def mark_of_another_store(store: Killed) -> Contents:
     return store.contents | {MARK: killed_store(9).contents[MARK]}
 
@@ -271,11 +300,17 @@ CHANGES: dict[str, tuple[Callable[[Killed], Contents], str]] = {
     "nothing": (lambda store: store.contents, ""),
     "mark deleted": (delete(MARK), ""),
     "queue put back": (put_back("consumequeue/TopicA/0"), "queue 0 of topic TopicA lacks entries"),
+    "first file of a queue put back": (
+        put_back_first("consumequeue/TopicA/0"),
+        "queue 0 of topic TopicA lacks entries",
+    ),
     "queue deleted": (delete("consumequeue/TopicA/0"), "queue 0 of topic TopicA lacks entries"),
     "topic deleted": (delete("consumequeue/TopicA"), "queue 0 of topic TopicA lacks entries"),
     "first file of a queue deleted": (delete_one("consumequeue/TopicA/0", 0), "queue 0 of topic TopicA lacks entries"),
     "last file of a queue deleted": (delete_one("consumequeue/TopicA/0", 1), "queue 0 of topic TopicA lacks entries"),
     "index put back": (put_back("index"), "the key index lacks"),
+    "first index file put back": (put_back_first("index"), "the key index lacks"),
+    "index header torn": (torn_index_header, "does not fit its entries"),
     "index deleted": (delete("index"), "the key index lacks"),
     "first index file deleted": (delete_one("index", 0), "the key index lacks"),
     "last index file deleted": (without_index_from_the_mark, "the key index lacks"),

@@ -20,7 +20,7 @@ Without the first, sizes come from the store's files, the delay levels are 4.9's
 or size. Without the second, the copy is an independent store that takes messages; ``folder`` tells two masters of one
 name apart, and copies of earlier versions lack it. In the third, ``begin`` and ``end`` are physical offsets, ``first``
 the first bytes of the first record in hexadecimal digits, and ``done`` says whether queues and index had all of it. The
-last has times in milliseconds; without it all letters count as unsent. `librmq.store.recovery.open` and
+last has times in milliseconds; without it all letters count as unsent. `librmq.store.recovery.state` and
 `librmq.store.recovery.salvage` have further documents.
 """
 

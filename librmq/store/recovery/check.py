@@ -449,10 +449,12 @@ class IndexCheck:
             return bool(file.entries(begin, begin + 1)["physical"] > keys.physical_offsets[-1])
         if end >= header.index_count:
             return False
-        entries = file.entries(begin, end)
+        entries = file.entries(begin, end + 1)
+        following, entries = entries[-1], entries[:-1]
         seconds = all_entry_seconds(keys.timestamps, header.begin_timestamp_ms)
         if not (
-            np.array_equal(entries["hash"], keys.key_hashes)
+            following["physical"] > keys.physical_offsets[-1]
+            and np.array_equal(entries["hash"], keys.key_hashes)
             and np.array_equal(entries["physical"], keys.physical_offsets[keys.record_of_key])
             and np.array_equal(entries["time_diff"], seconds[keys.record_of_key])
         ):

@@ -130,19 +130,19 @@ def load(
         CorruptionError: No crash explains the damage, for example sound records follow it, and the mode is not
             thorough. The store is not changed.
     """
-
-    def opened(mark: Mark | None) -> Parts:
-        return _Opening(path, config, files, clock, mode, is_brief, mark).parts(levels, bitmap_of)
-
-    why_whole = ""
+    why_whole, cuts = "", list[Damage]()
     if mode not in (None, RecoveryMode.PREVIEW):
+        is_wanted = mode is RecoveryMode.LAST_EXIT and has_abort(files, path)
         try:
             mark = take_mark(path, files)
-            if mark is not None and mode is RecoveryMode.LAST_EXIT and has_abort(files, path):
-                return opened(mark)
+            if mark is not None and is_wanted:
+                opening = _Opening(path, config, files, clock, mode, is_brief, mark)
+                cuts = opening.cuts
+                return opening.parts(levels, bitmap_of)
         except (MarkError, CorruptionError) as error:  # whatever it is, a recovery without the mark copes with it
-            why_whole = str(error)
-    parts = opened(None)
+            why_whole = str(error) if is_wanted else ""
+    parts = _Opening(path, config, files, clock, mode, is_brief, None).parts(levels, bitmap_of)
+    parts.cuts[:0] = cuts
     parts.why_whole = why_whole
     return parts
 

@@ -218,7 +218,7 @@ class Recovery:
         Raises:
             CorruptionError: This would cut sound records for damage that no crash explains, and the mode is not
                 thorough.
-            MarkError: The log ends before the mark.
+            MarkError: The log ends before the mark, or lacks what the index has.
         """
         log = self._parts.log
         self._begin, self._changed_queues, self._bodies_from, self._mark = begin, changed_queues, bodies_from, mark
@@ -228,6 +228,8 @@ class Recovery:
             self.end = torn or self.end
         if self._mark is not None and self.end.physical_offset < self._mark.state.log_end:
             raise MarkError(f"the log ends at {self.end.physical_offset}, before that flush")
+        if self._mark is not None and self._parts.index.end_physical_offset >= self.end.physical_offset:
+            raise MarkError("the key index is ahead of the log")
         self._cut = self._bytes_behind(self.end)
         if not self._mode.is_thorough:
             self._check_cut(self.end, self._cut)
@@ -431,11 +433,7 @@ class Recovery:
             dispatched = self._dispatched()
             begin = log.begin if self._changed_queues is not None else min(dispatched, index.end_physical_offset)
             scope = Scope(dispatched, self._changed_queues or frozenset())
-        elif parts.walked_from is not None:
-            return self._begin, Scope(self._begin)
-        elif self._mark is not None:
-            if index.end_physical_offset >= log.end:
-                raise MarkError("the key index is ahead of the log")
+        elif parts.walked_from is not None or self._mark is not None:
             return self._begin, Scope(self._begin)
         else:
             self._drop_index(uncovered_index_files(self._parts), "the checkpoint")

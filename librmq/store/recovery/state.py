@@ -38,7 +38,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.store.engine.store_parts import Parts, QueueName, QueueState, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
-from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexHeader
+from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexHeader, file_length, unpack_entry
 from librmq.store.format.keyindex import KeyIndex
 
 _log = EventLog("librmq.store")
@@ -194,7 +194,8 @@ class Mark(NamedTuple):
     def check(self, path: str, files: Files, config: StoreConfig, log: CommitLog) -> None:
         """Check that the files of the store in ``path`` have what the mark says.
 
-        This reads the last record, the newest index file's header, and of each queue the last entry.
+        This reads the last record, the headers of index files with their last entries, and the last entry of each file
+        of the queues.
 
         Raises:
             MarkError: They have not.
@@ -204,28 +205,44 @@ class Mark(NamedTuple):
             raise MarkError(f"the log begins at {log.begin}, and began at {state.log_begin} at the last flush")
         if not state.has_last_record(log):
             raise MarkError(f"the log has another record at {self.last_record} than at the last flush")
-        self._check_index(os.path.join(path, directory.INDEX), files)
+        self._check_index(os.path.join(path, directory.INDEX), files, config)
         size = config.consumequeue_file_size
         for (topic, queue_id), (first, end, physical_end) in state.queues.items():
             folder, at = directory.queue_folder(path, topic, queue_id), max(end - 1, 0) * ENTRY_SIZE
-            oldest = min(max(first, 0) * ENTRY_SIZE, at)
+            oldest = min(max(first, 0) * ENTRY_SIZE, at) // size * size
             entry = b""
             with suppress(StoreIOError, CorruptionError):  # there is no such file
-                if files.size(os.path.join(folder, file_name(oldest - oldest % size))) == size:
-                    entry = files.read_at(os.path.join(folder, file_name(at - at % size)), at % size, ENTRY_SIZE)
+                if files.size(os.path.join(folder, file_name(oldest))) == size:
+                    for last in (*range(oldest + size - ENTRY_SIZE, at, size), at):  # files before the last are full
+                        entry = files.read_at(
+                            os.path.join(folder, file_name(last - last % size)), last % size, ENTRY_SIZE
+                        )
+                        if not any(entry):
+                            break
             if len(entry) != ENTRY_SIZE or sum(ENTRY.unpack(entry)[:2]) != physical_end:
                 raise MarkError(f"queue {queue_id} of topic {topic} lacks entries that it had at the last flush")
 
-    def _check_index(self, folder: str, files: Files) -> None:
+    def _check_index(self, folder: str, files: Files, config: StoreConfig) -> None:
+        newest, lacks = self.index_file or "", "the key index lacks files or entries that it had at the last flush"
         names = [name for name in files.names(folder) if name.isdigit()]
-        indexed = -1
-        if self.index_file in names:
-            with suppress(StoreIOError, CorruptionError):
-                header = files.read_at(os.path.join(folder, self.index_file), 0, HEADER_SIZE)
-                indexed = IndexHeader(*HEADER.unpack(header.ljust(HEADER_SIZE, b"\0"))).end_physical_offset
-        count = sum(name <= (self.index_file or "") for name in names)
-        if count != self.state.index_files or (self.index_file is not None and indexed < self.state.index_end):
-            raise MarkError("the key index lacks files or entries that it had at the last flush")
+        if sum(name <= newest for name in names) != self.state.index_files or (newest and newest not in names):
+            raise MarkError(lacks)
+        for name in names:
+            place = os.path.join(folder, name)
+            try:
+                header = IndexHeader(*HEADER.unpack(files.read_at(place, 0, HEADER_SIZE).ljust(HEADER_SIZE, b"\0")))
+                count = header.index_count
+                if (name == newest and header.end_physical_offset < self.state.index_end) or (
+                    name < newest and count < config.max_index_num
+                ):
+                    raise MarkError(lacks)
+                if count > 1:  # a kill inside the write of a header can leave its end without its count
+                    at = file_length(config.max_hash_slot_num, count - 1)
+                    last = files.read_at(place, at, ENTRY_SIZE).ljust(ENTRY_SIZE, b"\0")
+                    if unpack_entry(last, 0)[1] != header.end_physical_offset:
+                        raise MarkError(f"the header of index file {name} does not fit its entries")
+            except (StoreIOError, CorruptionError):
+                raise MarkError(lacks) from None
 
 
 def _mark_path(path: str) -> str:
