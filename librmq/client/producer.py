@@ -320,7 +320,7 @@ class Producer(Startable):
         Messages for a broker in another process that begin in one turn of the loop go out together. A send whose task
         is cancelled may have been sent.
         """
-        if queue is None and selector is None and getattr(self.send, "__func__", None) is _SEND:  # not another's
+        if queue is None and selector is None and type(self).send is _SEND and "send" not in self.__dict__:
             prepared = self._prepare(message, body, fields)
             timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
             return await self._sender.send_async(prepared, timeout_ms)

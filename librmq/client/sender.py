@@ -304,6 +304,7 @@ class _LoopSends:
         self._answers: dict[PendingSend, tuple[asyncio.Future[SendResponse | None], float]] = {}
         """Of all that are under way, with their deadlines."""
         self._next_look = math.inf
+        self._look: asyncio.TimerHandle | None = None
         self._ended: deque[PendingSend] = deque()
         self._is_woken = False
         """Whether the loop is about to take what has ended."""
@@ -318,8 +319,9 @@ class _LoopSends:
             loop.call_soon(self._send)
         self._unsent.setdefault(endpoint, []).append(pending)
         if deadline < self._next_look:
-            self._next_look = deadline
-            loop.call_at(deadline, self._end_late)
+            if self._look is not None:
+                self._look.cancel()
+            self._next_look, self._look = deadline, loop.call_at(deadline, self._end_late)
         return answer
 
     def _send(self) -> None:
@@ -371,7 +373,7 @@ class _LoopSends:
                 self._end(pending, error)
         self._next_look = min((at for _, at in self._answers.values() if at > now), default=math.inf)
         if self._next_look < math.inf:
-            self.loop.call_at(self._next_look, self._end_late)
+            self._look = self.loop.call_at(self._next_look, self._end_late)
 
 
 class Sender:

@@ -502,6 +502,23 @@ def held_sends() -> Iterator[tuple[FakeServer, librmq.Producer, Callable[[], _Co
         answers.set()
 
 
+def test_async_sends_of_different_times_keep_one_timer() -> None:
+    with held_sends() as (_, producer, _, answers):
+
+        async def run() -> librmq.SendResult:
+            kept = asyncio.ensure_future(producer.send_async("orders", b"kept"))
+            for _ in range(3):
+                with pytest.raises((BrokerUnreachableError, librmq.SendTimeoutError)):
+                    await producer.send_async("orders", b"late", timeout=0.03)
+            timers = cast("Any", asyncio.get_running_loop())._scheduled
+            looks = [timer for timer in timers if "_end_late" in repr(timer) and not timer.cancelled()]
+            assert len(looks) == 1
+            answers.set()
+            return await kept
+
+        assert asyncio.run(run()).queue_offset == 7
+
+
 def test_async_sends_do_not_wait_for_a_slow_server() -> None:
     """A thread sends what the socket does not take, and others follow in threads."""
     with held_sends() as (_, producer, opened, answers):
@@ -566,7 +583,7 @@ def test_a_closed_loop_leaves_its_connection_to_others() -> None:
 
 
 def test_async_sends_pass_what_replaces_or_watches_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A subclass, a replaced method, a hook, and an endpoint that passes other attributes on."""
+    """A subclass, a replaced or wrapped method, a hook, and an endpoint that passes other attributes on."""
     seen: list[str] = []
 
     class Watched(librmq.Producer):
@@ -580,6 +597,10 @@ def test_async_sends_pass_what_replaces_or_watches_sends(monkeypatch: pytest.Mon
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.behind, name)
+
+        def __call__(self, *given: Any, **named: Any) -> Any:
+            seen.append("wrapper")
+            return self.behind(*given, **named)
 
         def call(self, request: Any) -> Any:
             seen.append(type(request).__name__)
@@ -598,11 +619,17 @@ def test_async_sends_pass_what_replaces_or_watches_sends(monkeypatch: pytest.Mon
             send(replaced)
             patch.setattr(librmq.Producer, "send", lambda *given, **named: seen.append("class"))
             send(librmq.Producer(route, "d"))
+            patch.undo()
+            bound = librmq.Producer.send.__get__
+            patch.setattr(librmq.Producer, "send", property(lambda producer: Passing(bound(producer))))
+            send(librmq.Producer(route, "f"))
         link = route.endpoint
         monkeypatch.setattr(route, "endpoint", lambda name: Passing(link(name)))
         send(librmq.Producer(route, "e"))
     sends = [name for name in seen if name not in ("Heartbeat", "Unregister")]
-    assert sends == [name for name in ("subclass", "hook", "instance", "class", "SendMessage") for _ in range(2)]
+    assert sends == [
+        name for name in ("subclass", "hook", "instance", "class", "wrapper", "SendMessage") for _ in range(2)
+    ]
 
 
 def test_an_unknown_sentof_a_broker_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ from librmq.wire.remote.connection import (
 )
 from librmq.wire.remote.long_pulls import LongPulls
 from librmq.wire.remote.remote_broker import RemoteBroker
-from librmq.wire.remoting.frames import Frame, answer_to, encode
+from librmq.wire.remoting.frames import Frame, FrameSocket, answer_to, encode
 from tests.interrupting import at_each_call
 from tests.wire.fake_servers import FakeServer
 from tests.wire.test_connect import until
@@ -300,6 +301,33 @@ def test_ctrl_c_leaves_a_connection_with_a_reader() -> None:
         made[-1].close()
     assert rounds > 40
     assert rounds / 3 < works < rounds  # most of them, since little of the time is between taking and passing on
+
+
+def test_ctrl_c_while_sends_go_out_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of them may be sent."""
+
+    def write_part(stream: FrameSocket, data: bytes) -> None:
+        stream._socket.send(data[:9])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FrameSocket, "write_now", write_part)
+    with FakeServer(answer_to) as server:
+        opened = _left_to_callers(server)
+        with pytest.raises(KeyboardInterrupt):
+            opened.send_later([(Frame(999), lambda _: None)])
+        with pytest.raises(BrokerUnreachableError, match="a write was interrupted"):
+            opened.request(Frame(999), 30)
+
+
+def test_a_socket_that_is_closed_before_a_caller_waits_for_it() -> None:
+    """Another thread has closed it at the end of the connection, before the caller has an outcome."""
+    ours, others = socket.socketpair()
+    with others:
+        stream = FrameSocket(ours)
+        stream.close()
+        assert stream.wait(0)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            stream.receive(1)
 
 
 def test_a_signal_handler_can_wait_for_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,7 +262,7 @@ _log = EventLog("librmq.wire")
 _clock: Final = SystemClock()
 _RECEIVED: Final = 256 << 10
 _LEFT_S: Final = 0.01
-"""A caller reads its own answer for this time at most, and the reader's thread reads again after this time at last."""
+"""A caller reads its own answer for this time at most, and the reader's thread reads again after twice this time."""
 _LOOK_S: Final = 0.001
 """A caller that waits for bytes looks in this time whether another thread has read its answer."""
 _MOST_OUTSTANDING: Final = 100_000
@@ -417,6 +417,9 @@ class _Connection:
         except OSError as error:
             self._end_writing(error)
             return None
+        except BaseException:  # Ctrl-C: part of a frame may be sent
+            self._end_connection("a write was interrupted")
+            raise
         finally:
             self._callers.discard(thread)
         self._call_reader()

@@ -463,6 +463,9 @@ class FrameSocket:
         self._send_s = send_s
         self._is_shut = False
         self._poll: select.poll | None = None
+        if hasattr(select, "poll"):
+            self._poll = select.poll()
+            self._poll.register(connected, select.POLLIN)
         self._write_lock = Lock()
         self._unsent = b""
         """What `write_now` has left to `write`."""
@@ -500,13 +503,11 @@ class FrameSocket:
     @property
     def can_poll(self) -> bool:
         """Whether `wait` and `write_now` work: not under TLS, which has buffers of its own, nor on Windows."""
-        return hasattr(select, "poll") and not isinstance(self._socket, ssl.SSLSocket)
+        return self._poll is not None and not isinstance(self._socket, ssl.SSLSocket)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until `receive` need not wait; return False after some time. Called by one thread at a time."""
-        if self._poll is None:
-            self._poll = select.poll()
-            self._poll.register(self._socket, select.POLLIN)
+        assert self._poll is not None
         return bool(self._poll.poll(math.ceil(1000 * timeout_s)))
 
     def write(self, data: bytes | bytearray) -> None:
