@@ -319,6 +319,40 @@ def test_ctrl_c_while_sends_go_out_ends_the_connection(monkeypatch: pytest.Monke
             opened.request(Frame(999), 30)
 
 
+def test_signal_handlers_keep_away_from_what_they_interrupt() -> None:
+    """They use another connection, if the one interrupted may hold its lock, or wait for ever."""
+    rounds, stuck = 0, list[int]()
+    with FakeServer(Keeping()) as server:
+        made = [_left_to_callers(server)]
+
+        def use() -> None:
+            opened, keep = made[-1], (Frame(999, body=b"keep"), lambda _: None)
+            opened.send(*keep)
+            for give_up in opened.send_later([keep]) or ():
+                assert give_up(0.1) is not None
+            opened.close()
+
+        def handle(*_: object) -> None:
+            opened = made[-1]
+            if not opened.is_interrupted:
+                if opened._lock.acquire(timeout=1):
+                    opened._lock.release()
+                else:
+                    stuck.append(rounds)
+
+        before = signal.signal(signal.SIGUSR1, handle)
+        try:
+            for _ in at_each_call(use, signal.SIGUSR1):
+                assert not made[-1]._callers
+                rounds += 1
+                made[-1] = _left_to_callers(server)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        made[-1].close()
+    assert not stuck
+    assert rounds > 40
+
+
 def test_a_socket_that_is_closed_before_a_caller_waits_for_it() -> None:
     """Another thread has closed it at the end of the connection, before the caller has an outcome."""
     ours, others = socket.socketpair()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from librmq.clock import Clock, SystemClock
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
@@ -26,6 +26,8 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock, if_free
 from librmq.wire.remoting.codec import read_plain_sent
 from librmq.wire.remoting.frames import Frame, FrameReader, FrameSocket, encode, limit_time
+
+T = TypeVar("T")
 
 
 class RequestNotSentError(BrokerUnreachableError):
@@ -322,7 +324,7 @@ class _Connection:
         self._silence = 0, 0, 0.0
         """`_received`, the latest request, and seconds without an answer, at the last time-out."""
         self._callers: set[int] = set()
-        """The threads that send a request, or wait for its answer."""
+        """The threads within a call of this connection."""
         self._frames = FrameReader(read_known=read_plain_sent)
         self._reading = Lock()
         """Held by the thread that reads."""
@@ -352,12 +354,18 @@ class _Connection:
     # ---- requests
 
     def request(self, frame: Frame, timeout_s: float) -> Frame:
+        return self._as_caller(self._request, frame, timeout_s)
+
+    def _as_caller(self, call: Callable[..., T], *given: object) -> T:
+        """Call a function that takes a lock, where `is_interrupted` tells signal handlers to keep away from it."""
         thread = threading.get_ident()
+        is_first = thread not in self._callers
         try:
             self._callers.add(thread)
-            return self._request(frame, timeout_s)
+            return call(*given)
         finally:
-            self._callers.discard(thread)
+            if is_first:
+                self._callers.discard(thread)
 
     def _request(self, frame: Frame, timeout_s: float) -> Frame:
         waiter, received = _Waiter(), self._received
@@ -395,18 +403,18 @@ class _Connection:
             return self._silence[2] >= self._silent_s
 
     def send(self, frame: Frame, ended: Ended) -> None:
-        self._send_request(frame, ended)
+        self._as_caller(self._send_request, frame, ended)
 
     def send_later(self, requests: Sequence[tuple[Frame, Ended]]) -> Sequence[GiveUp] | None:
-        if not self._stream.can_poll:
-            return None
-        thread, received = threading.get_ident(), self._received
+        return self._as_caller(self._send_later, requests) if self._stream.can_poll else None
+
+    def _send_later(self, requests: Sequence[tuple[Frame, Ended]]) -> Sequence[GiveUp] | None:
+        received = self._received
         numbers = [self._next_number() for _ in requests]
         for number, (frame, _) in zip(numbers, requests, strict=True):
             frame.opaque = number
         raw = b"".join([self._encode(frame) for frame, _ in requests])
         try:
-            self._callers.add(thread)
             with self._lock:  # so that no answer comes before its request is registered
                 if not self._is_open or len(self._outstanding) + len(requests) > _MOST_LATER:
                     return None
@@ -420,29 +428,22 @@ class _Connection:
         except BaseException:  # Ctrl-C: part of a frame may be sent
             self._end_connection("a write was interrupted")
             raise
-        finally:
-            self._callers.discard(thread)
         self._call_reader()
         if not is_sent:
             threading.Thread(target=self._write_rest, name=f"librmq {self.address}", daemon=True).start()
-        return [partial(self._give_up, number, received) for number in numbers]
+        return [partial(self._as_caller, self._give_up, number, received) for number in numbers]
 
     def _write_rest(self) -> None:
         with suppress(BrokerUnreachableError):  # its requests end with the connection
             self._write_bytes(b"")
 
     def send_one_way(self, frame: Frame) -> None:
-        thread = threading.get_ident()
-        try:
-            self._callers.add(thread)
-            frame.one_way().opaque = self._next_number()
-            self._write_bytes(self._encode(frame))
-        finally:
-            self._callers.discard(thread)
+        frame.one_way().opaque = self._next_number()
+        self._as_caller(self._write_bytes, self._encode(frame))
 
     def send_answer(self, frame: Frame) -> None:
         try:
-            self._write_bytes(encode(frame))
+            self._as_caller(self._write_bytes, encode(frame))
         except RmqError as error:
             _log.debug("an answer to %(address)s was lost: %(error)s", address=self.address, error=error)
 
@@ -590,7 +591,7 @@ class _Connection:
             ended(frame)
 
     def close(self) -> None:
-        self._end_connection("it was closed")
+        self._as_caller(self._end_connection, "it was closed")
 
     def close_unread(self) -> None:
         """Close the socket of a connection that no thread reads."""
