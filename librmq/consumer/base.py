@@ -21,7 +21,7 @@ from librmq.consumer.config import ConsumerConfig, fixed_because
 from librmq.consumer.instance import instance_state
 from librmq.consumer.listeners import check_at_brokers, make_subscription
 from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
-from librmq.consumer.rebalancing import REOPENED_MS, SETTLED_MS, Rebalancing, next_from_first, readable_queues
+from librmq.consumer.rebalancing import AWAY_MS, REOPENED_MS, SETTLED_MS, Rebalancing, next_from_first, readable_queues
 from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, RmqError
 from librmq.filter import TagFilter
 from librmq.message.message import MessageQueue
@@ -370,7 +370,7 @@ class Consumer(Startable, Generic[C]):
 
     def _save_due(self, now_ms: int) -> int | None:
         settled = [
-            assigned for assigned in self.assigned.values() if not now_ms < assigned.settled_ms <= now_ms + REOPENED_MS
+            assigned for assigned in self.assigned.values() if not now_ms < assigned.settled_ms <= now_ms + AWAY_MS
         ]
         is_complete = len(settled) == len(self.assigned)
         if self.stopping or (self.offsets.save_soon(self._changed(settled)) and is_complete):

@@ -41,8 +41,8 @@ from librmq.consumer.listeners import (
     with_predicate,
 )
 from librmq.consumer.orderly import OrderlyDelivery
-from librmq.consumer.rebalancing import REOPENED_MS
-from librmq.errors import BrokerError, ConfigError, RmqError
+from librmq.consumer.rebalancing import AWAY_MS, REOPENED_MS
+from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, RmqError, StoreClosedError
 from librmq.filter import Policy, WatchedPredicate
 from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
@@ -168,7 +168,10 @@ class Fetcher:
     def _handle_failure(self, assigned: AssignedQueue, error: RmqError, now_ms: int) -> int:
         consumer, queue = self._consumer, assigned.queue
         if self._is_clustering:  # the broker can have been reopened, and the queue can have another reader
-            assigned.doubt_progress(now_ms + REOPENED_MS)
+            if isinstance(error, (BrokerUnreachableError, StoreClosedError)):
+                assigned.doubt_progress(now_ms + AWAY_MS)
+            elif assigned.progress is None or assigned.stored_progress is not None or not assigned.may_be_passed:
+                assigned.doubt_progress(now_ms + REOPENED_MS)
             consumer.save_soon()
         if isinstance(error, BrokerError) and error.code == ResponseCode.SUBSCRIPTION_NOT_EXIST:
             consumer.client.removed_by(queue.broker_name)

@@ -38,6 +38,8 @@ SETTLED_MS: Final = 1_000
 """In this time the former reader of a queue stores its progress."""
 REOPENED_MS: Final = 3_000
 """In this time the members of a group have shared its queues out at a broker that was away."""
+AWAY_MS: Final = 2 * REOPENED_MS
+"""After a pull that did not reach its broker: the time until the next pull, and then `REOPENED_MS`."""
 _LONGEST_FIRST_MS: Final = 60_000
 _HALF_AN_HOUR_MS: Final = 30 * 60_000
 _STARTS: Final = {

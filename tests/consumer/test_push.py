@@ -16,6 +16,7 @@ from librmq.client.client import Client
 from librmq.client.producer import Producer
 from librmq.consumer import ConsumeContext, ConsumerConfig, DeliveredMessage, PullConsumer, PushConsumer
 from librmq.errors import (
+    BrokerError,
     ClientStateError,
     ConfigError,
     FilterSyntaxError,
@@ -31,6 +32,7 @@ from librmq.protocol import (
     PullMessage,
     QueryOffset,
     ResetGroup,
+    ResponseCode,
     SendBack,
     SetGroup,
     UpdateOffset,
@@ -399,6 +401,19 @@ def test_the_setting_decides_without_stored_progress(
     assert [(line.levelname, vars(line)["rmq_queue_id"], vars(line)["rmq_skipped"]) for line in warnings] == (
         [("WARNING", 0, skipped)] if skipped else []
     )
+
+
+def test_progress_is_saved_while_pulls_are_refused(one_queue: Kit) -> None:
+    seam, refusal = seam_of(one_queue), BrokerError(ResponseCode.NO_PERMISSION, "t can't be read")
+    seam.fail = lambda request: refusal if isinstance(request, PullMessage) and request.queue_offset else None
+    subscribed(one_queue, route=seam)
+    one_queue.advance(ms=500)
+    send(one_queue, "a")
+    one_queue.run_until_idle()
+    send(one_queue, "b")
+    one_queue.advance(seconds=30)
+    assert bodies(one_queue) == ["a"]
+    assert stored(one_queue) == 1
 
 
 def test_an_offset_that_the_queue_does_not_have_is_corrected(one_queue: Kit) -> None:
