@@ -215,6 +215,7 @@ class AssignedQueue:
         "delivering",
         "endpoint",
         "idle_since_ms",
+        "is_chosen",
         "is_retry",
         "label",
         "lock_timestamp_ms",
@@ -264,6 +265,9 @@ class AssignedQueue:
         self.may_be_passed = False
         """Whether another instance may have stored later progress: the former reader, since this one took the queue,
         or the next one, while this one releases it or the broker was away. Then it is read before any is stored."""
+        self.is_chosen = False
+        """Whether a call, or the queue's end, set the position, and no progress from there is stored yet: then it is
+        stored even if the broker has later progress."""
         self.settled_ms = 0
         """By then the former reader has stored its progress, or the next one has taken the queue."""
         self.released = False

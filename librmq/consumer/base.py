@@ -385,7 +385,9 @@ class Consumer(Startable, Generic[C]):
         changed = [
             assigned
             for assigned in queues
-            if assigned.progress is not None and assigned.progress != assigned.stored_progress
+            if assigned.progress is not None
+            and assigned.progress != assigned.stored_progress
+            and not (assigned.is_chosen and assigned.progress > assigned.next_offset)  # reached before it was set back
         ]
         return [assigned for assigned in changed if self._may_store(assigned)]
 

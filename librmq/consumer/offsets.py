@@ -89,7 +89,7 @@ class BrokerOffsets:
             if progress is None or progress == assigned.stored_progress:
                 continue
             try:
-                stored = self.read(queue) if assigned.may_be_passed else None
+                stored = self.read(queue) if assigned.may_be_passed and not assigned.is_chosen else None
                 if not stored or stored < progress:
                     request = UpdateOffset(self._group, queue.topic, queue.queue_id, progress)
                     self._client.endpoint(queue.broker_name).call(request)
@@ -98,6 +98,7 @@ class BrokerOffsets:
                 all_stored = False
             else:
                 assigned.stored_progress, assigned.may_be_passed = progress, (stored or 0) > progress
+                assigned.is_chosen = False
                 self._states.works(_key(queue), f"storing progress at {queue.broker_name}")
         return all_stored
 

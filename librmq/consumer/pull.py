@@ -483,6 +483,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._last = assigned, assigned.next_offset, response.next_offset
         assigned.next_offset = response.next_offset
         if response.status is PullStatus.OFFSET_ILLEGAL:
+            assigned.is_chosen = True
             if self.recorder is not None:
                 self.recorder.resets(queue.topic)
             self.log.warning(
@@ -557,7 +558,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     def _set_position(self, assigned: AssignedQueue, queue_offset: int) -> None:
         if self.recorder is not None:
             self.recorder.resets(assigned.queue.topic)
-        assigned.next_offset, assigned.may_be_passed = queue_offset, False
+        assigned.next_offset, assigned.is_chosen = queue_offset, True
         self._arrived.set()
 
     def seek(self, queue: MessageQueue, queue_offset: int) -> None:

@@ -373,6 +373,38 @@ def test_a_position_that_the_queue_does_not_have(filled: Kit) -> None:
     assert polled(consumer) == [(0, 10)]
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_corrected_position_is_stored(filled: Kit, moves: bool) -> None:
+    filled.broker.call(UpdateOffset("g", "t", 0, 99))
+    consumer = subscribed(filled)
+    assert len(polled(consumer)) == 20
+    send(filled, "x", queue=0)
+    assert polled(consumer) == [(0, 10)]
+    if moves:
+        subscribed(filled, "l0")
+    filled.advance(seconds=20)
+    assert consumer.assignment == tuple(QUEUES[2:] if moves else QUEUES)
+    assert filled.broker.consumer_offset("g", "t", 0) == 11
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_position_set_back_is_stored_when_its_queue_moves(filled: Kit, saves: bool) -> None:
+    """Also if progress could be saved in between."""
+    consumer = subscribed(filled, pull_batch_size=2)
+    assert len(polled(consumer)) == 30
+    if not saves:
+        consumer.commit()
+    consumer.seek(QUEUES[0], 4)
+    if saves:
+        filled.advance(seconds=20)
+        assert filled.broker.consumer_offsets("g", "t") == {1: 10, 2: 10}
+    assert [message.queue_offset for _ in range(2) for message in consumer.poll()] == [4, 5, 6, 7]
+    subscribed(filled, "l0")
+    filled.run_until_idle()
+    assert consumer.assignment == tuple(QUEUES[2:])
+    assert filled.broker.consumer_offset("g", "t", 0) == 6
+
+
 def test_reset_of_a_running_group(filled: Kit) -> None:
     consumer = subscribed(filled, consume_from=ConsumeFrom.FIRST)
     assert len(polled(consumer)) == 30
