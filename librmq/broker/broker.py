@@ -601,6 +601,8 @@ class Broker(AsyncClosing):
 
     def close(self) -> None:
         """Save everything and close the store. Shut down clients first. A second call does nothing."""
+        if not self.dead:
+            self._parts.replication.copy_tables_early(is_closing=True)
         if not self._end_calls(was_killed=False):
             return
         with ExitStack() as last:

@@ -251,7 +251,7 @@ class BrokerParts:
         return handle_and_write
 
     def _replicated(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:
-        """Wrap a handler: with synchronous replication, its changes of tables are at the replicas when it returns."""
+        """Wrap a handler: with synchronous replication, the replicas that answer have its changes when it returns."""
 
         def handle_and_copy(request: Q) -> A:
             answer = handler(request)

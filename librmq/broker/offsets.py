@@ -41,6 +41,8 @@ class GroupOffsets:
         self._save_starts = save_starts
         self.moved_back = set[tuple[str, str]]()
         """Groups and topics in which progress went back, as after a reset."""
+        self.starts_version = 0
+        """Number of marks that `mark_started` made."""
         self._rows: dict[tuple[str, str], dict[int, int]] = {}  # rows of the table in use
 
     def of_topic(self, group: str, topic: str) -> Mapping[int, int]:
@@ -95,6 +97,7 @@ class GroupOffsets:
         """
         self._saving.save()
         self._starts.rows.setdefault(group, {})[topic] = now_ms
+        self.starts_version += 1
         self._save_starts()
 
     def copy_starts(self, starts: Mapping[str, Mapping[str, int]]) -> None:

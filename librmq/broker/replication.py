@@ -26,8 +26,10 @@ from librmq.protocol import (
     LogDescription,
     SendStatus,
 )
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 
+_log = EventLog("librmq.broker")
 _OK: Final = SendStatus.SEND_OK
 
 
@@ -70,7 +72,8 @@ class Replication:
         self._all: tuple[_Follower, ...] = ()
         self._is_watched = False
         self._table_watchers: dict[str, Callable[[], None]] = {}
-        self._table_copiers: dict[str, Callable[[bool], None]] = {}
+        self._table_copiers: dict[str, Callable[[int, bool], bool]] = {}
+        self._late = set[str]()  # replicas that have not copied for the last request
         self._guard = Lock()
         self._acknowledged = threading.Event()
         self._waiting = 0
@@ -149,6 +152,7 @@ class Replication:
             self._all = tuple(self._followers.values())
         self._table_watchers.pop(request.replica, None)
         self._table_copiers.pop(request.replica, None)
+        self._late.discard(request.replica)
 
     def snapshot_tables(self, request: CopyTables) -> CopiedTables:
         """Return the current tables. Called under the runner's lock."""
@@ -159,11 +163,14 @@ class Replication:
             self._table_watchers[request.replica] = request.notify
         if request.copy is not None:
             self._table_copiers[request.replica] = request.copy
-        offsets = {name: dict(row) for name, row in tables.offsets.rows.items()}
-        cancelled = self._context.cancellations.rows()
-        topics, groups, delays = dict(tables.topics.rows), dict(tables.groups.rows), dict(tables.delays.rows)
         starts = {group: dict(row) for group, row in tables.starts.rows.items()}
-        return CopiedTables(topics, groups, offsets, delays, cancelled, self._context.topics.version, starts)
+        progress = tables.offsets.rows
+        moved = (f"{topic}@{group}" for group, row in starts.items() for topic in row)
+        names = [name for name in moved if name in progress] if request.is_early else progress
+        offsets = {name: dict(progress[name]) for name in names}
+        cancelled, version = self._context.cancellations.rows(), self._context.topics.version
+        topics, groups, delays = dict(tables.topics.rows), dict(tables.groups.rows), dict(tables.delays.rows)
+        return CopiedTables(topics, groups, offsets, delays, cancelled, version, starts, self._tables_version())
 
     def _tables_changed(self) -> None:
         """Notify the replicas. Called under the runner's lock."""
@@ -171,10 +178,29 @@ class Replication:
         for notify in watchers.values():
             notify()
 
-    def copy_tables_early(self) -> None:
-        """Let the replicas copy the tables, because a client relies on a change; with "sync" they have it on return."""
-        for copy in list(self._table_copiers.values()):
-            copy(self.is_sync)
+    def _tables_version(self) -> int:
+        return self._context.cancellations.version + self._context.offsets.starts_version
+
+    def copy_tables_early(self, *, is_closing: bool = False) -> None:
+        """Let replicas copy the cancellations and marks that they lack, because clients rely on them.
+
+        With "sync" and before closing they have them when this returns; a warning says if one has not.
+        """
+        version, waits = self._tables_version(), self.is_sync or is_closing
+        for replica, copy in list(self._table_copiers.items()):
+            has_copied = copy(version, waits)
+            with self._guard:
+                if not waits or has_copied != (replica in self._late):
+                    continue
+                self._late ^= {replica}
+            if has_copied:
+                _log.info("%(path)s: the replica has all cancellations and starts of groups again", path=replica)
+            else:
+                _log.warning(
+                    "%(path)s: the replica lacks a cancellation or the start of a group, because it has not copied it "
+                    "in time; a promotion before its next copy undoes it",
+                    path=replica,
+                )
 
     # ---- sends
 

@@ -275,6 +275,7 @@ class Replica(Closing):
         self._first = described.begin
         self._copied_end = 0  # the copy has the log before this, on its device if its settings require it
         self._is_reached = True
+        self._tables_version = -1  # that of the last copy from this master
         self._is_held = self._is_send_waiting = self._are_tables_watched = self._has_tables = False
         self._step = Step(f"{described.name} replica follows", self._submit_follow, self)
         self._tables_step = Step(f"{described.name} replica copies tables", self._submit_tables, self)
@@ -569,44 +570,66 @@ class Replica(Closing):
         self.runner.submit(Work(self._tables_step.label, self._copy_tables, self._tables_copied, self))
         return None
 
-    def _copy_tables(self, longest_wait_s: float = -1) -> bool:
-        """Copy the master's tables; return whether the master was reachable, and no other copy took too long."""
-        if not self._copying_tables.acquire(timeout=longest_wait_s):
-            return False
-        try:
+    def _copy_tables(self) -> bool:
+        """Copy the master's tables; return whether the master was reachable."""
+        with self._copying_tables:
             notify = None if self._are_tables_watched else self._tables_changed
             self._are_tables_watched = True
-            tables = self._master.call(CopyTables(notify, self._id, self._copy_tables_early))
-            self._add_topics(tables.topics, tables.topics_version)
-            self.broker.copy_tables(tables)
-            self._has_tables = True
+            self._has_tables = self._take_tables(CopyTables(notify, self._id, self._copy_tables_early))
+            return self._has_tables
+
+    def _take_tables(self, request: CopyTables) -> bool:
+        """Copy what the master answers; return False if it is unreachable or the replica was closed meanwhile."""
+        self._tables_version = -1
+        try:
+            tables = self._master.call(request)
         except (BrokerUnreachableError, StoreClosedError) as error:
             self._note_unreachable(error)
             self._are_tables_watched = self._has_tables = False
-        finally:
-            self._copying_tables.release()
-        return self._has_tables
+            return False
+        try:
+            self._add_topics(tables.topics, tables.topics_version)
+            self.broker.copy_tables(tables)
+        except RmqError:
+            if self.broker.dead:
+                return False
+            raise
+        self._tables_version = tables.version
+        return True
 
     def _tables_copied(self, reached: bool | None, error: Exception | None) -> None:
         """Schedule the next copy, except of a master that notifies. Called under the runner's lock."""
         if error is not None:
-            _log.error("%(path)s: the tables of the master could not be copied: %(error)s", path=self.path, error=error)
+            self._log_failed_tables(error)
         if error is not None or (reached and isinstance(self._master, StoredMaster)):
             self.runner.wake(self._tables_step, self._next_tables_ms())
         elif not reached:
             self.runner.wake(self._step, self.runner.now_ms() + self._retry_ms)
 
-    def _copy_tables_early(self, waits: bool) -> None:
-        """Copy the tables for a request of the master: before this returns if the request waits, or soon."""
-        try:
-            # Another copy may need the runner's lock, which the request's thread can hold.
-            if self.dead or (waits and self._copy_tables(_LONGEST_WAIT_S)):
-                return
-        except RmqError as error:  # the request is answered; the next copy is tried soon
-            _log.error("%(path)s: the tables of the master could not be copied: %(error)s", path=self.path, error=error)
+    def _copy_tables_early(self, version: int, waits: bool) -> bool:
+        """Copy for a request of the master: before this returns if the request waits, or soon.
+
+        Return whether the replica has this version of the tables, or is closed.
+        """
+        if self.dead or self._tables_version >= version:
+            return True
+        # Another copy may need the runner's lock, which the request's thread can hold.
+        if waits and self._copying_tables.acquire(timeout=_LONGEST_WAIT_S):
+            try:
+                is_copied = self._tables_version >= version  # by a copy for another request
+                if is_copied or self._take_tables(CopyTables(replica=self._id, is_early=True)):
+                    return True
+            except (RmqError, OSError) as error:  # the request is answered; the next copy is tried soon
+                self._log_failed_tables(error)
+            finally:
+                self._copying_tables.release()
         with self.runner.lock:
             if not self.dead:
                 self.runner.wake(self._tables_step, self.runner.now_ms() + round(1000 * self._config.follow_after_s))
+            return self.dead
+
+    def _log_failed_tables(self, error: Exception) -> None:
+        _log.error("%(path)s: the tables of the master could not be copied: %(error)s", path=self.path, error=error)
 
     def _tables_changed(self) -> None:
         """Note that a table of the master has changed. Called under the master's lock."""

@@ -19,7 +19,9 @@ from typing import Any, BinaryIO, Final
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.interface import File, FileLock, FolderEntry, named, without_zeros
 from librmq.files.lock import DiskLock, lock_holder
+from librmq.runtime.event_log import EventLog
 
+_log = EventLog("librmq.files")
 _TRIES: Final = 5
 _BINARY: Final = getattr(os, "O_BINARY", 0)
 # Do not follow a link to a file to write: it could lead out of the store.
@@ -522,3 +524,8 @@ def _delete_folder(path: str, process: int) -> None:
     for _ in range(_TRIES):  # at the end of the process, threads of a broker that was not closed can still write
         if os.getpid() == process and os.path.isdir(path):
             shutil.rmtree(path, ignore_errors=True)
+    if os.getpid() == process and os.path.isdir(path):
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            _log.warning("%(path)s: the temporary folder could not be deleted: %(error)s", path=path, error=error)

@@ -350,6 +350,8 @@ class CopiedTables:
     """The version of ``topics``, as in `LogBytes`; 0 if the master can't say."""
     starts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """The marks of groups that ``start_at`` has moved; no file of RocketMQ has these either."""
+    version: int = 0
+    """Number of cancellations and marks since the master was opened."""
 
 
 @value
@@ -360,6 +362,8 @@ class CopyTables(Request[CopiedTables]):
     """Called once, under the runner's lock, when a table changes."""
     replica: str = ""
     """The replica's id. Its last ``notify`` replaces the earlier."""
-    copy: Callable[[bool], None] | None = None
-    """Lets the replica copy the tables again, until `LeaveLog`: ``copy(True)`` before it returns, in the thread of a
-    request that waits for it, ``copy(False)`` soon after."""
+    copy: Callable[[int, bool], bool] | None = None
+    """Lets the replica copy up to a ``version``, until `LeaveLog`: ``copy(version, True)`` before it returns, in the
+    thread of a request that waits for it, ``copy(version, False)`` soon after. Returns whether the replica has it."""
+    is_early: bool = False
+    """Whether only the progress of groups with a mark is needed, because a request waits."""

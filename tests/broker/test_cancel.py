@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -27,7 +30,19 @@ from librmq.errors import BrokerError, CorruptionError, MessageIllegalError
 from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.protocol import CancelMessage, CancelResult, ResponseCode, SendBack, TransactionState
+from librmq.protocol import (
+    CancelMessage,
+    CancelResult,
+    CopiedTables,
+    CopyTables,
+    Request,
+    ResponseCode,
+    SendBack,
+    StartGroup,
+    StartOutcome,
+    TransactionState,
+    UpdateOffset,
+)
 from librmq.runtime.runner import ManualRunner
 from librmq.runtime.threads import ThreadRunner
 from librmq.scheduling import waiting
@@ -35,6 +50,7 @@ from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.documents import write_document
 from librmq.testing import CrashImages, Kit, Process, RecordingFiles, explore
+from librmq.testing.replica import ReplicaLink
 from librmq.testing.verdict import HistoryAnomalyError
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
@@ -46,6 +62,7 @@ from tests.budget import examples, some
 DELAYS_S: Final = {"level": (1, 5, 10, 30), "timer": (2, 7, 41), "relay": (130, 200, 333)}
 """Seconds that a message waits: the wheel takes up to 120 s, and moves those beyond 20 s on."""
 LATE_MS: Final = 2_500
+R = TypeVar("R")
 
 
 def open_broker(files: Files, runner: ManualRunner, **fields: Any) -> Broker:
@@ -565,6 +582,136 @@ def test_a_replica_that_is_promoted_right_after_it(replication: Literal["sync", 
     with Broker.open("/replica", runner=runner, files=files) as promoted:
         runner.advance(30_000)
         assert list(promoted.messages("T")) == []
+
+
+class EarlyCopies(ReplicaLink):
+    """Leads to a master, and keeps the answers to early copies, each after a call of ``at_copy``."""
+
+    def __init__(self, master: Broker) -> None:
+        super().__init__(master, ManualClock(0))
+        self.answers: list[CopiedTables] = []
+        self.at_copy: Callable[[], object] = lambda: None
+
+    def call(self, request: Request[R], /) -> R:
+        if isinstance(request, CopyTables) and request.is_early:
+            self.at_copy()
+        answer = super().call(request)
+        if isinstance(answer, CopiedTables) and isinstance(request, CopyTables) and request.is_early:
+            self.answers.append(answer)
+        return answer
+
+
+class Copying:
+    """A synchronous master with its replica, a producer, and messages that wait."""
+
+    def __init__(self, messages: int = 4, **fields: Any) -> None:
+        self.files, self.runner = MemoryFiles(), ManualRunner()
+        self.broker = opened(self.files, self.runner, **{"replication": "sync", **fields})
+        self.broker.create_topic("T", 1)
+        self.broker.call(UpdateOffset("other", "T", 0, 0))
+        self.link = EarlyCopies(self.broker)
+        self.replica = Replica.open("/replica", of=self.link, files=self.files, runner=self.runner)
+        self.producer = Producer(self.broker, "p")
+        self.ids = [self.producer.send("T", b"x", delay=10).message_id for _ in range(messages)]
+
+    def delivered_after_promotion(self) -> int:
+        self.replica.abandon()
+        promote_replica("/replica", files=self.files)
+        with Broker.open("/replica", runner=self.runner, files=self.files) as promoted:
+            self.runner.advance(30_000)
+            return len(list(promoted.messages("T")))
+
+
+def test_a_replica_copies_early_only_what_it_lacks(caplog: pytest.LogCaptureFixture) -> None:
+    few = Copying()
+    broker, link, ids = few.broker, few.link, few.ids
+    start = StartGroup("g", "T", 0, 0)
+    assert broker.call(CancelMessage(ids[0], dry_run=True)).cancelled
+    assert not broker.cancel("unknown").cancelled
+    assert link.answers == []
+    assert broker.cancel(ids[0]).cancelled
+    assert broker.call(start) is StartOutcome.MOVED
+    assert [list(answer.offsets) for answer in link.answers] == [[], ["T@g"]]
+    assert broker.cancel(ids[0]).cancelled
+    assert broker.call(start) is StartOutcome.MOVED_BEFORE
+    assert len(link.answers) == 2
+    caplog.set_level(logging.INFO, "librmq.broker")
+    link.cut()
+    for message_id in ids[1:3]:
+        assert broker.cancel(message_id).cancelled
+    link.restore()
+    assert broker.cancel(ids[1]).cancelled  # again, as after a lost answer
+    assert [len(answer.cancelled) for answer in link.answers] == [1, 1, 3]
+    lines = [(line.levelname, line.getMessage()) for line in caplog.records if line.name == "librmq.broker"]
+    assert lines == [
+        (
+            "WARNING",
+            "/replica: the replica lacks a cancellation or the start of a group, because it has not copied it in time; "
+            "a promotion before its next copy undoes it",
+        ),
+        ("INFO", "/replica: the replica has all cancellations and starts of groups again"),
+    ]
+    broker.abandon()
+    assert few.delivered_after_promotion() == 1
+
+
+def test_one_copy_serves_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = Copying(8)
+    begun, all_wait = list[None](), threading.Event()
+    copy = few.broker._parts.replication.copy_tables_early
+
+    def counted() -> None:
+        begun.append(None)
+        if len(begun) == len(few.ids):
+            all_wait.set()
+        copy()
+
+    monkeypatch.setattr(few.broker._parts.replication, "copy_tables_early", counted)
+    few.link.at_copy = lambda: all_wait.wait(60)
+    threads = [threading.Thread(target=few.broker.cancel, args=(message_id,)) for message_id in few.ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(answer.cancelled) for answer in few.link.answers] == [8]
+    few.broker.abandon()
+    assert few.delivered_after_promotion() == 0
+
+
+def test_a_master_that_closes_sends_what_waits() -> None:
+    few = Copying(replication="async")
+    assert all(few.broker.cancel(message_id).cancelled for message_id in few.ids)
+    few.replica.follow()
+    assert all(few.broker.cancel(few.producer.send("T", b"x", delay=10).message_id).cancelled for _ in range(2))
+    assert few.link.answers == []
+    few.broker.close()
+    assert [len(answer.cancelled) for answer in few.link.answers] == [6]
+    assert few.delivered_after_promotion() == 0
+
+
+def test_a_replica_that_closes_while_it_copies_early(caplog: pytest.LogCaptureFixture) -> None:
+    few = Copying()
+    few.link.at_copy = few.replica.close
+    assert few.broker.cancel(few.ids[0]).cancelled
+    assert [line.getMessage() for line in caplog.records] == []
+    few.broker.close()
+
+
+def test_a_failing_disk_of_a_replica_fails_no_cancellation(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = Copying()
+
+    def refuse(_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(few.replica.broker, "copy_tables", refuse)
+        assert few.broker.cancel(few.ids[0]).cancelled
+    assert "tables of the master could not be copied: [Errno 28]" in caplog.records[0].getMessage()
+    assert few.broker.cancel(few.ids[1]).cancelled
+    few.broker.abandon()
+    assert few.delivered_after_promotion() == 2
 
 
 def test_a_cancellation_that_only_memory_has_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

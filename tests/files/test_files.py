@@ -514,3 +514,19 @@ def test_a_temporary_folder_is_deleted_beside_late_writes(monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "rmdir", remove)
     folder.delete()
     assert not os.path.exists(folder.name)
+
+
+def test_a_temporary_folder_that_stays_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: str, **_: Any) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    folder = TemporaryFolder()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refuse)
+        folder.delete()
+    os.rmdir(folder.name)
+    assert [line.getMessage() for line in caplog.records] == [
+        f"{folder.name}: the temporary folder could not be deleted: [Errno 13] Permission denied: {folder.name!r}"
+    ]
