@@ -326,18 +326,20 @@ class _LoopSends:
 
     def _send(self) -> None:
         unsent, self._unsent = self._unsent, {}
-        for endpoint, sends in unsent.items():
-            wanted = []
-            for pending in sends:
-                if self._answers[pending][0].done():  # cancelled
-                    del self._answers[pending]
-                else:
-                    wanted.append(pending)
-            is_sent = False
-            with suppress(RmqError):  # which comes again for the message that causes it
-                is_sent = not wanted or endpoint.call(SendLater(wanted))
-            if not is_sent:
-                for pending in wanted:
+        try:
+            for endpoint, sends in unsent.items():
+                wanted = []
+                for pending in sends:
+                    if self._answers[pending][0].done():  # cancelled
+                        del self._answers[pending]
+                    else:
+                        wanted.append(pending)
+                with suppress(RmqError):  # which comes again for the message that causes it
+                    if not wanted or endpoint.call(SendLater(wanted)):
+                        unsent[endpoint] = []
+        finally:
+            for sends in unsent.values():
+                for pending in sends:
                     self._end(pending, None)
 
     def _note_end(self, pending: PendingSend) -> None:
@@ -355,8 +357,8 @@ class _LoopSends:
             self._end(pending, pending.outcome)
 
     def _end(self, pending: PendingSend, outcome: SendResponse | RmqError | None) -> None:
-        answer, _ = self._answers.pop(pending)
-        if answer.done():  # cancelled
+        answer, _ = self._answers.pop(pending, (None, 0))
+        if answer is None or answer.done():  # ended by an error before, or cancelled
             return
         if isinstance(outcome, BrokerUnreachableError):
             outcome = pending.explain(outcome)

@@ -200,6 +200,7 @@ class StorePeer:
 
     def explained(self, error: Exception) -> BrokerUnreachableError:
         """Return the error of a request to the owner, which says whether the owner is stopped."""
+        self.is_silent = True
         if (stopped := self.stopped_error()) is not None:
             return stopped
         return error if isinstance(error, BrokerUnreachableError) else BrokerUnreachableError(f"{self.label} ended")

@@ -519,6 +519,27 @@ def test_async_sends_of_different_times_keep_one_timer() -> None:
         assert asyncio.run(run()).queue_offset == 7
 
 
+def test_async_sends_that_an_error_stops_go_out_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unexpected one, which the event loop reports."""
+    with held_sends() as (_, producer, _, answers):
+        answers.set()
+        errors: list[object] = []
+
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(_Connection, "send_later", fail)
+
+        async def run() -> list[librmq.SendResult]:
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["exception"]))
+            return await asyncio.wait_for(
+                asyncio.gather(*(producer.send_async("orders", b"%d" % number) for number in range(3))), WAIT_S
+            )
+
+        assert [result.queue_offset for result in asyncio.run(run())] == [7] * 3
+        assert [type(error) for error in errors] == [ZeroDivisionError]
+
+
 def test_async_sends_do_not_wait_for_a_slow_server() -> None:
     """A thread sends what the socket does not take, and others follow in threads."""
     with held_sends() as (_, producer, opened, answers):

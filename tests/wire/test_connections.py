@@ -14,6 +14,7 @@ import pytest
 import librmq
 from librmq import BrokerUnreachableError
 from librmq.clock import ManualClock
+from librmq.errors import RmqError
 from librmq.protocol import PullMessage, PullStatus
 from librmq.runtime.locks import RLock
 from librmq.runtime.threads import ThreadRunner
@@ -351,6 +352,37 @@ def test_signal_handlers_keep_away_from_what_they_interrupt() -> None:
         made[-1].close()
     assert not stuck
     assert rounds > 40
+
+
+@pytest.mark.usefixtures("_leaves_reading_for_long")
+def test_an_error_of_a_listener_is_not_one_of_the_socket() -> None:
+    def fail(*_: object) -> None:
+        raise BlockingIOError("from a listener")
+
+    with FakeServer(lambda frame: encode(Frame(77)) + encode(answer_to(frame))) as server:
+        opened = _left_to_callers(server)
+        opened._requested = fail
+        with pytest.raises(BlockingIOError, match="from a listener"):
+            opened.request(Frame(999), 1)
+        until(lambda: not opened.is_open)
+
+
+def test_without_a_thread_for_the_rest_its_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_part(stream: FrameSocket, data: bytes) -> bool:
+        stream._unsent = data[stream._socket.send(data[:9]) :]
+        return False
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with FakeServer(answer_to) as server:
+        opened = _left_to_callers(server)
+        outcomes: list[Frame | RmqError] = []
+        monkeypatch.setattr(FrameSocket, "write_now", write_part)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        opened.send_later([(Frame(999), outcomes.append)])
+    assert "no thread can start" in str(outcomes)
+    assert not opened.is_open
 
 
 def test_a_socket_that_is_closed_before_a_caller_waits_for_it() -> None:

@@ -13,7 +13,7 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -61,8 +61,9 @@ from librmq.protocol import (
 from librmq.testing import check_history
 from librmq.testing.soak import Recording
 from librmq.wire.remote import ClusterAdmin
+from librmq.wire.remote.connection import Ended, GiveUp, _Connection
 from librmq.wire.remoting.codec import frame_of
-from librmq.wire.remoting.frames import FrameSocket, encode
+from librmq.wire.remoting.frames import Frame, FrameSocket, encode
 from librmq.wire.remoting.headers import RequestCode
 from librmq.wire.share import SharedBroker
 from librmq.wire.share_links import StoreOwner, StorePeer, connect_to_owner
@@ -639,6 +640,24 @@ def test_shared_without_blocking_the_event_loop(tmp_path: Path) -> None:
             return next(owner.messages("orders")).body
 
     assert asyncio.run(run()) == b"x"
+
+
+def test_a_failed_async_send_notes_a_stopped_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another send does, so that later calls under the runner's lock do not wait for it."""
+
+    def time_out(_: object, requests: Sequence[tuple[Frame, Ended]]) -> list[GiveUp]:
+        for _, ended in requests:
+            ended(BrokerUnreachableError("it has not answered"))
+        return [lambda _: None] * len(requests)
+
+    with pair(tmp_path) as (_, peer), Producer(peer, "shop") as producer:
+        peer.create_topic("orders", 1)
+        producer.send("orders", b"first")
+        monkeypatch.setattr("librmq.wire.share_links.is_stopped", lambda process: True)
+        monkeypatch.setattr(_Connection, "send_later", time_out)
+        assert not cast("StorePeer", peer._link).is_silent
+        asyncio.run(producer.send_async("orders", b"x"))
+        assert cast("StorePeer", peer._link).is_silent
 
 
 def test_a_send_that_the_end_of_the_owner_overtakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -430,7 +430,11 @@ class _Connection:
             raise
         self._call_reader()
         if not is_sent:
-            threading.Thread(target=self._write_rest, name=f"librmq {self.address}", daemon=True).start()
+            rest = threading.Thread(target=self._write_rest, name=f"librmq {self.address}", daemon=True)
+            try:
+                rest.start()
+            except RuntimeError as error:
+                self._end_connection(f"it can't be written: no thread can start: {error}")
         return [partial(self._as_caller, self._give_up, number, received) for number in numbers]
 
     def _write_rest(self) -> None:
@@ -559,25 +563,26 @@ class _Connection:
 
     def _read_some(self, flags: int = 0) -> bool:
         """Read, and pass the frames on that are complete; return False if the connection has ended."""
-        why = "the server has closed it"
-        try:
-            if self._is_within_read:
-                why = "a read was interrupted"  # by Ctrl-C, so that bytes are lost
+        received, why = b"", "a read was interrupted"  # by Ctrl-C, so that bytes are lost
+        if not self._is_within_read:
+            self._is_within_read, why = True, "the server has closed it"
+            try:
+                received = self._stream.receive(_RECEIVED, flags)
+            except BlockingIOError:  # another thread has read it
+                self._is_within_read = False
+                return True
+            except OSError as error:
+                why = str(error)
+        if received:
+            self._received += 1
+            try:
+                for frame in self._frames.feed(received):
+                    self._arrived(frame)
+            except MalformedError as error:
+                why = f"the server sends no frames: {error}"
             else:
-                self._is_within_read = True
-                if received := self._stream.receive(_RECEIVED, flags):
-                    self._received += 1
-                    for frame in self._frames.feed(received):
-                        self._arrived(frame)
-                    self._is_within_read = False
-                    return not self._has_finished
-        except BlockingIOError:  # another thread has read it
-            self._is_within_read = False
-            return True
-        except MalformedError as error:
-            why = f"the server sends no frames: {error}"
-        except OSError as error:
-            why = str(error)
+                self._is_within_read = False
+                return not self._has_finished
         self._end_connection(why)
         return False
 
