@@ -34,7 +34,7 @@ def store(name: str) -> Path:
 
 
 def test_every_example_is_run() -> None:
-    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    names = {path.stem for path in EXAMPLES.glob("*.py")} - {"lake_tables"}  # by `tests.project.test_lake_recipes`
     assert all(f'"{name}"' in Path(__file__).read_text() for name in names), names
 
 
