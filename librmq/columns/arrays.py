@@ -21,7 +21,9 @@ from librmq.message import record
 
 try:
     import pyarrow as pa
-except ImportError as error:
+except ModuleNotFoundError as error:
+    if error.name != "pyarrow":  # it is there, and damaged
+        raise
     raise MissingExtraError("decoding records into Arrow columns", "arrow") from error
 
 Ints = npt.NDArray[np.int64]

@@ -122,6 +122,8 @@ class _TurnChannel(Channel):
 class _TurnTransport:
     """A `Transport` whose requests are answered within the call."""
 
+    address = "the kit's server"
+
     def __init__(
         self,
         cable: _Cable,

@@ -379,6 +379,7 @@ def test_a_corrected_position_is_stored(filled: Kit, moves: bool) -> None:
     consumer = subscribed(filled)
     assert len(polled(consumer)) == 20
     send(filled, "x", queue=0)
+    filled.advance(seconds=1)
     assert polled(consumer) == [(0, 10)]
     if moves:
         subscribed(filled, "l0")

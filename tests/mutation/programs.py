@@ -159,7 +159,7 @@ def order_is_lost(rmq: Kit) -> None:
     first = rmq.app("billing", ordered_shop)
     rmq.join(first)
     rmq.advance(seconds=2)
-    rmq.faults.slow_listener("billing", 4, times=8)
+    rmq.faults.slow_listener("billing", 10, times=8)
     send(rmq, 8)
     rmq.advance(seconds=5)
     for process in list(rmq.processes):

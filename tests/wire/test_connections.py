@@ -39,6 +39,7 @@ from tests.wire.test_connect import until
 class Line:
     """A `Transport` that only opens and closes."""
 
+    address = "a test"
     is_open = True
     is_interrupted = False
 

@@ -45,6 +45,9 @@ GiveUp = Callable[[float], BrokerUnreachableError | None]
 class Transport(Protocol):
     """One open connection. Thread-safe."""
 
+    address: str
+    """The address of the server, or what names its process, for errors."""
+
     @property
     def is_open(self) -> bool:
         """Whether requests can be sent."""
@@ -848,7 +851,7 @@ class Connections:
 
         def lost(transport: Transport) -> None:
             if self._monotonic() - line.opened_at < _SHORT_S:  # a server that hangs up must not be called in a loop
-                why = BrokerUnreachableError(f"the connection to {address} ended soon after it was opened")
+                why = BrokerUnreachableError(f"the connection to {transport.address} ended soon after it was opened")
                 line.rest = _Rest(self._monotonic() + first_s, first_s, why)
             self._lost(address, client_id, transport)
 
