@@ -124,8 +124,7 @@ class PullHandler:
         if end != arrived.queue_offset + 1:
             self._held.remove_pull(name, holder)
             return None
-        if self._metrics is not None:
-            self._count_read(request, 1, arrived.size)
+        self._count_read(request, 1, arrived.size)
         return PullResponse(PullStatus.FOUND, end, begin, end, (StoredMessage(raw),), True)
 
     def _count_read(self, request: PullMessage, messages: int, size: int) -> None:

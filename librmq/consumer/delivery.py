@@ -45,8 +45,7 @@ class Delivery:
         self.counts = ConsumerCounts()
         self.rests = Rests(consumer, self._resumed)
         self.retries = Retries(consumer, self.counts)
-        self.ended: threading.Event | None = None
-        """Is set when the last listener has ended, after `stop`."""
+        self._ended: threading.Event | None = None
 
     def _resumed(self, now_ms: int) -> None:
         """Begin again after a rest."""
@@ -60,8 +59,8 @@ class Delivery:
         """Begin nothing new; return an event that is set when all listeners have ended, None if none runs."""
         if not self.running:
             return None
-        self.ended = threading.Event()
-        return self.ended
+        self._ended = threading.Event()
+        return self._ended
 
     def cancel(self) -> int:
         """Cancel the coroutine listeners that still run; return their number."""
@@ -137,9 +136,7 @@ class Delivery:
 
     def submit(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
         """Submit a call of the listener; `apply_result` gets its result or exception."""
-        first = messages[0]
-        topic = first.topic if assigned.is_retry else assigned.queue.topic
-        listener = self.consumer.listeners.listener_for(topic, first) or _missing_listener(topic)
+        listener = self.listener_for(assigned, messages[0])
         self.running += 1
         self.counts.delivered += len(messages)
         self.runner.submit(DeliveryCall(self, listener, assigned, messages))
@@ -148,6 +145,12 @@ class Delivery:
         """Return the listener of a message; it fails if this instance does not subscribe to a redelivery's topic."""
         topic = message.topic if assigned.is_retry else assigned.queue.topic
         return self.consumer.listeners.listener_for(topic, message) or _missing_listener(topic)
+
+    def call_ended(self) -> None:
+        """Note that a listener has ended."""
+        self.running -= 1
+        if self._ended is not None and not self.running:
+            self._ended.set()
 
     def apply_result(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
         """Apply the result or the exception of a listener, and begin what waits for a free thread."""
@@ -222,11 +225,8 @@ class DeliveryCall(Work):
         self.messages = messages
 
     def done(self, result: object, error: Exception | None) -> None:  # noqa: D102 (`Work` says it)
-        delivery = self.delivery
-        delivery.running -= 1
-        if delivery.ended is not None and not delivery.running:
-            delivery.ended.set()
-        delivery.apply_result(self, result, error)
+        self.delivery.call_ended()
+        self.delivery.apply_result(self, result, error)
 
     @property
     def label(self) -> str:  # type: ignore[override]  # noqa: D102
@@ -452,15 +452,14 @@ class ConcurrentDelivery(Delivery):
         """Add and begin a message if nothing precedes it: the fast path of a consumer that keeps up."""
         if self._backlog.lanes or self.running >= self.config.threads or self.consumer.stopping:
             return False
-        if self.rests.is_probing or (self.rests.times and assigned.queue in self.rests):
+        if self.rests.is_probing or assigned.queue in self.rests:
             return False
         begun = assigned.messages.begin(message, bounds)
         if begun is None:
             return False
         begun.consume_start_timestamp_ms = now_ms
         self.submit(assigned, [begun])
-        if self._expiring.at is None:
-            self._watch_timeouts(now_ms)
+        self._watch_timeouts(now_ms)
         return True
 
     def _begin_waiting(self, now_ms: int) -> None:

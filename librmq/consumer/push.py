@@ -129,7 +129,7 @@ class Fetcher:
             if assigned.released or consumer.stopping or consumer.is_paused:
                 return None
             assigned.pulled_timestamp_ms = now_ms
-            assigned.throttled = assigned.messages.exceeds(self.max_messages, self.max_bytes, self._max_span)
+            assigned.throttled = self.is_full(assigned)
             if assigned.throttled:
                 self._count_pull("flow_controls", assigned)
                 return None
@@ -181,8 +181,7 @@ class Fetcher:
 
     def _handle_response(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> int | None:
         status = response.status
-        if self._consumer.metrics is not None:
-            self._count_pull("pulls", assigned, status)
+        self._count_pull("pulls", assigned, status)
         if status is PullStatus.HELD:
             return self._handle_hold(assigned, response, now_ms)
         assigned.idle_since_ms = None
@@ -202,10 +201,8 @@ class Fetcher:
             count = assigned.messages.put(messages, *bounds)
             if count:
                 delivery.pulled(assigned, count, now_ms)
-        if not response.is_held or assigned.messages.exceeds(self.max_messages, self.max_bytes, self._max_span):
+        if not response.is_held or self.is_full(assigned):
             return now_ms + self._interval_ms
-        if assigned.messages.end >= response.next_offset:  # as `_handle_hold` answers where nothing was skipped
-            return None
         return self._handle_hold(assigned, response, now_ms)
 
     def _count_pull(self, name: str, assigned: AssignedQueue, status: PullStatus | None = None) -> None:

@@ -133,9 +133,7 @@ class ThreadRunner(Runner):
     def _wake_worker(self) -> None:
         """Make one more worker search for work."""
         if self._parked:
-            turn = self._parked[-1]
-            if turn.locked():  # as `_release_turn`
-                turn.release()
+            _release_turn(self._parked[-1])
             self._is_worker_woken = True
         elif not self._workers or len(self._threads) < self._max_threads:  # the clock thread alone runs no user code
             self._start_worker()
