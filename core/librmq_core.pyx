@@ -87,7 +87,7 @@ cdef extern from "crc32.h":
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
-API = 9
+API = 10
 """Number that librmq compares at its import; it changes with the functions here."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0, derived = 0
@@ -1049,13 +1049,15 @@ cdef uint32_t hashed_ascii(uint32_t code, const uint8_t *text, Py_ssize_t size, 
     return code
 
 
-def derive(buffer, int64_t start, int64_t place, int64_t end, Py_ssize_t most, uint32_t unusual_flags):
+def derive(
+    buffer, int64_t start, int64_t place, int64_t end, Py_ssize_t most, uint32_t unusual_flags, bint check_body
+):
     """Return what the usual records of a log file define, from ``place`` on, up to ``most`` of them.
 
     ``start`` is the physical offset of the file's first byte. The result is the place behind the last one; for each
     queue its topic, queue id, first queue offset and packed entries; and places, times, records of keys and hashes of
     keys as bytes of 64-bit numbers. A record is unusual if its texts are not ASCII, if it does not name its own place,
-    or if it does not continue the count of its queue.
+    if it does not continue the count of its queue, or if, with ``check_body``, its body does not match its checksum.
     """
     cdef Py_buffer view
     cdef Py_ssize_t room = 4 * most + 64, count = 0, keys = 0, number = -1, at, size, topic_size, tail_size, begin, stop
@@ -1125,6 +1127,10 @@ def derive(buffer, int64_t start, int64_t place, int64_t end, Py_ssize_t most, u
                 begin = at + 1
             if not unique_size or not keys_size or not tags_size:
                 break  # an empty one needs the careful search
+            if check_body and body_size and (
+                rmq_crc32(<const uint8_t *>view.buf + place + HEADER, body_size, FOLDS) & 0x7FFFFFFF != big32(head + 8)
+            ):
+                break
             queue_id, queue_offset = <int32_t>big32(head + 12), big64(head + 20)
             seen = 0
             if topic_size != last_topic_size or queue_id != last_queue or memcmp(topic, tail + 1, topic_size):

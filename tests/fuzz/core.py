@@ -130,7 +130,15 @@ class Fuzzer:
         data = self.log if chance.random() < 0.3 else damaged(chance, self.log)
         place, most = chance.choice((at, at, at, len(data), -1, 1 << 62)), chance.choice((0, 1, 5, 100))
         with suppress(ValueError):
-            self.core.derive(data, start, place, len(data) + chance.choice((0, 0, 50)), most, chance.choice((0, 188)))
+            self.core.derive(
+                data,
+                start,
+                place,
+                len(data) + chance.choice((0, 0, 50)),
+                most,
+                chance.choice((0, 188)),
+                chance.random() < 0.5,
+            )
 
     def items(self, data: bytes, place: int, beyond: int, check_body: bool) -> list[Any]:
         """Return the usual records from a place on, up to an end that may lie beyond the data, also at odd places."""

@@ -31,7 +31,7 @@ from librmq.store.engine.dispatch import key_block
 from librmq.store.format.indexfile import HEADER, IndexHeader, IndexWriter
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.verify import verify
-from tests.stores import contents
+from tests.stores import ROOT, Contents, contents, in_memory
 
 CORE = compiled_core.CORE.module
 
@@ -134,6 +134,44 @@ def test_verdicts_are_equal(sizes: list[int], flips: list[tuple[str, int, int]],
     with pytest.MonkeyPatch.context() as patch:
         without_core(patch)
         assert verify("/store", config, files) == compiled
+
+
+def repaired(before: Contents, config: StoreConfig) -> tuple[Contents, str]:
+    """Return what an opening and a close make of a store, and why it was refused."""
+    files, refusal = in_memory(before), ""
+    try:
+        with MessageStore.open(ROOT, config, files=files, background=False, clock=ManualClock(10**12)):
+            pass
+    except RmqError as error:
+        refusal = str(error)
+    return contents(files), refusal
+
+
+@needs_core
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 2000), min_size=1, max_size=60),
+    st.lists(st.sampled_from(["consumequeue/T", "consumequeue", "index", "librmq/closed"])),
+    st.lists(st.tuples(st.sampled_from(["log", "index"]), st.integers(0, 20_000), st.integers(0, 255)), max_size=2),
+)
+def test_repairs_are_equal(sizes: list[int], lost: list[str], flips: list[tuple[str, int, int]]) -> None:
+    """Of stores that lack queues or the index, and of damaged ones; the counter shows that the compiled code ran."""
+    files, config = filled(sizes)
+    before = {
+        path: data for path, data in contents(files).items()
+        if not any(path.startswith(name) for name in lost)
+    }  # fmt: skip
+    for folder, at, value in flips:
+        for path, data in before.items():
+            if path.startswith({"log": "commitlog/", "index": "index/"}[folder]) and data:
+                before[path] = data[: at % len(data)] + bytes([value]) + data[at % len(data) + 1 :]
+    derived = CORE.counts()["derive"]
+    compiled = repaired(before, config)
+    if not flips and "consumequeue" in lost:
+        assert CORE.counts()["derive"] > derived
+    with pytest.MonkeyPatch.context() as patch:
+        without_core(patch)
+        assert repaired(before, config) == compiled
 
 
 @needs_core

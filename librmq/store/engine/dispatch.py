@@ -364,17 +364,17 @@ class DerivedBlock(NamedTuple):
     keys: KeyBlock
 
 
-def derived_block(log: CommitLog, begin: int, end: int, most: int) -> DerivedBlock | None:
+def derived_block(log: CommitLog, begin: int, end: int, most: int, *, check_body: bool = False) -> DerivedBlock | None:
     """Return what usual records define, at most ``most``, from ``begin`` on; None without one, or without the core.
 
-    They are not compared with the checksums of their bodies.
+    With ``check_body`` they are compared with the checksums of their bodies.
     """
     file = None if CORE.derive is None else log.sequence.file_at(begin)
     if CORE.derive is None or file is None:
         return None
     start = begin - begin % log.file_size
     place, queues, *columns = CORE.derive(
-        file.buffer, start, begin - start, min(end - start, log.file_size), most, _UNUSUAL | _IN_TRANSACTION
+        file.buffer, start, begin - start, min(end - start, log.file_size), most, _UNUSUAL | _IN_TRANSACTION, check_body
     )
     if not queues:
         return None

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -388,7 +389,7 @@ class IndexCheck:
         )
         self.records: list[RawPending] = []
         """The next records; call `compare_keys` when there are `COMPARED`."""
-        self._missing: list[RawPending] = []  # records whose keys are missing in the index
+        self._missing: list[KeyBlock] = []
         self._lacking = 0
         self._at_end = False  # the index ends before the next record
         self._end = index.end_physical_offset
@@ -410,21 +411,30 @@ class IndexCheck:
     def compare_keys(self) -> None:
         """Compare the keys of the next records with the next entries."""
         records, self.records = self.records, []
-        if not records or self._are_next(key_block(records)):
+        if not records or self._take(key_block(records)):
             return
         self._find_run()
         for number, record in enumerate(records):
             if self._at_end:
-                self._missing += records[number:]
+                self._add_missing(key_block(records[number:]))
                 break
             self._compare_record(record)
-        if len(self._missing) >= COMPARED:
-            self._write_missing()
 
     def pass_keys(self, keys: KeyBlock) -> bool:
-        """Take the keys of the next records if their entries are there; return False, with no effect, if not."""
+        """Take the keys of the next records; return False, with no effect, if some entries are there and not theirs."""
         self.compare_keys()
+        return self._take(keys)
+
+    def _take(self, keys: KeyBlock) -> bool:
+        if self._at_end or self._ends_before(int(keys.physical_offsets[0])):
+            self._at_end = True
+            self._add_missing(keys)
+            return True
         return self._are_next(keys)
+
+    def _ends_before(self, physical_offset: int) -> bool:
+        """Return whether the index ends before a record."""
+        return self._run is None and self._following is None and (physical_offset > self._end or self._none)
 
     def _find_run(self) -> None:
         """Find the next entries."""
@@ -439,9 +449,9 @@ class IndexCheck:
         """
         if self._following is None and self._run is not None:
             self._following = self._run.file, self._run.number
-        if not len(keys.key_hashes) and (self._at_end or self._following is None):
+        if not len(keys.key_hashes) and self._following is None:
             return not self._repair
-        if self._at_end or self._following is None or self._following[1] == 1:
+        if self._following is None or self._following[1] == 1:
             return False
         file, begin = self._following
         header, end = file.header, begin + len(keys.key_hashes)
@@ -467,10 +477,10 @@ class IndexCheck:
         """Compare the keys of the next record with the entries."""
         physical_offset, store_timestamp_ms, prefix_hash, raw_unique_key, raw_keys = record
         run = self._run
-        if run is None:  # the index ends before the log
-            if physical_offset > self._end or self._none:
+        if run is None:
+            if self._ends_before(physical_offset):
                 self._at_end = True
-                self._missing.append(record)
+                self._add_missing(key_block([record]))
             return
         unique_key = None if raw_unique_key is None else java_decode(raw_unique_key)
         keys = None if raw_keys is None else java_decode(raw_keys)
@@ -495,7 +505,8 @@ class IndexCheck:
             self._damaged(last, f"keys of {physical_offset}: expected hashes {expected}, found {stored_hashes}")
         else:  # a crash came between the keys of the last indexed record
             texts = [*([unique_key] if unique_key else []), *split_keys(keys)][len(stored_hashes) :]
-            self._missing.append((physical_offset, store_timestamp_ms, prefix_hash, None, " ".join(texts).encode()))
+            keys_left = " ".join(texts).encode()
+            self._add_missing(key_block([(physical_offset, store_timestamp_ms, prefix_hash, None, keys_left)]))
 
     def _is_illegible(self, physical_offset: int) -> bool:
         raw = self._log.read(physical_offset)
@@ -517,11 +528,18 @@ class IndexCheck:
             span = f"{header.begin_timestamp_ms} to {header.end_timestamp_ms}"
             self._damaged(run, f"header: times {span}, the record at {place} was stored at {store_timestamp_ms}")
 
+    def _add_missing(self, keys: KeyBlock) -> None:
+        """Count records whose keys are missing, and keep a few of them until all entries were compared."""
+        self._lacking += int(np.count_nonzero(np.diff(keys.record_of_key, prepend=-1)))
+        self._missing.append(keys)
+        if sum(len(block.physical_offsets) for block in self._missing) >= COMPARED:
+            self._write_missing()
+
     def _write_missing(self) -> None:
-        """Count missing keys, and write them if that completes the index."""
-        self._lacking += sum(1 for record in self._missing if record[3] or record[4])
-        if self._repair and self.sound and self._missing:
-            self._index.append_block(*key_block(self._missing))
+        """Write missing keys if that completes the index."""
+        if self._repair and self.sound:
+            for keys in self._missing:
+                self._index.append_block(*keys)
         self._missing.clear()
 
     def _damaged(self, run: _Run, what: str) -> None:
@@ -619,33 +637,45 @@ def rebuild_index(log: CommitLog, index: KeyIndex, levels: DelayLevels) -> None:
         index.delete(file.name)
     derive = Derivation(levels).derive
     records: list[RawPending] = []
-    for place, size, raw in log.scan(check_body=False):
+
+    def write(block: DerivedBlock | None) -> bool:
+        if records:
+            index.append_block(*key_block(records))
+            records.clear()
+        if block is not None:
+            index.append_block(*block.keys)
+        return True
+
+    for place, size, raw in _unpassed(log, log.begin, log.end, write):
         if raw is None:
             continue
         _, _, _, topic, _, _, _, stored, _, unique, key = derive(place, size, raw)
         records.append((place, stored, topic_hash(topic), unique, key))
         if len(records) >= _BLOCK:
-            index.append_block(*key_block(records))
-            records = []
-    if records:
-        index.append_block(*key_block(records))
+            write(None)
+    write(None)
 
 
 _pack_entry = ENTRY.pack
 _MOST_APART: Final = 1 << 16
 
 
-def _unpassed(log: CommitLog, begin: int, end: int, passes: Callable[[DerivedBlock], bool]) -> Iterator[LogItem]:
+def _unpassed(
+    log: CommitLog, begin: int, end: int, passes: Callable[[DerivedBlock], bool], *, check_body: bool = False
+) -> Iterator[LogItem]:
     """Yield the items of the log that are in no block that ``passes``."""
+    if CORE.derive is None:
+        yield from log.scan(begin, end, check_body=check_body)
+        return
     at, most_apart = begin, 1
     while at < end:
-        block = derived_block(log, at, end, COMPARED)
+        block = derived_block(log, at, end, COMPARED, check_body=check_body)
         if block is not None and passes(block):
             log.release_read_pages(at, block.end)
             at, most_apart = block.end, 1
             continue
         block_end, before = at if block is None else block.end, at
-        for number, (place, size, raw) in enumerate(log.scan(at, end, check_body=False), 1):
+        for number, (place, size, raw) in enumerate(log.scan(at, end, check_body=check_body), 1):
             yield place, size, raw
             at = place + size
             if number >= most_apart and at >= block_end:
@@ -709,8 +739,9 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
         """Take all records of a block together, if they continue their queues and the index."""
         taken = []
         for topic, queue_id, queue_offset, entries in block.queues:
-            check = checks.get((topic, queue_id))
-            if check is None or check.expected != queue_offset:
+            first = ENTRY.unpack_from(entries)[0]
+            check = checks.get((topic, queue_id)) or checks.make(topic, queue_id, first)
+            if check.expected != queue_offset and not check.claim(queue_offset, first):
                 return False
             taken.append((check, entries))
         if keys is not None and not keys.pass_keys(block.keys):
@@ -719,10 +750,9 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
             check.take_entries(entries)
         return True
 
-    unpassed = log.scan(begin, unchecked_end, check_body=False)
-    if CORE.derive is not None and not has_ext and not has_light:
-        unpassed = _unpassed(log, begin, unchecked_end, passes)
-    items = chain(unpassed, log.scan(unchecked_end))
+    takes_blocks = not has_ext and not has_light
+    scan = partial(_unpassed, log, passes=passes) if takes_blocks else log.scan
+    items = chain(scan(begin, unchecked_end, check_body=False), scan(unchecked_end, log.end, check_body=True))
     for place, item_size, raw in items:
         if raw is None:
             continue

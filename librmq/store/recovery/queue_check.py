@@ -210,6 +210,13 @@ class QueueCheck:
             if not self._repair:
                 self.queue.unmap_all()  # so that its pages do not stay in memory
 
+    def claim(self, queue_offset: int, physical_offset: int) -> bool:
+        """Begin with a record that names ``queue_offset``, if it is the first one and the queue is not open yet."""
+        if self.first >= 0 or self.entries or queue_offset < 0 or physical_offset < self._begin:
+            return False
+        self._claimed = self.expected = queue_offset
+        return True
+
     def take_entries(self, entries: bytes) -> None:
         """Take the next records of the queue, which continue its count, like `reconcile` itself one by one."""
         packed = [entries[at : at + ENTRY_SIZE] for at in range(0, len(entries), ENTRY_SIZE)]
@@ -229,11 +236,11 @@ class QueueCheck:
         if entry.physical_offset < self._begin:
             self.left_out += 1
             return
+        if self.claim(queue_offset, entry.physical_offset):
+            self.expected = queue_offset + 1
+            self.entries.append(entry.packed)
+            return
         if self.first < 0:
-            if not self.entries and queue_offset >= 0:
-                self._claimed, self.expected = queue_offset, queue_offset + 1
-                self.entries.append(entry.packed)
-                return
             self._checks.open_all()
         self.take_over()
         if self._held is not None:
