@@ -10,8 +10,6 @@ from __future__ import annotations
 from librmq.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
-    from librmq.testing.anomalies import Anomaly as Anomaly
-    from librmq.testing.anomalies import check_history as check_history
     from librmq.testing.evidence import UndeliveredWarning as UndeliveredWarning
     from librmq.testing.evidence import UnknownGroupError as UnknownGroupError
     from librmq.testing.exploration import Exploration as Exploration
@@ -22,9 +20,12 @@ with lazy_exports(globals()):
     from librmq.testing.files import FailingFiles as FailingFiles
     from librmq.testing.files import Image as Image
     from librmq.testing.files import RecordingFiles as RecordingFiles
-    from librmq.testing.history import DeliveryAttempt as DeliveryAttempt
-    from librmq.testing.history import History as History
-    from librmq.testing.history import HistoryLine as HistoryLine
+    from librmq.testing.histories.anomalies import Anomaly as Anomaly
+    from librmq.testing.histories.anomalies import check_history as check_history
+    from librmq.testing.histories.history import DeliveryAttempt as DeliveryAttempt
+    from librmq.testing.histories.history import History as History
+    from librmq.testing.histories.history import HistoryLine as HistoryLine
+    from librmq.testing.histories.verdict import HistoryAnomalyError as HistoryAnomalyError
     from librmq.testing.kit import Kit as Kit
     from librmq.testing.kit import UnsoundStoreError as UnsoundStoreError
     from librmq.testing.kit_runner import Elapsed as Elapsed
@@ -32,4 +33,3 @@ with lazy_exports(globals()):
     from librmq.testing.kit_runner import ProcessStateError as ProcessStateError
     from librmq.testing.process import Process as Process
     from librmq.testing.process import ProcessDied as ProcessDied
-    from librmq.testing.verdict import HistoryAnomalyError as HistoryAnomalyError

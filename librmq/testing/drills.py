@@ -25,8 +25,8 @@ from librmq.errors import ConfigError, RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.runtime.runner import ManualRunner
 from librmq.store import MessageStore
-from librmq.testing.anomalies import Anomaly, check_history
-from librmq.testing.history import History
+from librmq.testing.histories.anomalies import Anomaly, check_history
+from librmq.testing.histories.history import History
 
 # ---- results
 

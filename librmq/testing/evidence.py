@@ -23,10 +23,10 @@ from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, dead_letter_topic, i
 from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription
 from librmq.runtime.runner import Work
 from librmq.testing.faults import Faults
-from librmq.testing.history import Call, DeliveryAttempt, History, show
+from librmq.testing.histories.history import Call, DeliveryAttempt, History, show
+from librmq.testing.histories.verdict import Facts, Scene
 from librmq.testing.kit_runner import KitRunner, ProcessStateError, current_work
 from librmq.testing.process import Process, Repeated
-from librmq.testing.verdict import Facts, Scene
 
 # ---- undelivered messages and unmatched subscriptions
 

@@ -35,7 +35,7 @@ from librmq.protocol import PERM_READ, PERM_WRITE
 from librmq.store.extraction import Extracted, make_store, small_config
 from librmq.store.format.broker_tables import BrokerTables, progress_export, topic_row
 from librmq.store.format.directory import CONFIG
-from librmq.testing.history import show
+from librmq.testing.histories.history import show
 from librmq.testing.network import SMALL_FILES
 
 FOLDER: Final = os.path.join(os.sep, "rmq")

@@ -28,12 +28,12 @@ from librmq.message.message import MessageQueue, StoredMessage
 from librmq.testing.evidence import Evidence, KitObserver, UndeliveredWarning
 from librmq.testing.faults import Faults
 from librmq.testing.from_store import DEFAULT_NOW_MS, FOLDER, GroupNames, StoreStart
-from librmq.testing.history import DeliveryAttempt, History
+from librmq.testing.histories.history import DeliveryAttempt, History
+from librmq.testing.histories.verdict import HistoryAnomalyError, check_kinds, history_problem
 from librmq.testing.kit_runner import Driver, Elapsed, KitRunner, ProcessStateError, ProcessTable, current_work
 from librmq.testing.network import SMALL_FILES, Frames, Network, broker_names
 from librmq.testing.process import A_PROCESS, ConsumerArguments, Process
 from librmq.testing.replica import KitReplica, open_replica
-from librmq.testing.verdict import HistoryAnomalyError, check_kinds, history_problem
 
 _T = TypeVar("_T")
 

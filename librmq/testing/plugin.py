@@ -30,9 +30,9 @@ from librmq.testing.exploration import (
 from librmq.testing.explorer import Explorer
 from librmq.testing.explorer import end_threads as end_threads
 from librmq.testing.from_store import Shrunk, StoreStart, shrink
+from librmq.testing.histories.verdict import HistoryAnomalyError
 from librmq.testing.kit import Kit, KitKeywords
 from librmq.testing.network import SMALL_FILES
-from librmq.testing.verdict import HistoryAnomalyError
 
 if TYPE_CHECKING:
     from librmq.testing.served import ServedKit

@@ -44,7 +44,7 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.runtime.runner import Runner, Work
-from librmq.testing.history import show
+from librmq.testing.histories.history import show
 from librmq.testing.network import Network
 
 R = TypeVar("R")

@@ -16,7 +16,7 @@ from librmq.files.interface import Files
 from librmq.message.message import StoredMessage
 from librmq.protocol import Endpoint, LogBytes, Request
 from librmq.testing.evidence import KitObserver
-from librmq.testing.history import History
+from librmq.testing.histories.history import History
 from librmq.testing.kit_runner import KitRunner, ProcessStateError
 from librmq.testing.network import Network
 

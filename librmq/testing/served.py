@@ -46,7 +46,7 @@ from librmq.protocol import (
 from librmq.runtime.closing import Closing
 from librmq.runtime.runner import Step
 from librmq.scheduling.timer_config import DELETE_KEY
-from librmq.testing.history import Call, show
+from librmq.testing.histories.history import Call, show
 from librmq.testing.kit import Kit, to_milliseconds
 from librmq.testing.process import Process
 from librmq.wire.remoting import RemotingServer

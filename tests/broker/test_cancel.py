@@ -50,8 +50,8 @@ from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.documents import write_document
 from librmq.testing import CrashImages, Kit, Process, RecordingFiles, explore
+from librmq.testing.histories.verdict import HistoryAnomalyError
 from librmq.testing.replica import ReplicaLink
-from librmq.testing.verdict import HistoryAnomalyError
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting.codec import FORMS as FORMS_OF_REQUESTS

@@ -1,6 +1,6 @@
 """The threaded broker under all loads together, killed repeatedly: its history has no anomaly, and its store is sound.
 
-`librmq.testing.soak` runs the broker with its clients in a process of its own, and kills it without warning.
+`librmq.testing.soak.run` runs the broker with its clients in a process of its own, and kills it without warning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.store.recovery.verify import verify
-from librmq.testing.soak import Soak, SoakPlan
+from librmq.testing.soak.run import Soak, SoakPlan
 from tests.conftest import SlowBudget
 
 pytestmark = [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from librmq.errors import InputError
 from librmq.testing import Anomaly, check_history
-from librmq.testing.anomalies import KINDS
+from librmq.testing.histories.anomalies import KINDS
 from tests.budget import step
 from tests.testing.anomaly_model import Model, Row, Verdict
 

@@ -18,16 +18,16 @@ from librmq.cli.output import INTERRUPTED, Output, complain, end_signals
 from librmq.diagnosis.formatting import visible
 from librmq.errors import InputError
 from librmq.runtime.event_log import counted
-from librmq.testing.anomalies import KINDS, Anomaly
-from librmq.testing.history_events import span_of
+from librmq.testing.histories.anomalies import KINDS, Anomaly
+from librmq.testing.histories.events import span_of
 
 _HAS_ANOMALIES: Final = 1
 
 
 def check_history(arguments: argparse.Namespace, output: Output) -> int:
     """Print the anomalies of a history; status 1 if there are some."""
-    from librmq.testing.anomalies import find_anomalies
-    from librmq.testing.history_events import HistoryEvents
+    from librmq.testing.histories.anomalies import find_anomalies
+    from librmq.testing.histories.events import HistoryEvents
 
     if arguments.files.count("-") > 1:
         raise InputError("-: standard input can be read once")
@@ -115,7 +115,7 @@ _SHOWN: Final = 100
 def soak(arguments: argparse.Namespace, output: Output) -> int:
     """Run a soak; status 1 if its history has anomalies, 130 if it was interrupted."""
     from librmq.cli.cluster import access_of
-    from librmq.testing.soak import ClusterAccess, Soak, SoakPlan
+    from librmq.testing.soak.run import ClusterAccess, Soak, SoakPlan
 
     names = ("rate", "workers", "name")
     plan = SoakPlan(

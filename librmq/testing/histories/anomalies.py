@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from librmq.testing.history_events import (
+from librmq.testing.histories.events import (
     ABSENT,
     COMMIT,
     ENDED_DIED,
@@ -27,7 +27,7 @@ from librmq.testing.history_events import (
     Integers,
     Table,
 )
-from librmq.testing.history_rows import (
+from librmq.testing.histories.rows import (
     HistoryRows,
     Marks,
     Mask,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from librmq.testing.history_events import (
+from librmq.testing.histories.events import (
     ABSENT,
     COMMIT,
     ENDED_DIED,

@@ -20,10 +20,10 @@ from librmq.message.topics import CHECK_MAX_TIME_TOPIC, DEAD_LETTER_PREFIX, HALF
 from librmq.protocol import PERM_READ, Heartbeat, MessageModel
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.waiting import Cancellations
-from librmq.testing.anomalies import KINDS, check_history
 from librmq.testing.from_store import StoreStart, earlier_attempts
-from librmq.testing.history import History, HistoryLine
-from librmq.testing.history_events import span_of
+from librmq.testing.histories.anomalies import KINDS, check_history
+from librmq.testing.histories.events import span_of
+from librmq.testing.histories.history import History, HistoryLine
 from librmq.testing.kit_runner import KitRunner
 from librmq.testing.network import Network
 from librmq.testing.process import Process

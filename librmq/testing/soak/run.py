@@ -42,8 +42,8 @@ from librmq.protocol import ConsumeFrom, Route, TransactionState
 from librmq.runtime.locks import Lock
 from librmq.scheduling.half_messages import TransactionConfig
 from librmq.scheduling.timer_config import TimerConfig
-from librmq.testing.anomalies import Anomaly, find_anomalies
-from librmq.testing.history_events import HistoryEvents
+from librmq.testing.histories.anomalies import Anomaly, find_anomalies
+from librmq.testing.histories.events import HistoryEvents
 from librmq.wire.remote import ClusterAdmin, RemoteRoute, connect
 from librmq.wire.remote.connection import OpenSocket
 from librmq.wire.remoting import RemotingServer, listen
@@ -468,7 +468,7 @@ class _Process:
         self._log = os.path.join(folder, f"{name}.log")
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", "from librmq.testing.soak import main; main()"],
+                [sys.executable, "-c", "from librmq.testing.soak.run import main; main()"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
