@@ -115,7 +115,8 @@ _SHOWN: Final = 100
 def soak(arguments: argparse.Namespace, output: Output) -> int:
     """Run a soak; status 1 if its history has anomalies, 130 if it was interrupted."""
     from librmq.cli.cluster import access_of
-    from librmq.testing.soak.run import ClusterAccess, Soak, SoakPlan
+    from librmq.testing.soak.run import Soak, SoakPlan
+    from librmq.testing.soak.worker import ClusterAccess
 
     names = ("rate", "workers", "name")
     plan = SoakPlan(

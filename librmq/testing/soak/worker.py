@@ -1,0 +1,288 @@
+"""One process of a soak: clients that send and consume at a rate, or the server of the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import ssl
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, cast
+
+from librmq.broker import Broker, BrokerConfig
+from librmq.client import CheckedMessage, Producer, TransactionProducer
+from librmq.client.queue_selectors import select_by_remainder
+from librmq.client.recorded_route import record_history
+from librmq.clock import SystemClock
+from librmq.config import StoreConfig
+from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
+from librmq.errors import RmqError
+from librmq.listener import ReconsumeLater
+from librmq.message.message import Message
+from librmq.protocol import ConsumeFrom, Route, TransactionState
+from librmq.runtime.locks import Lock
+from librmq.scheduling.half_messages import TransactionConfig
+from librmq.scheduling.timer_config import TimerConfig
+from librmq.wire.remote import RemoteRoute, connect
+from librmq.wire.remote.connection import OpenSocket
+from librmq.wire.remoting import RemotingServer, listen
+
+LOADS: Final = ("plain", "ordered", "delayed", "halves")
+"""Messages and batches for concurrent listeners and polls, messages of ordered queues, delays, transactions."""
+_REPORT_S: Final = 0.2
+_BEHIND_S: Final = 1.0
+"""Messages that are further behind the rate are not sent."""
+_AGAIN_S: Final = 0.1
+"""Until the next send after one that failed."""
+_DECISION: Final = "soak_decision"
+_FAILS: Final = "soak_fails"
+
+
+@dataclass(frozen=True)
+class ClusterAccess:
+    """A cluster, and how to reach it."""
+
+    address: str
+    access_key: str | None = None
+    secret_key: str | None = None
+    security_token: str | None = None
+    tls: bool = False
+    ca_file: str | None = None
+
+    def connect(self, open_socket: OpenSocket = socket.create_connection) -> RemoteRoute:
+        """Return a route to the cluster.
+
+        Raises:
+            BrokerUnreachableError: No name server answers.
+        """
+        tls = ssl.create_default_context(cafile=self.ca_file) if self.tls else None
+        return connect(
+            self.address,
+            tls=tls,
+            access_key=self.access_key,
+            secret_key=self.secret_key,
+            security_token=self.security_token,
+            open_socket=open_socket,
+        )
+
+
+_MIX: Final = ("plain", "plain", "batch", "ordered", "delayed", "plain", "ordered", "halves", "plain", "ordered")
+"""Kinds of messages as they follow each other; a batch is of the plain ones."""
+_CONSUMED: Final = {"push": ("plain", "delayed", "halves"), "in_order": ("ordered",), "pull": ("plain",)}
+"""The loads of each group."""
+
+
+@dataclass(frozen=True)
+class SoakNames:
+    """The topics and groups of a soak."""
+
+    base: str
+    loads: Sequence[str] = LOADS
+
+    def topic(self, load: str) -> str:
+        """Return the topic of a load."""
+        return f"{self.base}_{load}"
+
+    @property
+    def topics(self) -> dict[str, list[str]]:
+        """The topics that each group consumes; groups without one are left out."""
+        return {
+            f"{self.base}_{group}": topics
+            for group, loads in _CONSUMED.items()
+            if (topics := [self.topic(load) for load in loads if load in self.loads])
+        }
+
+
+class Load:
+    """The producers and consumers of one process: one thread sends, another one polls."""
+
+    def __init__(self, route: Route, names: SoakNames) -> None:
+        self.counts: Counter[str] = Counter()
+        """Messages that were sent, that failed, and that were consumed."""
+        self.error = ""
+        """Of the last send that failed."""
+        self._route = route
+        self._names = names
+        self._mix = [kind for kind in _MIX if (kind if kind != "batch" else "plain") in names.loads]
+        self._lock = Lock()
+        self._producer = Producer(route, f"{names.base}_shop")
+        self._bank = TransactionProducer(route, f"{names.base}_bank", _decision_of)
+        self._guest: PushConsumer | None = None
+        self._consumers: dict[str, PushConsumer | PullConsumer] = {}
+        for group, topics in names.topics.items():
+            if group.endswith("_pull"):
+                self._consumers[group] = pull = PullConsumer(route, group, consume_from=ConsumeFrom.FIRST)
+                pull.subscribe(*topics)
+                continue
+            self._consumers[group] = self._push(group)
+
+    def _push(self, group: str) -> PushConsumer:
+        is_ordered = group.endswith("_in_order")
+        push = PushConsumer(
+            self._route, group, orderly=is_ordered, suspend_time=0.1, consume_from=ConsumeFrom.FIRST, threads=4
+        )
+        for topic in self._names.topics[group]:
+            push.subscribe(topic, self._consume)
+        return push
+
+    def _change_members(self) -> None:
+        """Let a second instance of the group of concurrent listeners come or go."""
+        group = f"{self._names.base}_push"
+        if self._guest is not None:
+            self._guest.shutdown()
+            self._guest = None
+        elif group in self._consumers:
+            self._guest = self._push(group).start()
+
+    def start(self) -> None:
+        """Start the consumers."""
+        for consumer in self._consumers.values():
+            consumer.start()
+
+    def _consume(self, message: DeliveredMessage) -> None:
+        if message.properties.get(_FAILS) and not message.reconsume_times:
+            raise ReconsumeLater("as the soak asks", delay_level=1)
+        self._count("consumed", 1)
+
+    def poll(self, timeout: float) -> bool:
+        """Poll once; return whether there is a consumer that polls."""
+        consumer = self._consumers.get(f"{self._names.base}_pull")
+        if isinstance(consumer, PullConsumer):
+            self._count("consumed", len(consumer.poll(timeout)))
+        return consumer is not None
+
+    def send(self, number: int) -> int:
+        """Send the message of a number, which decides its kind, or a batch; return their number, 0 on an error."""
+        kind = self._mix[number % len(self._mix)]
+        topic = self._names.topic("plain" if kind == "batch" else kind)
+        delay_level = 1 if kind == "delayed" else None
+        message = Message(topic, b"soak %d" % number, keys=str(number), delay_level=delay_level)
+        if number % 13 == 5:
+            message.properties[_FAILS] = "1"
+        messages = 1
+        try:
+            if number % 89 == 0:
+                self._change_members()
+            if kind == "batch":
+                messages = 3
+                self._producer.send_batch([Message(topic, b"soak %d" % number, keys=str(number))] * messages)
+            elif kind == "ordered":
+                self._producer.send(message, selector=select_by_remainder, arg=number)
+            elif kind == "halves":
+                self._send_half(message, number)
+            else:
+                self._producer.send(message)
+        except RmqError as error:
+            self.error = str(error)
+            self._count("failed", messages)
+            return 0
+        self._count("sent", messages)
+        return messages
+
+    def _send_half(self, message: Message, number: int) -> None:
+        decision = TransactionState.ROLLBACK if number % 3 == 0 else TransactionState.COMMIT
+        message.properties[_DECISION] = decision.name
+        state = TransactionState.UNKNOWN if number // 10 % 5 == 0 else decision  # then the broker asks
+        self._bank.send_in_transaction(message, execute=lambda _, __: state)
+
+    def _count(self, what: str, messages: int) -> None:
+        with self._lock:
+            self.counts[what] += messages
+
+    def shutdown(self) -> None:
+        """Shut all clients down."""
+        for client in (self._producer, self._bank, *self._consumers.values(), self._guest):
+            if client is not None:
+                client.shutdown()
+
+
+def _decision_of(half: CheckedMessage) -> TransactionState:
+    return TransactionState[half.properties[_DECISION]]
+
+
+# ---- a process
+
+
+def main() -> None:
+    """Run a process of a soak until standard input ends or has the line ``end``.
+
+    The first line has the settings, as JSON.
+    """
+    settings = json.loads(sys.stdin.readline())
+    orders = {order: threading.Event() for order in ("stop", "end")}
+    threading.Thread(target=_read_orders, args=(orders,), daemon=True).start()
+    with ExitStack() as stack:
+        if settings["role"] == "server":
+            listening = stack.enter_context(listen(port=settings["port"]))
+            host = "{}:{}".format(*listening.getsockname())
+            broker = stack.enter_context(_open_broker(settings["store"], store_host=host))
+            stack.callback(RemotingServer(broker, listening=listening).close)
+            _report(ready=host)
+            orders["end"].wait()
+            return
+        route: Route
+        if settings["role"] == "embedded":
+            route = stack.enter_context(_open_broker(settings["store"]))
+        else:
+            open_socket = partial(_open_by_proxy, settings["proxy"])
+            route = stack.enter_context(ClusterAccess(**settings["cluster"]).connect(open_socket))
+        recorded = stack.enter_context(record_history(route, settings["history"], process=settings["process"]))
+        load = Load(recorded, SoakNames(settings["base"], settings["loads"]))
+        stack.callback(load.shutdown)
+        load.start()
+        _report(ready=None)
+        threads = [
+            threading.Thread(target=_send, args=(load, settings["rate"], settings["seed"], orders["stop"])),
+            threading.Thread(target=_poll, args=(load, orders["end"])),
+        ]
+        for thread in threads:
+            thread.start()
+        while not orders["end"].wait(_REPORT_S):
+            _report(counts=load.counts, error=load.error)
+        for thread in threads:
+            thread.join()
+    _report(counts=load.counts, error=load.error)
+
+
+def _open_broker(store: str, **settings: str) -> Broker:
+    """Open a store that soon asks about transactions, because the clients that were to end them are killed."""
+    config = BrokerConfig(timers=TimerConfig(), transactions=TransactionConfig(timeout_s=1, interval_s=1))
+    return Broker.open(store, config, store_config=StoreConfig(**cast(Any, settings)) if settings else None)
+
+
+def _read_orders(orders: Mapping[str, threading.Event]) -> None:
+    for line in sys.stdin:
+        orders[line.strip()].set()
+    os._exit(1)  # the soak has died
+
+
+def _report(**row: object) -> None:
+    os.write(1, json.dumps(row).encode() + b"\n")
+
+
+def _send(load: Load, rate: float, seed: int, stop: threading.Event) -> None:
+    clock, number = SystemClock(), seed
+    due = clock.monotonic()
+    while not clock.wait(stop, max(0.0, due - clock.monotonic())):
+        messages = load.send(number)
+        due = max(due, clock.monotonic() - _BEHIND_S) + messages / rate if messages else clock.monotonic() + _AGAIN_S
+        number += 1
+
+
+def _poll(load: Load, end: threading.Event) -> None:
+    while not end.is_set():
+        with suppress(RmqError):  # a poll that fails comes again
+            if not load.poll(_REPORT_S):
+                return
+
+
+def _open_by_proxy(proxy: int, address: tuple[str, int], timeout: float) -> socket.socket:
+    connected = socket.create_connection(("127.0.0.1", proxy), timeout=timeout)
+    connected.sendall("{1} {0}\n".format(*address).encode())
+    return connected
