@@ -382,17 +382,19 @@ class StoreHandle:
     def check_room(self) -> None:
         """Refuse a send while there is no room for it; see `MessageStore.check_room`."""
         now_ms = self.clock.now_ms()
-        if 0 <= now_ms - self._had_room_at_ms < DISK_CHECK_MS and self.log.end < self._has_room_until:
-            return
-        self._check_disk(now_ms)
         retention = self.retention
+        had_room = 0 <= now_ms - self._had_room_at_ms < DISK_CHECK_MS and self.log.end < self._has_room_until
+        if not had_room or not retention.sees_disk_by_time:
+            self._check_disk(now_ms)  # a disk that is too full refuses the append
+        if had_room:
+            return
         error = retention.full_error()
         if error is not None:
             raise error
         if retention.is_held and retention.is_full():
             self.housekeeping.expire_soon()
             self.thread.wake()
-        elif retention.sees_disk_by_time:
+        else:
             self._had_room_at_ms, self._has_room_until = now_ms, retention.room_end
 
     def verify(self) -> Verdict:

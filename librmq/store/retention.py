@@ -172,6 +172,8 @@ class Retention:
     """Used fraction of the disk at the last look, 0.0 to 1.0."""
     is_held: bool
     """Whether the last `run_due` kept a file because a group has not consumed all of it."""
+    sees_disk_by_time: bool
+    """Whether a look at the disk is good for `DISK_CHECK_MS`; the disk of a test changes at any moment."""
     deleted: list[str]
     """Paths that the last `run_due` deleted: of the log, of queues, of the index."""
 
@@ -215,6 +217,7 @@ class Retention:
         self._settled_until = 0
         self._watch_disk = watch_disk
         self._checks_disk = watch_disk or not fills_by_itself(files)
+        self.sees_disk_by_time = watch_disk or not self._checks_disk
         self._readers = readers
         self._find_queue = find_queue
         self._keeps_unconsumed = config.keep_unconsumed
@@ -307,7 +310,8 @@ class Retention:
         if not self._checks_disk or (self._watch_disk and 0 <= now_ms - self._checked_at_ms < DISK_CHECK_MS):
             return False
         before = self.refuses_writes
-        self._check_disk(now_ms)
+        if self._watch_disk or self._look() != (self.used_ratio, before):  # a test's disk is seen at every send
+            self._check_disk(now_ms)
         return self.refuses_writes is not before
 
     def refusal(self) -> StoreError:
@@ -388,11 +392,6 @@ class Retention:
         largest = self._max_total_size
         return self._log.begin + largest if self._keeps_unconsumed and largest is not None else sys.maxsize
 
-    @property
-    def sees_disk_by_time(self) -> bool:
-        """Whether a look at the disk is good for `DISK_CHECK_MS`; the disk of a test changes at any moment."""
-        return self._watch_disk or not self._checks_disk
-
     def _is_full_without_readers(self) -> bool:
         return self._may_have_readers and self._readers() is None and self.is_full()
 
@@ -420,11 +419,15 @@ class Retention:
         """Replace the lock in a forked child: a thread of the parent may hold it."""
         self._check_guard = Lock()
 
+    def _look(self) -> tuple[float, bool]:
+        """Return the used fraction of the disk, and whether there is no room for messages."""
+        used = self._files.used_ratio(self._path) if self._checks_disk else 0.0
+        return used, used > self._refuse or self._is_full_without_readers()
+
     def _check_disk(self, now_ms: int) -> None:
         with critical, self._check_guard:
             self._checked_at_ms = now_ms
-            self.used_ratio = self._files.used_ratio(self._path) if self._checks_disk else 0.0
-            refuses = self.used_ratio > self._refuse or self._is_full_without_readers()
+            self.used_ratio, refuses = self._look()
             if refuses and not self.refuses_writes:
                 _log.error("%(refusal)s", refusal=self.refusal(), path=self._path)
             elif self.refuses_writes and not refuses:
