@@ -315,12 +315,15 @@ class _Check:
 
     def _early(self) -> Iterator[Anomaly]:
         sends, rows = self._history.sends, self._history.deliveries
+        is_asked = sends["not_before_ms"] != ABSENT
+        if not is_asked.any():
+            return
         due_ms = np.full(len(self._ids), ENDLESS)
         is_stored = sends["outcome"] != FAILED
-        asked_ms = np.where(sends["not_before_ms"] == ABSENT, 0, sends["not_before_ms"])
+        asked_ms = np.where(is_asked, sends["not_before_ms"], 0)
         np.minimum.at(due_ms, sends["id"][is_stored], asked_ms[is_stored])
         is_early = (rows["begin_ms"] < due_ms[rows["id"]]) & ~self._left_out[rows["id"]]
-        early = np.flatnonzero(is_early & is_in(rows["id"], sends["id"][sends["not_before_ms"] != ABSENT]))
+        early = np.flatnonzero(is_early & is_in(rows["id"], sends["id"][is_asked]))
         for row in early.tolist():
             message = int(rows["id"][row])
             if not self._left_out[message]:
@@ -390,6 +393,8 @@ class _Check:
 
     def _order_of_deliveries(self) -> Iterator[Anomaly]:
         ordered = [number for number, rules in self._groups.items() if rules.ordered]
+        if not ordered:
+            return
         rows = take(self._live, is_in(self._live["group"], ordered))
         keys = rows["group"] * self._history.queues + rows["queue"]
         longest = highest_earlier(keys, rows["end_ms"])
@@ -666,6 +671,8 @@ class _Check:
 
     def _effects_twice(self) -> Iterator[Anomaly]:
         effects = self._history.tables["effect"]
+        if not len(effects["line"]):
+            return
         effects = take(effects, np.lexsort((effects["process"], effects["at_ms"])))
         keys = effects["name"] * (len(self._effects["key"]) + 1) + effects["key"]
         before = highest_earlier(keys, np.arange(len(keys)))

@@ -306,6 +306,8 @@ class HistoryEvents:
         """
         problems = []
         for kind, begin in self._checked.items():
+            if len(self._lines[kind]) == begin:
+                continue  # nothing was added
             table = self._table(kind, begin)
             self._checked[kind] = len(self._lines[kind])
             problems += [(int(table["line"][row]), f"{kind}: {problem}") for row, problem in _problems(kind, table)]
