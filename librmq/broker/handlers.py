@@ -59,8 +59,8 @@ from librmq.protocol import (
     SendBack,
     SendBatch,
     SendMessage,
-    SendPlain,
     SendReply,
+    SendTogether,
     SetGroup,
     StartGroup,
     TopicGroups,
@@ -78,7 +78,7 @@ Q = TypeVar("Q", bound=Request[Any])
 
 
 _WRITES: Final = (
-    *(SendMessage, SendPlain, SendBatch, SendReply, SendBack),
+    *(SendMessage, SendTogether, SendBatch, SendReply, SendBack),
     *(CancelMessage, EndTransaction, LockQueues, UnlockQueues, ResetGroup, StartGroup),
     *(Receive, CancelReceive, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
     *(CreateTopic, DeleteTopic, CleanUnusedTopics, DeleteExpiredFiles, SetGroup),
@@ -181,7 +181,7 @@ class BrokerParts:
         pulling, clients = self.pulling, context.clients
         answer, locked, durable = self._set_handler, self._locked, self._durable
         answer(SendMessage, sending.send)
-        answer(SendPlain, sending.send_plain)
+        answer(SendTogether, sending.send_together)
         answer(SendBatch, sending.send_batch)
         answer(SendReply, sending.send_reply)
         answer(SendBack, sending.failed.send_back)

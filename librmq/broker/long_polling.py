@@ -8,7 +8,7 @@ Held requests are never polled.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
@@ -21,7 +21,6 @@ from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, Subscription
 from librmq.runtime.runner import Runner, next_on_grid
 from librmq.store import AppendResult
-from librmq.store.engine.copies import Prepared
 from librmq.store.engine.dispatch import parse_level
 
 if TYPE_CHECKING:
@@ -384,14 +383,3 @@ class Arrivals:
                     self._held.answer_queue(queue)
         if self._wake_flush is not None:
             self._wake_flush()
-
-    def stored_together(
-        self,
-        prepared: Sequence[Prepared],
-        properties: Sequence[Mapping[str, str]],
-        results: Sequence[AppendResult],
-    ) -> None:
-        """Note messages that were stored together: the first of these, as many as there are results."""
-        if self._holds or self._metrics is not None or self._wake_flush is not None:
-            for message, message_properties, result in zip(prepared, properties, results, strict=False):
-                self.stored(message.lane.topic, message.lane.queue_id, message_properties, result, is_delivered=True)

@@ -7,7 +7,6 @@ the same order. Appending does not take the runner's lock; waking held pulls and
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -43,10 +42,10 @@ from librmq.protocol import (
     ResponseCode,
     SendBatch,
     SendMessage,
-    SendPlain,
     SendReply,
     SendResponse,
     SendStatus,
+    SendTogether,
 )
 from librmq.protocol.client_requests import TOOL_PRODUCERS
 from librmq.runtime.event_log import EventLog
@@ -55,7 +54,6 @@ from librmq.scheduling.relay import HOP_TOPIC, TARGET_TOPIC
 from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, is_timed, time_properties
 from librmq.scheduling.waiting import WAITING_TOPICS, sent_to
 from librmq.store import AppendResult, MessageStore
-from librmq.store.engine.copies import Prepared
 from librmq.store.engine.store_parts import CTRL_C_WAITS_S
 
 _log = EventLog("librmq.broker")
@@ -68,8 +66,6 @@ _MAX_LOGGED_LEVELS: Final = 1000
 _OK: Final = SendStatus.SEND_OK
 _SPECIAL: Final = frozenset((_DELAY, _PREPARED, DELAY_MS, DELAY_SEC, DELIVER_MS, PROPERTY_PRIORITY))
 """Properties of messages that are not stored as they come."""
-_MAX_TOGETHER: Final = 256
-"""Messages that are stored under one lock."""
 
 
 class SendHandler:
@@ -133,20 +129,36 @@ class SendHandler:
 
     def send(self, request: SendMessage) -> SendResponse:
         """Store a message, unless it is a resend that the settings drop."""
-        recent, message = self._recent, request.message
-        name = None if recent is None else name_of_send(request.group, message)
+        return self._confirmed(request, *self._store_once(request))
+
+    def send_together(self, request: SendTogether) -> list[SendResponse]:
+        """Store messages up to the first that is refused, then wait once for the device if they have to."""
+        stored = []
+        for send in request.sends:
+            try:
+                stored.append(self._store_once(send))
+            except RmqError:  # sent alone, it is refused again
+                break
+        return [self._confirmed(send, *place) for send, place in zip(request.sends, stored, strict=False)]
+
+    def _store_once(self, request: SendMessage) -> tuple[int, AppendResult]:
+        """Store a message, or find the one that it repeats; return the queue that it is for, and its place."""
+        recent = self._recent
+        name = None if recent is None else name_of_send(request.group, request.message)
         if recent is None or name is None:
-            queue_id, result = self._store_send(request)
-        else:
-            with recent.lock:
-                first = recent.first_send(name)
-                if first is None:
-                    first = FirstSend(*self._store_send(request))
-                    recent.note(name, first.result.physical_offset)
-                else:
-                    recent.count_resend(name)
-            queue_id, result = first
-        status = self._flushed(result, message.properties.get(_WAIT)) if self._confirms else _OK
+            return self._store_send(request)
+        with recent.lock:
+            first = recent.first_send(name)
+            if first is None:
+                first = FirstSend(*self._store_send(request))
+                recent.note(name, first.result.physical_offset)
+            else:
+                recent.count_resend(name)
+        return first
+
+    def _confirmed(self, request: SendMessage, queue_id: int, result: AppendResult) -> SendResponse:
+        """Return the response for a stored message, after the device and a replica have it if it requires that."""
+        status = self._flushed(result, request.message.properties.get(_WAIT)) if self._confirms else _OK
         place = result.physical_offset
         return SendResponse(status, queue_id, result.queue_offset, place, (f"{self._id_prefix}{place:016X}",))
 
@@ -215,81 +227,6 @@ class SendHandler:
         if is_half:
             self._half_stored(stored_message.unique_key, result.physical_offset)
         return queue_id, result
-
-    def send_plain(self, request: SendPlain) -> list[SendResponse]:
-        """Store the first messages of a request under one lock, up to one that is not plain; return their responses.
-
-        It runs only the steps of `send` that a plain message needs: a wire server spends most of its time here.
-        """
-        with nullcontext() if self._recent is None else self._recent.lock:
-            sent = self._store_plain(request)
-        prefix = self._id_prefix
-        confirms = self._flushed if self._confirms else None
-        return [
-            SendResponse(
-                _OK if confirms is None else confirms(result, wait),
-                send.queue_id,
-                result[2],
-                result[0],
-                (f"{prefix}{result[0]:016X}",),
-            )
-            for send, wait, result in zip(request.sends, *sent, strict=False)
-        ]
-
-    def _store_plain(self, request: SendPlain) -> tuple[list[str | None], list[AppendResult]]:
-        """Store the first messages of a request; return for each whether it waits for the device, and its place."""
-        topics, prepare, cluster, recent = self._topics, self._store.copies.prepare, self._cluster, self._recent
-        names: list[_Name | None] = []
-        prepared: list[Prepared] = []
-        stored: list[dict[str, str]] = []
-        waits: list[str | None] = []
-        sends = request.sends[:_MAX_TOGETHER]
-        for send in sends:
-            message, queue_id = send.message, send.queue_id
-            name, properties = message.topic, message.properties
-            topic = topics.get(name)
-            if (
-                topic is None
-                or not topic.is_plain
-                or not 0 <= queue_id < topic.queues
-                or not _SPECIAL.isdisjoint(properties)
-                or message._delays is not None
-            ):
-                break
-            if recent is not None:
-                id_of_send = name_of_send(send.group, message)
-                if id_of_send is not None and (id_of_send in names or recent.first_send(id_of_send) is not None):
-                    break  # `send` answers it
-                names.append(id_of_send)
-            properties = properties.copy()
-            properties[_CLUSTER] = cluster
-            wait = properties.pop(_WAIT, None)
-            prepared_message = prepare(
-                message,
-                properties,
-                queue_id,
-                send.born_timestamp_ms,
-                send.born_host,
-                send.sys_flag,
-                send.reconsume_times,
-            )
-            if prepared_message is None:
-                break
-            prepared.append(prepared_message)
-            stored.append(properties)
-            waits.append(wait)
-        if not prepared:
-            return [], []
-        self._store.check_room()
-        if self._store.appender.lock.is_writing():
-            self._check_busy(sends[0].message.topic)
-        results = self._store.copies.append(prepared)
-        self._arrivals.stored_together(prepared, stored, results)
-        if recent is not None:
-            for noted, result in zip(names, results, strict=False):
-                if noted is not None:
-                    recent.note(noted, result.physical_offset)
-        return waits, results
 
     def send_batch(self, request: SendBatch) -> SendResponse:
         """Store messages of one topic next to each other, without resends that the settings drop."""

@@ -72,10 +72,10 @@ from librmq.protocol.client_requests import SendBack as SendBack
 from librmq.protocol.client_requests import SendBatch as SendBatch
 from librmq.protocol.client_requests import SendLater as SendLater
 from librmq.protocol.client_requests import SendMessage as SendMessage
-from librmq.protocol.client_requests import SendPlain as SendPlain
 from librmq.protocol.client_requests import SendReply as SendReply
 from librmq.protocol.client_requests import SendResponse as SendResponse
 from librmq.protocol.client_requests import SendStatus as SendStatus
+from librmq.protocol.client_requests import SendTogether as SendTogether
 from librmq.protocol.client_requests import SentBack as SentBack
 from librmq.protocol.client_requests import StartGroup as StartGroup
 from librmq.protocol.client_requests import StartOutcome as StartOutcome

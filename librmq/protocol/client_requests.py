@@ -553,8 +553,8 @@ class SendBatch(Request[SendResponse]):
 
 
 @value
-class SendPlain(Request[list[SendResponse]]):
-    """Store messages that came together, as `SendMessage` stores each, up to the first that needs anything special.
+class SendTogether(Request[list[SendResponse]]):
+    """Store messages that came together, as `SendMessage` stores each, up to the first that is refused.
 
     The answer has the responses for the stored messages, maybe none. The caller sends the next message alone.
     """

@@ -234,7 +234,6 @@ class StoreHandle:
         self.levels = DelayLevels.parse(config.message_delay_level)
         self.transfer = Transfer(config)
         self.appender.configure(config, self.levels)
-        self.copies.configure(config)
 
     def _load_parts(self, mode: RecoveryMode) -> None:
         """Open the parts for writing and repair them."""

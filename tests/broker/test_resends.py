@@ -23,7 +23,15 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.message.topics import HALF_TOPIC, retry_topic
 from librmq.metrics import Metrics
-from librmq.protocol import EndTransaction, SendBack, SendBatch, SendMessage, SendPlain, SendResponse, TransactionState
+from librmq.protocol import (
+    EndTransaction,
+    SendBack,
+    SendBatch,
+    SendMessage,
+    SendResponse,
+    SendTogether,
+    TransactionState,
+)
 from librmq.protocol.client_requests import INNER_PRODUCER, REPLAY_PRODUCER
 from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
@@ -107,7 +115,7 @@ class ResendMachine(RuleBasedStateMachine):
         requests, at_ms = [request_of(message_of(number, "plain")) for number in numbers], self.runner.now_ms()
         answers: list[SendResponse] = []
         while len(answers) < len(requests):  # as a server does
-            stored = self.broker.call(SendPlain(requests[len(answers) :]))
+            stored = self.broker.call(SendTogether(requests[len(answers) :]))
             answers += stored
             if len(answers) < len(requests):
                 answers.append(self.broker.call(requests[len(answers)]))

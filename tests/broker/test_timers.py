@@ -12,7 +12,7 @@ from librmq.client.producer import Producer
 from librmq.errors import BrokerError, ConfigError, MessageIllegalError
 from librmq.files import MemoryFiles
 from librmq.message import Message
-from librmq.protocol import PullStatus, SendBatch, SendMessage, SendPlain
+from librmq.protocol import PullStatus, SendBatch, SendMessage, SendTogether
 from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.relay import send_at
 from librmq.scheduling.timer_config import TimerConfig, TimerRefusedError, delete_key
@@ -168,7 +168,7 @@ def test_the_relay_refuses_a_queue_that_is_not_there(broker: Broker) -> None:
     message = Message("SYSTEM_SCHEDULE_MSG", b"x")
     with pytest.raises(MessageIllegalError, match="send_at"):
         broker.call(SendMessage("p", message, 0, 1, HOST))
-    assert broker.call(SendPlain((SendMessage("p", message, 0, 1, HOST),))) == []  # as a server that gets several
+    assert broker.call(SendTogether((SendMessage("p", message, 0, 1, HOST),))) == []  # as a server that gets several
 
 
 def test_without_relay_its_messages_are_refused(broker: Broker) -> None:

@@ -20,7 +20,7 @@ import pytest
 from librmq import Broker, BrokerError, ConfigError, ManualClock, ManualRunner, record_history
 from librmq.errors import InputError
 from librmq.message.record import PROPERTY_DELAY
-from librmq.protocol import DeleteTopic, EndTransaction, SendMessage, SendPlain, SetGroup, TransactionState
+from librmq.protocol import DeleteTopic, EndTransaction, SendMessage, SendTogether, SetGroup, TransactionState
 from librmq.store import verify
 from librmq.testing import check_history
 from librmq.testing.histories.recordings import Recording
@@ -116,7 +116,7 @@ def break_broker(broker: Broker, how: Callable[..., Any], monkeypatch: pytest.Mo
     whole, numbers = broker.call, iter(range(1_000_000))
 
     def call(request: Any) -> Any:
-        if isinstance(request, SendPlain):  # then each is sent alone
+        if isinstance(request, SendTogether):  # then each is sent alone
             return []
         return how(request, whole, next(numbers))
 

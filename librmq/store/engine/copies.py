@@ -7,29 +7,24 @@
 from __future__ import annotations
 
 import struct
-import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
-from librmq.config import StoreConfig, wrong_kind
+from librmq.config import wrong_kind
 from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError, RmqError, StoreIOError
 from librmq.java.lang import JAVA_ERRORS, java_decode
 from librmq.message import record as record_format
-from librmq.message.message import Message, StoredMessage
+from librmq.message.message import StoredMessage
 from librmq.message.record import crc32
 from librmq.runtime.locks import critical
-from librmq.store.engine.append import Appender, AppendResult, check_sizes, checked_host_flags, host_bytes
+from librmq.store.engine.append import Appender, AppendResult
 from librmq.store.engine.dispatch import Derivation, Dispatcher, Lane, Pending, has_queue_entry, is_indexed
 from librmq.store.engine.store_parts import Parts
 
 _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
 _pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
-_pack_int = struct.Struct(">i").pack
-_pack_int_long = struct.Struct(">iq").pack
-_TWO_HOSTS: Final = 16
-"""Bytes of two IPv4 hosts."""
 _new = tuple.__new__
 
 # The spans are those of `Prepared`, which takes over as bytes what stays.
@@ -74,44 +69,6 @@ class CopyTarget(NamedTuple):
     """As ``properties_raw`` has it; the caller vouches for that, as for keys and tags."""
     keys: str | None
     tags: str | None
-
-
-def prepare(
-    lane: Lane,
-    message: Message,
-    properties: Mapping[str, str],
-    sys_flag: int,
-    born_timestamp_ms: int,
-    born_at: bytes,
-    stored_at: bytes,
-    reconsume_times: int,
-) -> Prepared:
-    """Prepare a message with these properties for the queue of ``lane``; see `CopyWriter.prepare`.
-
-    Raises:
-        MessageIllegalError: The properties can't be stored.
-        struct.error: A field is out of range.
-    """
-    raw = record_format.encode_properties(properties)
-    raw_size = len(raw)
-    if raw_size > _MAX_PROPERTIES_SIZE:
-        check_sizes(0, raw_size, 0)
-    hosts_size = len(born_at) + len(stored_at)
-    if sys_flag or hosts_size > _TWO_HOSTS:
-        sys_flag |= checked_host_flags(sys_flag, born_at, stored_at)
-    get = properties.get
-    tags = get("TAGS")
-    body = message.body
-    tail = b"".join((body, lane.topic_field, _pack_short(raw_size), raw))
-    return _new(
-        Prepared,
-        (
-            lane, 72 + hosts_size + len(tail), _pack_int(message.flag),
-            _pack_int_long(sys_flag, born_timestamp_ms) + born_at, stored_at + _pack_int_long(reconsume_times, 0),
-            crc32(body) & 0x7FFFFFFF, len(body), tail, raw,
-            record_format.tags_code(tags) if tags else 0, get("UNIQ_KEY"), get("KEYS"),
-        ),
-    )  # fmt: skip
 
 
 def prepare_again(record: StoredMessage, target: CopyTarget, lane: Lane, max_size: int) -> Prepared:
@@ -196,49 +153,6 @@ class CopyWriter:
 
     def __init__(self, appender: Appender) -> None:
         self._appender = appender
-
-    def configure(self, config: StoreConfig) -> None:
-        """Use these settings from now on."""
-        self._host = record_format.encode_host(record_format.parse_host(config.store_host))
-        self._max_body_size = config.max_message_size
-        self._compress_from = config.compress_from or sys.maxsize
-
-    def prepare(
-        self,
-        message: Message,
-        properties: Mapping[str, str],
-        queue_id: int,
-        born_timestamp_ms: int,
-        born_host: record_format.Host,
-        sys_flag: int,
-        reconsume_times: int,
-    ) -> Prepared | None:
-        """Return a message with these properties as `append` takes it; None if it is one for `Appender.append`.
-
-        That is a message to be delayed or compressed, one of a transaction, and any that the appender refuses.
-        """
-        lane = self._appender.lanes.get((message.topic, queue_id))
-        if lane is None or sys_flag & record_format.TRANSACTION_MASK or "DELAY" in properties:
-            return None
-        body_size = len(message.body)
-        if body_size > self._max_body_size or (
-            body_size >= self._compress_from and not sys_flag & record_format.COMPRESSED
-        ):
-            return None
-        try:
-            prepared = prepare(
-                lane,
-                message,
-                properties,
-                sys_flag,
-                born_timestamp_ms,
-                host_bytes(born_host),
-                self._host,
-                reconsume_times,
-            )
-        except (MessageIllegalError, struct.error):
-            return None
-        return prepared if prepared[1] <= self._max_size() else None
 
     def prepare_again(self, record: StoredMessage, target: CopyTarget) -> Prepared:
         """Return the message of a record as `append` takes it, for another queue and with other properties.

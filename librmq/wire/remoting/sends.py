@@ -33,10 +33,10 @@ from librmq.protocol import (
     ResponseCode,
     SendBatch,
     SendMessage,
-    SendPlain,
     SendReply,
     SendResponse,
     SendStatus,
+    SendTogether,
 )
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
@@ -304,14 +304,14 @@ class Sends:
     def _store(
         self, channel: Channel, requests: Sequence[SendMessage | SendBatch | Exception]
     ) -> list[SendResponse | Exception]:
-        """Store messages in their order, and plain ones next to each other together; errors stay as they are."""
+        """Store messages in their order, and single ones next to each other together; errors stay as they are."""
         store = channel.endpoint.call
         is_own = channel.endpoint is self._broker  # another endpoint watches each message
         stored: list[SendResponse | Exception] = []
         while len(stored) < len(requests):
             request = requests[len(stored)]
-            if is_own and isinstance(request, SendMessage):
-                together = tried(store, SendPlain(_messages(requests[len(stored) :])))
+            if is_own and isinstance(request, SendMessage) and len(requests) - len(stored) > 1:
+                together = tried(store, SendTogether(_messages(requests[len(stored) :])))
                 if not isinstance(together, Exception):  # sent alone, the first one is refused by the same error
                     stored += together
                 if len(stored) == len(requests):
