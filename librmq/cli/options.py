@@ -46,38 +46,6 @@ def option(*names: str, **settings: object) -> Option:
     return Option(names, settings)
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command: what it is called, where its function is, and what it takes."""
-
-    name: str
-    module: str
-    """The module of `librmq.cli.commands` with the function of this name."""
-    summary: str
-    example: str
-    """Arguments that work on the store in ``tests/data``, which the help shows."""
-    options: tuple[Option, ...] = ()
-    description: str = ""
-    """Sentences of the help in place of the summary."""
-    note: str = ""
-    """A sentence of the help below the summary."""
-    store: bool = True
-    """Whether the first argument is the folder of a store."""
-    actions: tuple[str, ...] = ()
-    """What may stand before the store: what to do."""
-    takes_route: bool = False
-    """Whether ``--route`` can name a running cluster instead of a store."""
-    makes_store: bool = False
-    """Whether the store need not exist."""
-    output: tuple[Option, ...] = ()
-    """`LISTED`, `OUTPUT`, or none for a command that prints text or has its own."""
-
-    @property
-    def function(self) -> str:
-        """The name of the function in the module."""
-        return f"{self.name}_" if self.name in ("filter", "import") else self.name.replace("-", "_")
-
-
 # ---- values
 
 
@@ -210,3 +178,35 @@ SELECTION: Final = (
     *TIMES,
 )
 """Which messages a command takes."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: what it is called, where its function is, and what it takes."""
+
+    name: str
+    module: str
+    """The module of `librmq.cli.commands` with the function of this name."""
+    summary: str
+    example: str
+    """Arguments that work on the store in ``tests/data``, which the help shows."""
+    options: tuple[Option, ...] = ()
+    description: str = ""
+    """Sentences of the help in place of the summary."""
+    note: str = ""
+    """A sentence of the help below the summary."""
+    store: bool = True
+    """Whether the first argument is the folder of a store."""
+    actions: tuple[str, ...] = ()
+    """What may stand before the store: what to do."""
+    takes_route: bool = False
+    """Whether ``--route`` can name a running cluster instead of a store."""
+    makes_store: bool = False
+    """Whether the store need not exist."""
+    output: tuple[Option, ...] = LISTED
+    """`OUTPUT` for a command that prints no list, none for one that prints text or has its own."""
+
+    @property
+    def function(self) -> str:
+        """The name of the function in the module."""
+        return f"{self.name}_" if self.name in ("filter", "import") else self.name.replace("-", "_")

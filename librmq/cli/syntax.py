@@ -10,7 +10,6 @@ from librmq.cli.options import (
     CHANGES,
     GREP,
     GROUP,
-    LISTED,
     OUTPUT,
     POSITIVE,
     SECURED,
@@ -50,15 +49,7 @@ _QUEUE_COUNT: Final = whole(1, 65_536)
 _UP_TO_1024: Final = whole(1, 1024)
 
 _LOOK: Final = (
-    Command(
-        "topics",
-        "topics",
-        "list the topics, their messages and times",
-        "store",
-        note=_ENTRIES,
-        takes_route=True,
-        output=LISTED,
-    ),
+    Command("topics", "topics", "list the topics, their messages and times", "store", note=_ENTRIES, takes_route=True),
     Command(
         "show",
         "messages",
@@ -66,7 +57,6 @@ _LOOK: Final = (
         "store --topic OrderTopic --limit 3",
         (*SELECTION, _BODY),
         takes_route=True,
-        output=LISTED,
     ),
     Command(
         "tail",
@@ -80,7 +70,6 @@ _LOOK: Final = (
             *SELECTION,
             _BODY,
         ),
-        output=LISTED,
     ),
     Command(
         "count",
@@ -103,7 +92,6 @@ _LOOK: Final = (
             *SELECTION,
         ),
         note=_ENTRIES,
-        output=LISTED,
     ),
     Command(
         "groups",
@@ -113,7 +101,6 @@ _LOOK: Final = (
         (option("--all", action="store_true", help="include the broker's own groups"),),
         note=_ENTRIES,
         takes_route=True,
-        output=LISTED,
     ),
     Command(
         "lag",
@@ -137,7 +124,6 @@ _LOOK: Final = (
         ),
         note=_ENTRIES,
         takes_route=True,
-        output=LISTED,
     ),
     Command(
         "expiring",
@@ -148,7 +134,6 @@ _LOOK: Final = (
             option("--reserved", type=duration, default="72h", help="how long the broker keeps log files (72h)"),
             option("--within", type=duration, default="6h", help="only what expires within this time (6h)"),
         ),
-        output=LISTED,
     ),
     Command(
         "dead-letters",
@@ -166,7 +151,6 @@ _LOOK: Final = (
             *CHANGES,
         ),
         takes_route=True,
-        output=LISTED,
     ),
     Command(
         "story",
@@ -177,7 +161,6 @@ _LOOK: Final = (
             option("id", help="a unique id, an offset id, or a key"),
             option("--topic", help="with a key: search only this topic"),
         ),
-        output=LISTED,
     ),
     Command(
         "diagnose",
@@ -194,7 +177,6 @@ _LOOK: Final = (
             option("--design", action="store_true", help="only problems in the design of topics, keys and groups"),
             option("--volumes", action="store_true", help="list the topics by size instead"),
         ),
-        output=LISTED,
     ),
     Command("stats", "topics", "print how much the store holds, in one row", "store", note=_ENTRIES, output=OUTPUT),
     Command(
@@ -217,9 +199,8 @@ _LOOK: Final = (
                 help="messages per second that the services behind the listeners can take (no limit)",
             ),
         ),
-        output=LISTED,
     ),
-    Command("queues", "topics", "list the queues and their offsets", "store", output=LISTED),
+    Command("queues", "topics", "list the queues and their offsets", "store"),
     Command(
         "query",
         "messages",
@@ -233,7 +214,6 @@ _LOOK: Final = (
             option("--max", metavar="N", type=POSITIVE, default="64", help="maximum number of messages (64)"),
             option("--id", help="instead of a key: an offset id (32 or 56 hex digits) or a unique id"),
         ),
-        output=LISTED,
     ),
     Command(
         "pending",
@@ -244,14 +224,10 @@ _LOOK: Final = (
             option("--kind", choices=("half", "given_up", "delay", "retry", "timer", "pop"), help="only this kind"),
             option("--topic", help="only messages for this topic"),
         ),
-        output=LISTED,
     ),
 )
 
-_OF_GROUP: Final = (
-    *_GROUP_AND_TOPIC,
-    option("--queue", metavar="IDS", help="only these queues (3, or 0,3,5-9)"),
-)
+_OF_GROUP: Final = (*_GROUP_AND_TOPIC, option("--queue", metavar="IDS", help="only these queues (3, or 0,3,5-9)"))
 
 _CHANGE: Final = (
     Command(
@@ -263,10 +239,7 @@ _CHANGE: Final = (
             option("topic", help="the topic"),
             option("--queues", metavar="N", type=_QUEUE_COUNT, help="number of queues (create: 8)"),
             option(
-                "--write-queues",
-                metavar="N",
-                type=_QUEUE_COUNT,
-                help="number of queues that accept messages (all)",
+                "--write-queues", metavar="N", type=_QUEUE_COUNT, help="number of queues that accept messages (all)"
             ),
             option("--permission", choices=("rw", "r", "w"), help="create, permit: allow reads, writes or both (rw)"),
             option(
@@ -287,10 +260,7 @@ _CHANGE: Final = (
         (
             option("group", help="the group; copy: the old group"),
             option(
-                "--retries",
-                metavar="N",
-                type=whole(0, 9_999_999),
-                help="create: maximum retries of a message (16)",
+                "--retries", metavar="N", type=whole(0, 9_999_999), help="create: maximum retries of a message (16)"
             ),
             option("--to", metavar="NEW", help="copy: the new group, which starts at the old group's progress"),
             option("--with-retries", action="store_true", help="copy: move the retries that wait to the new group"),
@@ -385,9 +355,7 @@ _CHANGE: Final = (
         (
             option("path", help="a file of JSON lines or CSV, a folder of Parquet, or - for stdin"),
             option(
-                "--input-format",
-                choices=("parquet", "csv", "jsonl"),
-                help="format of PATH (by its ending, else jsonl)",
+                "--input-format", choices=("parquet", "csv", "jsonl"), help="format of PATH (by its ending, else jsonl)"
             ),
             option("--skip", metavar="N", default="0", help="skip the first N rows"),
             *CHANGES,
@@ -436,7 +404,6 @@ _FILES: Final = (
         description="Prints every sound record of the log, whatever is damaged or missing, a row for each gap, "
         "then the records in librmq/salvage without repetitions. A new store numbers the messages of each queue from 0 "
         "without a gap, and adjusts the progress of groups, delay levels and transactions.",
-        output=LISTED,
     ),
     Command(
         "extract",
@@ -457,6 +424,7 @@ _FILES: Final = (
         description="Copies the selected messages with their ids and times, and numbers the messages of each queue "
         "from 0. Topics, progress and filters go with them. The files are as small as the messages allow, to keep such "
         "a store beside a test.",
+        output=(),
     ),
     Command(
         "snapshot",
@@ -496,11 +464,7 @@ _FILES: Final = (
             option("--topic", action="append", help="only this topic; repeatable"),
             option("--all", action="store_true", help="include retries, dead letters and the broker's own topics"),
             option(
-                "--queue",
-                metavar="ID",
-                type=whole(),
-                action="append",
-                help="only this queue of the topics; repeatable",
+                "--queue", metavar="ID", type=whole(), action="append", help="only this queue of the topics; repeatable"
             ),
             TAG,
             SQL,
@@ -511,6 +475,7 @@ _FILES: Final = (
             option("--processes", metavar="N", default="1", help="number of reading processes (1)"),
             option("--skip-deleted", action="store_true", help="continue after messages that retention deleted"),
         ),
+        output=(),
     ),
     Command(
         "dump",
@@ -518,7 +483,6 @@ _FILES: Final = (
         "print every record of the log",
         "store --limit 5",
         (option("--all", action="store_true", help="continue after damage if possible"),),
-        output=LISTED,
     ),
     Command(
         "queue",
@@ -529,10 +493,9 @@ _FILES: Final = (
             option("topic", help="the queue's topic"),
             option("queue_id", metavar="ID", type=whole(), help="the queue's number"),
         ),
-        output=LISTED,
     ),
-    Command("timers", "groups", "print the files of RocketMQ 5's timer", "store", output=LISTED),
-    Command("broker-conf", "maintenance", "print settings for a broker that opens the store", "store"),
+    Command("timers", "groups", "print the files of RocketMQ 5's timer", "store"),
+    Command("broker-conf", "maintenance", "print settings for a broker that opens the store", "store", output=()),
 )
 
 _STORES: Final = option("stores", metavar="STORE", nargs="+", help="the folders of the stores, or their URLs")
@@ -562,6 +525,7 @@ _TOOLS: Final = (
         ),
         description="Writes one page that opens offline, and the same as JSON beside it (extras: report, arrow).",
         store=False,
+        output=(),
     ),
     Command(
         "check-history",
@@ -754,15 +718,11 @@ _TOOLS: Final = (
         "bash",
         (option("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish"),),
         store=False,
+        output=(),
     ),
 )
 
-SECTIONS: Final[dict[str, tuple[Command, ...]]] = {
-    "Look": _LOOK,
-    "Change": _CHANGE,
-    "Files": _FILES,
-    "Tools": _TOOLS,
-}
+SECTIONS: Final[dict[str, tuple[Command, ...]]] = {"Look": _LOOK, "Change": _CHANGE, "Files": _FILES, "Tools": _TOOLS}
 """The commands by the headings of the help."""
 COMMANDS: Final[dict[str, Command]] = {command.name: command for section in SECTIONS.values() for command in section}
 """The commands by name."""
