@@ -51,18 +51,12 @@ _UP_TO_1024: Final = whole(1, 1024)
 _LOOK: Final = (
     Command("topics", "topics", "list the topics, their messages and times", "store", note=_ENTRIES, takes_route=True),
     Command(
-        "show",
-        "messages",
-        "print messages: by topic, key, tag, text, time …",
-        "store --topic OrderTopic --limit 3",
+        "show", "messages", "print messages: by topic, key, tag, text, time …", "store --topic OrderTopic --limit 3",
         (*SELECTION, _BODY),
         takes_route=True,
     ),
     Command(
-        "tail",
-        "messages",
-        "print the last messages; with -f also new ones",
-        "store --topic OrderTopic",
+        "tail", "messages", "print the last messages; with -f also new ones", "store --topic OrderTopic",
         (
             option("-n", "--count", metavar="N", type=POSITIVE, default="10", help="number of messages (10)"),
             option("-f", "--follow", action="store_true", help="also print new messages, until interrupted"),
@@ -72,20 +66,14 @@ _LOOK: Final = (
         ),
     ),
     Command(
-        "count",
-        "topics",
-        "count messages by topic, tag, key, hour …",
-        "store --by tag",
+        "count", "topics", "count messages by topic, tag, key, hour …", "store --by tag",
         (
             option(
-                "--by",
-                choices=("topic", "queue", "tag", "key", "minute", "hour", "day"),
-                default="topic",
+                "--by", choices=("topic", "queue", "tag", "key", "minute", "hour", "day"), default="topic",
                 help="one row for each of these (topic)",
             ),
             option(
-                "--sampled",
-                action="store_true",
+                "--sampled", action="store_true",
                 help="--by tag: read the queues, and a sample of the log; a rare tag can count as another of its hash",
             ),
             _ALL,
@@ -94,41 +82,28 @@ _LOOK: Final = (
         note=_ENTRIES,
     ),
     Command(
-        "groups",
-        "groups",
-        "list the consumer groups, their lag and dead letters",
-        "store",
+        "groups", "groups", "list the consumer groups, their lag and dead letters", "store",
         (option("--all", action="store_true", help="include the broker's own groups"),),
-        note=_ENTRIES,
-        takes_route=True,
+        note=_ENTRIES, takes_route=True,
     ),
     Command(
-        "lag",
-        "groups",
-        "print how many messages each group has left to consume",
-        "store --group CG_order",
+        "lag", "groups", "print how many messages each group has left to consume", "store --group CG_order",
         (
             GROUP,
             option("--topic", help="only this topic"),
             option(
-                "--by",
-                choices=("queue", "topic", "group", "origin"),
-                default="queue",
+                "--by", choices=("queue", "topic", "group", "origin"), default="queue",
                 help="one row for each of these (queue); origin tells new messages from delayed ones and retries",
             ),
             option(
-                "--every",
-                type=duration,
+                "--every", type=duration,
                 help="print rates instead, measured every TIME (10s) by group and topic, until interrupted",
             ),
         ),
-        note=_ENTRIES,
-        takes_route=True,
+        note=_ENTRIES, takes_route=True,
     ),
     Command(
-        "expiring",
-        "groups",
-        "list unconsumed messages that retention deletes soon",
+        "expiring", "groups", "list unconsumed messages that retention deletes soon",
         "store --reserved 72h --within 6h",
         (
             option("--reserved", type=duration, default="72h", help="how long the broker keeps log files (72h)"),
@@ -136,10 +111,7 @@ _LOOK: Final = (
         ),
     ),
     Command(
-        "dead-letters",
-        "groups",
-        "list dead letters or their causes, or resend them",
-        "store --causes",
+        "dead-letters", "groups", "list dead letters or their causes, or resend them", "store --causes",
         (
             GROUP,
             option("--causes", action="store_true", help="sum up by group, topic and cause"),
@@ -153,25 +125,18 @@ _LOOK: Final = (
         takes_route=True,
     ),
     Command(
-        "story",
-        "diagnosis",
-        "print the history of a message",
-        "store key14",
+        "story", "diagnosis", "print the history of a message", "store key14",
         (
             option("id", help="a unique id, an offset id, or a key"),
             option("--topic", help="with a key: search only this topic"),
         ),
     ),
     Command(
-        "diagnose",
-        "diagnosis",
-        "list problems of topics and groups, worst first",
-        "store",
+        "diagnose", "diagnosis", "list problems of topics and groups, worst first", "store",
         (
             _IMPORTANT,
             option(
-                "--verify",
-                action=argparse.BooleanOptionalAction,
+                "--verify", action=argparse.BooleanOptionalAction,
                 help="compare queues and index with the log (by default of up to 30,000 messages)",
             ),
             option("--design", action="store_true", help="only problems in the design of topics, keys and groups"),
@@ -180,9 +145,7 @@ _LOOK: Final = (
     ),
     Command("stats", "topics", "print how much the store holds, in one row", "store", note=_ENTRIES, output=OUTPUT),
     Command(
-        "whatif",
-        "groups",
-        "estimate the time to drain a backlog",
+        "whatif", "groups", "estimate the time to drain a backlog",
         "store --group CG_order --topic OrderTopic --handler 20ms",
         (
             *_GROUP_AND_TOPIC,
@@ -193,19 +156,14 @@ _LOOK: Final = (
             option("--orderly", action="store_true", help="consume each queue in order"),
             option("--inflow", metavar="N", type=decimal, help="new messages per second (as in the last ten minutes)"),
             option(
-                "--downstream",
-                metavar="N",
-                type=decimal,
+                "--downstream", metavar="N", type=decimal,
                 help="messages per second that the services behind the listeners can take (no limit)",
             ),
         ),
     ),
     Command("queues", "topics", "list the queues and their offsets", "store"),
     Command(
-        "query",
-        "messages",
-        "find messages by key or by id, as a broker does",
-        "store --topic OrderTopic --key key14",
+        "query", "messages", "find messages by key or by id, as a broker does", "store --topic OrderTopic --key key14",
         (
             option("--topic", help="with --key: the topic to search"),
             option("--key", help="a key or unique id of the messages"),
@@ -216,63 +174,51 @@ _LOOK: Final = (
         ),
     ),
     Command(
-        "pending",
-        "groups",
-        "list messages that wait for a time, a transaction or an acknowledgement",
+        "pending", "groups", "list messages that wait for a time, a transaction or an acknowledgement",
         "store --kind delay",
         (
             option("--kind", choices=("half", "given_up", "delay", "retry", "timer", "pop"), help="only this kind"),
             option("--topic", help="only messages for this topic"),
         ),
     ),
-)
+)  # fmt: skip
 
 _OF_GROUP: Final = (*_GROUP_AND_TOPIC, option("--queue", metavar="IDS", help="only these queues (3, or 0,3,5-9)"))
 
 _CHANGE: Final = (
     Command(
-        "topic",
-        "administration",
-        "create a topic, add queues, or delete it",
-        "create store orders --queues 4",
+        "topic", "administration", "create a topic, add queues, or delete it", "create store orders --queues 4",
         (
             option("topic", help="the topic"),
             option("--queues", metavar="N", type=_QUEUE_COUNT, help="number of queues (create: 8)"),
             option(
-                "--write-queues", metavar="N", type=_QUEUE_COUNT, help="number of queues that accept messages (all)"
+                "--write-queues", metavar="N", type=_QUEUE_COUNT, help="number of queues that accept messages (all)",
             ),
             option("--permission", choices=("rw", "r", "w"), help="create, permit: allow reads, writes or both (rw)"),
             option(
-                "--type",
-                choices=("NORMAL", "FIFO", "DELAY", "TRANSACTION", "PRIORITY", "MIXED"),
+                "--type", choices=("NORMAL", "FIFO", "DELAY", "TRANSACTION", "PRIORITY", "MIXED"),
                 help="create: what official clients of 5.x may send (MIXED)",
             ),
             *CHANGES,
         ),
-        actions=("create", "grow", "permit", "delete"),
-        output=OUTPUT,
+        actions=("create", "grow", "permit", "delete"), output=OUTPUT,
     ),
     Command(
-        "group",
-        "administration",
-        "create a group, copy it to a new name, or delete it",
+        "group", "administration", "create a group, copy it to a new name, or delete it",
         "copy store CG_order --to billing",
         (
             option("group", help="the group; copy: the old group"),
             option(
-                "--retries", metavar="N", type=whole(0, 9_999_999), help="create: maximum retries of a message (16)"
+                "--retries", metavar="N", type=whole(0, 9_999_999), help="create: maximum retries of a message (16)",
             ),
             option("--to", metavar="NEW", help="copy: the new group, which starts at the old group's progress"),
             option("--with-retries", action="store_true", help="copy: move the retries that wait to the new group"),
             *CHANGES,
         ),
-        actions=("create", "copy", "delete"),
-        output=OUTPUT,
+        actions=("create", "copy", "delete"), output=OUTPUT,
     ),
     Command(
-        "reset",
-        "administration",
-        "set a group's progress to begin, end, time, offset",
+        "reset", "administration", "set a group's progress to begin, end, time, offset",
         "store --group CG_order --topic OrderTopic --to end",
         (
             *_OF_GROUP,
@@ -280,13 +226,10 @@ _CHANGE: Final = (
             option("--offset", metavar="N", help="a queue offset"),
             *CHANGES,
         ),
-        takes_route=True,
-        output=OUTPUT,
+        takes_route=True, output=OUTPUT,
     ),
     Command(
-        "skip",
-        "administration",
-        "move a group forward past old messages",
+        "skip", "administration", "move a group forward past old messages",
         "store --group CG_order --topic OrderTopic --keep 10",
         (
             *_OF_GROUP,
@@ -300,9 +243,7 @@ _CHANGE: Final = (
         output=OUTPUT,
     ),
     Command(
-        "replay",
-        "replay",
-        "start a group where a skip began, or fill a cluster",
+        "replay", "replay", "start a group where a skip began, or fill a cluster",
         "store --group CG_order --topic OrderTopic --to again",
         (
             option("--group", help="the consumer group that has skipped messages"),
@@ -320,15 +261,10 @@ _CHANGE: Final = (
         output=OUTPUT,
     ),
     Command(
-        "decide",
-        "groups",
-        "commit or roll back a given-up half message",
-        "store 280252 --rollback",
+        "decide", "groups", "commit or roll back a given-up half message", "store 280252 --rollback",
         (
             option(
-                "physical_offset",
-                metavar="OFFSET",
-                type=whole(),
+                "physical_offset", metavar="OFFSET", type=whole(),
                 help="its physical offset in `pending --kind given_up`",
             ),
             option("--commit", action="store_true", help="deliver the message"),
@@ -338,84 +274,64 @@ _CHANGE: Final = (
         output=OUTPUT,
     ),
     Command(
-        "cancel",
-        "groups",
-        "cancel a message that waits for its time",
-        "store 7F0000010D3218B4AAC226E608000071",
+        "cancel", "groups", "cancel a message that waits for its time", "store 7F0000010D3218B4AAC226E608000071",
         (option("id", help="its unique id or offset id"), *CHANGES),
         description="Cancels a message of a delay level, the timer or the relay, in a store that no broker has open. "
         "The answer says whether it is cancelled, or why not: most often it was delivered already.",
         output=OUTPUT,
     ),
     Command(
-        "import",
-        "import_export",
-        "append messages that export wrote",
-        "copy orders.jsonl",
+        "import", "import_export", "append messages that export wrote", "copy orders.jsonl",
         (
             option("path", help="a file of JSON lines or CSV, a folder of Parquet, or - for stdin"),
             option(
-                "--input-format", choices=("parquet", "csv", "jsonl"), help="format of PATH (by its ending, else jsonl)"
+                "--input-format", choices=("parquet", "csv", "jsonl"),
+                help="format of PATH (by its ending, else jsonl)",
             ),
             option("--skip", metavar="N", default="0", help="skip the first N rows"),
             *CHANGES,
         ),
         description="Appends exported messages to a store, and creates the store if it does not exist. In an empty "
         "store the messages keep their store times; otherwise they get the present time.",
-        makes_store=True,
-        output=OUTPUT,
+        makes_store=True, output=OUTPUT,
     ),
     Command(
-        "load",
-        "load",
-        "apply operations from standard input",
-        "copy < operations.jsonl",
+        "load", "load", "apply operations from standard input", "copy < operations.jsonl",
         description="Applies operations, one JSON object a line, and prints a row for each acknowledged one: put "
         "and batch append; half begins a transaction, commit or rollback ends it; topic, subgroup, consumer_offset and "
         "filter write the broker's tables, persist saves them; crash exits without closing the store; tx_check "
         "makes one pass over the pending half messages. A message beyond a limit is answered with "
         "MESSAGE_ILLEGAL; a line that is not an operation ends the command with status 2. Only at_ms and sleep "
         "move the store's clock, so two runs with the same operations and times write the same bytes.",
-        makes_store=True,
-        output=OUTPUT,
+        makes_store=True, output=OUTPUT,
     ),
     Command(
-        "recover",
-        "maintenance",
-        "recover the store as a broker would",
-        "store --dry-run",
+        "recover", "maintenance", "recover the store as a broker would", "store --dry-run",
         CHANGES,
         description="Recovers the store in place from the whole log and closes it cleanly. Like a broker, it cuts the "
         "log at the first unreadable record; what it cuts is first copied to librmq/salvage in the store.",
         output=OUTPUT,
     ),
-)
+)  # fmt: skip
 
 _TARGET: Final = option("target", help="a folder that is empty or does not exist")
 
 _FILES: Final = (
     Command("verify", "maintenance", "check the bytes of all files; changes nothing", "store", output=OUTPUT),
     Command(
-        "salvage",
-        "maintenance",
-        "extract every sound record of a damaged store",
-        "store --into saved",
+        "salvage", "maintenance", "extract every sound record of a damaged store", "store --into saved",
         (option("--into", metavar="NEW", help="write the records to a new store instead of printing them"),),
         description="Prints every sound record of the log, whatever is damaged or missing, a row for each gap, "
         "then the records in librmq/salvage without repetitions. A new store numbers the messages of each queue from 0 "
         "without a gap, and adjusts the progress of groups, delay levels and transactions.",
     ),
     Command(
-        "extract",
-        "maintenance",
-        "make a small store of selected messages",
+        "extract", "maintenance", "make a small store of selected messages",
         "store --topic OrderTopic --key key14 -o small",
         (
             option("-o", "--out", metavar="NEW", required=True, help="the new store, a folder that does not exist"),
             option(
-                "--redact",
-                choices=("bodies", "properties"),
-                action="append",
+                "--redact", choices=("bodies", "properties"), action="append",
                 help="hide bodies, or the values of an application's properties; tags and keys stay; repeatable",
             ),
             option("--limit", metavar="N", type=POSITIVE, help="extract at most the first N messages"),
@@ -427,18 +343,12 @@ _FILES: Final = (
         output=(),
     ),
     Command(
-        "snapshot",
-        "maintenance",
-        "copy a store that may be in use",
-        "store saturday",
+        "snapshot", "maintenance", "copy a store that may be in use", "store saturday",
         (_TARGET, option("--copy", action="store_true", help="copy every file instead of linking")),
         output=OUTPUT,
     ),
     Command(
-        "follow",
-        "maintenance",
-        "keep a copy of a store that another process writes",
-        "store copy --until-end",
+        "follow", "maintenance", "keep a copy of a store that another process writes", "store copy --until-end",
         (
             option("copy", help="the folder of the copy; it may be an earlier copy of this store"),
             option("--until-end", action="store_true", help="copy what there is now, and exit"),
@@ -447,24 +357,24 @@ _FILES: Final = (
         "interrupted. Prints a line when the copy is current, and when the store becomes unreadable or readable again.",
         output=OUTPUT[:1],
     ),
-    Command("restore", "maintenance", "create a store from a snapshot", "store again", (_TARGET,), output=OUTPUT),
     Command(
-        "export",
-        "import_export",
-        "write messages to Parquet, CSV or JSON lines",
-        "store -o orders.jsonl",
+        "restore", "maintenance", "create a store from a snapshot", "store again",
+        (_TARGET,),
+        output=OUTPUT,
+    ),
+    Command(
+        "export", "import_export", "write messages to Parquet, CSV or JSON lines", "store -o orders.jsonl",
         (
             option(
-                "--format",
-                dest="file_format",
-                choices=("parquet", "csv", "jsonl"),
+                "--format", dest="file_format", choices=("parquet", "csv", "jsonl"),
                 help="format of PATH (by its ending, else parquet)",
             ),
             option("-o", "--out", metavar="PATH", required=True, help="a folder for Parquet, else a file"),
             option("--topic", action="append", help="only this topic; repeatable"),
             option("--all", action="store_true", help="include retries, dead letters and the broker's own topics"),
             option(
-                "--queue", metavar="ID", type=whole(), action="append", help="only this queue of the topics; repeatable"
+                "--queue", metavar="ID", type=whole(), action="append",
+                help="only this queue of the topics; repeatable",
             ),
             TAG,
             SQL,
@@ -478,17 +388,11 @@ _FILES: Final = (
         output=(),
     ),
     Command(
-        "dump",
-        "messages",
-        "print every record of the log",
-        "store --limit 5",
+        "dump", "messages", "print every record of the log", "store --limit 5",
         (option("--all", action="store_true", help="continue after damage if possible"),),
     ),
     Command(
-        "queue",
-        "topics",
-        "print the entries of a queue",
-        "store OrderTopic 0",
+        "queue", "topics", "print the entries of a queue", "store OrderTopic 0",
         (
             option("topic", help="the queue's topic"),
             option("queue_id", metavar="ID", type=whole(), help="the queue's number"),
@@ -496,7 +400,7 @@ _FILES: Final = (
     ),
     Command("timers", "groups", "print the files of RocketMQ 5's timer", "store"),
     Command("broker-conf", "maintenance", "print settings for a broker that opens the store", "store", output=()),
-)
+)  # fmt: skip
 
 _STORES: Final = option("stores", metavar="STORE", nargs="+", help="the folders of the stores, or their URLs")
 _MASTER: Final = option("--master", metavar="URL", default="local[*]", help="Spark's master (local[*])")
@@ -504,17 +408,13 @@ _RANGES: Final = (TOPIC, GROUP, TAG, *TIMES)
 
 _TOOLS: Final = (
     Command(
-        "report",
-        "diagnosis",
-        "write a page about stores: what to look at, lag, rates",
-        "store --out report.html",
+        "report", "diagnosis", "write a page about stores: what to look at, lag, rates", "store --out report.html",
         (
             _STORES,
             option("-o", "--out", metavar="FILE", default="report.html", help="the page (report.html); JSON is beside"),
             option("--compare", metavar="JSON", help="the JSON of an earlier report: also show changes and rates"),
             option(
-                "--verify",
-                action=argparse.BooleanOptionalAction,
+                "--verify", action=argparse.BooleanOptionalAction,
                 help="check every record of large stores too (default: up to 300,000 messages)",
             ),
             AS_RECOVERED,
@@ -524,14 +424,10 @@ _TOOLS: Final = (
             _MASTER,
         ),
         description="Writes one page that opens offline, and the same as JSON beside it (extras: report, arrow).",
-        store=False,
-        output=(),
+        store=False, output=(),
     ),
     Command(
-        "check-history",
-        "histories",
-        "find what is wrong in the recorded history of a run",
-        "- < history.jsonl",
+        "check-history", "histories", "find what is wrong in the recorded history of a run", "- < history.jsonl",
         (
             option("files", metavar="FILE", nargs="+", help="JSON lines of events, one file a process, or - for stdin"),
             option("-o", "--out", metavar="PAGE", help="also write a page with a timeline of each anomaly"),
@@ -539,14 +435,10 @@ _TOOLS: Final = (
         description="Prints a line for each anomaly of a history, by time; all files together are one history. Exit "
         "status: 0 none, 1 some, 2 bad input. In `events` are the numbers of the lines that show it, counted through "
         "the files.",
-        store=False,
-        output=OUTPUT[:1],
+        store=False, output=OUTPUT[:1],
     ),
     Command(
-        "spark",
-        "diagnosis",
-        "run a pipeline over stores with Spark",
-        "list",
+        "spark", "diagnosis", "run a pipeline over stores with Spark", "list",
         (
             option("action", choices=("list", "run"), help="list the pipelines, or run one"),
             option("name", nargs="?", help="run: the pipeline"),
@@ -561,14 +453,10 @@ _TOOLS: Final = (
             _MASTER,
         ),
         description="Runs a pipeline over one store or a cluster's; `librmq spark list` lists them (extra: spark).",
-        store=False,
-        output=OUTPUT[:1],
+        store=False, output=OUTPUT[:1],
     ),
     Command(
-        "serve",
-        "serve",
-        "serve a store to official clients of RocketMQ",
-        "store --grpc 8081 --remoting 9876",
+        "serve", "serve", "serve a store to official clients of RocketMQ", "store --grpc 8081 --remoting 9876",
         (
             option("--grpc", type=int, metavar="PORT", help="port for clients of RocketMQ 5; 0 takes a free one"),
             option("--grpc-tls", type=int, metavar="PORT", help="a second port for them, with TLS"),
@@ -577,20 +465,15 @@ _TOOLS: Final = (
             option("--advertise", metavar="HOST[:PORT]", help="the address in routes (what the client dialled)"),
             option("--admin", action="store_true", help="let other machines change topics and groups"),
             option(
-                "--tls",
-                nargs="*",
-                metavar=("CERT", "KEY"),
+                "--tls", nargs="*", metavar=("CERT", "KEY"),
                 help="serve TLS with a certificate and its key, two PEM files; without them with a self-signed pair",
             ),
             option(
-                "--no-auto-create",
-                action="store_true",
+                "--no-auto-create", action="store_true",
                 help="create no topic when a client of RocketMQ 5 asks for its route",
             ),
             option(
-                "--clock",
-                choices=("system", "manual"),
-                default="system",
+                "--clock", choices=("system", "manual"), default="system",
                 help="manual: time moves only by requests to the control port, for tests in any language",
             ),
             option("--control", type=int, metavar="PORT", help="control port of --clock manual (a free one)"),
@@ -598,21 +481,15 @@ _TOOLS: Final = (
         description="Serves the store until interrupted, and creates it if it does not exist. Without a port: gRPC "
         "on 8081 if the extra grpc is installed, and remoting (4.x) on 9876. Prints a line when ready, then one for "
         "each client that connects or leaves.",
-        makes_store=True,
-        output=OUTPUT[:1],
+        makes_store=True, output=OUTPUT[:1],
     ),
     Command(
-        "who",
-        "processes",
-        "list the processes that share a store",
-        "store",
+        "who", "processes", "list the processes that share a store", "store",
         note="The process that owns it, then those that reach it through its socket; a stopped one is marked.",
         output=OUTPUT,
     ),
     Command(
-        "soak",
-        "histories",
-        "send and consume with kills and cuts, and judge what happened",
+        "soak", "histories", "send and consume with kills and cuts, and judge what happened",
         "copy --for 2s --every 1s",
         (
             option("--serve", action="store_true", help="serve the store, with clients in processes of their own"),
@@ -623,9 +500,7 @@ _TOOLS: Final = (
             option("--faults", metavar="LIST", type=names, help="some of kill,crash,cut, or none (all possible ones)"),
             option("--every", type=duration, default=5.0, help="time between two faults (5s)"),
             option(
-                "--settle",
-                type=duration,
-                default=120.0,
+                "--settle", type=duration, default=120.0,
                 help="a message that has not come after so long without any other is lost (2m)",
             ),
             option("--name", help="the end of the names of its topics and groups (a random one)"),
@@ -636,24 +511,15 @@ _TOOLS: Final = (
         "it does not exist; with --serve against the store over TCP; with --route against a running cluster, whose "
         "brokers are not killed. At most 200,000 messages. Exit status: 0 no anomaly, 1 some, 2 bad input, 130 "
         "interrupted.",
-        takes_route=True,
-        makes_store=True,
-        output=OUTPUT[:1],
+        takes_route=True, makes_store=True, output=OUTPUT[:1],
     ),
     Command(
-        "doctor",
-        "diagnosis",
-        "report what is installed: Python, core, Spark, Java",
-        "",
+        "doctor", "diagnosis", "report what is installed: Python, core, Spark, Java", "",
         (option("--start", action="store_true", help="also start a session"), _MASTER),
-        store=False,
-        output=OUTPUT,
+        store=False, output=OUTPUT,
     ),
     Command(
-        "ask",
-        "messages",
-        "answer queries from standard input",
-        "store < questions.jsonl",
+        "ask", "messages", "answer queries from standard input", "store < questions.jsonl",
         description="Answers queries, one JSON object a line. get_message takes topic, queue_id, offset, "
         "max_msg_nums and sub_expression (tags; null for no filter). index_query takes topic, key, max_num, "
         "begin and end, and "
@@ -663,32 +529,22 @@ _TOOLS: Final = (
         output=OUTPUT,
     ),
     Command(
-        "filter",
-        "cases",
-        "evaluate filter expressions, or explain one",
-        "--explain 'price > 5' price=7",
+        "filter", "cases", "evaluate filter expressions, or explain one", "--explain 'price > 5' price=7",
         (
             option("--dialect", choices=("4.9", "5.3"), default="4.9", help="the grammar (4.9)"),
             option("--strict", action="store_true", help="refuse text after a whole expression, which brokers ignore"),
             option(
-                "--explain",
-                nargs="?",
-                const=True,
-                metavar="EXPR",
+                "--explain", nargs="?", const=True, metavar="EXPR",
                 help="explain this expression; without one, each case on standard input",
             ),
             option("properties", nargs="*", type=pair, metavar="NAME=TEXT", help="with --explain EXPR: the properties"),
         ),
         description="Evaluates the cases {expr, props} on standard input, one JSON object a line. With --explain it "
         "says which term of an expression decides about a message with the given properties, and why.",
-        store=False,
-        output=OUTPUT,
+        store=False, output=OUTPUT,
     ),
     Command(
-        "allocate",
-        "cases",
-        "allocate queues, or select one",
-        "< cases.jsonl",
+        "allocate", "cases", "allocate queues, or select one", "< cases.jsonl",
         description="Computes which queues a client consumes, or which queue a message is sent to, as a 4.9 client "
         "does, for one JSON object a line. A queue is [topic, broker, id]; mqs and cids are taken in the given order. "
         "strategy is AVG, AVG_BY_CIRCLE, CONSISTENT_HASH (virtual_nodes, 10), CONFIG (config, the queues that "
@@ -696,31 +552,22 @@ _TOOLS: Final = (
         "(inner, another strategy; the room is the text before the first - of broker and client). selector HASH "
         "takes arg and its arg_type: String, Integer, Long, Double, Boolean or null; selector MACHINE_ROOM "
         "selects nothing, as RocketMQ's.",
-        store=False,
-        output=OUTPUT,
+        store=False, output=OUTPUT,
     ),
     Command(
-        "bloom",
-        "cases",
-        "print the bit positions of strings in a bitmap",
-        "< strings.jsonl",
+        "bloom", "cases", "print the bit positions of strings in a bitmap", "< strings.jsonl",
         description="Prints the bits that strings set in a Bloom filter as a broker's, for one JSON object {f, n, "
         "strings} a line: f is the error rate in percent, n the expected number of strings. A broker uses 20 "
         "and 32, and "
         "strings of the form group#topic.",
-        store=False,
-        output=OUTPUT,
+        store=False, output=OUTPUT,
     ),
     Command(
-        "completion",
-        "completion",
-        "print a script that completes commands in a shell",
-        "bash",
+        "completion", "completion", "print a script that completes commands in a shell", "bash",
         (option("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish"),),
-        store=False,
-        output=(),
+        store=False, output=(),
     ),
-)
+)  # fmt: skip
 
 SECTIONS: Final[dict[str, tuple[Command, ...]]] = {"Look": _LOOK, "Change": _CHANGE, "Files": _FILES, "Tools": _TOOLS}
 """The commands by the headings of the help."""
