@@ -324,19 +324,14 @@ def _filter_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
         near = {name: nearest(name, names) for name in property_names if name not in names}
         missing = [f"{name}" + f" (did you mean {other}?)" * (other is not None) for name, other in near.items()]
         yield Finding(
-            "filter-matches-nothing",
-            limits.severity_of(topic),
-            f"group {group}, topic {topic}",
+            "filter-matches-nothing", limits.severity_of(topic), f"group {group}, topic {topic}",
             f"The registered filter {expression} matches none of the newest {counted(len(messages), 'message')}"
             + (f"; none has the property {', '.join(missing)}." if missing else "."),
-            {
-                "expression": expression,
-                "missing_properties": near,
-                **sample_evidence(len(messages), view.message_count(topic)),
-            },
+            {"expression": expression, "missing_properties": near,
+             **sample_evidence(len(messages), view.message_count(topic))},
             "Compare the expression with the messages: librmq show STORE --topic "
             f"{topic} --limit 1, and librmq filter explains it.",
-        )
+        )  # fmt: skip
 
 
 def _clock_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
@@ -355,22 +350,15 @@ def _clock_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
         if late_s:
             most_s = max(late_s, key=abs)
             yield Finding(
-                "born-far-from-stored",
-                limits.severity_of(topic),
-                f"topic {topic}",
+                "born-far-from-stored", limits.severity_of(topic), f"topic {topic}",
                 f"{counted(len(late_s), 'message')} of the newest {looked_at:,}: more than {duration(limits.clock_s)} "
                 f"from birth to storing, up to {duration(abs(most_s))}{', born in the future' * (most_s < 0)}, most "
                 f"often on host {hosts.most_common(1)[0][0]}.",
-                {
-                    "messages": len(late_s),
-                    **sample_evidence(looked_at, view.message_count(topic)),
-                    "most_s": most_s,
-                    "hosts": dict(hosts.most_common(NAMED)),
-                    **cut_evidence(len(hosts) > NAMED),
-                },
+                {"messages": len(late_s), **sample_evidence(looked_at, view.message_count(topic)), "most_s": most_s,
+                 "hosts": dict(hosts.most_common(NAMED)), **cut_evidence(len(hosts) > NAMED)},
                 "Check the clock of that host, unless these messages were imported, replayed, or sent with a time of "
                 "their own.",
-            )
+            )  # fmt: skip
 
 
 def _retry_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
@@ -385,29 +373,24 @@ def _retry_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
         waiting = view.message_count(retry_topic)
         if waiting and not _has_progress(view, group, retry_topic):
             yield Finding(
-                "retries-without-progress",
-                limits.severity_of(retry_topic),
-                f"group {group}, topic {retry_topic}",
+                "retries-without-progress", limits.severity_of(retry_topic), f"group {group}, topic {retry_topic}",
                 f"{counted(waiting, 'message')} to retry: the group has no progress in this topic, so its lag does not "
                 "count them.",
-                {"messages": waiting},
-                "Start the group, which subscribes to its retries by itself.",
-            )
+                {"messages": waiting}, "Start the group, which subscribes to its retries by itself.",
+            )  # fmt: skip
         topics = Counter(
             given_up(group, message).original_topic for message in newest(view, retry_topic, limits.sampled)
         )
         for topic, count in topics.items():
             if topic in view.topics and topic != retry_topic and not _has_progress(view, group, topic):
                 yield Finding(
-                    "retries-without-progress",
-                    limits.severity_of(topic),
-                    f"group {group}, topic {topic}",
+                    "retries-without-progress", limits.severity_of(topic), f"group {group}, topic {topic}",
                     f"{counted(count, 'retry message')} of this topic: the group consumed from it, but has no progress "
                     "there any more.",
                     {"messages": count, **sample_evidence(topics.total(), waiting)},
                     f"Set the progress before the group starts: librmq reset STORE --group {group} --topic {topic} "
                     "--to TIME.",
-                )
+                )  # fmt: skip
 
 
 def _has_progress(view: StoreView, group: str, topic: str) -> bool:

@@ -170,19 +170,11 @@ def _causes_finding(causes: Sequence[DeadLetterCause], limits: Thresholds) -> Fi
     largest, messages = causes[0], sum(cause.messages for cause in causes)
     what = largest.cause if len(causes) == 1 else f"{counted(len(causes), 'rarer cause')}, such as {largest.cause}"
     return Finding(
-        "dead-letters",
-        limits.severity_of(largest.original_topic),
-        f"group {largest.group}, topic {largest.original_topic}",
-        f"{counted(messages, 'dead letter')}: {what}.",
-        {
-            "cause": largest.cause,
-            "causes": len(causes),
-            **cut_evidence(len(causes) > 1),
-            "messages": messages,
-            "first_timestamp_ms": min(cause.first_timestamp_ms for cause in causes),
-            "last_timestamp_ms": max(cause.last_timestamp_ms for cause in causes),
-            "physical_offset": largest.example,
-        },
+        "dead-letters", limits.severity_of(largest.original_topic),
+        f"group {largest.group}, topic {largest.original_topic}", f"{counted(messages, 'dead letter')}: {what}.",
+        {"cause": largest.cause, "causes": len(causes), **cut_evidence(len(causes) > 1), "messages": messages,
+         "first_timestamp_ms": min(cause.first_timestamp_ms for cause in causes),
+         "last_timestamp_ms": max(cause.last_timestamp_ms for cause in causes), "physical_offset": largest.example},
         f"Fix the cause, then send them again: librmq dead-letters STORE --resend --group {largest.group}, or "
         "broker.resend_dead_letters.",
-    )
+    )  # fmt: skip

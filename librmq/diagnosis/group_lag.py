@@ -528,22 +528,13 @@ def _beyond_end(rows: Sequence[QueueLag]) -> Finding:
         )
     options = f"--group {worst.group} --topic {worst.topic} --queue {where} --to end"
     return Finding(
-        "progress-beyond-end",
-        "error",
-        f"group {worst.group}, topic {worst.topic}",
+        "progress-beyond-end", "error", f"group {worst.group}, topic {worst.topic}",
         f"{what}. The group would skip the next {counted(ahead, 'message')}.",
-        {
-            "queue_id": worst.queue_id,
-            "consumer_offset": worst.consumer_offset,
-            "max_offset": worst.max_offset,
-            "queues": len(rows),
-            "queue_ids": where,
-            **cut_evidence(where.endswith("…")),
-            "messages": ahead,
-        },
+        {"queue_id": worst.queue_id, "consumer_offset": worst.consumer_offset, "max_offset": worst.max_offset,
+         "queues": len(rows), "queue_ids": where, **cut_evidence(where.endswith("…")), "messages": ahead},
         "Find out first whether the log lost its end: librmq verify STORE. Then set the progress to the end: "
         + ("Broker.open does it." if where.endswith("…") else f"librmq reset STORE {options}, or Broker.open."),
-    )
+    )  # fmt: skip
 
 
 def _topic_findings(view: StoreView, topic_lag: TopicLag, limits: Thresholds) -> Iterator[Finding]:
@@ -561,9 +552,7 @@ def _topic_findings(view: StoreView, topic_lag: TopicLag, limits: Thresholds) ->
         is_large = topic_lag.lag > limits.large_lag or is_old
         severity: Severity = limits.severity_of(topic_lag.topic) if is_large else "info"
         yield Finding(
-            "backlog",
-            severity,
-            subject,
+            "backlog", severity, subject,
             f"{topic_lag.lag:,} messages wait"
             + ("." if age_s is None else f"; the oldest for {duration(age_s)}.")
             + (
@@ -573,25 +562,20 @@ def _topic_findings(view: StoreView, topic_lag: TopicLag, limits: Thresholds) ->
             evidence,
             "Check that the group runs. What helps, and how long the rest takes: librmq whatif STORE --group "
             f"{topic_lag.group} --topic {topic_lag.topic} --handler TIME.",
-        )
+        )  # fmt: skip
     elif topic_lag.lag and is_old:
         yield Finding(
-            "old-messages",
-            "warning",
-            subject,
+            "old-messages", "warning", subject,
             f"Only {counted(topic_lag.lag, 'message')} left to consume, but the oldest has waited for "
             f"{duration(age_s)}.",
-            evidence,
-            "Check whether the group runs, and which message holds its progress.",
-        )
+            evidence, "Check whether the group runs, and which message holds its progress.",
+        )  # fmt: skip
     if topic_lag.expired:
         yield Finding(
-            "expired-unread",
-            "error",
-            subject,
+            "expired-unread", "error", subject,
             f"{counted(topic_lag.expired, 'message')} of the group's queues were deleted before the group consumed "
             "them.",
             {"expired": topic_lag.expired},
             "Unless the finding missing-log-files says that files are missing, retention deleted them: keep messages "
             "longer (file_reserved_hours, max_total_size), or let the group consume faster.",
-        )
+        )  # fmt: skip

@@ -203,31 +203,18 @@ def _stuck_message(held: list[HeldProgress]) -> Finding:
     where = f" in thread {longest.thread}, at {_place(longest.stack)}" if longest.stack else ""
     failed = f", after {longest.failures} failures" if longest.failures else ""
     return Finding(
-        "stuck-message",
-        "error",
-        f"group {longest.group}, topic {longest.topic}",
+        "stuck-message", "error", f"group {longest.group}, topic {longest.topic}",
         f"In queue {longest.queue_id} a listener has had message {longest.message_id} for "
         f"{duration(longest.held_s or 0)}{where}{failed}; {longest.behind} held messages wait for it."
         + f" In {counted(len(held) - 1, 'more queue')} it is alike."
         * (len(held) > 1),
-        {
-            "queue_id": longest.queue_id,
-            "queues": len(held),
-            "queue_ids": id_ranges(queue_ids),
-            **cut_evidence(id_ranges(queue_ids).endswith("…")),
-            "queue_offset": longest.consumed_offset,
-            "stored_offset": longest.stored_offset,
-            "message_id": longest.message_id,
-            "held_s": longest.held_s,
-            "failures": longest.failures,
-            "client_id": longest.client_id,
-            "thread": longest.thread,
-            "stack": list(longest.stack),
-            "held_behind": longest.behind,
-            "lag": longest.lag,
-        },
+        {"queue_id": longest.queue_id, "queues": len(held), "queue_ids": id_ranges(queue_ids),
+         **cut_evidence(id_ranges(queue_ids).endswith("…")), "queue_offset": longest.consumed_offset,
+         "stored_offset": longest.stored_offset, "message_id": longest.message_id, "held_s": longest.held_s,
+         "failures": longest.failures, "client_id": longest.client_id, "thread": longest.thread,
+         "stack": list(longest.stack), "held_behind": longest.behind, "lag": longest.lag},
         "Check that place of the listener: give its wait a timeout, or lower consume_timeout.",
-    )
+    )  # fmt: skip
 
 
 def _listener_findings(
@@ -252,16 +239,14 @@ def _listener_findings(
         place, count = places.most_common(1)[0]
         if count > 1 and 2 * count > len(calls):
             yield Finding(
-                "listeners-at-one-place",
-                "warning",
-                f"group {group}",
+                "listeners-at-one-place", "warning", f"group {group}",
                 f"{count} of {len(calls)} running listeners are at one place, "
                 f"{_place(next(call.stack for call in calls if call.stack[-_SHORT:] == place))}: they all wait for "
                 "something slow.",
                 {**evidence, "count": count, "stack": list(place)},
                 "Check what that line waits for: a database, a lock, another service. More threads or consumers add "
                 "to its load.",
-            )
+            )  # fmt: skip
             return
     is_burst = all((view.age_s(queue.oldest_timestamp_ms) or 0) <= _SOON_S for queue in held)
     if (

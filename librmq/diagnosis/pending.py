@@ -390,20 +390,15 @@ def half_findings(source: Source, thresholds: Thresholds | None = None) -> list[
 
 def _given_up_finding(group: str, topic: str, halves: list[GivenUpHalf], limits: Thresholds) -> Finding:
     return Finding(
-        "given-up-halves",
-        limits.severity_of(topic),
-        f"producer group {group}, topic {topic}",
+        "given-up-halves", limits.severity_of(topic), f"producer group {group}, topic {topic}",
         f"Checks have given up {counted(len(halves), 'half message')}, without commit or rollback.",
-        {
-            "halves": len(halves),
-            "checks": max(half.checks for half in halves),
-            "first_timestamp_ms": min(half.given_up_timestamp_ms for half in halves),
-            "last_timestamp_ms": max(half.given_up_timestamp_ms for half in halves),
-            "physical_offset": halves[-1].physical_offset,
-        },
+        {"halves": len(halves), "checks": max(half.checks for half in halves),
+         "first_timestamp_ms": min(half.given_up_timestamp_ms for half in halves),
+         "last_timestamp_ms": max(half.given_up_timestamp_ms for half in halves),
+         "physical_offset": halves[-1].physical_offset},
         "Look up the transactions in the producer's database, then commit or roll back each: librmq decide STORE "
         "OFFSET, or decide_half.",
-    )
+    )  # fmt: skip
 
 
 def _unchecked_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
@@ -419,20 +414,14 @@ def _unchecked_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding
     for (group, topic), halves in halves_by_topic.items():
         due_ms, oldest = min(halves, key=lambda pair: pair[0])
         yield Finding(
-            "unchecked-halves",
-            limits.severity_of(topic),
-            f"producer group {group}, topic {topic}",
+            "unchecked-halves", limits.severity_of(topic), f"producer group {group}, topic {topic}",
             f"{counted(len(halves), 'half message')} without commit or rollback, and never checked; the first check "
             f"was due {duration(view.age_s(due_ms))} ago.",
-            {
-                "halves": len(halves),
-                "first_timestamp_ms": oldest.store_timestamp_ms,
-                "last_timestamp_ms": max(half.store_timestamp_ms for _, half in halves),
-                "due_timestamp_ms": due_ms,
-                "physical_offset": oldest.physical_offset,
-            },
+            {"halves": len(halves), "first_timestamp_ms": oldest.store_timestamp_ms,
+             "last_timestamp_ms": max(half.store_timestamp_ms for _, half in halves), "due_timestamp_ms": due_ms,
+             "physical_offset": oldest.physical_offset},
             "Start the broker, which checks them, and a transaction producer of this group, which answers.",
-        )
+        )  # fmt: skip
 
 
 # ---- waiting retries of a group

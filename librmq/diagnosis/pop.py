@@ -453,22 +453,15 @@ def pop_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     for (group, topic), messages in overdue.items():
         first = messages[0]
         yield Finding(
-            "not-revived",
-            limits.severity_of(topic),
-            f"group {group}, topic {topic}",
+            "not-revived", limits.severity_of(topic), f"group {group}, topic {topic}",
             f"{counted(len(messages), 'message')} of POP not acknowledged in time and not delivered again, the first "
             f"due {duration(view.age_s(first.visible_ms))} ago.",
-            {
-                "messages": len(messages),
-                "due_timestamp_ms": first.visible_ms,
-                "received_timestamp_ms": first.received_ms,
-                "queue_id": first.queue_id,
-                "queue_offset": first.queue_offset,
-                "physical_offset": first.physical_offset,
-            },
+            {"messages": len(messages), "due_timestamp_ms": first.visible_ms,
+             "received_timestamp_ms": first.received_ms, "queue_id": first.queue_id,
+             "queue_offset": first.queue_offset, "physical_offset": first.physical_offset},
             "Let the broker run with timerWheelEnable=true: its revive service stores them in a retry topic. A broker "
             "that was stopped catches up.",
-        )
+        )  # fmt: skip
     if holds.unusable:
         yield Finding(
             "unusable-pop-records",
@@ -481,10 +474,8 @@ def pop_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
         )  # fmt: skip
     if view.store.files.size(os.path.join(view.store.path, _ROCKSDB, "CURRENT")) is not None:
         yield Finding(
-            "unseen-pop-records",
-            "info",
-            f"store {view.store.path}",
+            "unseen-pop-records", "info", f"store {view.store.path}",
             "The broker keeps messages in flight in RocksDB (popConsumerKVServiceEnable), which librmq does not read.",
             {"folder": _ROCKSDB},
             "Messages in flight are missing in pending, lag and story; RocketMQ's mqadmin exportPopRecord lists them.",
-        )
+        )  # fmt: skip
