@@ -38,6 +38,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_user_topic
 from librmq.runtime.event_log import counted
+from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import progress_export
 from librmq.store.format.checkpoint import has_abort
@@ -64,26 +65,24 @@ def is_verified(view: StoreView, check: bool | None, limit: int) -> bool:
     return view.message_count() <= limit if check is None else check
 
 
-def damage_findings(view: StoreView, check: bool | None) -> list[Finding]:
-    """Return a finding if the folder of a store is damaged, and one if only a comparison could show that.
+def _damage_findings(view: StoreView, check: bool | None) -> Iterator[Finding]:
+    """Yield a finding if the folder of a store is damaged, and one if only a comparison could show that.
 
-    Args:
-        view: The store; a running broker's own is not checked.
-        check: Whether to compare queues and index with every record; None does so for up to 30,000 messages, which
-            takes less than a second. Every record is read without it too.
+    A running broker's own store is not checked. ``check`` is that of `diagnose`.
     """
     if view.is_live:
-        return []
+        return
     path = view.store.path
     if not is_verified(view, check, AT_ONCE):
-        return [*unverified_damage(view), not_verified(f"store {path}", AT_ONCE)]
+        yield from unverified_damage(view)
+        yield not_verified(f"store {path}", AT_ONCE)
+        return
     from librmq.store.recovery.verify import MISSING_LOG, verify
 
     places = [place for place in verify(path, files=view.store.files).damage if place.kind != MISSING_LOG]
-    if not places:
-        return []
-    finding = damage_finding(f"store {path}", places, path)
-    return [finding if view.store.queues.has_files else finding._replace(next_step=_SALVAGE)]
+    if places:
+        finding = damage_finding(f"store {path}", places, path)
+        yield finding if view.store.queues.has_files else finding._replace(next_step=_SALVAGE)
 
 
 def not_verified(subject: str, limit: int) -> Finding:
@@ -96,32 +95,28 @@ def not_verified(subject: str, limit: int) -> Finding:
     )  # fmt: skip
 
 
-def progress_findings(view: StoreView) -> list[Finding]:
-    """Return a finding if the progress of groups is in RocksDB, so that no lag is known."""
+def _progress_findings(view: StoreView) -> Iterator[Finding]:
+    """Yield a finding if the progress of groups is in RocksDB, so that no lag is known."""
     tables = view.tables
-    if tables.knows_progress:
-        return []
-    folder = os.path.relpath(tables.database or "", view.store.path)
-    return [
-        Finding(
+    if not tables.knows_progress:
+        folder = os.path.relpath(tables.database or "", view.store.path)
+        yield Finding(
             "unknown-progress", "info", f"store {view.store.path}",
             f"The broker keeps the progress of groups in RocksDB ({folder}), which librmq does not read.",
-            {"folder": folder},
-            f"Write an export beside it: {progress_export('STORE/config')}.",
-        )
-    ]  # fmt: skip
+            {"folder": folder}, f"Write an export beside it: {progress_export('STORE/config')}.",
+        )  # fmt: skip
 
 
-def missing_log_findings(view: StoreView) -> list[Finding]:
-    """Return a finding if the log lacks its first files, though not because retention deleted them.
+def _missing_log_findings(view: StoreView) -> Iterator[Finding]:
+    """Yield a finding if the log lacks its first files, though not because retention deleted them.
 
     Librmq's note of the last close says where the log began. In any store, retention deletes a file of a queue soon
     after the last of its messages.
     """
     store = view.store
-    log, path, files, size = store.log, store.path, store.files, store.config.consumequeue_file_size
+    log, path, files = store.log, store.path, store.files
     if view.is_live or not log.begin or not store.queues.has_files:
-        return []
+        return
     closed = None
     if view.owner is None and not has_abort(files, path):
         closed = read_closed_state(path, files)
@@ -129,128 +124,110 @@ def missing_log_findings(view: StoreView) -> list[Finding]:
     old = [
         f"{topic}:{queue_id}"
         for (topic, queue_id), state in view.ranges.items()
-        if (first := min(state.min_offset, state.max_offset - 1) * ENTRY_SIZE // size * size) > 0
-        and files.size(os.path.join(directory.queue_folder(path, topic, queue_id), file_name(first - size))) is not None
+        if _has_queue_file(view, (topic, queue_id), min(state.min_offset, state.max_offset - 1), -1)
     ]
     if begin is None and not old:
-        return []
+        return
     if begin is not None:
         what = f"The log began at {begin} when the store was closed, and begins at {log.begin} now."
     else:
         what = (
             f"The log begins at {log.begin}, but {counted(len(old), 'queue')} still have files of messages before it."
         )
-    return [
-        Finding(
-            "missing-log-files", "error", f"store {path}", f"{what} Files of its begin are missing.",
-            {"log_begin": log.begin, "log_begin_when_closed": begin, "queues": len(old), "queue_names": old[:NAMED],
-             **cut_evidence(len(old) > NAMED)},
-            "Copy the missing files of commitlog/ from the store that this is a copy of. Without them their messages "
-            "are lost; the findings expired-unread count those that a group had not consumed.",
-        )
-    ]  # fmt: skip
+    yield Finding(
+        "missing-log-files", "error", f"store {path}", f"{what} Files of its begin are missing.",
+        {"log_begin": log.begin, "log_begin_when_closed": begin, "queues": len(old), "queue_names": old[:NAMED],
+         **cut_evidence(len(old) > NAMED)},
+        "Copy the missing files of commitlog/ from the store that this is a copy of. Without them their messages "
+        "are lost; the findings expired-unread count those that a group had not consumed.",
+    )  # fmt: skip
 
 
-def unlisted_topic_findings(view: StoreView) -> list[Finding]:
-    """Return a finding for each topic that has messages and is not in the broker's table, if there is one."""
+def _has_queue_file(view: StoreView, name: QueueName, queue_offset: int, further: int = 0) -> bool:
+    """Return whether a queue has the file of an entry, or the one so many files further."""
+    store, size = view.store, view.store.config.consumequeue_file_size
+    start = (queue_offset * ENTRY_SIZE // size + further) * size
+    path = os.path.join(directory.queue_folder(store.path, *name), file_name(max(start, 0)))
+    return start >= 0 and store.files.size(path) is not None
+
+
+def _unlisted_topic_findings(view: StoreView) -> Iterator[Finding]:
+    """Yield a finding for each topic that has messages and is not in the broker's table, if there is one."""
     from librmq.broker.topics import unlisted_topics  # it loads the broker
 
     tables, ranges = view.tables, view.ranges
     if tables.topics.is_new:
-        return []
+        return
 
     def range_of(topic: str, queue_id: int) -> tuple[int, int]:
         state = ranges[topic, queue_id]
         return state.min_offset, state.max_offset
 
-    counts = {
-        topic: (queues, view.message_count(topic))
-        for topic, queues in unlisted_topics(ranges, range_of, tables.topics.rows).items()
-    }
-    return [
-        Finding(
+    for topic, queues in unlisted_topics(ranges, range_of, tables.topics.rows).items():
+        count = view.message_count(topic)
+        yield Finding(
             "unlisted-topic", "warning", f"topic {topic}",
             f"{counted(count, 'message')} of the topic can't be consumed, because topics.json does not have it.",
             {"messages": count, "queues": queues},
             f"If it was deleted on purpose, clean_unused_topics deletes its queues; else make it again: "
             f"Broker.create_topic({topic!r}, {queues}).",
-        )
-        for topic, (queues, count) in counts.items()
-    ]  # fmt: skip
+        )  # fmt: skip
 
 
-def unverified_damage(view: StoreView) -> list[Finding]:
-    """Return the findings about damage that shows without a comparison of queues and index with each record."""
+def unverified_damage(view: StoreView) -> Iterator[Finding]:
+    """Yield the findings about damage that shows without a comparison of queues and index with each record."""
     cut = view.store.cut_short or view.store.check_covered()
     has_files = view.store.queues.has_files
-    findings = [*missing_queue_findings(view), *missing_key_findings(view)] if has_files else []
+    if has_files:
+        yield from _missing_queue_findings(view)
+        yield from _missing_key_findings(view)
     if cut is not None:
         path = view.store.path
         where = f"{os.path.relpath(cut.file, path)} at {cut.offset}: {cut.what}"
         cuts = f", and cut the {cut.bytes} bytes from there on" if cut.bytes else ""
-        findings.append(
-            Finding(
-                "damage", "error", f"store {path}",
-                f"A recovery would end the log at {cut.offset}{cuts}: {where}.",
-                {"places": 1, "kinds": [cut.kind], "log_end": cut.offset, "bytes": cut.bytes, "error": where},
-                _NEXT if has_files else _SALVAGE,
-            )
+        yield Finding(
+            "damage", "error", f"store {path}", f"A recovery would end the log at {cut.offset}{cuts}: {where}.",
+            {"places": 1, "kinds": [cut.kind], "log_end": cut.offset, "bytes": cut.bytes, "error": where},
+            _NEXT if has_files else _SALVAGE,
         )  # fmt: skip
-    return findings
 
 
-def missing_key_findings(view: StoreView) -> list[Finding]:
-    """Return a finding if a part of the log has keys that the index lacks, as a broker's own recovery can leave it."""
+def _missing_key_findings(view: StoreView) -> Iterator[Finding]:
+    """Yield a finding if a part of the log has keys that the index lacks, as a broker's own recovery can leave it."""
     from librmq.store.recovery.check import missing_keys
 
     store = view.store
     gap = missing_keys(store.index, store.log, store.levels)
-    if gap is None:
-        return []
-    begin, end = gap
-    return [
-        Finding(
+    if gap is not None:
+        begin, end = gap
+        yield Finding(
             "missing-keys", "warning", f"store {store.path}",
             f"The index lacks the keys of messages from {begin} to {end} in the log: queries by key do not find them.",
-            {"begin": begin, "end": end},
-            "The log has the messages: librmq recover STORE makes the index again.",
-        )
-    ]  # fmt: skip
+            {"begin": begin, "end": end}, "The log has the messages: librmq recover STORE makes the index again.",
+        )  # fmt: skip
 
 
-def missing_queue_findings(view: StoreView) -> list[Finding]:
-    """Return a finding if the last file of a queue is missing; this takes a look at each folder, not at records.
+def _missing_queue_findings(view: StoreView) -> Iterator[Finding]:
+    """Yield a finding if the last file of a queue is missing; this takes a look at each folder, not at records.
 
     Only a clean exit says which queues there are: the queues of other stores are partly in memory.
     """
-    files, size = view.store.files, view.store.config.consumequeue_file_size
-    if view.owner is not None or has_abort(files, view.store.path):
-        return []
+    if view.owner is not None or has_abort(view.store.files, view.store.path):
+        return
     missing = [
-        f"{topic}:{queue_id}"
-        for (topic, queue_id), state in view.ranges.items()
-        if state.max_offset > state.min_offset
-        and files.size(
-            os.path.join(
-                directory.queue_folder(view.store.path, topic, queue_id),
-                file_name((state.max_offset - 1) * ENTRY_SIZE // size * size),
-            )
-        )
-        is None
+        f"{name[0]}:{name[1]}"
+        for name, state in view.ranges.items()
+        if state.max_offset > state.min_offset and not _has_queue_file(view, name, state.max_offset - 1)
     ]
-    if not missing:
-        return []
-    return [
-        Finding(
+    if missing:
+        others = " and others" * (len(missing) > 3)
+        yield Finding(
             "damage", "error", f"store {view.store.path}",
-            f"Files of {counted(len(missing), 'queue')} are missing: {', '.join(missing[:3])}"
-            + " and others" * (len(missing) > 3)
-            + ".",
+            f"Files of {counted(len(missing), 'queue')} are missing: {', '.join(missing[:3])}{others}.",
             {"places": len(missing), "kinds": ["missing"], "queues": missing[:NAMED],
              **cut_evidence(len(missing) > NAMED), "error": None},
             "The log still has the messages: librmq recover STORE makes the queues again.",
-        )
-    ]  # fmt: skip
+        )  # fmt: skip
 
 
 def damage_finding(
@@ -293,18 +270,6 @@ def registered_filters(view: StoreView) -> Iterator[tuple[str, str, str]]:
     for registration in registrations:
         if registration.filter is not None:
             yield registration.group, registration.topic, registration.expression
-
-
-def sample_findings(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
-    """Return what the newest messages of each topic show; at most ``sampled`` are read of a topic or for one question.
-
-    Raises:
-        NotAStoreError: The folder holds no store.
-        ConfigError: ``consumerFilter.json`` is malformed.
-    """
-    limits = thresholds or Thresholds()
-    with viewed(source) as view:
-        return [*_filter_findings(view, limits), *_clock_findings(view, limits), *_retry_findings(view, limits)]
 
 
 def _filter_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
@@ -417,17 +382,19 @@ def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: boo
         group_lag = lag(view)
         return worst_first(
             [
-                *damage_findings(view, check),
-                *missing_log_findings(view),
-                *progress_findings(view),
-                *unlisted_topic_findings(view),
-                *lag_findings(view, limits, group_lag=group_lag),
-                *consistency_findings(view, limits, group_lag=group_lag),
-                *stuck_findings(view, limits, group_lag=group_lag),
+                *_damage_findings(view, check),
+                *_missing_log_findings(view),
+                *_progress_findings(view),
+                *_unlisted_topic_findings(view),
+                *lag_findings(view, limits, group_lag),
+                *consistency_findings(view, limits, group_lag),
+                *stuck_findings(view, limits, group_lag),
                 *dead_letter_findings(view, limits),
                 *half_findings(view, limits),
                 *pop_findings(view, limits),
-                *sample_findings(view, limits),
+                *_filter_findings(view, limits),
+                *_clock_findings(view, limits),
+                *_retry_findings(view, limits),
             ]
         )
 
@@ -538,13 +505,13 @@ def _kind_findings(volume: TopicVolume, messages: list[StoredMessage], limits: T
             )  # fmt: skip
     tags = Counter(message.tags for message in messages if message.tags).most_common()
     if tags and len(messages) >= limits.busy_messages and tags[0][1] >= _FAR_APART * tags[-1][1]:
-        (largest, most), (smallest, least) = tags[0], tags[-1]
+        (largest, largest_count), (smallest, smallest_count) = tags[0], tags[-1]
         yield Finding(
             "uneven-tags", "info", f"topic {volume.topic}",
-            f"Of the newest {counted(len(messages), 'message')} {most:,} have the tag {largest} and {least:,} the tag "
-            f"{smallest}: in a backlog the rare ones wait behind the others.",
-            {"tags": dict(tags[:NAMED]), "smallest": smallest, "messages": least, **cut_evidence(len(tags) > NAMED),
-             **sample_evidence(len(messages), volume.messages)},
+            f"Of the newest {counted(len(messages), 'message')} {largest_count:,} have the tag {largest} and "
+            f"{smallest_count:,} the tag {smallest}: in a backlog the rare ones wait behind the others.",
+            {"tags": dict(tags[:NAMED]), "smallest": smallest, "messages": smallest_count,
+             **cut_evidence(len(tags) > NAMED), **sample_evidence(len(messages), volume.messages)},
             "If the rare ones are urgent, give them a topic of their own, or their listener a greater weight.",
         )  # fmt: skip
 

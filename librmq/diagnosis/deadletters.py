@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence
-from librmq.diagnosis.view import Source, View, viewed
+from librmq.diagnosis.view import Source, StoreView, View, viewed
 from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.message import StoredMessage, retry_topic
@@ -152,18 +152,15 @@ def cause_of(properties: Mapping[str, str], reconsume_times: int) -> str:
 # ------------------------------------------------------------------------------------------------------------ causes
 
 
-def dead_letter_findings(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
-    """Return a finding for each frequent cause of dead letters of a group and topic, and one for the rest."""
-    limits = thresholds or Thresholds()
+def dead_letter_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
+    """Yield a finding for each frequent cause of dead letters of a group and topic, and one for the rest."""
     by_topic: dict[tuple[str, str], list[DeadLetterCause]] = {}
-    for cause in dead_letter_causes(source):
+    for cause in dead_letter_causes(view):
         by_topic.setdefault((cause.group, cause.original_topic), []).append(cause)
-    findings = []
     for causes in by_topic.values():
-        findings += [_causes_finding([cause], limits) for cause in causes[:_CAUSES]]
+        yield from (_causes_finding([cause], limits) for cause in causes[:_CAUSES])
         if len(causes) > _CAUSES:
-            findings.append(_causes_finding(causes[_CAUSES:], limits))
-    return findings
+            yield _causes_finding(causes[_CAUSES:], limits)
 
 
 def _causes_finding(causes: Sequence[DeadLetterCause], limits: Thresholds) -> Finding:

@@ -480,30 +480,18 @@ def first_place(queue: ConsumeQueue, queue_offset: int) -> int:
 # ---------------------------------------------------------------------------------------------------------- findings
 
 
-def lag_findings(
-    source: Source, thresholds: Thresholds | None = None, *, group_lag: Lag | None = None
-) -> list[Finding]:
-    """Return findings about lag: backlogs, progress beyond the end, messages deleted unread.
-
-    ``group_lag`` is the lag, if already known.
-    """
-    limits = thresholds or Thresholds()
-    with viewed(source) as view:
-        if view.store.past_ms is not None:
-            return []  # the progress back then is unknown
-        group_lag = lag(view) if group_lag is None else group_lag
-        findings: list[Finding] = []
-        # If the log is cut short, its damage is the finding, and a reset would lose the progress.
-        is_cut_short = view.store.cut_short is not None
-        for columns in group_lag.topics:
-            topic_lag = columns.sums()
-            if topic_lag.beyond_end and not is_cut_short:
-                findings.append(
-                    _beyond_end([row for row in columns.rows() if (row.consumer_offset or 0) > row.max_offset])
-                )
-            if limits.own or not is_own_group(topic_lag.group):
-                findings += _topic_findings(view, topic_lag, limits)
-        return findings
+def lag_findings(view: StoreView, limits: Thresholds, group_lag: Lag) -> Iterator[Finding]:
+    """Yield findings about lag: backlogs, progress beyond the end, messages deleted unread."""
+    if view.store.past_ms is not None:
+        return  # the progress back then is unknown
+    # If the log is cut short, its damage is the finding, and a reset would lose the progress.
+    is_cut_short = view.store.cut_short is not None
+    for columns in group_lag.topics:
+        topic_lag = columns.sums()
+        if topic_lag.beyond_end and not is_cut_short:
+            yield _beyond_end([row for row in columns.rows() if (row.consumer_offset or 0) > row.max_offset])
+        if limits.own or not is_own_group(topic_lag.group):
+            yield from _topic_findings(view, topic_lag, limits)
 
 
 def is_uneven(view: StoreView, topic: str, largest: int, total: int, limits: Thresholds) -> bool:

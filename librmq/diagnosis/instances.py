@@ -84,18 +84,25 @@ def held_progress(source: Source, *, group: str | None = None, group_lag: Lag | 
     """
     with viewed(source) as view:
         group_lag = lag(view, group=group) if group_lag is None else group_lag
-        rows: dict[str, list[QueueLag]] = {}
-        for row in group_lag:
-            if row.lag and group in (None, row.group):
-                rows.setdefault(row.group, []).append(row)
-        held = [
-            queue
-            for group_name, rows_of_group in rows.items()
-            for queue in _held_queues(view, instances(view, group_name), rows_of_group)
-        ]
-        return sorted(
-            held, key=lambda queue: (-(queue.held_s or 0), -queue.lag, queue.group, queue.topic, queue.queue_id)
-        )
+        held = [queue for _, _, queues in _held_by_group(view, group_lag, group) for queue in queues]
+        return sorted(held, key=_longest_first)
+
+
+def _longest_first(queue: HeldProgress) -> tuple[object, ...]:
+    return -(queue.held_s or 0), -queue.lag, queue.group, queue.topic, queue.queue_id
+
+
+def _held_by_group(
+    view: StoreView, group_lag: Lag, group: str | None = None
+) -> Iterator[tuple[str, list[InstanceState], list[HeldProgress]]]:
+    """Yield each group that has messages to consume, with its instances and the queues of these messages."""
+    rows: dict[str, list[QueueLag]] = {}
+    for row in group_lag:
+        if row.lag and group in (None, row.group):
+            rows.setdefault(row.group, []).append(row)
+    for name, rows_of_group in rows.items():
+        states = [state for state in instances(view, name).values() if state is not None]
+        yield name, states, sorted(_held_queues(view, states, rows_of_group), key=_longest_first)
 
 
 def instances(view: StoreView, group: str) -> dict[str, InstanceState | None]:
@@ -103,17 +110,15 @@ def instances(view: StoreView, group: str) -> dict[str, InstanceState | None]:
     return {} if view.broker is None else view.broker.instances(group)
 
 
-def _held_queues(
-    view: StoreView, states: dict[str, InstanceState | None], rows: list[QueueLag]
-) -> Iterator[HeldProgress]:
+def _held_queues(view: StoreView, states: list[InstanceState], rows: list[QueueLag]) -> Iterator[HeldProgress]:
     broker_name = "" if view.broker is None else view.broker.name
     queues: dict[tuple[str, int], tuple[InstanceState, HeldQueue]] = {}
     calls: dict[tuple[str, int, int], ListenerCall] = {}
-    for state in states.values():
-        for held in () if state is None else state.queues:
-            if state is not None and held.queue.broker_name == broker_name:
+    for state in states:
+        for held in state.queues:
+            if held.queue.broker_name == broker_name:
                 queues[held.queue.topic, held.queue.queue_id] = state, held
-        for call in () if state is None else state.listeners:
+        for call in state.listeners:
             calls[call.queue.topic, call.queue.queue_id, call.queue_offset] = call
     for row in rows:
         owner = queues.get((row.topic, row.queue_id))
@@ -156,36 +161,24 @@ def _message(view: StoreView, topic: str, queue_id: int, queue_offset: int) -> S
 # ---------------------------------------------------------------------------------------------------------- findings
 
 
-def stuck_findings(
-    source: Source, thresholds: Thresholds | None = None, *, group_lag: Lag | None = None
-) -> list[Finding]:
-    """Return the messages that hold progress, and common places of the threads of a group's listeners.
+def stuck_findings(view: StoreView, limits: Thresholds, group_lag: Lag) -> Iterator[Finding]:
+    """Yield the messages that hold progress, and common places of the threads of a group's listeners.
 
     A folder shows only the keys of its messages: of one queue that lags, whether most have one key.
-    ``group_lag`` is the lag, if already known.
     """
-    limits = thresholds or Thresholds()
-    findings: list[Finding] = []
-    with viewed(source) as view:
-        group_lag = lag(view) if group_lag is None else group_lag
-        if not view.is_live:
-            return list(_hot_key_findings(view, group_lag, limits))
-        by_group: dict[str, list[HeldProgress]] = {}
-        for queue in held_progress(view, group_lag=group_lag):
-            if limits.own or not is_own_group(queue.group):
-                by_group.setdefault(queue.group, []).append(queue)
-        for group, held in by_group.items():
-            states = [state for state in instances(view, group).values() if state is not None]
-            stuck = [queue for queue in held if _is_stuck(queue, limits)]
-            by_topic: dict[str, list[HeldProgress]] = {}
-            for queue in stuck:
-                by_topic.setdefault(queue.topic, []).append(queue)
-            findings += map(_stuck_message, by_topic.values())
-            findings += _listener_findings(view, group, states, held, limits)
-            findings += _hot_queue_findings(
-                view, states, [queue for queue in held if queue.topic not in by_topic], limits
-            )
-    return findings
+    if not view.is_live:
+        yield from _hot_key_findings(view, group_lag, limits)
+        return
+    for group, states, held in _held_by_group(view, group_lag):
+        if not limits.own and is_own_group(group):
+            continue
+        stuck: dict[str, list[HeldProgress]] = {}
+        for queue in held:
+            if _is_stuck(queue, limits):
+                stuck.setdefault(queue.topic, []).append(queue)
+        yield from map(_stuck_message, stuck.values())
+        yield from _listener_findings(view, group, states, held, limits)
+        yield from _hot_queue_findings(view, states, [queue for queue in held if queue.topic not in stuck], limits)
 
 
 def _place(stack: Sequence[str]) -> str:
@@ -206,8 +199,7 @@ def _stuck_message(held: list[HeldProgress]) -> Finding:
         "stuck-message", "error", f"group {longest.group}, topic {longest.topic}",
         f"In queue {longest.queue_id} a listener has had message {longest.message_id} for "
         f"{duration(longest.held_s or 0)}{where}{failed}; {longest.behind} held messages wait for it."
-        + f" In {counted(len(held) - 1, 'more queue')} it is alike."
-        * (len(held) > 1),
+        + f" In {counted(len(held) - 1, 'more queue')} it is alike." * (len(held) > 1),
         {"queue_id": longest.queue_id, "queues": len(held), "queue_ids": id_ranges(queue_ids),
          **cut_evidence(id_ranges(queue_ids).endswith("…")), "queue_offset": longest.consumed_offset,
          "stored_offset": longest.stored_offset, "message_id": longest.message_id, "held_s": longest.held_s,
@@ -328,9 +320,8 @@ def _uneven_lag(
 def _most_frequent_key(view: StoreView, queue: HeldProgress) -> tuple[str | None, float, int]:
     """Return the most frequent key of the next messages of a queue, its share, and the number of these messages."""
     begin = queue.consumed_offset if queue.consumed_offset is not None else queue.stored_offset or 0
-    begin = max(
-        begin, view.ranges[queue.topic, queue.queue_id].min_offset
-    )  # retention can have deleted unread messages
+    # Retention can have deleted unread messages.
+    begin = max(begin, view.ranges[queue.topic, queue.queue_id].min_offset)
     counts: Counter[str] = Counter()
     looked_at = 0
     with suppress(CorruptionError):
@@ -348,47 +339,37 @@ def _most_frequent_key(view: StoreView, queue: HeldProgress) -> tuple[str | None
 States = Mapping[str, InstanceState | None]
 
 
-def consistency_findings(
-    source: Source, thresholds: Thresholds | None = None, *, group_lag: Lag | None = None
-) -> list[Finding]:
-    """Return disagreements between the instances of a group, and queues without an owner or with two.
+def consistency_findings(view: StoreView, limits: Thresholds, group_lag: Lag) -> Iterator[Finding]:
+    """Yield disagreements between the instances of a group, and queues without an owner or with two.
 
-    During a rebalance, queues can be without an owner for a moment. ``group_lag`` is the lag, if already known.
+    During a rebalance, queues can be without an owner for a moment.
     """
-    limits = thresholds or Thresholds()
-    findings: list[Finding] = []
-    with viewed(source) as view:
-        broker = view.broker
-        if broker is None:
-            return []
-        group_lag = lag(view) if group_lag is None else group_lag
-        waiting = {(row.group, row.topic, row.queue_id): row.lag for row in group_lag if row.lag}
-        for client_id in sorted(broker.shared_client_ids()):
-            findings.append(_shared_id_finding(client_id))
-        for group in view.groups:
-            if not limits.own and is_own_group(group):
-                continue
-            connections = broker.connections(group)
-            if connections is None:
-                findings += _absence_findings(group, waiting)
-                continue
-            states = broker.instances(group)
-            differences = group_differences(
-                {client_id: comparable(topics) for client_id, topics in connections.subscriptions_by_client.items()}
-            )
-            findings += [_subscription_finding(view, group, difference, states, waiting) for difference in differences]
-            findings += _mode_findings(group, states)
-            if connections.model is MessageModel.CLUSTERING and not differences and all(states.values()):
-                findings += _owner_findings(view, connections, states, waiting)
-    return findings
-
-
-def _shared_id_finding(client_id: str) -> Finding:
-    return Finding(
-        "shared-client-id", "error", f"client {client_id}",
-        "Two clients use this id. They count as one and consume the same queues, so messages are delivered twice.",
-        {"client_id": client_id}, "Give each an instance_name of its own, or shut the other down first.",
-    )  # fmt: skip
+    broker = view.broker
+    if broker is None:
+        return
+    waiting = {(row.group, row.topic, row.queue_id): row.lag for row in group_lag if row.lag}
+    for client_id in sorted(broker.shared_client_ids()):
+        yield Finding(
+            "shared-client-id", "error", f"client {client_id}",
+            "Two clients use this id. They count as one and consume the same queues, so messages are delivered twice.",
+            {"client_id": client_id}, "Give each an instance_name of its own, or shut the other down first.",
+        )  # fmt: skip
+    for group in view.groups:
+        if not limits.own and is_own_group(group):
+            continue
+        connections = broker.connections(group)
+        if connections is None:
+            yield from _absence_findings(group, waiting)
+            continue
+        states = broker.instances(group)
+        differences = group_differences(
+            {client_id: comparable(topics) for client_id, topics in connections.subscriptions_by_client.items()}
+        )
+        for difference in differences:
+            yield _subscription_finding(view, group, difference, states, waiting)
+        yield from _mode_findings(group, states)
+        if connections.model is MessageModel.CLUSTERING and not differences and all(states.values()):
+            yield from _owner_findings(view, connections, states, waiting)
 
 
 def _absence_findings(group: str, waiting: Mapping[tuple[str, str, int], int]) -> Iterator[Finding]:

@@ -294,8 +294,8 @@ def _acknowledgements(received: Sequence[PopEvent]) -> dict[tuple[str, int], int
     """Return when groups acknowledged messages, by group and physical offset; earlier receives do not count."""
     last: dict[tuple[str, int], ReceiveName] = {}
     for message, _, content in received:
-        who = content.name[0], message.physical_offset
-        last[who] = max(last.get(who, content.name), content.name, key=lambda name: name[-1])
+        key = content.name[0], message.physical_offset
+        last[key] = max(last.get(key, content.name), content.name, key=lambda name: name[-1])
     return {
         (content.name[0], message.physical_offset): stored.store_timestamp_ms
         for message, stored, content in received

@@ -374,31 +374,23 @@ def decide_half(broker: SkippingBroker, physical_offset: int, *, commit: bool) -
     broker.call(EndTransaction(group, state, last.queue_offset, last.physical_offset, last.message_id))
 
 
-def half_findings(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
-    """Return the findings about halves of each producer group and topic: given up, or never checked."""
-    limits = thresholds or Thresholds()
+def half_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
+    """Yield the findings about halves of each producer group and topic: given up, or never checked."""
+    yield from _unchecked_findings(view, limits)
     halves_by_topic: dict[tuple[str, str], list[GivenUpHalf]] = {}
-    with viewed(source) as view:
-        unchecked = list(_unchecked_findings(view, limits))
-        for half in given_up(view):
-            halves_by_topic.setdefault((half.group, half.topic), []).append(half)
-    return [
-        *unchecked,
-        *(_given_up_finding(group, topic, halves, limits) for (group, topic), halves in halves_by_topic.items()),
-    ]
-
-
-def _given_up_finding(group: str, topic: str, halves: list[GivenUpHalf], limits: Thresholds) -> Finding:
-    return Finding(
-        "given-up-halves", limits.severity_of(topic), f"producer group {group}, topic {topic}",
-        f"Checks have given up {counted(len(halves), 'half message')}, without commit or rollback.",
-        {"halves": len(halves), "checks": max(half.checks for half in halves),
-         "first_timestamp_ms": min(half.given_up_timestamp_ms for half in halves),
-         "last_timestamp_ms": max(half.given_up_timestamp_ms for half in halves),
-         "physical_offset": halves[-1].physical_offset},
-        "Look up the transactions in the producer's database, then commit or roll back each: librmq decide STORE "
-        "OFFSET, or decide_half.",
-    )  # fmt: skip
+    for half in given_up(view):
+        halves_by_topic.setdefault((half.group, half.topic), []).append(half)
+    for (group, topic), halves in halves_by_topic.items():
+        yield Finding(
+            "given-up-halves", limits.severity_of(topic), f"producer group {group}, topic {topic}",
+            f"Checks have given up {counted(len(halves), 'half message')}, without commit or rollback.",
+            {"halves": len(halves), "checks": max(half.checks for half in halves),
+             "first_timestamp_ms": min(half.given_up_timestamp_ms for half in halves),
+             "last_timestamp_ms": max(half.given_up_timestamp_ms for half in halves),
+             "physical_offset": halves[-1].physical_offset},
+            "Look up the transactions in the producer's database, then commit or roll back each: librmq decide STORE "
+            "OFFSET, or decide_half.",
+        )  # fmt: skip
 
 
 def _unchecked_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
