@@ -299,12 +299,7 @@ class Lag:
                 sum(topic_lag.lag for topic_lag in topics if not topic_lag.is_again),
                 sum(topic_lag.lag for topic_lag in topics if topic_lag.is_again),
                 min(
-                    (
-                        topic_lag.oldest_timestamp_ms
-                        for topic_lag in topics
-                        if topic_lag.oldest_timestamp_ms is not None
-                    ),
-                    default=None,
+                    (time for topic_lag in topics if (time := topic_lag.oldest_timestamp_ms) is not None), default=None
                 ),
             )
             for group, topics in topics_by_group.items()

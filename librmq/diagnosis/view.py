@@ -217,13 +217,22 @@ class StoreView(Closing):
     owner: str | None
     """The process that has the folder open for writing, None without one; ``this process`` for a broker."""
 
-    def __init__(self, store: MessageStore, broker: Broker | None, owner: str | None) -> None:
+    def __init__(
+        self,
+        store: MessageStore,
+        owner: str | None,
+        *,
+        broker: Broker | None = None,
+        tables: BrokerTables | None = None,
+        now_ms: int | None = None,
+        closes_store: bool = False,
+    ) -> None:
         self.store = store
         self.broker = broker
         self.owner = owner
-        self._opened = False
-        self._tables: BrokerTables | None = None
-        self._now_ms: int | None = None
+        self._tables = tables
+        self._now_ms = now_ms
+        self._closes_store = closes_store
 
     @classmethod
     def open(
@@ -252,14 +261,9 @@ class StoreView(Closing):
         directory.check_kind(path, files)
         owner = files.lock_holder(directory.lock_path(path))
         store = MessageStore.open(path, read_only=True, files=files, clock=clock)
-        view = cls(store, None, owner)
-        view._opened = True
-        view._tables = tables
-        if now_ms is not None:
-            view._now_ms = now_ms
-        elif owner is not None:
-            view._now_ms = (clock or SystemClock()).now_ms()
-        return view
+        if now_ms is None and owner is not None:
+            now_ms = (clock or SystemClock()).now_ms()
+        return cls(store, owner, tables=tables, now_ms=now_ms, closes_store=True)
 
     @classmethod
     def of(cls, broker: Broker) -> Self:
@@ -268,16 +272,12 @@ class StoreView(Closing):
         Raises:
             StoreClosedError: The broker is closed.
         """
-        view = cls(broker.store, broker, "this process")
-        view._now_ms = broker.runner.now_ms()
-        return view
+        return cls(broker.store, "this process", broker=broker, now_ms=broker.runner.now_ms())
 
     @classmethod
     def over(cls, store: MessageStore, tables: BrokerTables | None = None) -> Self:
         """View an open store; ``tables`` are by default those in its folder."""
-        view = cls(store, None, None if store.read_only else "this process")
-        view._tables = tables
-        return view
+        return cls(store, None if store.read_only else "this process", tables=tables)
 
     @property
     def is_live(self) -> bool:
@@ -454,8 +454,8 @@ class StoreView(Closing):
 
     def close(self) -> None:
         """Close the store, if `open` opened it."""
-        if self._opened:
-            self._opened = False
+        if self._closes_store:
+            self._closes_store = False
             self.store.close()
 
     def __repr__(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.output import Output, complain
@@ -150,11 +151,7 @@ def _copy(tables: BrokerTables, name: str, new: str | None, groups: tuple[str, .
 
 
 def _retries_of(
-    store: MessageStore,
-    tables: BrokerTables,
-    name: str,
-    arguments: argparse.Namespace,
-    store_retry: StoreRetry | None,
+    store: MessageStore, tables: BrokerTables, name: str, arguments: argparse.Namespace, store_retry: StoreRetry | None
 ) -> Row:
     """Move the waiting retries of a group if that is wanted; else return which stay with the old name."""
     if arguments.with_retries:
@@ -294,17 +291,8 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
         view = StoreView.over(broker.store, broker.tables)
         queues = _selected_queues(arguments, view)
         queue_ids = {queue_id for _, queue_id in queues}
-        to_end = age_s is None and newest is None
-        now_ms = clock.now_ms()
-        plan = plan_skip(
-            view,
-            group,
-            topic,
-            older_than=age_s,
-            lag_above=newest,
-            to_end=to_end,
-            now_ms=now_ms,
-        )
+        to_end, now_ms = age_s is None and newest is None, clock.now_ms()
+        plan = plan_skip(view, group, topic, older_than=age_s, lag_above=newest, to_end=to_end, now_ms=now_ms)
         plan = plan._replace(queues=tuple(queue_skip for queue_skip in plan.queues if queue_skip.queue_id in queue_ids))
         _announce(plan, "would skip" if arguments.dry_run else "skips")
         done = plan
@@ -320,9 +308,7 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
 
 def _announce(plan: Skip, skips: str) -> None:
     """Tell a person what is skipped, before it is."""
-    bounds = [
-        time for queue_skip in plan.queues for time in (queue_skip.first_timestamp_ms, queue_skip.last_timestamp_ms)
-    ]
-    times = [time for time in bounds if time is not None]
+    bounds = ((queue_skip.first_timestamp_ms, queue_skip.last_timestamp_ms) for queue_skip in plan.queues)
+    times = [time for time in chain(*bounds) if time is not None]
     stored = f", stored from {moment(min(times))} to {moment(max(times))} UTC" if times else ""
     complain(f"note: group {plan.group!r} {skips} {counted(plan.messages, 'message')} of topic {plan.topic!r}{stored}")

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.output import Output, complain
 from librmq.cli.rows import named
@@ -132,14 +132,22 @@ def _lag_rates(arguments: argparse.Namespace, output: Output) -> None:
 
     def measure_again() -> Lag:
         with open_source(arguments) as view:
-            return measure(view)
+            return replace(measure(view), now_ms=clock.now_ms())
 
     with open_source(arguments) as view:
         _note_unknown(view, arguments, output)
         if isinstance(view, StoreView) and view.owner is None:
-            recent_rates(view, measure(view), output)
+            _print_recent_rates(view, measure(view), output)
             return
-    follow_rates(measure_again, arguments.every, output)
+    clock, never = SystemClock(), threading.Event()
+    before = measure_again()
+    while True:
+        clock.wait(never, arguments.every)
+        now = measure_again()
+        for rate in now.rates_since(before):
+            output.row(rate._asdict())
+        output.draw()
+        before = now
 
 
 def _note_unknown(view: View[Any], arguments: argparse.Namespace, output: Output) -> None:
@@ -156,35 +164,19 @@ _WINDOW_S: Final = 600
 _LEAST_S: Final = 0.1
 
 
-def follow_rates(measure: Callable[[], Lag], seconds: float, output: Output) -> NoReturn:
-    """Print the rates between each measurement and the next, without end."""
-    clock, never = SystemClock(), threading.Event()
-    before = replace(measure(), now_ms=clock.now_ms())
-    while True:
-        clock.wait(never, seconds)
-        now = replace(measure(), now_ms=clock.now_ms())
-        for rate in now.rates_since(before):
-            output.row(rate._asdict())
-        output.draw()
-        before = now
-
-
-def recent_rates(view: StoreView, queue_lags: Lag, output: Output) -> None:
+def _print_recent_rates(view: StoreView, queue_lags: Lag, output: Output) -> None:
     """Print what a store that no process uses tells: how fast topics grew at its end."""
     complain(
         "note: no process uses the store. stored_per_s is the rate of its last ten minutes; how fast groups consumed "
         "then is unknown"
     )
     for topic_lag in queue_lags.by_topic():
-        messages, seconds = stored_recently(view, topic_lag.topic)
-        output.row(
-            GroupRate(
-                topic_lag.group, topic_lag.topic, seconds, messages / seconds, None, topic_lag.lag, None
-            )._asdict()
-        )
+        messages, seconds = _stored_recently(view, topic_lag.topic)
+        rate = GroupRate(topic_lag.group, topic_lag.topic, seconds, messages / seconds, None, topic_lag.lag, None)
+        output.row(rate._asdict())
 
 
-def stored_recently(view: StoreView, topic: str) -> tuple[int, float]:
+def _stored_recently(view: StoreView, topic: str) -> tuple[int, float]:
     """Return the messages of a topic in the last ten minutes of the store, and how many seconds they cover."""
     if view.now_ms is None:
         return 0, 1.0
@@ -208,23 +200,15 @@ def whatif(arguments: argparse.Namespace, output: Output) -> int:
 
     with open_view(arguments) as view:
         for scenario in what_if(_consumption(view, arguments)):
-            consumption, estimate = scenario.consumption, scenario.estimate
-            output.row(
-                {
-                    "scenario": scenario.name,
-                    **estimate._asdict(),
-                    "speed_up": scenario.speed_up,
-                    "lag": sum(consumption.lags),
-                    "queues": len(consumption.lags),
-                    "clients": consumption.clients,
-                    "threads": consumption.threads,
-                    "batch_size": consumption.batch_size,
-                    "handler_s": consumption.handler_s,
-                    "stored_per_s": consumption.stored_per_s,
-                    "advice": scenario.advice,
-                }
-            )
+            consumption = scenario.consumption
+            row = {"scenario": scenario.name, **scenario.estimate._asdict(), "speed_up": scenario.speed_up}
+            row |= {"lag": sum(consumption.lags), "queues": len(consumption.lags)}
+            row |= {name: getattr(consumption, name) for name in _OF_CONSUMPTION}
+            output.row({**row, "advice": scenario.advice})
     return 0
+
+
+_OF_CONSUMPTION: Final = ("clients", "threads", "batch_size", "handler_s", "stored_per_s")
 
 
 def _consumption(view: StoreView, arguments: argparse.Namespace) -> Consumption:
@@ -232,7 +216,7 @@ def _consumption(view: StoreView, arguments: argparse.Namespace) -> Consumption:
 
     stored_per_s = arguments.inflow
     if stored_per_s is None:
-        messages, seconds = stored_recently(view, arguments.topic)
+        messages, seconds = _stored_recently(view, arguments.topic)
         stored_per_s = messages / seconds
     consumption = consumption_of(
         view, arguments.group, arguments.topic, handler_s=arguments.handler, stored_per_s=stored_per_s
@@ -289,67 +273,46 @@ def cancel(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+_UNIT: Final = {
+    "size": "size", "prev_pos": "previous", "magic": "magic", "curr_write_time_ms": "write_time_ms",
+    "delay_ms_rel": "delay_ms", "offset_py": "physical_offset", "size_py": "message_size",
+    "real_topic_hash": "topic_hash", "reserved": "reserved",
+}  # fmt: skip
+"""Fields of the rows of timer files, by the fields of 5.3.3's files, with the attributes that they show."""
+_SLOT: Final = {
+    "time_in_precision_units": "time", "first_pos": "first", "last_pos": "last", "num": "messages", "magic": "magic",
+}  # fmt: skip
+_CHECKPOINT: Final = {
+    "last_read_time_ms": "read_time_ms", "last_timer_log_flush_pos": "log_position",
+    "last_timer_queue_offset": "queue_offset", "master_timer_queue_offset": "master_queue_offset",
+    "data_version_state": "state_version", "data_version_timestamp": "version_timestamp_ms",
+    "data_version_counter": "version_counter",
+}  # fmt: skip
+
+
+def _fields(item: object, names: dict[str, str]) -> dict[str, Any]:
+    return {name: getattr(item, attribute) for name, attribute in names.items()}
+
+
 def timers(arguments: argparse.Namespace, output: Output) -> int:
     """Print the timer log, the used slots of the wheel, and the checkpoint."""
-    from librmq.store.format.timerfiles import (
-        CHECKPOINT_SIZE,
-        TimerCheckpoint,
-        TimerLog,
-        Unit,
-        read_slots,
-        timer_log_size,
-    )
+    from librmq.store.format import timerfiles
 
     files, store = DiskFiles(), arguments.store
     check_kind(store, files)
-    size = timer_log_size(store, files)
+    size = timerfiles.timer_log_size(store, files)
     if size:
-        for position, item in TimerLog(store, size, files=files, writable=False).items():
-            if isinstance(item, Unit):
-                output.row(
-                    {
-                        "type": "timerlog_unit",
-                        "pos": position,
-                        "size": item.size,
-                        "prev_pos": item.previous,
-                        "magic": item.magic,
-                        "curr_write_time_ms": item.write_time_ms,
-                        "delay_ms_rel": item.delay_ms,
-                        "offset_py": item.physical_offset,
-                        "size_py": item.message_size,
-                        "real_topic_hash": item.topic_hash,
-                        "reserved": item.reserved,
-                    }
-                )
+        for position, item in timerfiles.TimerLog(store, size, files=files, writable=False).items():
+            if isinstance(item, timerfiles.Unit):
+                output.row({"type": "timerlog_unit", "pos": position, **_fields(item, _UNIT)})
             else:
                 output.row({"type": "timerlog_blank", "pos": position, "size": item})
-    for number, slot in read_slots(store, files):
-        output.row(
-            {
-                "type": "wheel_slot",
-                "index": number,
-                "time_in_precision_units": slot.time,
-                "first_pos": slot.first,
-                "last_pos": slot.last,
-                "num": slot.messages,
-                "magic": slot.magic,
-            }
-        )
-    checkpoint = TimerCheckpoint.read(store, files)
+    for number, slot in timerfiles.read_slots(store, files):
+        output.row({"type": "wheel_slot", "index": number, **_fields(slot, _SLOT)})
+    checkpoint = timerfiles.TimerCheckpoint.read(store, files)
     if checkpoint is not None:
-        output.row(
-            {
-                "type": "timercheck",
-                "file_size": CHECKPOINT_SIZE,
-                "last_read_time_ms": checkpoint.read_time_ms,
-                "last_timer_log_flush_pos": checkpoint.log_position,
-                "last_timer_queue_offset": checkpoint.queue_offset,
-                "master_timer_queue_offset": checkpoint.master_queue_offset,
-                "data_version_state": checkpoint.state_version,
-                "data_version_timestamp": checkpoint.version_timestamp_ms,
-                "data_version_counter": checkpoint.version_counter,
-            }
-        )
+        size = timerfiles.CHECKPOINT_SIZE
+        output.row({"type": "timercheck", "file_size": size, **_fields(checkpoint, _CHECKPOINT)})
     return 0
 
 
@@ -423,13 +386,13 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
         broker.resend_dead_letters(arguments.group, unsent)
         at_ms = broker.runner.now_ms()
     if not unsent:
-        before = (
-            f"all {len(selected):,} dead letters were sent before, as resent_at_ms in the list says: name one with "
-            "--id to send it once more"
-        )
-        complain(
-            f"note: {before if selected else f'no such dead letter of group {arguments.group!r}'}: nothing is sent"
-        )
+        why = f"no such dead letter of group {arguments.group!r}"
+        if selected:
+            why = (
+                f"all {len(selected):,} dead letters were sent before, as resent_at_ms in the list says: name one with "
+                "--id to send it once more"
+            )
+        complain(f"note: {why}: nothing is sent")
     for message in unsent:
         letter = selected[message.physical_offset]
         resent_at_ms = letter.resent_at_ms if arguments.dry_run else at_ms

@@ -67,7 +67,7 @@ def import_(arguments: argparse.Namespace, output: Output) -> int:
     counted: dict[str, list[int]] = {}
     unknown: set[str] = set()
     with ExitStack() as opened:
-        rows = opened.enter_context(_Rows(arguments.path, arguments.input_format))
+        rows = _rows(arguments.path, arguments.input_format, opened)
         write = None if arguments.dry_run else opened.enter_context(_Writer(arguments)).append
         for number in itertools.count(1):
             try:
@@ -148,53 +148,38 @@ class _Writer:
 # ------------------------------------------------------------------------------------------------------------ rows
 
 
-class _Rows:
-    """The rows of a file of JSON lines or CSV, of standard input, or of a folder of Parquet."""
+def _rows(path: str, form: str | None, opened: ExitStack) -> Iterator[Mapping[str, Any]]:
+    """Return the rows of a file of JSON lines or CSV, of standard input, or of a folder of Parquet."""
+    ending = path.rpartition(".")[2].lower()
+    form = form or ("parquet" if os.path.isdir(path) else {"csv": "csv", "parquet": "parquet"}.get(ending, "jsonl"))
+    if form == "parquet":
+        return _rows_of_parquet(path, opened)
+    try:
+        raw = sys.stdin.buffer if path == "-" else opened.enter_context(open(path, "rb"))  # noqa: SIM115
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    total = 0 if path == "-" else os.fstat(raw.fileno()).st_size
+    lines = opened.enter_context(ProgressBar("import", total)).track(raw, len)
+    if form == "csv":
+        csv.field_size_limit(1 << 30)
+        return map(_from_cells, csv.DictReader(line.decode("utf-8", "surrogateescape") for line in lines))
+    return (parse_object(line) for line in lines if line.strip())
 
-    def __init__(self, path: str, form: str | None) -> None:
-        self._path = path
-        ending = path.rpartition(".")[2].lower()
-        by_ending = "parquet" if os.path.isdir(path) else {"csv": "csv", "parquet": "parquet"}.get(ending, "jsonl")
-        self._form = form or by_ending
 
-    def __enter__(self) -> Iterator[Mapping[str, Any]]:
-        self._opened = ExitStack()
-        if self._form == "parquet":
-            return self._parquet()
-        try:
-            raw = sys.stdin.buffer if self._path == "-" else self._opened.enter_context(open(self._path, "rb"))
-        except OSError as error:
-            raise InputError(f"{self._path}: {error.strerror}") from None
-        total = 0 if self._path == "-" else os.fstat(raw.fileno()).st_size
-        bar = self._opened.enter_context(ProgressBar("import", total))
-        lines = bar.track(raw, len)
-        if self._form == "csv":
-            csv.field_size_limit(1 << 30)
-            return map(_from_cells, csv.DictReader(line.decode("utf-8", "surrogateescape") for line in lines))
-        return (parse_object(line) for line in lines if line.strip())
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
-
-    def _parquet(self) -> Iterator[Mapping[str, Any]]:
-        try:
-            import pyarrow as pa
-            import pyarrow.dataset as ds
-        except ImportError:
-            raise MissingExtraError("reading Parquet", "arrow") from None
-        try:
-            dataset = ds.dataset(self._path, format="parquet", partitioning="hive", ignore_prefixes=["_", "."])
-            bar = self._opened.enter_context(ProgressBar("import", dataset.count_rows(), "messages"))
-        except (OSError, pa.ArrowException) as error:
-            raise InputError(f"{self._path}: {error}") from None
-
-        def rows() -> Iterator[Mapping[str, Any]]:
-            for file in sorted(dataset.get_fragments(), key=lambda fragment: str(os.path.basename(fragment.path))):
-                for batch in file.to_batches(schema=dataset.schema):
-                    yield from batch.to_pylist()
-                    bar.advance(batch.num_rows)
-
-        return rows()
+def _rows_of_parquet(path: str, opened: ExitStack) -> Iterator[Mapping[str, Any]]:
+    try:
+        import pyarrow as pa
+        import pyarrow.dataset as ds
+    except ImportError:
+        raise MissingExtraError("reading Parquet", "arrow") from None
+    try:
+        dataset = ds.dataset(path, format="parquet", partitioning="hive", ignore_prefixes=["_", "."])
+        bar = opened.enter_context(ProgressBar("import", dataset.count_rows(), "messages"))
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{path}: {error}") from None
+    files = sorted(dataset.get_fragments(), key=lambda fragment: str(os.path.basename(fragment.path)))
+    batches = (batch for file in files for batch in file.to_batches(schema=dataset.schema))
+    return (row for batch in bar.track(batches, len) for row in batch.to_pylist())
 
 
 def _from_cells(row: Mapping[str, Any]) -> dict[str, Any]:

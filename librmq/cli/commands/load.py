@@ -72,15 +72,11 @@ def load(arguments: argparse.Namespace, output: Output) -> int:
         output.row(row)
         output.flush()
 
+    def warn(reason: str) -> None:
+        complain(f"librmq load: {reason}")
+
     with ProgressBar("load", input_size(), quiet=output.is_on_terminal) as bar:
-        run(
-            arguments.store,
-            config,
-            bar.track(standard_input(), len),
-            write,
-            warn=lambda reason: complain(f"librmq load: {reason}"),
-            timer=timer,
-        )
+        run(arguments.store, config, bar.track(standard_input(), len), write, warn=warn, timer=timer)
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, get_args, get_type_hints
 
 from librmq.diagnosis.group_lag import TopicProgress, rate_between
 from librmq.errors import InputError
@@ -275,7 +275,7 @@ class Report(ReportRows):
     def to_json(self) -> str:
         """Return the report as JSON, for `from_json`."""
         document = {column.name: getattr(self, column.name) for column in fields(self)}
-        for name in ROWS:
+        for name in _ROWS:
             document[name] = [row._asdict() for row in document[name]]
         return json.dumps({**document, "only": dict(self.only)}, ensure_ascii=False, separators=(",", ":"))
 
@@ -290,7 +290,7 @@ class Report(ReportRows):
             document: dict[str, Any] = json.loads(text)
             if document["version"] != VERSION:
                 raise InputError(f"report of version {document['version']!r:.20}: expected version {VERSION}")
-            for name, kind in ROWS.items():
+            for name, kind in _ROWS.items():
                 document[name] = tuple(
                     kind(**{key: _frozen(value) for key, value in row.items()}) for row in document[name]
                 )
@@ -305,20 +305,8 @@ def _frozen(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-ROWS: Final[dict[str, Callable[..., Any]]] = {
-    "stores": StoreSummary,
-    "damage": DamagedPlace,
-    "findings": ReportedFinding,
-    "lags": GroupTopicLag,
-    "topics": StoredTopic,
-    "delays": BornToStored,
-    "retries": RetriedMessages,
-    "dead_letters": ReportedCause,
-    "keys": FrequentKey,
-    "repeated": RepeatedKeys,
-    "waiting": WaitingMessages,
-    "log_files": LogFileUse,
-    "filters": FilterMatch,
+_ROWS: Final[dict[str, Callable[..., Any]]] = {
+    name: get_args(hint)[0] for name, hint in get_type_hints(Report).items() if name in ("stores", *ROW_NAMES)
 }
 """The kind of the rows in each part of a report."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from importlib.resources import files
 from importlib.util import find_spec
 from typing import Final, Literal, NamedTuple
@@ -23,23 +24,14 @@ class Fact(NamedTuple):
     mood: Literal["", "bad", "good"] = ""
 
 
-class NoticeItem(NamedTuple):
-    """A finding as the page shows it."""
-
-    subject: str
-    what: str
-    evidence: Sequence[tuple[str, str]]
-    next_step: str
-    """Empty if the whole notice has a single next step."""
-
-
 class Notice(NamedTuple):
     """The findings of one kind, the largest first."""
 
     severity: str
     title: str
-    items: Sequence[NoticeItem]
+    findings: Sequence[ReportedFinding]
     next_step: str
+    """The single next step of all; empty if they have several."""
     more: int
     """Number of further findings that the page leaves out."""
 
@@ -82,7 +74,10 @@ def render_page(report: Report, earlier: Report | None = None) -> str:
         about=_about(report),
         mood=_mood(report),
         verdict=_verdict(report, comparison),
-        notices=_notices(report, comparison),
+        notices=_notices(report),
+        subject_of=partial(_subject, report),
+        what_of=partial(_what, comparison),
+        evidence_of=_evidence,
         facts=_facts(report),
         sections=[section for section in every if section.tables],
         empty=[section for section in every if not section.tables],
@@ -119,7 +114,7 @@ def _verdict(report: Report, comparison: Comparison | None) -> str:
     return verdict
 
 
-def _notices(report: Report, comparison: Comparison | None) -> list[Notice]:
+def _notices(report: Report) -> list[Notice]:
     """Return the findings by kind, worst first."""
     kinds: dict[tuple[str, str], list[ReportedFinding]] = {}
     for finding in report.findings:
@@ -128,24 +123,24 @@ def _notices(report: Report, comparison: Comparison | None) -> list[Notice]:
     for (severity, kind), findings in kinds.items():
         first = findings[:_OF_A_KIND]
         steps = {finding.next_step for finding in first}
-        items = [_item(report, finding, comparison, own_step=len(steps) > 1) for finding in first]
-        title = kind.replace("-", " ").capitalize()
-        more = len(findings) - len(first)
-        notices.append(Notice(severity, title, items, "" if len(steps) > 1 else first[0].next_step, more))
+        title, step = kind.replace("-", " ").capitalize(), steps.pop() if len(steps) == 1 else ""
+        notices.append(Notice(severity, title, first, step, len(findings) - len(first)))
     return notices
 
 
-def _item(report: Report, finding: ReportedFinding, comparison: Comparison | None, *, own_step: bool) -> NoticeItem:
-    what = finding.what
+def _subject(report: Report, finding: ReportedFinding) -> str:
+    is_named = len(report.stores) > 1 and finding.subject != f"store {finding.store}"
+    return f"{finding.subject}, store {finding.store}" if is_named else finding.subject
+
+
+def _what(comparison: Comparison | None, finding: ReportedFinding) -> str:
     if comparison is not None:
         before = next((old for old, now in comparison.changed if now is finding), None)
         if before is not None:
-            what = f"{what} (Before: {before.what})"
-        elif any(now is finding for now in comparison.added):
-            what = f"New: {what}"
-    is_named = len(report.stores) > 1 and finding.subject != f"store {finding.store}"
-    subject = f"{finding.subject}, store {finding.store}" if is_named else finding.subject
-    return NoticeItem(subject, what, _evidence(finding), finding.next_step if own_step else "")
+            return f"{finding.what} (Before: {before.what})"
+        if any(now is finding for now in comparison.added):
+            return f"New: {finding.what}"
+    return finding.what
 
 
 def _evidence(finding: ReportedFinding) -> list[tuple[str, str]]:
@@ -185,11 +180,7 @@ def _facts(report: Report) -> list[Fact]:
     places = counted(len(report.damage), "place") if unsound else ""
     return [
         Fact("messages", number(sum(row.messages for row in report.stores)), span),
-        Fact(
-            "stored",
-            size(sum(row.bytes for row in report.stores)),
-            topics,
-        ),
+        Fact("stored", size(sum(row.bytes for row in report.stores)), topics),
         Fact("wait for a group", number(lag), f"the oldest for {duration(oldest)}" if lag else ""),
         Fact("dead letters", number(dead), "", "bad" if dead else ""),
         Fact("pending", number(waiting), "halves, delays, retries"),
