@@ -484,7 +484,7 @@ _TOOLS: Final = (
         makes_store=True, output=OUTPUT[:1],
     ),
     Command(
-        "who", "processes", "list the processes that share a store", "store",
+        "who", "maintenance", "list the processes that share a store", "store",
         note="The process that owns it, then those that reach it through its socket; a stopped one is marked.",
         output=OUTPUT,
     ),

@@ -1,21 +1,23 @@
-"""``verify``, ``recover``, ``salvage``, ``load`` and copies of a store: its files as a whole."""
+"""``verify``, ``recover``, ``salvage``, copies of a store, ``who``: its files as a whole, and what uses them."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from librmq.cli.output import DAMAGED, INTERRUPTED, EndSignals, Output, ProgressBar, complain, end_signals, log_bar
-from librmq.cli.rows import gap_row, message_row, snapshot_row
+from librmq.cli.rows import Row, gap_row, message_row, snapshot_row
 from librmq.cli.stores import files_and_config
 from librmq.clock import SystemClock
-from librmq.errors import ConfigError, CorruptionError, InputError
+from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, InputError
+from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
-from librmq.store.format.directory import CONFIG, check_kind, recognise, tables_database
+from librmq.files.lock import lock_process
+from librmq.store.format.directory import CONFIG, check_kind, lock_path, recognise, tables_database
 from librmq.store.format.directory import broker_conf as broker_conf_of
 
 if TYPE_CHECKING:
@@ -243,3 +245,67 @@ def _keep_up(replica: Replica, lines: _States, ended: EndSignals) -> None:
             status.show(f"{replica.path}: {replica.end:,} bytes, {what}; Ctrl-C ends")
     finally:
         status.show("")
+
+
+# ---- processes that share a store
+
+
+def who(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the owner of a store, then the processes that reach it, the first that came first."""
+    path = arguments.store
+    check_kind(path, DiskFiles())
+    rows = [] if sys.platform == "win32" else _sharing(path)
+    output.rows_of(rows)
+    if not rows:
+        holder = DiskFiles().lock_holder(lock_path(path))
+        held = (
+            "no process has it open for writing" if holder is None else f"{holder} has it open, and does not share it"
+        )
+        complain(f"note: no process shares {path}: {held}")
+    return 0
+
+
+def _sharing(path: str) -> list[Row]:
+    from librmq.cli.owner import owner_of
+    from librmq.wire.unix_sockets import connect_to, credentials_of, owner_socket, process_of_host, share_folder
+
+    try:
+        with connect_to(owner_socket(path), _LOOK_S) as connected:
+            owner = credentials_of(connected).process
+    except BrokerUnreachableError:  # also of an owner that is stopped while many wait for it
+        holder = lock_process(os.path.join(share_folder(path), "lock"))
+        if holder is None:
+            return []
+        owner = holder
+    try:
+        with owner_of(path) as store:
+            if store is None:
+                return []
+            begin_ms, connections = store.admin.connections()
+    except BrokerUnreachableError as error:
+        complain(f"note: the owner does not answer, so that its peers are unknown: {error}")
+        return [_process_row("owner", owner, None)]
+    since = {process: since_ms for host, since_ms in reversed(connections) if (process := process_of_host(host))}
+    peers = sorted((since_ms, process) for process, since_ms in since.items() if process not in (owner, os.getpid()))
+    return [
+        _process_row("owner", owner, begin_ms),
+        *(_process_row("peer", process, since_ms) for since_ms, process in peers),
+    ]
+
+
+_LOOK_S: Final = 3.0
+
+
+def _process_row(role: str, process: int, since_ms: int | None) -> Row:
+    from librmq.wire.unix_sockets import is_stopped
+
+    state = "stopped" if is_stopped(process) else "running"
+    return {"role": role, "pid": process, "program": _program(process), "since_ms": since_ms, "state": state}
+
+
+def _program(process: int) -> str | None:
+    """Return the command line of a process; None where the system does not say."""
+    with suppress(OSError), open(f"/proc/{process}/cmdline", "rb") as file:
+        words = file.read(4096).rstrip(b"\0").replace(b"\0", b" ")
+        return words.decode("utf-8", "replace") or None
+    return None
