@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # commands that read the log alone need none of these
     from librmq.cli.cluster import ClusterView
     from librmq.cli.owner import OwnedStore
     from librmq.columns import RemoteStore
-    from librmq.diagnosis.pending import StoreRetry
+    from librmq.diagnosis.skips import StoreRetry
     from librmq.diagnosis.view import StoreView
     from librmq.protocol import Route
     from librmq.store import MessageStore

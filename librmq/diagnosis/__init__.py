@@ -33,7 +33,6 @@ with lazy_exports(globals()):
     from librmq.diagnosis.pending import GivenUpHalf as GivenUpHalf
     from librmq.diagnosis.pending import PendingMessage as PendingMessage
     from librmq.diagnosis.pending import WaitingOrigins as WaitingOrigins
-    from librmq.diagnosis.pending import decide_half as decide_half
     from librmq.diagnosis.pending import expiring as expiring
     from librmq.diagnosis.pending import given_up as given_up
     from librmq.diagnosis.pending import pending_messages as pending_messages
@@ -46,6 +45,7 @@ with lazy_exports(globals()):
     from librmq.diagnosis.skips import Skip as Skip
     from librmq.diagnosis.skips import SkippedQueue as SkippedQueue
     from librmq.diagnosis.skips import continue_as as continue_as
+    from librmq.diagnosis.skips import decide_half as decide_half
     from librmq.diagnosis.skips import move_to as move_to
     from librmq.diagnosis.skips import plan_continue_as as plan_continue_as
     from librmq.diagnosis.skips import plan_replay as plan_replay

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
@@ -29,11 +29,11 @@ from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import QueueLag, lag
 from librmq.diagnosis.pop import PopHolds, pop_holds
 from librmq.diagnosis.view import Source, StoreView, viewed
-from librmq.errors import ConfigError, CorruptionError, TransactionRefusedError
+from librmq.errors import ConfigError, CorruptionError
 from librmq.java.lang import java_int, java_long
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
-from librmq.message.message import Message, StoredMessage
+from librmq.message.message import StoredMessage
 from librmq.message.topics import (
     CHECK_MAX_TIME_TOPIC,
     DEAD_LETTER_PREFIX,
@@ -51,13 +51,9 @@ from librmq.scheduling.waiting import Cancellations, destination_of, own_time_ms
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import derived_tags_code
 from librmq.store.engine.read import offset_at_place
-from librmq.store.format.broker_tables import BrokerTables, topic_row
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.retention import first_behind, last_timestamp_ms
 from librmq.txn import TransactionConfig
-
-if TYPE_CHECKING:
-    from librmq.diagnosis.skips import SkippingBroker
-
 
 Kind = Literal["half", "given_up", "delay", "retry", "timer", "pop"]
 
@@ -291,8 +287,6 @@ def kind_of(message: StoredMessage) -> Literal["plain", "delayed", "transactiona
 
 # ---- discarded half messages
 
-_SYSTEM_ERROR = 1
-
 
 class GivenUpHalf(NamedTuple):
     """An undecided half message that checks have discarded."""
@@ -336,42 +330,6 @@ def given_up(source: Source) -> list[GivenUpHalf]:
             )
             for half in given_up_halves(view.store)
         ]
-
-
-def decide_half(broker: SkippingBroker, physical_offset: int, *, commit: bool) -> None:
-    """Commit or roll back a half message that checks have discarded.
-
-    Args:
-        broker: The running broker.
-        physical_offset: The place in a result of `given_up`.
-        commit: Whether to deliver or to drop the message.
-
-    Raises:
-        TransactionRefusedError: There is no such half message at this place, it was already decided, or the log no
-            longer has it.
-        BrokerUnreachableError: The broker is closed.
-    """
-    from librmq.protocol import EndTransaction, TransactionState  # loads asyncio, which a list does not need
-
-    store = broker.store
-    half = next(
-        (candidate for candidate in given_up_halves(store) if candidate.physical_offset == physical_offset), None
-    )
-    if half is None:
-        raise TransactionRefusedError(
-            _SYSTEM_ERROR,
-            f"physical offset {physical_offset}: expected an undecided half that was given up, as "
-            "`librmq pending --kind given_up` lists",
-        )
-    family = family_of_half(store, half)
-    if not family:
-        raise TransactionRefusedError(
-            _SYSTEM_ERROR, f"the log no longer has the half of {half.message_id}: send the message again instead"
-        )
-    last = family[-1]
-    state = TransactionState.COMMIT if commit else TransactionState.ROLLBACK
-    group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
-    broker.call(EndTransaction(group, state, last.queue_offset, last.physical_offset, last.message_id))
 
 
 def half_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
@@ -418,9 +376,6 @@ def _unchecked_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding
 
 # ---- waiting retries of a group
 
-_READABLE: Final = 6  # and writable
-_OF_THE_DELAY: Final = frozenset((record.PROPERTY_DELAY, record.PROPERTY_REAL_TOPIC, record.PROPERTY_REAL_QUEUE_ID))
-
 
 def waiting_retries(
     store: MessageStore, tables: BrokerTables, group: str, topic: str | None = None
@@ -434,54 +389,6 @@ def waiting_retries(
         message = store.message_at(pending.physical_offset)
         if pending.target_topic == topic and message is not None:
             yield message
-
-
-StoreRetry: TypeAlias = "Callable[[Message, StoredMessage], int]"
-"""Stores a copy of a retry in the retry topic of another group, and returns its queue offset."""
-
-
-def move_retries(
-    store: MessageStore, tables: BrokerTables, group: str, new_group: str, store_retry: StoreRetry | None = None
-) -> tuple[int, int]:
-    """Copy the waiting retries of a group to the retry topic of another one, and skip those that are due.
-
-    The attempts so far count for the new group. Its retries are due at once. ``store_retry`` replaces the store, which
-    can be read-only then.
-
-    Returns:
-        The number of copies, and how many of them the old group gets too when their delay ends.
-    """
-    topic, old_topic = retry_topic(new_group), retry_topic(group)
-    if topic not in tables.topics.rows:
-        tables.topics.set(topic, topic_row(topic, 1, 1, _READABLE))
-
-    def append(copy: Message, message: StoredMessage) -> int:
-        return store.append(
-            copy,
-            born_timestamp_ms=message.born_timestamp_ms,
-            born_host=message.born_host,
-            store_host=message.store_host,
-            sys_flag=message.sys_flag,
-            reconsume_times=message.reconsume_times,
-        ).queue_offset
-
-    queue_offsets: list[int] = []
-    passed: dict[int, int] = {}
-    delayed = 0
-    for message in list(waiting_retries(store, tables, group)):
-        copy = Message(topic, message.stored_body, flag=message.flag)
-        copy.properties = {name: value for name, value in message.properties.items() if name not in _OF_THE_DELAY}
-        copy.properties.setdefault(record.PROPERTY_ORIGIN_MESSAGE_ID, message.offset_id)
-        queue_offsets.append((store_retry or append)(copy, message))
-        if message.topic == old_topic:
-            passed[message.queue_id] = message.queue_offset + 1
-        else:
-            delayed += 1
-    if queue_offsets:
-        tables.set_consumer_offset(topic, new_group, 0, queue_offsets[0])
-    for queue_id, queue_offset in passed.items():  # no further: the group can be running, and fail again
-        tables.set_consumer_offset(old_topic, group, queue_id, queue_offset)
-    return len(queue_offsets), delayed
 
 
 # ---- unconsumed messages

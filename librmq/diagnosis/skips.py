@@ -1,4 +1,4 @@
-"""Policies against backlog: skip messages, set them aside, replay them later; each with a preview.
+"""What a person decides about backlog: skip messages, set them aside, replay or move them; end a half message.
 
 Each skip is recorded in ``librmq/skipped.jsonl`` of the store, a file that RocketMQ ignores. A second group can then
 replay the skipped messages.
@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from typing import Final, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlias
 
-from librmq.broker import Broker
 from librmq.diagnosis.group_lag import QueueLag, lag, no_progress
+from librmq.diagnosis.pending import family_of_half, given_up_halves, waiting_retries
 from librmq.diagnosis.view import Source, StoreView, viewed
-from librmq.errors import ConfigError, MalformedError
+from librmq.errors import ConfigError, MalformedError, TransactionRefusedError
+from librmq.message import record
 from librmq.message.message import Message, StoredMessage
-from librmq.message.record import RESERVED_PROPERTIES
-from librmq.protocol import LOCAL_HOST, Endpoint, QueueData, SendMessage
+from librmq.message.properties import RESERVED_PROPERTIES
+from librmq.message.topics import retry_topic
+from librmq.protocol import LOCAL_HOST, Endpoint, EndTransaction, QueueData, SendMessage, TransactionState
 from librmq.protocol.client_requests import INNER_PRODUCER
 from librmq.runtime.runner import Runner
 from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerTables, topic_row
 from librmq.store.format.documents import OWN_FOLDER, notes_locked
+
+if TYPE_CHECKING:
+    from librmq.broker import Broker
 
 Policy = Literal["age", "lag", "end"]
 
@@ -374,3 +380,91 @@ def _record(broker: SkippingBroker, done: Skip) -> None:
     with notes_locked(broker.store.path, files):
         before = files.read(path) if files.size(path) else b""
         files.write(path, before + json.dumps(fields, ensure_ascii=False).encode() + b"\n")
+
+
+# ---- retries and halves that wait
+
+_SYSTEM_ERROR: Final = 1
+_READABLE: Final = 6  # and writable
+_OF_THE_DELAY: Final = frozenset((record.PROPERTY_DELAY, record.PROPERTY_REAL_TOPIC, record.PROPERTY_REAL_QUEUE_ID))
+
+StoreRetry: TypeAlias = "Callable[[Message, StoredMessage], int]"
+"""Stores a copy of a retry in the retry topic of another group, and returns its queue offset."""
+
+
+def move_retries(
+    store: MessageStore, tables: BrokerTables, group: str, new_group: str, store_retry: StoreRetry | None = None
+) -> tuple[int, int]:
+    """Copy the waiting retries of a group to the retry topic of another one, and skip those that are due.
+
+    The attempts so far count for the new group. Its retries are due at once. ``store_retry`` replaces the store, which
+    can be read-only then.
+
+    Returns:
+        The number of copies, and how many of them the old group gets too when their delay ends.
+    """
+    topic, old_topic = retry_topic(new_group), retry_topic(group)
+    if topic not in tables.topics.rows:
+        tables.topics.set(topic, topic_row(topic, 1, 1, _READABLE))
+
+    def append(copy: Message, message: StoredMessage) -> int:
+        return store.append(
+            copy,
+            born_timestamp_ms=message.born_timestamp_ms,
+            born_host=message.born_host,
+            store_host=message.store_host,
+            sys_flag=message.sys_flag,
+            reconsume_times=message.reconsume_times,
+        ).queue_offset
+
+    queue_offsets: list[int] = []
+    passed: dict[int, int] = {}
+    delayed = 0
+    for message in list(waiting_retries(store, tables, group)):
+        copy = Message(topic, message.stored_body, flag=message.flag)
+        copy.properties = {name: value for name, value in message.properties.items() if name not in _OF_THE_DELAY}
+        copy.properties.setdefault(record.PROPERTY_ORIGIN_MESSAGE_ID, message.offset_id)
+        queue_offsets.append((store_retry or append)(copy, message))
+        if message.topic == old_topic:
+            passed[message.queue_id] = message.queue_offset + 1
+        else:
+            delayed += 1
+    if queue_offsets:
+        tables.set_consumer_offset(topic, new_group, 0, queue_offsets[0])
+    for queue_id, queue_offset in passed.items():  # no further: the group can be running, and fail again
+        tables.set_consumer_offset(old_topic, group, queue_id, queue_offset)
+    return len(queue_offsets), delayed
+
+
+def decide_half(broker: SkippingBroker, physical_offset: int, *, commit: bool) -> None:
+    """Commit or roll back a half message that checks have discarded.
+
+    Args:
+        broker: The running broker.
+        physical_offset: The place in a result of `given_up`.
+        commit: Whether to deliver or to drop the message.
+
+    Raises:
+        TransactionRefusedError: There is no such half message at this place, it was already decided, or the log no
+            longer has it.
+        BrokerUnreachableError: The broker is closed.
+    """
+    store = broker.store
+    half = next(
+        (candidate for candidate in given_up_halves(store) if candidate.physical_offset == physical_offset), None
+    )
+    if half is None:
+        raise TransactionRefusedError(
+            _SYSTEM_ERROR,
+            f"physical offset {physical_offset}: expected an undecided half that was given up, as "
+            "`librmq pending --kind given_up` lists",
+        )
+    family = family_of_half(store, half)
+    if not family:
+        raise TransactionRefusedError(
+            _SYSTEM_ERROR, f"the log no longer has the half of {half.message_id}: send the message again instead"
+        )
+    last = family[-1]
+    state = TransactionState.COMMIT if commit else TransactionState.ROLLBACK
+    group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
+    broker.call(EndTransaction(group, state, last.queue_offset, last.physical_offset, last.message_id))

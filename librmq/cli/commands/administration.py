@@ -13,7 +13,7 @@ from librmq.cli.rows import Row, named
 from librmq.cli.selection import GROUPS, TOPICS, age_clock, first_at, near, parse_time
 from librmq.cli.stores import open_running, open_to_change, select_queues
 from librmq.diagnosis.formatting import moment
-from librmq.diagnosis.pending import move_retries, waiting_retries
+from librmq.diagnosis.pending import waiting_retries
 from librmq.diagnosis.view import StoreView, View
 from librmq.errors import InputError
 from librmq.message.lag import queue_lag, unread_from
@@ -24,8 +24,7 @@ from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables, group_row, topic_row, with_topic_type
 
 if TYPE_CHECKING:
-    from librmq.diagnosis.pending import StoreRetry
-    from librmq.diagnosis.skips import Skip
+    from librmq.diagnosis.skips import Skip, StoreRetry
 
 
 _QUEUES: Final = 8
@@ -155,6 +154,8 @@ def _retries_of(
 ) -> Row:
     """Move the waiting retries of a group if that is wanted; else return which stay with the old name."""
     if arguments.with_retries:
+        from librmq.diagnosis.skips import move_retries
+
         moved, delayed = move_retries(store, tables, name, arguments.to, store_retry)
         fields: Row = {"retries_moved": moved, "retries_left": 0}
         if delayed:

@@ -247,7 +247,8 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
 
 def decide(arguments: argparse.Namespace, output: Output) -> int:
     """Commit or roll back a half message that checks have given up."""
-    from librmq.diagnosis.pending import decide_half, given_up
+    from librmq.diagnosis.pending import given_up
+    from librmq.diagnosis.skips import decide_half
 
     physical_offset = arguments.physical_offset
     if arguments.commit == arguments.rollback:
