@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 from librmq.broker import Broker
 from librmq.config import to_seconds
 from librmq.diagnosis.checks import diagnose
-from librmq.diagnosis.findings import Finding, Thresholds, worst_first
+from librmq.diagnosis.findings import Finding, Thresholds, grouped, worst_first
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import Lag, lag
 from librmq.diagnosis.pending import waiting_retries
@@ -188,9 +188,7 @@ class Watch:
                 if message.reconsume_times >= self._limits.retries:
                     latest[message.unique_key or message.properties.get(PROPERTY_ORIGIN_MESSAGE_ID, "")] = message
                     self._failing.add(retry_topic)
-            by_topic: dict[str, list[StoredMessage]] = {}
-            for message in latest.values():
-                by_topic.setdefault(message.properties.get(PROPERTY_RETRY_TOPIC, ""), []).append(message)
+            by_topic = grouped(latest.values(), lambda message: message.properties.get(PROPERTY_RETRY_TOPIC, ""))
             for topic, messages in by_topic.items():
                 worst = max(messages, key=lambda message: message.reconsume_times)
                 keys = " ".join(worst.keys)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence
+from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence, grouped
 from librmq.diagnosis.view import Source, StoreView, View, viewed
 from librmq.java.lang import java_int
 from librmq.message import record
@@ -154,10 +154,7 @@ def cause_of(properties: Mapping[str, str], reconsume_times: int) -> str:
 
 def dead_letter_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield a finding for each frequent cause of dead letters of a group and topic, and one for the rest."""
-    by_topic: dict[tuple[str, str], list[DeadLetterCause]] = {}
-    for cause in dead_letter_causes(view):
-        by_topic.setdefault((cause.group, cause.original_topic), []).append(cause)
-    for causes in by_topic.values():
+    for causes in grouped(dead_letter_causes(view), lambda cause: (cause.group, cause.original_topic)).values():
         yield from (_causes_finding([cause], limits) for cause in causes[:_CAUSES])
         if len(causes) > _CAUSES:
             yield _causes_finding(causes[_CAUSES:], limits)

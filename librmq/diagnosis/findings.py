@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 Severity = Literal["error", "warning", "info"]
 
 _ORDER: Final[dict[str, int]] = {"error": 0, "warning": 1, "info": 2}
@@ -66,6 +68,14 @@ class Thresholds:
     def severity_of(self, topic: str) -> Severity:
         """Return how severe a warning about a topic is."""
         return "error" if topic in self.topics else "warning"
+
+
+def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, list[Value]]:
+    """Return values by their keys, in the order of the first value of each."""
+    groups: dict[Key, list[Value]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return groups
 
 
 def sample_evidence(looked_at: int, every: int) -> dict[str, Any]:

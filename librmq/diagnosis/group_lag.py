@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import PLACE, places_and_sizes
-from librmq.diagnosis.findings import Finding, Severity, Thresholds, cut_evidence, id_ranges
+from librmq.diagnosis.findings import Finding, Severity, Thresholds, cut_evidence, grouped, id_ranges
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.view import QueueProgress, Source, StoreView, View, is_own_group, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
@@ -287,9 +287,7 @@ class Lag:
 
     def by_group(self) -> list[GroupLag]:
         """Return the lag of each group, sorted."""
-        topics_by_group: dict[str, list[TopicLag]] = {}
-        for topic_lag in self.by_topic():
-            topics_by_group.setdefault(topic_lag.group, []).append(topic_lag)
+        topics_by_group = grouped(self.by_topic(), lambda topic_lag: topic_lag.group)
         return [
             GroupLag(
                 group,

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.broker.clients import GroupConnections
 from librmq.broker.groups import TopicDifference, comparable, group_differences
-from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence, id_ranges, sample_evidence
+from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence, grouped, id_ranges, sample_evidence
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import Lag, QueueLag, is_uneven, lag
 from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
@@ -96,11 +96,8 @@ def _held_by_group(
     view: StoreView, group_lag: Lag, group: str | None = None
 ) -> Iterator[tuple[str, list[InstanceState], list[HeldProgress]]]:
     """Yield each group that has messages to consume, with its instances and the queues of these messages."""
-    rows: dict[str, list[QueueLag]] = {}
-    for row in group_lag:
-        if row.lag and group in (None, row.group):
-            rows.setdefault(row.group, []).append(row)
-    for name, rows_of_group in rows.items():
+    rows = (row for row in group_lag if row.lag and group in (None, row.group))
+    for name, rows_of_group in grouped(rows, lambda row: row.group).items():
         states = [state for state in instances(view, name).values() if state is not None]
         yield name, states, sorted(_held_queues(view, states, rows_of_group), key=_longest_first)
 
@@ -172,10 +169,7 @@ def stuck_findings(view: StoreView, limits: Thresholds, group_lag: Lag) -> Itera
     for group, states, held in _held_by_group(view, group_lag):
         if not limits.own and is_own_group(group):
             continue
-        stuck: dict[str, list[HeldProgress]] = {}
-        for queue in held:
-            if _is_stuck(queue, limits):
-                stuck.setdefault(queue.topic, []).append(queue)
+        stuck = grouped((queue for queue in held if _is_stuck(queue, limits)), lambda queue: queue.topic)
         yield from map(_stuck_message, stuck.values())
         yield from _listener_findings(view, group, states, held, limits)
         yield from _hot_queue_findings(view, states, [queue for queue in held if queue.topic not in stuck], limits)
@@ -264,10 +258,7 @@ def _hot_queue_findings(
     view: StoreView, states: list[InstanceState], held: list[HeldProgress], limits: Thresholds
 ) -> Iterator[Finding]:
     """Yield the topics of which one queue lags, with the cause if it is known."""
-    by_topic: dict[str, list[HeldProgress]] = {}
-    for queue in held:
-        by_topic.setdefault(queue.topic, []).append(queue)
-    for topic, queues in by_topic.items():
+    for topic, queues in grouped(held, lambda queue: queue.topic).items():
         largest, total = max(queues, key=lambda queue: queue.lag), sum(queue.lag for queue in queues)
         if is_uneven(view, topic, largest.lag, total, limits):
             state = next((state for state in states if state.client_id == largest.client_id), None)

@@ -24,7 +24,7 @@ from typing import Final, Literal, NamedTuple
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
-from librmq.diagnosis.findings import Finding, Thresholds
+from librmq.diagnosis.findings import Finding, Thresholds, grouped
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import QueueLag, lag
 from librmq.diagnosis.pop import PopHolds, pop_holds
@@ -143,6 +143,11 @@ def _pending(kind: Kind, due_ms: int | None, message: StoredMessage) -> PendingM
         kind, topic, target, due_ms, message.unique_key, message.physical_offset,
         check_times(message) if kind in ("half", "given_up") else 0,
     )  # fmt: skip
+
+
+def _origin_of_half(half: StoredMessage) -> tuple[str, str]:
+    """Return the producer group and the topic of a half message."""
+    return half.properties.get(record.PROPERTY_PRODUCER_GROUP, ""), half.properties.get(record.PROPERTY_REAL_TOPIC, "")
 
 
 def check_times(half: StoredMessage) -> int:
@@ -319,8 +324,7 @@ def given_up(source: Source) -> list[GivenUpHalf]:
     with viewed(source) as view:
         return [
             GivenUpHalf(
-                half.properties.get(record.PROPERTY_PRODUCER_GROUP, ""),
-                half.properties.get(record.PROPERTY_REAL_TOPIC, ""),
+                *_origin_of_half(half),
                 half.unique_key,
                 check_times(half),
                 half.born_timestamp_ms,
@@ -335,10 +339,7 @@ def given_up(source: Source) -> list[GivenUpHalf]:
 def half_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield the findings about halves of each producer group and topic: given up, or never checked."""
     yield from _unchecked_findings(view, limits)
-    halves_by_topic: dict[tuple[str, str], list[GivenUpHalf]] = {}
-    for half in given_up(view):
-        halves_by_topic.setdefault((half.group, half.topic), []).append(half)
-    for (group, topic), halves in halves_by_topic.items():
+    for (group, topic), halves in grouped(given_up(view), lambda half: (half.group, half.topic)).items():
         yield Finding(
             "given-up-halves", limits.severity_of(topic), f"producer group {group}, topic {topic}",
             f"Checks have given up {counted(len(halves), 'half message')}, without commit or rollback.",
@@ -353,15 +354,14 @@ def half_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
 
 def _unchecked_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield the halves that no check has asked about, though it was due long ago."""
-    halves_by_topic: dict[tuple[str, str], list[tuple[int, StoredMessage]]] = {}
-    for check_ms, half in open_halves(view.store, view.tables):
-        due_ms = max(check_ms, half.store_timestamp_ms)  # the producer's clock can be wrong
-        if not check_times(half) and (view.age_s(due_ms) or 0) > limits.unchecked_s:
-            group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
-            halves_by_topic.setdefault((group, half.properties.get(record.PROPERTY_REAL_TOPIC, "")), []).append(
-                (due_ms, half)
-            )
-    for (group, topic), halves in halves_by_topic.items():
+    unchecked = (
+        (due_ms, half)
+        for check_ms, half in open_halves(view.store, view.tables)
+        # The producer's clock can be wrong.
+        if (view.age_s(due_ms := max(check_ms, half.store_timestamp_ms)) or 0) > limits.unchecked_s
+        and not check_times(half)
+    )
+    for (group, topic), halves in grouped(unchecked, lambda pair: _origin_of_half(pair[1])).items():
         due_ms, oldest = min(halves, key=lambda pair: pair[0])
         yield Finding(
             "unchecked-halves", limits.severity_of(topic), f"producer group {group}, topic {topic}",
@@ -510,11 +510,9 @@ def waiting_origins(
         CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
-        rows: dict[tuple[str, str], list[QueueLag]] = {}
-        for row in lag(view, group=group, topic=topic, times=False):
-            if row.lag:
-                rows.setdefault((row.group, row.topic), []).append(row)
-        return [_origins(view, *name, rows_of_topic, sampled) for name, rows_of_topic in rows.items()]
+        rows = (row for row in lag(view, group=group, topic=topic, times=False) if row.lag)
+        by_topic = grouped(rows, lambda row: (row.group, row.topic))
+        return [_origins(view, *name, rows_of_topic, sampled) for name, rows_of_topic in by_topic.items()]
 
 
 def _origins(view: StoreView, group: str, topic: str, rows: list[QueueLag], sampled: int) -> WaitingOrigins:

@@ -40,7 +40,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from librmq.diagnosis.findings import Finding, Thresholds
+from librmq.diagnosis.findings import Finding, Thresholds, grouped
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import BodyCompressionError, CorruptionError, MalformedError, MessageIllegalError
@@ -274,7 +274,7 @@ def pop_holds(source: Source) -> PopHolds:
         if topics:
             for message in _stored_records(view, topics, 0) if is_past else _waiting_records(view, topics):
                 receives.add_record(message)
-            receives.end(-1 if view.tables.knows_progress and not is_past else view.now_ms or 0)
+            receives.hold_visible_after(-1 if view.tables.knows_progress and not is_past else view.now_ms or 0)
         holds = receives.holds
         if not is_past:
             for row in _receives_in_order(view):
@@ -320,7 +320,7 @@ class _Receives:
                 )
         held.difference_update(parsed.offsets)
 
-    def end(self, after_ms: int) -> None:
+    def hold_visible_after(self, after_ms: int) -> None:
         """Fill in the held messages that are visible after a time."""
         first: dict[tuple[str, str, int, int], HeldMessage] = {}
         for check_point, place, offsets in self._points.values():
@@ -446,11 +446,8 @@ def pop_events(view: StoreView, messages: Sequence[StoredMessage]) -> list[PopEv
 def pop_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield the findings about messages that were not revived, and about what can't be seen."""
     holds, now_ms = pop_holds(view), view.now_ms or 0
-    overdue: dict[tuple[str, str], list[HeldMessage]] = {}
-    for message in holds.held:
-        if message.visible_ms + 1000 * limits.stuck_s < now_ms:
-            overdue.setdefault((message.group, message.topic), []).append(message)
-    for (group, topic), messages in overdue.items():
+    overdue = (message for message in holds.held if message.visible_ms + 1000 * limits.stuck_s < now_ms)
+    for (group, topic), messages in grouped(overdue, lambda message: (message.group, message.topic)).items():
         first = messages[0]
         yield Finding(
             "not-revived", limits.severity_of(topic), f"group {group}, topic {topic}",

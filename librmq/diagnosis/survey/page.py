@@ -9,6 +9,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from typing import Final, Literal, NamedTuple
 
+from librmq.diagnosis.findings import grouped
 from librmq.diagnosis.formatting import duration, moment, number, size, visible
 from librmq.diagnosis.survey.model import Comparison, Report, ReportedFinding, compare
 from librmq.errors import MissingExtraError
@@ -116,10 +117,8 @@ def _verdict(report: Report, comparison: Comparison | None) -> str:
 
 def _notices(report: Report) -> list[Notice]:
     """Return the findings by kind, worst first."""
-    kinds: dict[tuple[str, str], list[ReportedFinding]] = {}
-    for finding in report.findings:
-        kinds.setdefault((finding.severity, finding.kind), []).append(finding)
     notices = []
+    kinds = grouped(report.findings, lambda finding: (finding.severity, finding.kind))
     for (severity, kind), findings in kinds.items():
         first = findings[:_OF_A_KIND]
         steps = {finding.next_step for finding in first}
