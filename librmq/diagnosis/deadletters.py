@@ -99,15 +99,14 @@ def sum_up_causes(letters: Iterable[GivenUpMessage]) -> list[DeadLetterCause]:
     sums: dict[tuple[str, str, str], DeadLetterCause] = {}
     for letter in letters:
         name = letter.group, letter.original_topic, _VARIABLE_PARTS.sub("#", letter.cause)
-        before = sums.get(name)
-        at = letter.store_timestamp_ms
-        sums[name] = DeadLetterCause(
-            *name,
-            1 if before is None else before.messages + 1,
-            at if before is None else min(before.first_timestamp_ms, at),
-            at if before is None else max(before.last_timestamp_ms, at),
-            letter.reconsume_times if before is None else max(before.most_times, letter.reconsume_times),
-            letter.physical_offset,
+        at_ms, times = letter.store_timestamp_ms, letter.reconsume_times
+        before = sums.get(name) or DeadLetterCause(*name, 0, at_ms, at_ms, times, 0)
+        sums[name] = before._replace(
+            messages=before.messages + 1,
+            first_timestamp_ms=min(before.first_timestamp_ms, at_ms),
+            last_timestamp_ms=max(before.last_timestamp_ms, at_ms),
+            most_times=max(before.most_times, times),
+            example=letter.physical_offset,
         )
     return sorted(sums.values(), key=lambda sums_of_cause: (-sums_of_cause.messages, sums_of_cause[:3]))
 

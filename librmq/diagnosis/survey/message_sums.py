@@ -7,9 +7,10 @@ and repeated keys those in all messages of a sample of the keys. Both are then e
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.util import find_spec
 from itertools import islice
@@ -71,14 +72,12 @@ def most_frequent(counts: Iterable[tuple[int, str, str]]) -> Iterator[tuple[int,
         yield count, topic, key, place[topic] > listed[topic]
 
 
+@dataclass(slots=True)
 class _Repeats:
-    __slots__ = ("keys", "messages", "resent", "shortest_ms")
-
-    def __init__(self) -> None:
-        self.messages = 0
-        self.resent = 0
-        self.keys: set[str] = set()
-        self.shortest_ms: int | None = None
+    messages: int = 0
+    resent: int = 0
+    keys: set[str] = field(default_factory=set)
+    shortest_ms: float = math.inf
 
 
 class KeyCounts:
@@ -121,10 +120,7 @@ class KeyCounts:
                     repeats.messages += 1
                     repeats.resent += unique_key is not None and unique_key == before[1]
                     repeats.keys.add(key)
-                    after_ms = max(0, at_ms - before[0])
-                    repeats.shortest_ms = (
-                        after_ms if repeats.shortest_ms is None else min(after_ms, repeats.shortest_ms)
-                    )
+                    repeats.shortest_ms = min(max(0, at_ms - before[0]), repeats.shortest_ms)
 
     def frequent(self, store: str) -> Iterator[FrequentKey]:
         """Yield the most frequent keys of all topics, if several messages have them."""
@@ -143,7 +139,7 @@ class KeyCounts:
         n = self.shares
         for topic in sorted(self._repeats.keys() | (self._keyed.keys() if n > 1 else ())):
             repeats = self._repeats.get(topic) or _Repeats()
-            shortest_s = None if repeats.shortest_ms is None else repeats.shortest_ms / 1000
+            shortest_s = repeats.shortest_ms / 1000 if repeats.messages else None
             yield RepeatedKeys(
                 store, topic, repeats.messages * n, repeats.resent * n, len(repeats.keys) * n, shortest_s, n > 1
             )

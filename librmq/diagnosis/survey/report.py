@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Final
 from zlib import crc32
@@ -230,9 +230,7 @@ def survey_store(
 def survey_findings(view: StoreView, name: str, scope: ReportScope, *, limits: Thresholds, check: bool) -> ReportPart:
     """Return the part of a report that needs no pass over all messages."""
     path = view.store.path
-    damage: tuple[DamagedPlace, ...] = ()
-    if check:
-        damage = _verify(path, name, view)
+    damage = _verify(path, name, view) if check else ()
     group_lag = lag(view)
     findings = [
         _reported(name, finding)
@@ -391,16 +389,14 @@ def report(
     scope = ReportScope.from_settings(only or {})
     limits = thresholds or Thresholds()
     names = short_names([_path(source) for source in every_source])
-    with ExitStack() as stack:
-        views = {_path(source): stack.enter_context(_open(source)) for source in every_source}
+    with ExitStack() as opened:
+        views = {_path(source): _open(source, opened) for source in every_source}
         advance(0, sum(passes_over(view, check) for view in views.values() if isinstance(view, StoreView)))
         ranges = [time_range for view in views.values() if isinstance(view, StoreView)
                   if (time_range := find_time_range(view, scope))]  # fmt: skip
-        axis = (
-            TimeAxis.between(min(source[0] for source in ranges), max(source[1] for source in ranges))
-            if ranges
-            else None
-        )
+        axis = None
+        if ranges:
+            axis = TimeAxis.between(min(begin_ms for begin_ms, _ in ranges), max(end_ms for _, end_ms in ranges))
 
         def part(path: str, view: StoreView | CorruptionError) -> ReportPart:
             if isinstance(view, CorruptionError):
@@ -467,13 +463,9 @@ def _path(source: Source) -> str:
     return source.store.path
 
 
-@contextmanager
-def _open(source: Source) -> Iterator[StoreView | CorruptionError]:
-    """Open a view of a source. If a store is too damaged to open, return the error."""
-    with ExitStack() as stack:
-        view: StoreView | CorruptionError
-        try:
-            view = stack.enter_context(viewed(source))
-        except CorruptionError as error:
-            view = error
-        yield view
+def _open(source: Source, opened: ExitStack) -> StoreView | CorruptionError:
+    """Return a view of a source that ``opened`` closes, or the error of a store that is too damaged to open."""
+    try:
+        return opened.enter_context(viewed(source))
+    except CorruptionError as error:
+        return error
