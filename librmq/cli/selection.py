@@ -232,7 +232,7 @@ class MessageQuery:
             tests.append(lambda message: pattern.search(_text(message)) is not None)
         return lambda message: all(test(message) for test in tests)
 
-    def messages(self, store: MessageStore) -> Iterator[StoredMessage]:
+    def select_from(self, store: MessageStore) -> Iterator[StoredMessage]:
         """Yield the selected messages of a store in log order; by queue where topic, key or id are given."""
         test = self.test()
         if self.id is not None:

@@ -68,7 +68,7 @@ def import_(arguments: argparse.Namespace, output: Output) -> int:
     unknown: set[str] = set()
     with ExitStack() as opened:
         rows = _rows(arguments.path, arguments.input_format, opened)
-        write = None if arguments.dry_run else opened.enter_context(_Writer(arguments)).append
+        write = None if arguments.dry_run else opened.enter_context(_Writer(arguments)).append_message
         for number in itertools.count(1):
             try:
                 row = next(rows, None)
@@ -119,7 +119,7 @@ class _Writer:
         self._unflushed = 0
         self._queues: dict[str, int] = {}
 
-    def append(self, read: _Read) -> None:
+    def append_message(self, read: _Read) -> None:
         """Append a message; its topic gets the queues that it needs."""
         time_ms = read.store_timestamp_ms if self._keeps_times else SystemClock().now_ms()
         self._clock.move_to(max(self._clock.now_ms(), SystemClock().now_ms() if time_ms is None else time_ms))

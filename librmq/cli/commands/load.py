@@ -238,13 +238,13 @@ class _Operations:
     def _pass_to(self, now_ms: int) -> None:
         """Let time pass, and deliver each message when it becomes due."""
         clock = self._clock
-        due_ms = self._run_due()
+        due_ms = self._deliver_due()
         while due_ms is not None and due_ms <= now_ms:
             clock.move_to(due_ms)
-            due_ms = self._run_due()
+            due_ms = self._deliver_due()
         clock.move_to(now_ms)
 
-    def _run_due(self) -> int | None:
+    def _deliver_due(self) -> int | None:
         """Deliver due messages, and return the next due time; None before the operations have named a time."""
         if self._schedule is None:
             return None
@@ -446,7 +446,7 @@ class _Operations:
     def persist(self) -> None:
         """Save the broker's tables."""
         now_ms = self._clock.now_ms()
-        self._run_due()
+        self._deliver_due()
         if self._schedule is not None:
             self._schedule.save(now_ms)
         if self._timers is not None:

@@ -117,7 +117,7 @@ def extract(arguments: argparse.Namespace, output: Output) -> int:
     selection = select(arguments)
     with open_store(arguments) as store:
         note_unknown_progress(StoreView.over(store))
-        places = {message.physical_offset for message in islice(selection.messages(store), arguments.limit)}
+        places = {message.physical_offset for message in islice(selection.select_from(store), arguments.limit)}
     if not places:
         raise InputError("expected at least one message to extract, found none: `librmq show` selects in the same way")
     with log_bar("extract", arguments.store, 2):

@@ -171,7 +171,7 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.diagnosis.view import StoreView
 
     with open_source(arguments) as view:
-        messages = selection.messages(view.store) if isinstance(view, StoreView) else view.selected(selection)
+        messages = selection.select_from(view.store) if isinstance(view, StoreView) else view.selected(selection)
         for message in messages:
             output.row(shown_row(message, view.levels, arguments.body))
         if not output.rows and selection.topic is not None:
@@ -259,7 +259,7 @@ def tail(arguments: argparse.Namespace, output: Output) -> int:
 def _last(store: MessageStore, selection: MessageQuery, count: int, *, everything: bool) -> list[StoredMessage]:
     """Return the last ``count`` selected messages in log order, read back from the queues' ends in growing windows."""
     if selection.is_by_index:
-        return list(selection.messages(store))[-count:]
+        return list(selection.select_from(store))[-count:]
     test, matching = selection.test(), store.matching(tags=selection.tags)
     ranges = {
         name: offsets

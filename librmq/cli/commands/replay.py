@@ -73,7 +73,7 @@ def _replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
         bar = opened.enter_context(ProgressBar("replay", store.log.end - store.log.begin, quiet=output.is_on_terminal))
         batches = None
         if not arguments.dry_run:
-            opened.callback(progress.save)  # also if it is interrupted
+            opened.callback(progress.write)  # also if it is interrupted
             route = opened.enter_context(connect_to(arguments)) if broker is None else route_of(broker)
             batches = _Batches(opened.enter_context(Producer(route, REPLAY_PRODUCER)), progress, arguments.to_topic)
         for message, end in _messages(store, progress):
@@ -202,16 +202,16 @@ class _Batches:
         queues = self._producer.queues(topic) if _can_be_batch(stored, messages) else ()
         if queues:
             sent = self._producer.send_batch(messages, queue=queues[queue_id % len(queues)])
-            self._count(stored[0].topic, len(messages), sent)
+            self._count_unconfirmed(stored[0].topic, len(messages), sent)
         else:  # the first message of an unknown topic makes it
             for message in messages:
                 if message.priority is None:
                     sent = self._producer.send(message, selector=_same_queue, arg=queue_id)
                 else:
                     sent = self._producer.send(message)  # to the queue that its priority names
-                self._count(stored[0].topic, 1, sent)
+                self._count_unconfirmed(stored[0].topic, 1, sent)
 
-    def _count(self, topic: str, messages: int, sent: SendResult) -> None:
+    def _count_unconfirmed(self, topic: str, messages: int, sent: SendResult) -> None:
         if sent.status is not SendStatus.SEND_OK:
             self.unconfirmed[topic, sent.status.value] += messages
 
@@ -326,7 +326,7 @@ class _Progress:
         self.physical_offset = min(physical_offset, self._most)
         self._record = self._before.get(self.physical_offset, self._record)
         self._before = {at: record_before for at, record_before in self._before.items() if at >= self.physical_offset}
-        self.save()
+        self.write()
 
     def finished(self, end: int) -> None:
         """Note that everything was sent; ``end`` is that of the log."""
@@ -334,7 +334,7 @@ class _Progress:
         self._before[end] = self._last
         self.passed(end)
 
-    def save(self) -> None:
+    def write(self) -> None:
         """Write the file.
 
         Raises:

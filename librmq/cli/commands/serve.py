@@ -432,7 +432,7 @@ class Control:
         self._changed = changed
         self._calls: dict[tuple[str, str], Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             ("POST", "/advance"): self._advance,
-            ("POST", "/settle"): self._settle,
+            ("POST", "/settle"): self._settle_kit,
             ("POST", "/crash"): self._crash,
             ("GET", "/dead-letters"): self._dead_letters,
         }
@@ -505,9 +505,9 @@ class Control:
     def _advance(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         _check_names(fields, _TIMES)
         self._served.advance(**fields)
-        return self._state("advanced")
+        return self._report_state("advanced")
 
-    def _settle(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _settle_kit(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         _check_names(fields, ())
         self._served.settle()
         return {"now_ms": self._served.kit.clock.now_ms()}
@@ -515,7 +515,7 @@ class Control:
     def _crash(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         _check_names(fields, ("down",))
         self._served.crash_broker(down=fields.get("down", 0))
-        return self._state("crashed")
+        return self._report_state("crashed")
 
     def _dead_letters(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         _check_names(fields, ("group",))
@@ -524,7 +524,7 @@ class Control:
         letters = self._served.kit.dead_letters(fields["group"])
         return {"dead_letters": [_row(str(fields["group"]), letter) for letter in letters]}
 
-    def _state(self, state: str) -> dict[str, Any]:
+    def _report_state(self, state: str) -> dict[str, Any]:
         row = {"now_ms": self._served.kit.clock.now_ms()}
         self._changed({"state": state, **row})
         return row

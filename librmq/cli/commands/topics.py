@@ -158,7 +158,7 @@ def _group_fields(by: str, group: Group) -> dict[str, Any]:
 
 
 def _bar(store: MessageStore, selection: MessageQuery) -> AbstractContextManager[None]:
-    """Return the bar of the way that `MessageQuery.messages` goes."""
+    """Return the bar of the way that `MessageQuery.select_from` goes."""
     if selection.topic is None or selection.is_by_index:
         return log_bar("count", store.path, 1)
     return watching_bar("count", sum(map(len, selection.ranges(store).values())), "messages")
@@ -166,7 +166,7 @@ def _bar(store: MessageStore, selection: MessageQuery) -> AbstractContextManager
 
 def _queued_messages(store: MessageStore, selection: MessageQuery, everything: bool) -> Iterator[StoredMessage]:
     named = selection.topic is not None
-    for message in selection.messages(store):
+    for message in selection.select_from(store):
         if has_queue_entry(message.sys_flag) and (everything or named or kind_of_topic(message.topic) == "user"):
             yield message
 

@@ -93,7 +93,7 @@ class KeyCounts:
         self._last: dict[str, dict[str, tuple[int, str | None]]] = defaultdict(dict)
         self._repeats: dict[str, _Repeats] = {}
 
-    def count(self, topics: Sequence[str], keys: Sequence[str]) -> None:
+    def add_keys(self, topics: Sequence[str], keys: Sequence[str]) -> None:
         """Count the keys of messages whose places are in one share."""
         keys_by_topic: dict[str, list[str]] = defaultdict(list)
         for topic, text in zip(topics, keys, strict=True):
@@ -105,7 +105,7 @@ class KeyCounts:
             self._keyed[topic] += len(keys_of_topic)
             self._frequent[topic].update(keys_of_topic)
 
-    def count_repeats(
+    def add_repeats(
         self, topics: Sequence[str], keys: Sequence[str], unique: Sequence[str | None], times_ms: Sequence[int]
     ) -> None:
         """Compare messages whose keys are in one share with earlier ones."""
@@ -443,11 +443,11 @@ def _add_batch(batch: Any, traffic: Traffic) -> None:  # noqa: ANN401 (a batch o
         places = (traffic.done - len(codes) + keyed).astype(np.uint64)
         counted = keyed[share_of(places, shares) == 0]
     texts = keys.take(arrays.numbers(counted)).to_pylist()
-    traffic.keys.count([topics[code] for code in codes[counted].tolist()], texts)
+    traffic.keys.add_keys([topics[code] for code in codes[counted].tolist()], texts)
     if shares > 1:
         keyed = keyed[share_of(_last_bytes(keys)[keyed], shares) == 0]
     rows = arrays.numbers(keyed)
-    traffic.keys.count_repeats(
+    traffic.keys.add_repeats(
         [topics[code] for code in codes[keyed].tolist()],
         keys.take(rows).to_pylist(),
         batch.column("uniqueKey").take(rows).to_pylist(),
@@ -520,9 +520,9 @@ def _by_messages(view: StoreView, name: str, scope: ReportScope, traffic: Traffi
             (place, message) for place, message in enumerate(batch, at) if message.keys and is_user_topic(message.topic)
         ]
         counted = [message for place, message in keyed if share_of(place, shares) == 0]
-        traffic.keys.count([message.topic for message in counted], [" ".join(message.keys) for message in counted])
+        traffic.keys.add_keys([message.topic for message in counted], [" ".join(message.keys) for message in counted])
         same = [message for _, message in keyed if _in_share(message, shares)]
-        traffic.keys.count_repeats(
+        traffic.keys.add_repeats(
             [message.topic for message in same],
             [" ".join(message.keys) for message in same],
             [message.unique_key for message in same],
