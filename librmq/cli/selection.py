@@ -195,10 +195,6 @@ class MessageQuery:
         """Whether store times limit the messages."""
         return self.begin_ms > -_LARGEST - 1 or self.end_ms < _LARGEST
 
-    def wants_queue(self, name: QueueName) -> bool:
-        """Return whether messages of a queue may be selected."""
-        return self.topic in (None, name[0]) and self.queue_id in (None, name[1])
-
     def test(self) -> Test:
         """Return the function that decides about a message.
 
@@ -252,7 +248,9 @@ class MessageQuery:
     def ranges(self, store: MessageStore) -> dict[QueueName, range]:
         """Return the queue offsets that may be selected, by queue; a binary search finds those of times."""
         ranges = {}
-        for name in sorted(filter(self.wants_queue, store.queues)):
+        for name in sorted(store.queues):
+            if self.topic not in (None, name[0]) or self.queue_id not in (None, name[1]):
+                continue
             queue = store.queues[name]
             begin, end = queue.min_offset, queue.max_offset
             if self.offsets is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 from librmq.diagnosis.group_lag import QueueLag, lag, no_progress
@@ -219,9 +219,18 @@ def set_aside(broker: SkippingBroker, plan: Skip, topic: str) -> Skip:
         BrokerUnreachableError: The broker is closed.
     """
     queues = _other_topic(broker, plan, topic).write_queues
-    for number, message in enumerate(_skipped_messages(broker, plan)):
+    messages = (
+        message
+        for queue in plan.queues
+        for message in broker.store.messages(plan.topic, queue.queue_id, queue.begin, queue.end)
+    )
+    for number, message in enumerate(messages):
         copy = Message(topic, message.body, flag=message.flag)
-        copy.properties.update(_own_properties(message))
+        copy.properties |= {
+            name: value
+            for name, value in message.properties.items()
+            if name in _KEPT or name not in RESERVED_PROPERTIES
+        }
         host = message.born_host or LOCAL_HOST
         broker.call(SendMessage(INNER_PRODUCER, copy, number % queues, message.born_timestamp_ms, host))
     return skip(broker, plan._replace(aside=topic))
@@ -264,17 +273,6 @@ def _other_topic(broker: SkippingBroker, plan: Skip, topic: str, queues: int | N
         broker.create_topic(topic, queues or topics[plan.topic].write_queues)
         topics = broker.topics()
     return topics[topic]
-
-
-def _own_properties(message: StoredMessage) -> dict[str, str]:
-    return {
-        name: value for name, value in message.properties.items() if name in _KEPT or name not in RESERVED_PROPERTIES
-    }
-
-
-def _skipped_messages(broker: SkippingBroker, plan: Skip) -> Iterator[StoredMessage]:
-    for queue in plan.queues:
-        yield from broker.store.messages(plan.topic, queue.queue_id, queue.begin, queue.end)
 
 
 def _check_plan(broker: SkippingBroker, plan: Skip) -> None:

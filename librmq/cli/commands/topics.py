@@ -126,7 +126,8 @@ def count(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError("--sampled: expected --by tag, because only tags have codes in the queues")
     with open_store(arguments) as store:
         counts, sampled = None, {}
-        if arguments.config is None and arguments.at is None and _is_for_columns(selection):  # columns take no settings
+        is_of_ranges = not selection.is_by_index and selection.grep is None and selection.offsets is None
+        if arguments.config is None and arguments.at is None and is_of_ranges:  # columns take no settings
             counts, is_sampled = _by_columns(store, selection, arguments)
             sampled = {"sampled": is_sampled} if arguments.sampled else {}
         if counts is None:
@@ -193,10 +194,6 @@ def _groups(message: StoredMessage, by: str) -> list[Group]:
 
 
 # ---- count by columns
-
-
-def _is_for_columns(selection: MessageQuery) -> bool:
-    return not selection.is_by_index and selection.grep is None and selection.offsets is None
 
 
 def _by_columns(

@@ -291,18 +291,16 @@ class Report(ReportRows):
             if document["version"] != VERSION:
                 raise InputError(f"report of version {document['version']!r:.20}: expected version {VERSION}")
             for name, kind in _ROWS.items():
-                document[name] = tuple(
-                    kind(**{key: _frozen(value) for key, value in row.items()}) for row in document[name]
-                )
+                rows = [
+                    {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+                    for row in document[name]
+                ]
+                document[name] = tuple(kind(**row) for row in rows)
             return cls(**document)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"no report of librmq: {type(error).__name__}: {error}") from None
-
-
-def _frozen(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
 
 
 _ROWS: Final[dict[str, Callable[..., Any]]] = {

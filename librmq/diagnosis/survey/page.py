@@ -152,16 +152,12 @@ def _evidence(finding: ReportedFinding) -> list[tuple[str, str]]:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             text = number(value)
         else:
-            text = "unknown" if value is None else _shortened(str(value))
+            text = "unknown" if value is None else str(value)
+            if len(text) > _LONGEST_EVIDENCE:
+                text = f"{text[:_LONGEST_EVIDENCE]}… (whole in the JSON beside this page)"
         label = name.removesuffix("_timestamp_ms").removesuffix("_s").replace("_", " ")
         pairs.append((label, text))
     return pairs
-
-
-def _shortened(text: str) -> str:
-    return (
-        text if len(text) <= _LONGEST_EVIDENCE else f"{text[:_LONGEST_EVIDENCE]}… (whole in the JSON beside this page)"
-    )
 
 
 def _facts(report: Report) -> list[Fact]:

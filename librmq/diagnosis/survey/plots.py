@@ -67,11 +67,6 @@ def bar(value: float, scale: Scale, what: str, part: float = 0) -> Markup:
     return _svg("bar", 1000, 10, what, grid + inside)
 
 
-def heat_level(value: float) -> int:
-    """Return the shade of a value: 0 for 0, 1 from 1 on, and one more for each power of ten, at most 6."""
-    return 0 if value <= 0 else min(6, 1 + int(math.log10(max(1, value))))
-
-
 def cells(values: Sequence[int], what: str) -> Markup:
     """Draw a square per value, shaded by its power of ten; with many values, a square shows the largest of several."""
     count = min(len(values), CELLS)
@@ -80,7 +75,8 @@ def cells(values: Sequence[int], what: str) -> Markup:
     bounds = [len(values) * at // count for at in range(count + 1)] if count else []
     inside = []
     for at in range(count):
-        level = heat_level(max(values[bounds[at] : bounds[at + 1]]))
+        value = max(values[bounds[at] : bounds[at + 1]])
+        level = 0 if value <= 0 else min(6, 1 + int(math.log10(value)))
         inside.append(f'<rect class="h{level}" x="{at * 10}" width="9" height="9"/>')
     width = max(1, count) * 10
     return Markup(

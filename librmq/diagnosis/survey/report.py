@@ -150,11 +150,6 @@ def find_time_range(view: StoreView, scope: ReportScope) -> tuple[int, int] | No
     return min(max(min(times), scope.begin_ms or 0), last), last
 
 
-def passes_over(view: StoreView, check: bool | None) -> int:
-    """Return the number of log bytes that a report reads; ``verify`` takes two passes."""
-    return (view.store.log.end - view.store.log.begin) * (3 if is_verified(view, check, VERIFIED) else 1)
-
-
 def _verify(path: str, name: str, view: StoreView | None = None) -> tuple[DamagedPlace, ...]:
     """Return what ``verify`` finds, with files relative to the store."""
     result = verify(path, files=None if view is None else view.store.files)
@@ -391,9 +386,10 @@ def report(
     names = short_names([_path(source) for source in every_source])
     with ExitStack() as opened:
         views = {_path(source): _open(source, opened) for source in every_source}
-        advance(0, sum(passes_over(view, check) for view in views.values() if isinstance(view, StoreView)))
-        ranges = [time_range for view in views.values() if isinstance(view, StoreView)
-                  if (time_range := find_time_range(view, scope))]  # fmt: skip
+        sound_views = [view for view in views.values() if isinstance(view, StoreView)]
+        passes = ((view.store.log, 3 if is_verified(view, check, VERIFIED) else 1) for view in sound_views)
+        advance(0, sum(count * (log.end - log.begin) for log, count in passes))  # verify takes two
+        ranges = [time_range for view in sound_views if (time_range := find_time_range(view, scope))]
         axis = None
         if ranges:
             axis = TimeAxis.between(min(begin_ms for begin_ms, _ in ranges), max(end_ms for _, end_ms in ranges))
