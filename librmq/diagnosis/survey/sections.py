@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
@@ -32,6 +32,7 @@ _DELAYS: Final = ("<0", "1 ms", "10 ms", "0.1 s", "1 s", "10 s", "1 min", "10 mi
 _DUE: Final = ("overdue", "1 min", "10 min", "1 h", "6 h", "1 d", "7 d", "later")
 _DELAY_AXIS: Final = ("<0", "1 ms", "10", "100", "1 s", "10", "1 min", "10", "1 h", "more")
 _DUE_AXIS: Final = ("overdue", "1 min", "10", "1 h", "6", "1 d", "7", "later")
+_VERDICTS: Final = {True: "sound", False: "damaged", None: "not checked"}
 _KINDS: Final = {
     "half": "half message",
     "given_up": "half given up",
@@ -192,20 +193,16 @@ def _drain(change: GroupLagChange | None) -> str:
 
 def _by_decade(rows: Sequence[GroupTopicLag]) -> Sequence[PageTable]:
     """Show many queues grouped by the size of their lag, which stays readable for any number of queues."""
-    lags = [lag for row in rows for lag in row.lags]
     if len(rows) <= 20 and max(len(row.lags) for row in rows) <= 60:
         return ()
-    counts: dict[int, int] = defaultdict(int)
-    for lag in lags:
-        counts[len(str(lag)) if lag else 0] += 1
-    names = ["none", *(f"{10**power:,}+" for power in range(max(counts)))]
-    values = [counts[power] for power in range(len(names))]
+    digits = Counter(len(str(lag)) if lag else 0 for row in rows for lag in row.lags)
+    names = ("none", *(f"{10**power:,}+" for power in range(max(digits))))
+    values = [digits[power] for power in range(len(names))]
     what = "Queues by waiting messages: " + ", ".join(
         f"{name}: {number(value)}" for name, value in zip(names, values, strict=True)
     )
-    axis = tuple(names)
     row = ("", "all queues of these groups", columns(values, what), number(sum(values)))
-    return table((Column("by waiting messages"), Column("", "plot", axis), Column("queues", _N)), [row], stores=False)
+    return table((Column("by waiting messages"), Column("", "plot", names), Column("queues", _N)), [row], stores=False)
 
 
 def _changes(comparison: Comparison, several: bool) -> Section:
@@ -243,8 +240,9 @@ def _topics(report: Report, several: bool) -> Section:
     if not rows:
         return Section("rates", "Topics and rates", "There are no messages.")
     intervals = max(len(row.stored) for row in rows)
-    axis = [moment((report.begin_ms or 0) + report.interval_ms * intervals * part // 4) for part in range(5)]
-    axis = _time_axis(axis)
+    times = [moment((report.begin_ms or 0) + report.interval_ms * intervals * half // 2) for half in range(3)]
+    is_one_day = times[0][:10] == times[-1][:10]
+    axis = [text[11:] if is_one_day else text[5:16] for text in times]  # without their common part
     table_rows = (
         (
             row.store, row.topic, area(row.stored, _rate_text(row, report)),
@@ -263,14 +261,6 @@ def _topics(report: Report, several: bool) -> Section:
         Column("messages", _N), Column("size", _N), Column("mean", _N), Column("last stored", _N),
     )  # fmt: skip
     return Section("rates", "Topics and rates", about, table(names, table_rows, stores=several))
-
-
-def _time_axis(moments: Sequence[str]) -> list[str]:
-    """Return times without their common part: the date, or for longer spans the seconds."""
-    days = {text[:10] for text in moments}
-    if len(days) == 1:
-        return [text[11:] for text in moments[::2]]
-    return [text[5:16] for text in moments[::2]]
 
 
 def _rate_text(row: StoredTopic, report: Report) -> str:
@@ -543,10 +533,8 @@ def _filters(report: Report, several: bool) -> Section:
 
 def _damage(report: Report, several: bool) -> Section:
     if not report.damage:
-        checked = [store for store in report.stores if store.is_sound is not None]
-        verdict = (
-            "verify finds no damage." if len(checked) == len(report.stores) else "verify did not run on every store."
-        )
+        is_checked = all(store.is_sound is not None for store in report.stores)
+        verdict = "verify finds no damage." if is_checked else "verify did not run on every store."
         return Section("damage", "Damage", verdict)
     about = (
         "What librmq verify finds wrong. Records that cannot be read are in none of the numbers. librmq recover "
@@ -559,7 +547,7 @@ def _damage(report: Report, several: bool) -> Section:
 
 def _stores(report: Report) -> Section:
     table_rows = (
-        ("", store.store, store.path, store.owner or "not in use", _sound(store.is_sound),
+        ("", store.store, store.path, store.owner or "not in use", _VERDICTS[store.is_sound],
          number(store.messages) + " without the unreadable" * store.skipped,
          size(store.bytes), moment(store.first_ms), moment(store.last_ms), moment(store.now_ms))
         for store in report.stores
@@ -572,7 +560,3 @@ def _stores(report: Report) -> Section:
         "Ages count from “now”: of a store in use the time of the report, else of its last message. All times are UTC."
     )
     return Section("stores", "Stores", about, table(names, table_rows, stores=False, limit=200))
-
-
-def _sound(is_sound: bool | None) -> str:
-    return {True: "sound", False: "damaged", None: "not checked"}[is_sound]
