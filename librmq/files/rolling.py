@@ -301,7 +301,10 @@ class MappedFileQueue:
             return reserved
         if reserved is None:
             reserved = begin
-        step = min(max(_FIRST_RESERVE, 2 * (reserved - begin), 2 * (end - reserved), reserved), _MAX_RESERVE)
+        if self.starts[0] < start:  # what has filled a file fills the next, in one call
+            step = _MAX_RESERVE
+        else:
+            step = min(max(_FIRST_RESERVE, 2 * (reserved - begin), 2 * (end - reserved), reserved), _MAX_RESERVE)
         block_end = min(self.file_size, max(end, -(-(reserved + step) // _FIRST_RESERVE) * _FIRST_RESERVE))
         self._files.reserve(self.file(start), reserved, block_end)
         self._reserved[start] = block_end

@@ -258,7 +258,9 @@ class StoreHandle:
         self._has_room_until = -1
         parts.log.check_owner = self._check_lock
         marks = MarkWriter(self.path, self.files, self.config, parts)
-        self.durability = Durability(parts, appender.lock, appender.catch_up, self._check_lock, appender.refuse, marks)
+        self.durability = Durability(
+            parts, appender.lock, appender.advance, appender.catch_up, self._check_lock, appender.refuse, marks
+        )
         self.retention = Retention(
             self.log,
             lambda: list(parts.queues.values()),

@@ -306,6 +306,19 @@ def test_reserving_takes_growing_steps() -> None:
     assert files.calls[-1].split()[3] == str(size)
 
 
+def test_a_file_after_a_full_one_is_reserved_at_once() -> None:
+    """What has filled a file fills the next, so that no append waits for the device again and again."""
+    size = 1 << 19
+    files = Recording()
+    queue = opened(files, size)
+    for start in (0, size):
+        queue.create(start)
+    files.calls.clear()
+    for at in range(0, size, 20):
+        queue.reserve(size, at, min(size, at + 20))
+    assert files.calls == [f"reserve 0 to {size} of {size}"]
+
+
 def test_a_flush_covers_written_data_and_the_folder() -> None:
     files = Recording()
     queue = made(files, 3)

@@ -414,6 +414,37 @@ def test_after_each_end_the_store_opens_and_takes_messages(how: str) -> None:
         again.flush()
 
 
+class Appending(ManualClock):
+    """A clock that appends a message in each pause of a thread of the store."""
+
+    pause: Callable[[], object] | None = None
+
+    def wait(self, event: threading.Event, seconds: float | None) -> bool:
+        if self.pause is not None:
+            self.pause()
+        return super().wait(event, seconds)
+
+
+def test_appends_continue_between_the_parts_of_a_flush() -> None:
+    """A flush does not write all entries and keys in one piece, while an append would wait for it."""
+    clock, files = Appending(START_MS), MemoryFiles()
+    with open_store(files, clock=clock) as store:
+        for number in range(100):
+            store.append(message(number))
+        later: list[int] = []
+
+        def pause() -> None:
+            later.append(store.append(message(100 + len(later))).queue_offset)
+
+        clock.pause = pause
+        store.flush()
+        clock.pause = None
+        assert later == [100, 101, 102]
+    with open_store(files) as again:
+        found = [stored.body for stored in again.read("TopicA", 0, 80).messages]
+        assert found == [message(number).body for number in range(80, 103)]
+
+
 # --------------------------------------------------------------------------------------------- releasing the store
 
 

@@ -503,21 +503,21 @@ class Appender(AppendState):
         self.repair()
         self.dispatcher.drain()
 
-    def _advance(self) -> None:
+    def _advance(self, least: int = _BATCH) -> None:
         """Repair what an interrupted append left, and write some of the entries or keys that are due."""
         self.repair()
-        if len(self.dispatcher.records) >= _BATCH:
+        if len(self.dispatcher.records) >= least:
             self.dispatcher.advance()
 
-    def advance(self) -> None:
-        """Write some of the entries or keys that are due, before a compiled append."""
+    def advance(self, least: int = _BATCH) -> None:
+        """Write some of the entries or keys of at least so many records, as before a compiled append."""
         lock = self.lock
         if lock.mutex.locked():
             lock.yield_to_waiters()
         with lock.mutex:
             lock_holder = lock
             if self.accepts:
-                self._advance()
+                self._advance(least)
             del lock_holder  # `check_reentry` looks for it
 
     def drain(self) -> None:

@@ -38,6 +38,8 @@ _F = TypeVar("_F", bound="Flushable")
 
 _MANY: Final = 16
 _AT_A_TIME: Final = 8
+_WORTH_PARTS: Final = 64
+"""Least number of records whose entries and keys a flush writes in parts, for the sake of appends that wait."""
 
 
 class Flushable(Protocol):
@@ -225,6 +227,7 @@ class Durability:
         self,
         parts: Parts,
         lock: AppendLock,
+        advance: Callable[[int], object],
         catch_up: Callable[[], object],
         check_lock: Callable[[], object],
         on_failure: Callable[[], None],
@@ -232,11 +235,13 @@ class Durability:
     ) -> None:
         """Take the functions to call, and the writer of marks.
 
-        ``catch_up()`` writes due entries and keys, under ``lock``; ``check_lock()`` raises if another process has taken
-        over the store; ``on_failure()`` is called once, when a flush of the log has failed.
+        ``advance(least)`` takes ``lock`` and does one of three parts of writing due entries and keys, if they are of at
+        least so many records; ``catch_up()`` does all of it under ``lock``; ``check_lock()`` raises if another process
+        has taken over the store; ``on_failure()`` is called once, when a flush of the log has failed.
         """
         self._parts = parts
         self._lock = lock
+        self._advance = advance
         self._catch_up = catch_up
         self._check_lock = check_lock
         self._marks = marks
@@ -258,6 +263,10 @@ class Durability:
         dispatcher, checkpoint, index = parts.dispatcher, parts.checkpoint, parts.index
         lock.check_reentry()
         with lock.flushing:
+            for _ in range(3):  # so that no append waits for all parts
+                if len(dispatcher.records) >= _WORTH_PARTS:
+                    self._advance(_WORTH_PARTS)
+                    lock.pause()
             with lock.mutex:
                 self._catch_up()
                 end, stored = parts.log.end, dispatcher.dispatched_timestamp_ms

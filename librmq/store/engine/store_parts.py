@@ -323,9 +323,13 @@ class AppendLock:
         self.check_reentry()
         self.crowd = max(self.crowd - 1, 0)
         for _ in range(_PAUSES):
-            self._clock.wait(self._never, _PAUSE_S)
+            self.pause()
             if not self.mutex.locked():
                 break
+
+    def pause(self) -> None:
+        """Give other threads the interpreter for a moment; outside of ``mutex``."""
+        self._clock.wait(self._never, _PAUSE_S)
 
     def count_turn(self) -> None:
         """Note which thread appends; called now and then under the lock."""
