@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Annotated, Final, Literal, NamedTuple, TypedDict
+from typing import Annotated, Final, Literal, NamedTuple, TypedDict, cast
 
 from librmq.client.client import Client, LifeCycle, State
 from librmq.client.queue_selectors import BrokerLatencies, QueueSelector, RoundRobin
@@ -295,26 +295,38 @@ def _is_retried(error: BrokerError | BrokerUnreachableError) -> bool:
     return True
 
 
+class _Pending(PendingSend):
+    """A send of an event loop."""
+
+    __slots__ = ("answer", "deadline", "together")
+
+    def __init__(self, send: SendMessage, answer: asyncio.Future[SendResponse | None], deadline: float) -> None:
+        super().__init__(send)
+        self.answer = answer
+        self.deadline = deadline
+        self.together: SendLater | None = None
+
+
 class _LoopSends:
     """Sends of one event loop: those that begin in one turn go out together, and their outcomes come together."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._unsent: dict[Endpoint, list[PendingSend]] = {}
-        self._answers: dict[PendingSend, tuple[asyncio.Future[SendResponse | None], float]] = {}
-        """Of all that are under way, with their deadlines."""
+        self._unsent: dict[Endpoint, list[_Pending]] = {}
+        self._under_way: set[_Pending] = set()
         self._next_look = math.inf
         self._look: asyncio.TimerHandle | None = None
-        self._ended: deque[PendingSend] = deque()
+        self._ended: deque[Sequence[PendingSend]] = deque()
         self._is_woken = False
         """Whether the loop is about to take what has ended."""
 
     def begin(self, endpoint: Endpoint, send: SendMessage, timeout_ms: float) -> asyncio.Future[SendResponse | None]:
         """Return the outcome to come of a send; None if the caller has to send the message by itself."""
-        loop, pending = self.loop, PendingSend(send, self._note_end)
+        loop = self.loop
         answer: asyncio.Future[SendResponse | None] = loop.create_future()
         deadline = loop.time() + timeout_ms / 1000
-        self._answers[pending] = answer, deadline
+        pending = _Pending(send, answer, deadline)
+        self._under_way.add(pending)
         if not self._unsent:
             loop.call_soon(self._send)
         self._unsent.setdefault(endpoint, []).append(pending)
@@ -328,23 +340,23 @@ class _LoopSends:
         unsent, self._unsent = self._unsent, {}
         try:
             for endpoint, sends in unsent.items():
-                wanted = []
-                for pending in sends:
-                    if self._answers[pending][0].done():  # cancelled
-                        del self._answers[pending]
-                    else:
-                        wanted.append(pending)
+                wanted = [pending for pending in sends if not pending.answer.done()]
+                if len(wanted) < len(sends):  # some were cancelled
+                    self._under_way.difference_update(set(sends).difference(wanted))
+                together = SendLater(wanted, self._note_ends)
+                for pending in wanted:
+                    pending.together = together
                 with suppress(RmqError):  # which comes again for the message that causes it
-                    if not wanted or endpoint.call(SendLater(wanted)):
+                    if not wanted or endpoint.call(together):
                         unsent[endpoint] = []
         finally:
             for sends in unsent.values():
                 for pending in sends:
                     self._end(pending, None)
 
-    def _note_end(self, pending: PendingSend) -> None:
-        """Note the end of a send, in any thread."""
-        self._ended.append(pending)
+    def _note_ends(self, sends: Sequence[PendingSend]) -> None:
+        """Note the ends of sends, in any thread."""
+        self._ended.append(sends)
         if not self._is_woken:  # which is cleared before they are taken
             self._is_woken = True
             with suppress(RuntimeError):  # the loop is closed
@@ -353,15 +365,16 @@ class _LoopSends:
     def _take_ended(self) -> None:
         self._is_woken = False
         while self._ended:
-            pending = self._ended.popleft()
-            self._end(pending, pending.outcome)
+            for pending in self._ended.popleft():
+                self._end(cast("_Pending", pending), pending.outcome)
 
-    def _end(self, pending: PendingSend, outcome: SendResponse | RmqError | None) -> None:
-        answer, _ = self._answers.pop(pending, (None, 0))
-        if answer is None or answer.done():  # ended by an error before, or cancelled
+    def _end(self, pending: _Pending, outcome: SendResponse | RmqError | None) -> None:
+        self._under_way.discard(pending)
+        answer = pending.answer
+        if answer.done():  # ended by an error before, or cancelled
             return
-        if isinstance(outcome, BrokerUnreachableError):
-            outcome = pending.explain(outcome)
+        if isinstance(outcome, BrokerUnreachableError) and pending.together is not None:
+            outcome = pending.together.explain(outcome)
         if isinstance(outcome, RmqError):
             answer.set_exception(outcome)
         else:
@@ -369,11 +382,11 @@ class _LoopSends:
 
     def _end_late(self) -> None:
         now = self.loop.time()
-        for pending in [pending for pending, (_, deadline) in self._answers.items() if deadline <= now]:
-            error = pending.give_up()
+        for pending in [pending for pending in self._under_way if pending.deadline <= now]:
+            error = None if pending.together is None else pending.together.give_up(pending)
             if error is not None:
                 self._end(pending, error)
-        self._next_look = min((at for _, at in self._answers.values() if at > now), default=math.inf)
+        self._next_look = min((other.deadline for other in self._under_way if other.deadline > now), default=math.inf)
         if self._next_look < math.inf:
             self._look = self.loop.call_at(self._next_look, self._end_late)
 
@@ -497,26 +510,23 @@ class Sender:
         ):
             return await self._runner.offload(partial(self.send, message, timeout_ms))
         queue = self.queue_of_try(queues)
-        in_thread = partial(
-            self.send, message, timeout_ms, choose=lambda tried: self.queue_of_try(queues, tried) if tried else queue
-        )
         endpoint = self._endpoints.get(queue.broker_name)  # only once, because a change of the route clears them
         sends_later = getattr(endpoint, "sends_later", None) is endpoint
         if endpoint is None or not sends_later:
-            return await self._runner.offload(in_thread)
-        loop = asyncio.get_running_loop()
-        sends = self._loop_sends
+            return await self._send_in_thread(message, timeout_ms, queues, queue)
+        sends, loop = self._loop_sends, asyncio.get_running_loop()
         if sends is None or sends.loop is not loop:
             sends = self._loop_sends = _LoopSends(loop)
-        begin_ms = self._now_ms()
+        begin_ms: int | None = None
         failure: Exception | None = None
         result: SendResult | None = None
         try:
             request = self._request_of(message, queue, timeout_ms)
+            begin_ms = request.born_timestamp_ms
             try:
                 response = await sends.begin(endpoint, request, timeout_ms)
                 if response is None:
-                    return await self._runner.offload(in_thread)
+                    return await self._send_in_thread(message, timeout_ms, queues, queue)
                 self._check_time(queue, request, timeout_ms)
             except Exception:
                 self._record_attempt(queue, request, "ERROR")
@@ -528,8 +538,18 @@ class Sender:
             if not _is_retried(error):
                 raise
             failure = error
-        first = begin_ms, queue.broker_name, failure, result
+        first = self._now_ms() if begin_ms is None else begin_ms, queue.broker_name, failure, result
         return await self._runner.offload(partial(self.send, message, timeout_ms, first=first))
+
+    async def _send_in_thread(
+        self, message: Message, timeout_ms: float, queues: TopicQueues, queue: MessageQueue
+    ) -> SendResult:
+        """Send a message, first to a queue that is chosen already."""
+        return await self._runner.offload(
+            lambda: self.send(
+                message, timeout_ms, choose=lambda tried: self.queue_of_try(queues, tried) if tried else queue
+            )
+        )
 
     def queue_of_try(self, queues: TopicQueues, tried: Sequence[str] = ()) -> MessageQueue:
         """Return the queue of the next try, on another broker than the last one if there is one."""

@@ -565,20 +565,15 @@ class SendTogether(Request[list[SendResponse]]):
 class PendingSend:
     """A send whose outcome comes later."""
 
-    __slots__ = ("ended", "explain", "give_up", "outcome", "send")
+    __slots__ = ("number", "outcome", "send")
 
-    def __init__(self, send: SendMessage, ended: Callable[[PendingSend], None]) -> None:
-        """``ended`` is called once, when there is an outcome, by any thread, and must not wait."""
+    def __init__(self, send: SendMessage) -> None:
         self.send = send
-        self.ended = ended
+        self.number = 0
+        """Tells it apart at its endpoint, which sets this."""
         self.outcome: SendResponse | RmqError | None = None
-        self.give_up: Callable[[], BrokerUnreachableError | None] = lambda: None
-        """Waits no longer; returns the error, or None if there is an outcome already. From the endpoint."""
-        self.explain: Callable[[BrokerUnreachableError], BrokerUnreachableError] = lambda error: error
-        """Returns the error to raise in place of one. From the endpoint; may read files."""
 
 
-@value
 class SendLater(Request[bool]):
     """Send messages, as `SendMessage` sends each, without waiting for their outcomes.
 
@@ -586,7 +581,16 @@ class SendLater(Request[bool]):
     of another on gets each `SendMessage`. The answer is False, and nothing was sent, where that could wait.
     """
 
-    sends: Sequence[PendingSend]
+    __slots__ = ("ended", "explain", "give_up", "sends")
+
+    def __init__(self, sends: Sequence[PendingSend], ended: Callable[[Sequence[PendingSend]], None]) -> None:
+        """``ended`` is called with sends that have an outcome, each once, by any thread, and must not wait."""
+        self.sends = sends
+        self.ended = ended
+        self.give_up: Callable[[PendingSend], BrokerUnreachableError | None] = lambda pending: None
+        """Waits no longer; returns the error, or None if there is an outcome already. From the endpoint."""
+        self.explain: Callable[[BrokerUnreachableError], BrokerUnreachableError] = lambda error: error
+        """Returns the error to raise in place of one. From the endpoint; may read files."""
 
 
 @value

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from librmq.broker import Broker
 from librmq.errors import BrokerUnreachableError
@@ -18,7 +18,7 @@ from librmq.protocol import (
     Endpoint,
 )
 from librmq.runtime.runner import Runner, Step
-from librmq.wire.remote.connection import Connections, Ended, Requested, Transport
+from librmq.wire.remote.connection import Connections, Ended, EndedTogether, Requested, Transport
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remoting.channels import Channel, ClientChannels
 from librmq.wire.remoting.consumer_requests import ChannelReceives, Pulls
@@ -163,7 +163,7 @@ class _TurnTransport:
         self._is_answered_twice = what == "answer"
         self._send(frame, times=2 if what == "request" else 1)
 
-    def send_later(self, requests: Sequence[tuple[Frame, Ended]]) -> None:
+    def send_later(self, requests: Sequence[tuple[Frame, Any]], ended: EndedTogether[Any]) -> None:
         """Send nothing: `request` is a turn of the explorer."""
 
     def send_one_way(self, frame: Frame) -> None:

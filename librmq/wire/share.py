@@ -359,8 +359,7 @@ class SharedBroker(AsyncClosing):
     ) -> object:
         """Pass a request to the owner, and to the next ones as long as it has time, until ``until_s``."""
         if isinstance(request, SendLater):
-            for pending in request.sends:
-                pending.explain = link.explained
+            request.explain = link.explained
             return self._link is link and endpoint.call(request)
         if until_s is None:
             until_s = SystemClock().monotonic() + self._timeout_of(request)

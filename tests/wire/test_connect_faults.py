@@ -581,7 +581,7 @@ def test_a_cancelled_async_send_leaves_nothing_behind() -> None:
         ]
         assert not opened()._outstanding
         assert producer._sender._loop_sends is not None
-        assert not producer._sender._loop_sends._answers
+        assert not producer._sender._loop_sends._under_way
 
 
 def test_a_closed_loop_leaves_its_connection_to_others() -> None:

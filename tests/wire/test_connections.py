@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from librmq.wire.remote import connection
 from librmq.wire.remote.connection import (
     Connections,
     Ended,
+    EndedTogether,
     Requested,
     Transport,
     _Connection,
@@ -49,7 +51,7 @@ class Line:
     def send(self, frame: Frame, ended: Ended) -> None:
         raise NotImplementedError
 
-    def send_later(self, requests: Sequence[tuple[Frame, Ended]]) -> None:
+    def send_later(self, requests: Sequence[tuple[Frame, Any]], ended: EndedTogether[Any]) -> None:
         raise NotImplementedError
 
     def send_one_way(self, frame: Frame) -> None:
@@ -316,7 +318,7 @@ def test_ctrl_c_while_sends_go_out_ends_the_connection(monkeypatch: pytest.Monke
     with FakeServer(answer_to) as server:
         opened = _left_to_callers(server)
         with pytest.raises(KeyboardInterrupt):
-            opened.send_later([(Frame(999), lambda _: None)])
+            opened.send_later([(Frame(999), None)], lambda _: None)
         with pytest.raises(BrokerUnreachableError, match="a write was interrupted"):
             opened.request(Frame(999), 30)
 
@@ -328,10 +330,10 @@ def test_signal_handlers_keep_away_from_what_they_interrupt() -> None:
         made = [_left_to_callers(server)]
 
         def use() -> None:
-            opened, keep = made[-1], (Frame(999, body=b"keep"), lambda _: None)
-            opened.send(*keep)
-            for give_up in opened.send_later([keep]) or ():
-                assert give_up(0.1) is not None
+            opened, keep, later = made[-1], Frame(999, body=b"keep"), Frame(999, body=b"keep")
+            opened.send(keep, lambda _: None)
+            give_up = opened.send_later([(later, None)], lambda _: None)
+            assert give_up is None or give_up(later.opaque, 0.1) is not None
             opened.close()
 
         def handle(*_: object) -> None:
@@ -378,10 +380,10 @@ def test_without_a_thread_for_the_rest_its_connection_ends(monkeypatch: pytest.M
 
     with FakeServer(answer_to) as server:
         opened = _left_to_callers(server)
-        outcomes: list[Frame | RmqError] = []
+        outcomes: list[tuple[str, Frame | RmqError]] = []
         monkeypatch.setattr(FrameSocket, "write_now", write_part)
         monkeypatch.setattr(threading.Thread, "start", refuse)
-        opened.send_later([(Frame(999), outcomes.append)])
+        opened.send_later([(Frame(999), "key")], outcomes.extend)
     assert "no thread can start" in str(outcomes)
     assert not opened.is_open
 

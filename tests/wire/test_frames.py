@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from librmq.errors import MalformedError
-from librmq.protocol import SendResponse, SendStatus
-from librmq.wire.remoting.codec import read_plain_sent, read_sent
+from librmq.message import Message
+from librmq.protocol import LOCAL_HOST, SendMessage, SendResponse, SendStatus
+from librmq.wire.remoting.codec import read_plain_sent, read_sent, send_frame
 from librmq.wire.remoting.frames import (
     LANGUAGES,
     Frame,
@@ -127,6 +128,31 @@ def test_an_impossible_length_is_refused(length: int) -> None:
 def test_a_wrong_field_is_named(fields: dict[str, str], error: str) -> None:
     with pytest.raises(MalformedError, match=error):
         from_fields(REQUESTS[RequestCode.QUERY_CONSUMER_OFFSET].header, fields)
+
+
+@given(
+    names=st.tuples(TEXT, TEXT),
+    numbers=st.tuples(*[st.integers(-1, 1 << 40)] * 6),
+    properties=st.dictionaries(TEXT, TEXT.filter(lambda text: "\2" not in text), max_size=3),
+    is_one_way=st.booleans(),
+)
+def test_the_template_of_a_send_gives_the_bytes_of_its_fields(
+    names: tuple[str, str], numbers: tuple[int, ...], properties: dict[str, str], is_one_way: bool
+) -> None:
+    """A frame whose fields were asked for, as by a signature, is encoded by them, with what was added."""
+    queue_id, born_ms, sys_flag, default_queues, times, flag = numbers
+    properties = {name: value for name, value in properties.items() if "\1" not in name and "\2" not in name}
+    message = Message._from_parts(names[1], b"body", flag, properties)
+    send = SendMessage(names[0], message, queue_id, born_ms, LOCAL_HOST, sys_flag, default_queues, times)
+    frame = send_frame(send)
+    frame.opaque = 7
+    if is_one_way:
+        frame.one_way()
+    raw = encode(frame)
+    usual = Frame(frame.code, dict(frame.fields), frame.body, 7, flag=frame.flag)
+    assert raw == encode(usual) == encode(frame)
+    frame.fields["Signature"] = usual.fields["Signature"] = "s"
+    assert encode(frame) == encode(usual) != raw
 
 
 @given(

@@ -61,7 +61,7 @@ from librmq.protocol import (
 from librmq.testing import check_history
 from librmq.testing.histories.recordings import Recording
 from librmq.wire.remote import ClusterAdmin
-from librmq.wire.remote.connection import Ended, GiveUp, _Connection
+from librmq.wire.remote.connection import EndedTogether, GiveUp, _Connection
 from librmq.wire.remoting.codec import frame_of
 from librmq.wire.remoting.frames import Frame, FrameSocket, encode
 from librmq.wire.remoting.headers import RequestCode
@@ -645,10 +645,9 @@ def test_shared_without_blocking_the_event_loop(tmp_path: Path) -> None:
 def test_a_failed_async_send_notes_a_stopped_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As another send does, so that later calls under the runner's lock do not wait for it."""
 
-    def time_out(_: object, requests: Sequence[tuple[Frame, Ended]]) -> list[GiveUp]:
-        for _, ended in requests:
-            ended(BrokerUnreachableError("it has not answered"))
-        return [lambda _: None] * len(requests)
+    def time_out(_: object, requests: Sequence[tuple[Frame, Any]], ended: EndedTogether[Any]) -> GiveUp:
+        ended([(key, BrokerUnreachableError("it has not answered")) for _, key in requests])
+        return lambda *_: None
 
     with pair(tmp_path) as (_, peer), Producer(peer, "shop") as producer:
         peer.create_topic("orders", 1)

@@ -17,8 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 
 from librmq.clock import Clock, SystemClock
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
@@ -38,8 +37,11 @@ class RequestNotSentError(BrokerUnreachableError):
 
 Ended = Callable[[Frame | RmqError], None]
 """Gets the answer to a request, or the error that took its place. Called by any thread, and must not wait."""
-GiveUp = Callable[[float], BrokerUnreachableError | None]
-"""Waits no longer for an answer, after a time in seconds; returns the error, or None if an outcome has come."""
+EndedTogether = Callable[[Sequence[tuple[T, "Frame | RmqError"]]], None]
+"""Gets outcomes like `Ended`, of requests with these keys."""
+GiveUp = Callable[[int, float], BrokerUnreachableError | None]
+"""Waits no longer for the answer to the request of a number, after a time in seconds; returns the error, or None if
+there is an outcome already."""
 
 
 class Transport(Protocol):
@@ -75,11 +77,11 @@ class Transport(Protocol):
         """
         ...
 
-    def send_later(self, requests: Sequence[tuple[Frame, Ended]]) -> Sequence[GiveUp] | None:
-        """Send requests together without waiting, and let each ``ended`` have its outcome.
+    def send_later(self, requests: Sequence[tuple[Frame, T]], ended: EndedTogether[T]) -> GiveUp | None:
+        """Send requests with their keys together without waiting, and let ``ended`` have their outcomes as they come.
 
         Returns:
-            Functions that end the wait for each answer; None, and nothing was sent, if that could wait.
+            A function that ends the wait for one answer; None, and nothing was sent, if that could wait.
         """
         ...
 
@@ -283,7 +285,7 @@ class _Waiter:
 
     def __init__(self) -> None:
         self.outcome: Frame | RmqError | None = None
-        self._turn = Lock()
+        self._turn = threading.Lock()  # noqa: TID251 (never in a `with` block)
         self._turn.acquire()
 
     def ended(self, outcome: Frame | RmqError) -> None:
@@ -292,6 +294,17 @@ class _Waiter:
 
     def wait(self, timeout_s: float = threading.TIMEOUT_MAX) -> bool:
         return self._turn.acquire(timeout=max(0.0, min(timeout_s, threading.TIMEOUT_MAX)))
+
+
+class _Later:
+    """Requests that were sent together, and wait for their answers without a thread."""
+
+    __slots__ = ("ended", "keys")
+
+    def __init__(self, ended: EndedTogether[Any], keys: dict[int, Any]) -> None:
+        """``keys`` are by the numbers of the requests."""
+        self.ended = ended
+        self.keys = keys
 
 
 class _Connection:
@@ -321,7 +334,7 @@ class _Connection:
         self._lost = lost
         self._lock = Lock()
         self._numbers = itertools.count(1)
-        self._outstanding: dict[int, Ended] = {}
+        self._outstanding: dict[int, Ended | _Later] = {}
         self._received = 0
         self._latest = 0
         self._silence = 0, 0, 0.0
@@ -408,14 +421,14 @@ class _Connection:
     def send(self, frame: Frame, ended: Ended) -> None:
         self._as_caller(self._send_request, frame, ended)
 
-    def send_later(self, requests: Sequence[tuple[Frame, Ended]]) -> Sequence[GiveUp] | None:
-        return self._as_caller(self._send_later, requests) if self._stream.can_poll else None
+    def send_later(self, requests: Sequence[tuple[Frame, T]], ended: EndedTogether[T]) -> GiveUp | None:
+        return self._as_caller(self._send_later, requests, ended) if self._stream.can_poll else None
 
-    def _send_later(self, requests: Sequence[tuple[Frame, Ended]]) -> Sequence[GiveUp] | None:
+    def _send_later(self, requests: Sequence[tuple[Frame, T]], ended: EndedTogether[T]) -> GiveUp | None:
         received = self._received
-        numbers = [self._next_number() for _ in requests]
-        for number, (frame, _) in zip(numbers, requests, strict=True):
-            frame.opaque = number
+        for frame, _ in requests:
+            frame.opaque = self._next_number()
+        later = _Later(ended, {frame.opaque: key for frame, key in requests})
         raw = b"".join([self._encode(frame) for frame, _ in requests])
         try:
             with self._lock:  # so that no answer comes before its request is registered
@@ -424,7 +437,7 @@ class _Connection:
                 is_sent = self._stream.write_now(raw)
                 if is_sent is None:
                     return None
-                self._outstanding.update(zip(numbers, (ended for _, ended in requests), strict=True))
+                self._outstanding.update(dict.fromkeys(later.keys, later))
         except OSError as error:
             self._end_writing(error)
             return None
@@ -438,7 +451,11 @@ class _Connection:
                 rest.start()
             except RuntimeError as error:
                 self._end_connection(f"it can't be written: no thread can start: {error}")
-        return [partial(self._as_caller, self._give_up, number, received) for number in numbers]
+
+        def give_up(number: int, timeout_s: float) -> BrokerUnreachableError | None:
+            return self._as_caller(self._give_up, number, received, timeout_s)
+
+        return give_up
 
     def _write_rest(self) -> None:
         with suppress(BrokerUnreachableError):  # its requests end with the connection
@@ -579,8 +596,7 @@ class _Connection:
         if received:
             self._received += 1
             try:
-                for frame in self._frames.feed(received):
-                    self._arrived(frame)
+                self._arrived(self._frames.feed(received))
             except MalformedError as error:
                 why = f"the server sends no frames: {error}"
             else:
@@ -589,14 +605,23 @@ class _Connection:
         self._end_connection(why)
         return False
 
-    def _arrived(self, frame: Frame) -> None:
-        if not frame.is_answer:
-            self._requested(self, frame)
-            return
-        with self._lock:
-            ended = self._outstanding.pop(frame.opaque, None)
-        if ended is not None:  # otherwise its caller waits no longer
-            ended(frame)
+    def _arrived(self, frames: Iterable[Frame]) -> None:
+        """Pass frames on; those for which no thread waits together, because each time wakes their event loop."""
+        together: dict[_Later, list[tuple[Any, Frame]]] = {}
+        try:
+            for frame in frames:
+                if not frame.is_answer:
+                    self._requested(self, frame)
+                    continue
+                with self._lock:
+                    ended = self._outstanding.pop(frame.opaque, None)
+                if type(ended) is _Later:
+                    together.setdefault(ended, []).append((ended.keys[frame.opaque], frame))
+                elif ended is not None:  # otherwise its caller waits no longer
+                    cast("Ended", ended)(frame)
+        finally:
+            for later, answers in together.items():
+                later.ended(answers)
 
     def close(self) -> None:
         self._as_caller(self._end_connection, "it was closed")
@@ -618,11 +643,14 @@ class _Connection:
             self._has_finished = True
             if self._is_open:
                 self._is_open, self._why = False, why
-            outstanding, self._outstanding = list(self._outstanding.values()), {}
+            outstanding, self._outstanding = list(self._outstanding.items()), {}
         self._stream.shut()
         self._is_needed.set()
-        for ended in outstanding:
-            ended(self._has_ended())
+        for number, ended in outstanding:
+            if isinstance(ended, _Later):
+                ended.ended([(ended.keys[number], self._has_ended())])
+            else:
+                ended(self._has_ended())
         self._lost(self)
 
 

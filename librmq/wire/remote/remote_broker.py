@@ -6,7 +6,7 @@ Slaves serve reads that the master suggests, or can't serve itself. Mirrors ``MQ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -68,7 +68,7 @@ from librmq.wire.remote.client_requests import ClientRequests
 from librmq.wire.remote.connection import Connections, Transport
 from librmq.wire.remote.long_pulls import HeldReceives, LongPulls
 from librmq.wire.remoting.bodies import group_clients_of, read_body, table_in
-from librmq.wire.remoting.codec import FORMS, check, frame_of, heartbeat_frame, read_sent, send_frame
+from librmq.wire.remoting.codec import FORMS, SentFrame, check, frame_of, heartbeat_frame, read_sent, send_frame
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import (
     ConsumerGroupHeader,
@@ -254,34 +254,46 @@ class RemoteBroker:
         if isinstance(send, SendMessage) and send.is_one_way:
             transport.send_one_way(frame)
             return SendResponse(SendStatus.SEND_OK, send.queue_id, _NOT_SENT, _NOT_SENT, ("",))
-        return self._sent(request, frame, transport.request(frame, timeout_s))
+        return self._sent(send, transport.request(frame, timeout_s))
 
-    def _sent(self, request: object, frame: Frame, answer: Frame) -> SendResponse:
-        response = self._read_result(lambda _, answer: read_sent(answer), request, answer)
-        self._stored(frame.fields["b"])
-        return cast("SendResponse", response)
+    def _sent(self, send: SendMessage | SendBatch, answer: Frame) -> SendResponse:
+        if type(answer) is SentFrame:
+            response = answer.response
+        else:
+            response = cast("SendResponse", self._read_result(lambda _, answer: read_sent(answer), send, answer))
+        self._stored(send.messages[0].topic if isinstance(send, SendBatch) else send.message.topic)
+        return response
 
     def _send_later(self, request: SendLater) -> bool:
         """Send messages together, if that need not wait; return whether they were sent."""
         transport = self._connections.get_open(self.address)
         if transport is None or any(pending.send.message._delays is not None for pending in request.sends):
             return False
-        frames = [(pending, send_frame(pending.send)) for pending in request.sends]
-        requests = [(frame, partial(self._end_later, pending, frame)) for pending, frame in frames]
-        gives_up = transport.send_later(requests)
-        if gives_up is None:
+        frames = [send_frame(pending.send) for pending in request.sends]
+        give_up = transport.send_later(
+            list(zip(frames, request.sends, strict=True)), partial(self._end_later, request.ended)
+        )
+        if give_up is None:
             return False
-        for pending, give_up in zip(request.sends, gives_up, strict=True):
+        for pending, frame in zip(request.sends, frames, strict=True):
+            pending.number = frame.opaque
+
+        def give_up_send(pending: PendingSend) -> BrokerUnreachableError | None:
             timeout_ms = pending.send.timeout_ms
-            pending.give_up = partial(give_up, self._timeout_s if timeout_ms is None else timeout_ms / 1000)
+            return give_up(pending.number, self._timeout_s if timeout_ms is None else timeout_ms / 1000)
+
+        request.give_up = give_up_send
         return True
 
-    def _end_later(self, pending: PendingSend, frame: Frame, outcome: Frame | RmqError) -> None:
-        try:
-            pending.outcome = outcome if isinstance(outcome, RmqError) else self._sent(pending.send, frame, outcome)
-        except RmqError as error:
-            pending.outcome = error
-        pending.ended(pending)
+    def _end_later(
+        self, ended: Callable[[Sequence[PendingSend]], None], outcomes: Sequence[tuple[PendingSend, Frame | RmqError]]
+    ) -> None:
+        for pending, outcome in outcomes:
+            try:
+                pending.outcome = outcome if isinstance(outcome, RmqError) else self._sent(pending.send, outcome)
+            except RmqError as error:
+                pending.outcome = error
+        ended([pending for pending, _ in outcomes])
 
     def _delays_of(self, transport: Transport, timeout_s: float) -> BrokerDelays:
         """Return what the broker can delay; it is asked once a connection, because it can return with other settings.

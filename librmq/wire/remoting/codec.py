@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from json.encoder import encode_basestring
 from typing import Any, Final, NamedTuple, cast
 
 from librmq.errors import (
@@ -620,14 +620,65 @@ def send_frame(request: SendMessage | SendBatch | SendReply) -> Frame:
         fields = _send_fields(request, first, encode_properties(wait).decode(), 0, 0)
         fields["m"] = "true"
         return Frame(RequestCode.SEND_BATCH_MESSAGE, fields, encode_batch(items))
+    if type(request) is SendMessage and request.max_reconsume_times is None:
+        return MessageFrame(request)
     send = request.send if isinstance(request, SendReply) else request
-    message = send.message
-    properties = encode_properties(message.properties).decode()
-    fields = _send_fields(send, message, properties, send.sys_flag, send.reconsume_times)
+    fields = _message_fields(send, encode_properties(send.message.properties).decode())
     if send.max_reconsume_times is not None:
         fields["l"] = str(send.max_reconsume_times)
     code = RequestCode.SEND_MESSAGE_V2 if send is request else RequestCode.SEND_REPLY_MESSAGE_V2
-    return Frame(code, fields, message.body)
+    return Frame(code, fields, send.message.body)
+
+
+class MessageFrame(Frame):
+    """The frame of a send. A template encodes it as long as nothing asks for its fields."""
+
+    __slots__ = ("_fields", "_properties", "_send")
+
+    def __init__(self, send: SendMessage) -> None:
+        self.code, self.body, self.opaque, self.remark = _SEND, send.message.body, 0, None
+        self.flag, self.language, self.version, self.is_binary = 0, "PYTHON", VERSION, False
+        self._send, self._properties = send, encode_properties(send.message.properties).decode()
+        self._fields: dict[str, str] | None = None
+
+    @property
+    def fields(self) -> dict[str, str]:  # type: ignore[override]
+        """The fields, which may be changed."""
+        if self._fields is None:
+            self._fields = _message_fields(self._send, self._properties)
+        return self._fields
+
+    def json_header(self) -> bytes:
+        """Return the header as JSON."""
+        if self._fields is not None or self.flag:
+            return Frame.json_header(self)
+        send = self._send
+        message, shared = send.message, (send.group, send.message.topic, send.default_queues)
+        return (
+            f'{_heads.get(shared) or _head_of(shared)}{send.queue_id}","f":"{send.sys_flag}",'
+            f'"g":"{send.born_timestamp_ms}","h":"{message.flag}","i":{encode_basestring(self._properties)},'
+            f'"j":"{send.reconsume_times}","k":"false","m":"false"}},"flag":0,"language":"PYTHON",'
+            f'"opaque":{self.opaque},"serializeTypeCurrentRPC":"JSON","version":{VERSION}}}'
+        ).encode("utf-8", "replace")
+
+
+_SEND: Final = int(RequestCode.SEND_MESSAGE_V2)
+_heads: Final[dict[tuple[str, str, int], str]] = {}
+_MOST_HEADS: Final = 256
+
+
+def _head_of(shared: tuple[str, str, int]) -> str:
+    """Return the header of sends of one group to one topic, up to the queue id."""
+    group, topic, default_queues = shared
+    names = f'"a":{encode_basestring(group)},"b":{encode_basestring(topic)},"c":"{AUTO_CREATE_TOPIC}"'
+    head = f'{{"code":{_SEND},"extFields":{{{names},"d":"{default_queues}","e":"'
+    if len(_heads) < _MOST_HEADS:
+        _heads[shared] = head
+    return head
+
+
+def _message_fields(send: SendMessage, properties: str) -> dict[str, str]:
+    return _send_fields(send, send.message, properties, send.sys_flag, send.reconsume_times)
 
 
 def _send_fields(
@@ -662,19 +713,30 @@ def sent_reply(response: SendResponse, code: int = 0, remark: str | None = None)
 
 
 _match_sent: Final = re.compile(
-    rb'{"code":0,"extFields":{"msgId":"([0-9A-F]{16}([0-7][0-9A-F]{15}))","queueId":"([0-9]{1,9})",'
-    rb'"queueOffset":"([0-9]{1,18})","MSG_REGION":"DefaultRegion","TRACE_ON":"true"},"flag":1,"language":"JAVA",'
+    rb'{"code":0,"extFields":{"msgId":"([0-9A-F]{16}([0-7][0-9A-F]{15}))","queueId":"(0|[1-9][0-9]{0,8})",'
+    rb'"queueOffset":"(0|[1-9][0-9]{0,17})","MSG_REGION":"DefaultRegion","TRACE_ON":"true"},"flag":1,"language":"JAVA",'
     rb'"opaque":(0|[1-9][0-9]{0,8}),"serializeTypeCurrentRPC":"JSON","version":%d}' % VERSION
 ).fullmatch
 """Matches the usual answers to sends, in all their bytes, as librmq's server writes them."""
 _OK: Final = SendStatus.SEND_OK  # access to a member of an enum takes twice the time
 
 
-@dataclass(slots=True)
 class SentFrame(Frame):
     """An answer that came with the response that it has."""
 
-    response: SendResponse | None = None
+    __slots__ = ("response",)
+
+    def __init__(self, opaque: int, body: bytes, response: SendResponse) -> None:
+        self.code, self.body, self.opaque, self.remark = 0, body, opaque, None
+        self.flag, self.language, self.version, self.is_binary = 1, "JAVA", VERSION, False
+        self.response = response
+
+    @property
+    def fields(self) -> dict[str, str]:  # type: ignore[override]
+        """The fields that the usual answer has."""
+        sent = self.response
+        places = {"msgId": sent.offset_ids[0], "queueId": str(sent.queue_id), "queueOffset": str(sent.queue_offset)}
+        return {**places, "MSG_REGION": "DefaultRegion", "TRACE_ON": "true"}
 
 
 def read_plain_sent(header: bytes, body: bytes) -> SentFrame | None:
@@ -683,11 +745,8 @@ def read_plain_sent(header: bytes, body: bytes) -> SentFrame | None:
     if match is None:
         return None
     message_id, position, queue_id, queue_offset, opaque = match.groups()
-    ids = (message_id.decode(),)
-    sent = SendResponse(_OK, int(queue_id), int(queue_offset), int(position, 16), ids)
-    fields = {"msgId": ids[0], "queueId": queue_id.decode(), "queueOffset": queue_offset.decode()}
-    fields["MSG_REGION"], fields["TRACE_ON"] = "DefaultRegion", "true"
-    return SentFrame(0, fields, body, int(opaque), None, 1, "JAVA", VERSION, False, sent)
+    sent = SendResponse(_OK, int(queue_id), int(queue_offset), int(position, 16), (message_id.decode(),))
+    return SentFrame(int(opaque), body, sent)
 
 
 def read_sent(answer: Frame) -> SendResponse:
@@ -697,7 +756,7 @@ def read_sent(answer: Frame) -> SendResponse:
         BrokerError: The send was refused.
         MalformedError: This is no such answer.
     """
-    if isinstance(answer, SentFrame) and answer.response is not None:
+    if isinstance(answer, SentFrame):
         return answer.response
     status = _STATUSES.get(answer.code)
     if status is None:

@@ -80,6 +80,12 @@ class Frame:
         self.flag |= _IS_ONE_WAY
         return self
 
+    def json_header(self) -> bytes:
+        """Return the header as JSON."""
+        names = tuple(self.fields)
+        members = (_shapes.get(names) or _shape_of(names)) % tuple(map(_quoted, self.fields.values()))
+        return _json_header(self.code, members, self.flag, self.language, self.opaque, self.remark, self.version)
+
 
 def answer_to(
     request: Frame, code: int = 0, remark: str | None = None, *, fields: dict[str, str] | None = None, body: bytes = b""
@@ -96,10 +102,7 @@ def encode(frame: Frame) -> bytes:
     """
     if frame.is_binary:
         return _framed(_binary_header(frame), (frame.body,), 1)
-    names = tuple(frame.fields)
-    fields = (_shapes.get(names) or _shape_of(names)) % tuple(map(_quoted, frame.fields.values()))
-    header = _json_header(frame.code, fields, frame.flag, frame.language, frame.opaque, frame.remark, frame.version)
-    return _framed(header, (frame.body,), 0)
+    return _framed(frame.json_header(), (frame.body,), 0)
 
 
 _shapes: Final[dict[tuple[str, ...], str]] = {}
