@@ -73,6 +73,13 @@ def test_retention_counts_unread_messages_as_the_command_does(tmp_path: Path, ho
     assert bool(rows) == (hours < 1)
 
 
+def test_a_pipeline_reads_messages_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = store(tmp_path / "s", [("T", 0, "a")], '"T@g":{0:0}')
+    for name in ("retention", "skew", "duplicates", "dead-letters"):
+        run(shared_session(), name, str(path)).explain()
+        assert capsys.readouterr().out.count("Scan rocketmq") == 1, name
+
+
 def test_a_message_is_not_a_duplicate_of_itself(tmp_path: Path) -> None:
     path = store(tmp_path / "s", [("T", 0, "a a"), ("T", 0, "b  b c"), ("T", 1, "c"), ("U", 0, "a")])
     assert found("duplicates", path, "topic", "key", "secondsAfter") == {("T", "c", 1.0)}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
+from pyspark.sql import Window
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns.decode import LAST_MS
@@ -191,9 +192,12 @@ def what_retention_frees(
             F.max("storeTimestamp").alias("last"),
         )
     )
-    newest = by_file.groupBy("store").agg(F.max("last").alias("now"), F.max("begin").alias("written"))
-    by_hours = by_file.join(newest, "store").crossJoin(
-        records.sparkSession.createDataFrame([(float(hour),) for hour in hours], "hours double")
+    of_store = Window.partitionBy("store")
+    by_hours = by_file.select(  # by a window, because a join with their sums would read the log twice
+        "*",
+        F.max("last").over(of_store).alias("now"),
+        F.max("begin").over(of_store).alias("written"),
+        F.explode(F.array(*(F.lit(float(hour)) for hour in hours))).alias("hours"),
     )
     age = (F.unix_millis("now") - F.unix_millis("last")) / 3_600_000
     is_freed = (age >= F.col("hours")) & (F.col("begin") < F.col("written"))
