@@ -41,6 +41,7 @@ _SMALLEST_FILE: Final = 256
 _MAPPED_FILES: Final = 32
 _MAX_TOUCHED: Final = 32 << 20
 _WORTH_UNMAPPING: Final = 1 << 20
+_MOST_HELD: Final = 32 << 20
 """Number of bytes to flush from which it is faster to unmap their pages first."""
 
 
@@ -546,7 +547,7 @@ class CommitLog(Closing, LogState):
         ``on_record`` is called with the log, the place and the bytes of each record.
         """
         sequence = self._sequence
-        at, last = begin, None
+        at, last, released = begin, None, begin
         while (start := sequence.start_of(at)) is not None:
             buffer = sequence.file(start).buffer
             items = self._items(buffer, start, at - start, self.file_size, True)
@@ -564,6 +565,9 @@ class CommitLog(Closing, LogState):
                         break
                     last, size, _ = item
                     at = last + size
+                    if at - released > _MOST_HELD:
+                        self.release_read_pages(released, at)
+                        released = at
                     if on_record is not None:
                         on_record(self, last, raw)
             except CorruptionError as error:
@@ -573,7 +577,7 @@ class CommitLog(Closing, LogState):
             if start + self.file_size not in sequence.starts:
                 break  # the blank of the last file can be written again
             self.release_read_pages(start, start + self.file_size)
-            at = start + self.file_size
+            at = released = start + self.file_size
         return LogEnd(at, None, last)
 
     def release_read_pages(self, begin: int, end: int) -> None:

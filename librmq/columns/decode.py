@@ -282,9 +282,7 @@ class Properties:
         return np.unique(np.concatenate(repeated))
 
 
-HEADER: Final = np.dtype(
-    [(name, {"8s": "V8"}.get(code, f">{code}")) for name, code in (record.LAYOUT | {"body_crc": "I"}).items()]
-)
+HEADER: Final = record.header_dtype()
 """`record.LAYOUT` as a numpy type: everything before the body, with IPv4 hosts."""
 LAST_MS: Final = ((1 << 63) - 1) // 1000
 """The largest time that Spark's timestamp can hold."""

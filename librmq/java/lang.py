@@ -161,17 +161,30 @@ def string_hashes(keys: Sequence[str] | Sequence[bytes]) -> npt.NDArray[np.int32
     if joined is None:
         texts = (key if isinstance(key, str) else java_decode(key) for key in keys)
         return np.fromiter(map(string_hash, texts), np.int32, len(keys))
-    characters = np.frombuffer(joined, np.uint8)
     lengths = np.fromiter(map(len, keys), np.int64, len(keys))
-    starts = np.cumsum(lengths) - lengths
-    hashes = np.zeros(len(keys), np.uint32)
+    starts, prefix_hashes = np.cumsum(lengths) - lengths, np.zeros(len(keys), np.int64)
+    hashes = part_hashes(np.frombuffer(joined, np.uint8), starts, lengths, prefix_hashes)
+    return hashes.astype(np.uint32).view(np.int32)
+
+
+def part_hashes(
+    raw: npt.NDArray[np.uint8],
+    begins: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    prefix_hashes: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """Return `hash_append` of each part of ``raw`` to its prefix, modulo 2**32; -1 for a part that is not ASCII."""
+    hashes = prefix_hashes & _MASK
     for length in sorted({*lengths.tolist()} - {0}):  # numpy.unique would load numpy.ma
         same = np.flatnonzero(lengths == length)
-        # In this view every byte begins an item of this length, so one gather takes all keys of the length.
-        windows = np.ndarray((len(joined) - length + 1,), f"V{length}", characters, strides=(1,))
-        table = windows[starts[same]].view(np.uint8).reshape(-1, length).astype(np.uint32)
-        hashes[same] = np.einsum("ij,j->i", table, _weights(length))
-    return hashes.view(np.int32)
+        # In this view every byte begins an item of this length, so one gather takes all parts of the length.
+        windows = np.ndarray((len(raw) - length + 1,), f"V{length}", raw, strides=(1,))
+        table = windows[begins[same]].view(np.uint8).reshape(-1, length)
+        sums = np.einsum("ij,j->i", table.astype(np.uint32), _weights(length))
+        hashes[same] = (prefix_hashes[same] * pow(31, length, 1 << 32) + sums) & _MASK
+        if table.max() > 127:
+            hashes[same[table.max(axis=1) > 127]] = -1
+    return hashes
 
 
 def index_key_hashes(prefix_hashes: npt.ArrayLike, keys: Sequence[str] | Sequence[bytes]) -> npt.NDArray[np.int64]:
@@ -196,17 +209,18 @@ def index_key_hashes(prefix_hashes: npt.ArrayLike, keys: Sequence[str] | Sequenc
     else:  # leading characters 0 do not change a hash
         padded = b"".join([data.rjust(longest, b"\0") for data in _pieces(joined, lengths)])
         sums = prefixes * np.array(_POWERS)[lengths] + _table_hashes(padded, longest)
-    return _index_hashes(sums)
+    return absolute_hashes(sums)
 
 
 def fixed_key_hashes(
     prefix_hashes: npt.NDArray[np.int64], joined: bytes | npt.NDArray[np.uint8], length: int
 ) -> npt.NDArray[np.int64]:
     """Return `index_key_hashes` of joined ASCII keys that have one length, from 1 to `LONGEST_FIXED_KEY`."""
-    return _index_hashes(prefix_hashes * _POWERS[length] + _table_hashes(joined, length))
+    return absolute_hashes(prefix_hashes * _POWERS[length] + _table_hashes(joined, length))
 
 
-def _index_hashes(sums: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def absolute_hashes(sums: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the hashes of an index file from those of ``topic#key``, which are modulo 2**32."""
     # In 32 bits the least number is its own absolute value, which becomes 0.
     return (np.abs(sums.astype(np.uint32).view(np.int32)) & 0x7FFFFFFF).astype(np.int64)
 

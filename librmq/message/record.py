@@ -38,7 +38,8 @@ import struct
 import zlib
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Final
+from functools import cache
+from typing import Any, Final
 
 from librmq.errors import BodyChecksumError, BodyCompressionError, MessageIllegalError, MissingExtraError, RecordError
 from librmq.java.lang import java_decode, java_int
@@ -82,6 +83,7 @@ from librmq.message.properties import is_encoding_of as is_encoding_of
 from librmq.message.properties import join_properties as join_properties
 from librmq.message.properties import split_keys as split_keys
 from librmq.message.properties import tags_code as tags_code
+from librmq.runtime import lazy_numpy as np
 
 try:  # the same checksums, by ISA-L (extra `fast`) or by zlib
     from isal.isal_zlib import crc32 as crc32
@@ -224,6 +226,12 @@ LAYOUT: Final = {
     "body_length": "i",
 }
 """The fields up to the body, with IPv4 hosts, in the codes of `struct`: what every struct and array is made from."""
+
+
+@cache
+def header_dtype() -> np.dtype[Any]:
+    """Return the same as a numpy type."""
+    return np.dtype([(name, {"8s": "V8"}.get(code, f">{code}")) for name, code in (LAYOUT | {"body_crc": "I"}).items()])
 
 
 def span(first: str, last: str, sys_flag: int = 0) -> int:

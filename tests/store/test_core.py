@@ -30,6 +30,7 @@ from librmq.store import MessageStore
 from librmq.store.engine.dispatch import key_block
 from librmq.store.format.indexfile import HEADER, IndexHeader, IndexWriter
 from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.queue_check import COMPARED
 from librmq.store.recovery.verify import verify
 from tests.stores import ROOT, Contents, contents, in_memory
 
@@ -131,9 +132,12 @@ def test_verdicts_are_equal(sizes: list[int], flips: list[tuple[str, int, int]],
     if not flips:
         assert compiled.sound
         assert CORE.counts()["derive"] - before > 50
-    with pytest.MonkeyPatch.context() as patch:
-        without_core(patch)
-        assert verify("/store", config, files) == compiled
+    for compared in (16, COMPARED):
+        with pytest.MonkeyPatch.context() as patch:
+            without_core(patch)
+            patch.setattr("librmq.store.recovery.check.COMPARED", compared)  # fewer, so that arrays are worth it
+            patch.setattr("librmq.store.recovery.check._LEAST_APART", 1)
+            assert verify("/store", config, files) == compiled
 
 
 def repaired(before: Contents, config: StoreConfig) -> tuple[Contents, str]:

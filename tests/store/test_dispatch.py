@@ -5,23 +5,29 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
+from zlib import crc32
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from librmq.clock import ManualClock
+from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import StoreIOError
 from librmq.files.interface import File
 from librmq.files.memory import MemoryFiles
+from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message
+from librmq.message.record import Record, check_record, encode_record
+from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.engine import dispatch
-from librmq.store.engine.dispatch import Dispatcher
+from librmq.store.engine.dispatch import Derivation, Dispatcher, derived_block, key_block, topic_hash
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.keyindex import KeyIndex
 from tests.budget import examples
@@ -249,3 +255,93 @@ def test_a_disk_full_now_and_then_costs_no_entry_or_key(
         expected = [place for place, keys in zip(taken, keys_of, strict=True) for _ in range(keys)]
         entries = [file.entries(1, file.header.index_count)["physical"].tolist() for file in store.index.files]
         assert list(chain.from_iterable(entries)) == expected
+
+
+PROPERTIES = st.lists(
+    st.sampled_from(
+        [
+            *(b"UNIQ_KEY\1u1", b"KEYS\1k", b"KEYS\1 k1  k2 ", b"KEYS\1 ", b"TAGS\1t", b"TAGS\1a\1b", b"p\1q", b""),
+            *(
+                b"UNIQ_KEY\1",
+                b"KEYS",
+                b"TAGS\1",
+                b"TAGS\1\xc3\xa9",
+                b"KEYS\1" + b"x" * 200,
+                b"KEYSX\1y",
+                b"UNIQ_KEYS\1z",
+            ),
+        ]
+    )
+    | st.binary(max_size=12),
+    max_size=6,
+).map(b"\2".join)
+RECORDS = st.lists(
+    st.builds(
+        Record,
+        topic=st.sampled_from(["T", "orders", "x" * 127, "\u00e9", "SCHEDULE_TOPIC_XXXX"]),
+        queue_id=st.integers(-1, 2),
+        sys_flag=st.sampled_from([0, 0, 0, 1, 4, 8, 12, 16, 128]),
+        store_timestamp_ms=st.integers(0, 1 << 62),
+        body=st.binary(max_size=40),
+        properties_raw=PROPERTIES,
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=examples(1000))
+@given(
+    RECORDS,
+    st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=2),
+    st.sampled_from([1, 8]),
+    st.booleans(),
+)
+def test_records_define_the_same_together_as_one_by_one(
+    records: list[Record], flips: list[tuple[int, int]], most: int, check_body: bool
+) -> None:
+    """In arrays, also of damaged records, of properties of any bytes, and of others that are left to a loop."""
+    log, counts = CommitLog.open("/log", 1 << 14, files=MemoryFiles()), Counter[tuple[str, int]]()
+    for item in records:
+        item.physical_offset, item.queue_offset = log.end, 5 + counts[item.topic, item.queue_id]
+        counts[item.topic, item.queue_id] += 1
+        item.body_crc = crc32(item.body) & 0x7FFFFFFF
+        item.born_host = ("::1" if item.sys_flag & 16 else "127.0.0.1", 1)
+        log.append(encode_record(item))
+    buffer = log.sequence.file(0).buffer
+    for at, value in flips:
+        buffer[at % log.end] = value
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "CORE", compiled_core.PURE)
+        block = derived_block(log, 0, log.end, most, check_body=check_body)
+        derivation, at, keys = Derivation(DelayLevels.parse("1s")), 0, []
+        queues: dict[tuple[bytes, int], tuple[int, bytes]] = {}
+        while at < (0 if block is None else block.end):
+            size = int.from_bytes(buffer[at : at + 4], "big")
+            derived = derivation.derive(at, size, buffer[at : at + size])
+            place, _, address, topic, queue_id, queue_offset, code, stored, _, unique, key = derived
+            assert place == address
+            if check_body:
+                check_record(buffer, at, log.end, check_body=True)
+            first, entries = queues.setdefault((topic, queue_id), (queue_offset, b""))
+            assert queue_offset == first + len(entries) // ENTRY.size
+            queues[topic, queue_id] = first, entries + ENTRY.pack(at, size, code)
+            keys.append((at, stored, topic_hash(topic), unique, key))
+            at += size
+        if block is not None:
+            assert at == block.end
+            assert len(keys) >= most / 4
+            assert {(topic, number): (first, run) for topic, number, first, run in block.queues} == queues
+            assert [column.tolist() for column in block.keys] == [column.tolist() for column in key_block(keys)]
+
+
+def test_usual_records_are_taken_together(store: MessageStore) -> None:
+    send(store, 0, 100)
+    for core in (compiled_core.CORE, compiled_core.PURE):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dispatch, "CORE", core)
+            block = derived_block(store.log, 0, store.log.end, 90)
+            assert block is not None
+            assert len(block.keys.physical_offsets) == 90
+            assert [queue[:3] for queue in block.queues] == [(b"T", number, 0) for number in range(3)]
+            assert derived_block(store.log, block.end, store.log.end, 90) is not None or core is compiled_core.PURE

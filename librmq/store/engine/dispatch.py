@@ -7,15 +7,26 @@ of a queue or of the index has them written first. A crash loses nothing, becaus
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ENTRY, ConsumeQueue
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue, entry_dtype
 from librmq.errors import MessageIllegalError
-from librmq.java.lang import hash_append, index_key_hashes, java_decode, java_int, java_long, string_hash
+from librmq.java.lang import (
+    absolute_hashes,
+    hash_append,
+    index_key_hashes,
+    java_decode,
+    java_int,
+    java_long,
+    part_hashes,
+    string_hash,
+)
 from librmq.message import record as record_format
 from librmq.message.batch import is_batch
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
@@ -321,12 +332,15 @@ tags code of its queue entry (None if it gets none), its store time in ms, its p
 _unpack_fields = record_format.header_struct(
     "magic", "queue_id", "queue_offset", "physical_offset", "sys_flag", "store_timestamp", "body_length"
 ).unpack_from
+_unpack_size = record_format.header_struct("size", unsigned=("size",)).unpack_from
 _find_keys_and_tags = record_format.find_keys_and_tags
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _UNUSUAL: Final = record_format.HOSTS_V6 | record_format.INNER_BATCH
 _IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
 _SCHEDULE_TOPIC: Final = SCHEDULE_TOPIC.encode()
 _TAGS_KEPT: Final = 10_000
+_MOST_BYTES: Final = 1 << 22  # of records that are derived together
+_PADDING: Final = 1 << 9  # bytes behind texts, more than a topic of a wrong length can reach beyond them
 
 
 MULTI_DISPATCH: Final = PROPERTY_INNER_MULTI_DISPATCH.encode()
@@ -365,20 +379,173 @@ class DerivedBlock(NamedTuple):
 
 
 def derived_block(log: CommitLog, begin: int, end: int, most: int, *, check_body: bool = False) -> DerivedBlock | None:
-    """Return what usual records define, at most ``most``, from ``begin`` on; None without one, or without the core.
+    """Return what usual records define, at most ``most``, from ``begin`` on; None if the first ones are unusual.
 
-    With ``check_body`` they are compared with the checksums of their bodies.
+    With ``check_body`` they are compared with the checksums of their bodies. A record is unusual if its keys or tags
+    are not ASCII, if it does not name its own place, or if it does not continue the count of its queue.
     """
-    file = None if CORE.derive is None else log.sequence.file_at(begin)
-    if CORE.derive is None or file is None:
+    file = log.sequence.file_at(begin)
+    if file is None:
         return None
     start = begin - begin % log.file_size
+    place, limit = begin - start, min(end - start, log.file_size)
+    if CORE.derive is None:
+        return _derive_in_arrays(file.buffer[place : min(place + _MOST_BYTES, limit)], begin, most, check_body)
     place, queues, *columns = CORE.derive(
-        file.buffer, start, begin - start, min(end - start, log.file_size), most, _UNUSUAL | _IN_TRANSACTION, check_body
+        file.buffer, start, place, limit, most, _UNUSUAL | _IN_TRANSACTION, check_body
     )
     if not queues:
         return None
     return DerivedBlock(start + place, queues, KeyBlock(*(np.frombuffer(column, np.int64) for column in columns)))
+
+
+def _derive_in_arrays(data: bytes, begin: int, most: int, check_body: bool) -> DerivedBlock | None:
+    """Do what the compiled core does with the bytes of a log file from physical offset ``begin`` on.
+
+    None also if an unusual record is among the first quarter of ``most``, because then a loop takes less time.
+    """
+    least, fixed = -(-most // 4), record_format.FIXED_SIZE
+    at, size, last = 0, fixed, len(data) - fixed
+    places: list[int] = []
+    while at <= last and size >= fixed and len(places) < most:
+        places.append(at)
+        size = _unpack_size(data, at)[0]
+        at += size
+    if len(places) < least:
+        return None
+    head, ends, tails = _usual_frames(data, begin, np.array(places), check_body)
+    if len(tails) < least:
+        return None
+    raw = np.frombuffer(b"".join((*tails, bytes(_PADDING))), np.uint8)
+    sizes = np.fromiter(map(len, tails), np.int64, len(tails))
+    tails_end = np.cumsum(sizes)
+    tails_at = tails_end - sizes
+    topic_sizes = raw[tails_at].astype(np.int64)
+    properties_at = tails_at + topic_sizes + 3
+    is_usual = (
+        (topic_sizes <= record_format.MAX_TOPIC_SIZE)
+        & (topic_sizes != len(_SCHEDULE_TOPIC))
+        & (_gather(raw, properties_at - 2, ">i2") == tails_end - properties_at)
+        & (properties_at <= tails_end)
+    )
+    count = _count_first(is_usual)
+    if count < least:
+        return None
+    head, properties_at, tails_end = head[:count], properties_at[:count], tails_end[:count]
+
+    topics = [tail[1 : 1 + size] for tail, size in zip(tails[:count], topic_sizes.tolist(), strict=False)]
+    numbers = defaultdict[tuple[bytes, int], int](itertools.count().__next__)  # of the queues
+    queue_of = np.array([numbers[name] for name in zip(topics, head["queue_id"].tolist(), strict=True)])
+    by_queue = np.argsort(queue_of, kind="stable")
+    counts = np.bincount(queue_of)
+    queue_offsets = head["queue_offset"].astype(np.int64)
+    ahead = queue_offsets[by_queue] - np.arange(count)
+    is_usual = np.empty(count, np.bool_)
+    is_usual[by_queue] = ahead == np.repeat(ahead[np.cumsum(counts) - counts], counts)
+
+    parts = _parts(raw, properties_at, tails_end, 2)
+    values = [_find_values(raw, parts, name, count) for name in (b"UNIQ_KEY\1", b"KEYS\1", b"TAGS\1")]
+    for values_at, values_end in values:
+        is_usual &= values_at != values_end  # an empty one needs the careful search
+    rows = [np.flatnonzero(values_at < values_end) for values_at, values_end in values]
+    (_, uniques_at, uniques_end), keys, (_, tags_at, tags_end) = (
+        (at, values_at[at], values_end[at]) for at, (values_at, values_end) in zip(rows, values, strict=True)
+    )
+    of_keys, keys_at, keys_end = _parts(raw, *keys[1:], 32)
+    owners = np.concatenate((rows[0], rows[1][of_keys]))
+    by_owner = np.argsort(owners, kind="stable")
+    by_owner = by_owner[np.concatenate((uniques_end > uniques_at, keys_end > keys_at))[by_owner]]
+    owners = owners[by_owner]
+    texts_at, texts_end = np.concatenate((uniques_at, keys_at)), np.concatenate((uniques_end, keys_end))
+    prefixes = np.array([topic_hash(topic) for topic, _ in numbers], np.int64)[queue_of]
+    hashes = part_hashes(raw, texts_at[by_owner], (texts_end - texts_at)[by_owner], prefixes[owners])
+    is_usual[owners[hashes < 0]] = False
+    codes = np.zeros(count, np.int64)
+    codes[rows[2]] = part_hashes(raw, tags_at, tags_end - tags_at, codes[rows[2]])
+    is_usual &= codes >= 0
+
+    count = _count_first(is_usual)
+    if count < least:
+        return None
+    head, entries = head[:count], np.empty(count, entry_dtype())
+    entries["physical_offset"], entries["size"] = head["physical_offset"], head["size"]
+    entries["tags_code"] = codes[:count].astype(np.uint32).view(np.int32)
+    by_queue = by_queue[by_queue < count]
+    packed = entries[by_queue].tobytes()
+    queue_ends = np.cumsum(np.bincount(queue_of[:count])).tolist()
+    queues = [
+        (*name, int(queue_offsets[by_queue[at]]), packed[at * ENTRY_SIZE : end * ENTRY_SIZE])
+        for name, at, end in zip(numbers, [0, *queue_ends], queue_ends, strict=False)
+    ]
+    kept = int(np.searchsorted(owners, count))
+    physical_offsets, stored = head["physical_offset"].astype(np.int64), head["store_timestamp"].astype(np.int64)
+    block = KeyBlock(physical_offsets, stored, owners[:kept], absolute_hashes(hashes[:kept]))
+    return DerivedBlock(begin + int(ends[count - 1]), queues, block)
+
+
+def _usual_frames(
+    data: bytes, begin: int, places: NDArray[np.int64], check_body: bool
+) -> tuple[NDArray[Any], NDArray[np.int64], list[bytes]]:
+    """Return headers, ends and what follows the bodies of the records at ``places``, up to the first unusual one."""
+    kind = record_format.header_dtype()
+    head = _gather(np.frombuffer(data, np.uint8), places, f"V{kind.itemsize}").view(kind)
+    ends, tails_at = places + head["size"], places + kind.itemsize + head["body_length"]
+    count = _count_first(
+        (head["magic"] == _MAGIC)
+        & (ends <= len(data))
+        & (head["body_length"] >= 0)
+        & (tails_at + 3 <= ends)
+        & (head["sys_flag"] & (_UNUSUAL | _IN_TRANSACTION) == 0)
+        & (head["physical_offset"] == places + begin)
+    )
+    frames = list(zip(places[:count].tolist(), tails_at.tolist(), ends.tolist(), strict=False))
+    if check_body:
+        fixed, check = kind.itemsize, record_format.crc32
+        sums = [check(data[at + fixed : end]) & 0x7FFFFFFF if end > at + fixed else -1 for at, end, _ in frames]
+        count = _count_first((head["body_crc"][:count] == sums) | (head["body_length"][:count] == 0))
+    return head[:count], ends[:count], [data[at:end] for _, at, end in frames[:count]]
+
+
+_Parts = tuple["NDArray[np.int64]", "NDArray[np.int64]", "NDArray[np.int64]"]
+"""The row of each part, its begin and its end."""
+
+
+def _parts(raw: NDArray[np.uint8], begins: NDArray[np.int64], ends: NDArray[np.int64], separator: int) -> _Parts:
+    """Split each row of ``raw``; rows are given by begin and end, in order."""
+    at = np.flatnonzero(raw == separator)
+    rows = np.searchsorted(begins, at, "right") - 1
+    is_inside = (rows >= 0) & (at < np.append(ends, 0)[rows])
+    at, rows = at[is_inside], rows[is_inside]
+    counts = np.bincount(rows, minlength=len(begins)) + 1
+    parts_at, parts_end = np.concatenate((begins, at + 1)), np.concatenate((ends, at))
+    parts_at.sort(kind="stable")
+    parts_end.sort(kind="stable")
+    return np.repeat(np.arange(len(begins)), counts), parts_at, parts_end
+
+
+def _find_values(
+    raw: NDArray[np.uint8], parts: _Parts, name: bytes, count: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return begin and end of the last value of a property in each of ``count`` rows; 0 and -1 in a row without."""
+    rows, begins, ends = parts
+    values_at, values_end = np.zeros(count, np.int64), np.full(count, -1)
+    hits = np.flatnonzero(_gather(raw, begins, "<u4") == int.from_bytes(name[:4], "little"))
+    hits = hits[ends[hits] - begins[hits] >= len(name)]
+    for at in range(4, len(name)):
+        hits = hits[raw[begins[hits] + at] == name[at]]
+    values_at[rows[hits]], values_end[rows[hits]] = begins[hits] + len(name), ends[hits]
+    return values_at, values_end
+
+
+def _gather(raw: NDArray[np.uint8], places: NDArray[np.int64], kind: str) -> NDArray[Any]:
+    """Return the values of this type at places of ``raw``, which need not be aligned."""
+    size = np.dtype(kind).itemsize
+    return np.ndarray((len(raw) - size + 1,), kind, raw, strides=(1,))[places]
+
+
+def _count_first(is_usual: NDArray[np.bool_]) -> int:
+    """Return the number of true values before the first false one."""
+    return len(is_usual) if is_usual.all() else int(is_usual.argmin())
 
 
 class Derivation:

@@ -657,6 +657,7 @@ def rebuild_index(log: CommitLog, index: KeyIndex, levels: DelayLevels) -> None:
 
 
 _pack_entry = ENTRY.pack
+_LEAST_APART: Final = 256 if CORE.derive is None else 1
 _MOST_APART: Final = 1 << 16
 
 
@@ -664,15 +665,12 @@ def _unpassed(
     log: CommitLog, begin: int, end: int, passes: Callable[[DerivedBlock], bool], *, check_body: bool = False
 ) -> Iterator[LogItem]:
     """Yield the items of the log that are in no block that ``passes``."""
-    if CORE.derive is None:
-        yield from log.scan(begin, end, check_body=check_body)
-        return
-    at, most_apart = begin, 1
+    at, most_apart = begin, _LEAST_APART
     while at < end:
         block = derived_block(log, at, end, COMPARED, check_body=check_body)
         if block is not None and passes(block):
             log.release_read_pages(at, block.end)
-            at, most_apart = block.end, 1
+            at, most_apart = block.end, _LEAST_APART
             continue
         block_end, before = at if block is None else block.end, at
         for number, (place, size, raw) in enumerate(log.scan(at, end, check_body=check_body), 1):
