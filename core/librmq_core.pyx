@@ -87,7 +87,7 @@ cdef extern from "crc32.h":
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
-API = 10
+API = 11
 """Number that librmq compares at its import; it changes with the functions here."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0, derived = 0
@@ -1228,10 +1228,13 @@ cdef class StoredState:
         return self.decompressed_body(body_limit)
 
 
-def pull(bytes entries, buffer, int64_t start, int64_t end, Py_ssize_t max_count, int64_t max_bytes):
+def pull(
+    bytes entries, buffer, int64_t start, int64_t end, Py_ssize_t max_count, int64_t max_bytes, bint joined=False
+):
     """Return the messages of the first queue entries and their bytes, or None if anything is unusual.
 
-    ``buffer`` is the file of the log that begins at ``start``; its records end at ``end``.
+    ``buffer`` is the file of the log that begins at ``start``; its records end at ``end``. With ``joined``, return the
+    records one after the other, and their number.
     """
     cdef const uint8_t *entry = <const uint8_t *>PyBytes_AS_STRING(entries)
     cdef Py_ssize_t count = min(PyBytes_GET_SIZE(entries) // 20, max_count), number
@@ -1239,6 +1242,7 @@ def pull(bytes entries, buffer, int64_t start, int64_t end, Py_ssize_t max_count
     cdef Py_buffer view
     cdef list found = []
     cdef bytes raw
+    cdef uint8_t *at
     global pulled
     if not isinstance(buffer, _mmap) or stored_class is None:
         return None
@@ -1256,8 +1260,17 @@ def pull(bytes entries, buffer, int64_t start, int64_t end, Py_ssize_t max_count
     try:
         if end - start > view.len:
             return None
+        if joined:
+            raw = PyBytes_FromStringAndSize(NULL, total)
+            at = <uint8_t *>PyBytes_AS_STRING(raw)
         for number in range(count):
             place, size = big64(entry + 20 * number), <int32_t>big32(entry + 20 * number + 8)
+            if joined:
+                memcpy(at, <const uint8_t *>view.buf + (place - start), size)
+                if big32(at) != size or big32(at + 4) != MAGIC:
+                    return None
+                at += size
+                continue
             raw = PyBytes_FromStringAndSize(<const char *>view.buf + (place - start), size)
             # The copy is checked, because another process can change the mapping.
             if big32(<const uint8_t *>PyBytes_AS_STRING(raw)) != size or (
@@ -1270,7 +1283,7 @@ def pull(bytes entries, buffer, int64_t start, int64_t end, Py_ssize_t max_count
         if collects:
             PyGC_Enable()
     pulled += count
-    return found, total
+    return (raw, count) if joined else (found, total)
 
 
 cdef object new_stored(bytes raw):

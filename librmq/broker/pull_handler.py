@@ -75,7 +75,9 @@ class PullHandler:
                     if queue_offset == end:
                         return PullResponse(PullStatus.HELD, end, begin, end, (), True)
                     held.remove_pull(name, holder)
-            result = store.read(topic, queue_id, queue_offset, request.max_messages, selection.matching)
+            result = store.read(
+                topic, queue_id, queue_offset, request.max_messages, selection.matching, joined=request.joined
+            )
             status = _status(result, queue_offset)
             if self._is_replica and queue_offset > result.max_offset:
                 return self._wait_for_copy(request, selection, result)

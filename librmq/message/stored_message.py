@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from json import loads as from_json
-from typing import Any, Final, Self
+from typing import Any, Final, Self, overload
 
 from librmq.errors import MalformedError, RecordError
 from librmq.java.lang import java_decode
@@ -318,6 +318,34 @@ class StoredMessage(StoredState):
             )
         except RecordError as error:
             return f"StoredMessage({len(self.raw)} bytes, damaged: {error.reason})"
+
+
+class StoredRecords(Sequence[StoredMessage]):
+    """Messages whose records follow one another in ``data``; each is made when it is asked for. Immutable."""
+
+    __slots__ = ("_count", "data")
+
+    def __init__(self, data: bytes, count: int) -> None:
+        """``data`` has ``count`` whole records."""
+        self.data = data
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, at: int) -> StoredMessage: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[StoredMessage]: ...
+    def __getitem__(self, at: int | slice) -> StoredMessage | list[StoredMessage]:
+        return list(self)[at]
+
+    def __iter__(self) -> Iterator[StoredMessage]:
+        begin = 0
+        for _ in range(self._count):
+            (size,) = _INT.unpack_from(self.data, begin)
+            yield StoredMessage(self.data[begin : begin + size])
+            begin += size
 
 
 if CORE.use_stored_messages is not None:

@@ -194,6 +194,8 @@ class PullMessage(Request[PullResponse]):
     """Keep ``notify`` for the next messages even if this pull finds some, unless the next are already stored."""
     subscription_version: int | None = None
     """The least version that the subscription in the group's heartbeats must have, unless None."""
+    joined: bool = False
+    """Whether the messages may be `StoredRecords`, for a client that needs their bytes only."""
 
 
 @value

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-_API: Final = 10
+_API: Final = 11
 _SWITCH: Final = "LIBRMQ_CORE"
 
 

@@ -349,12 +349,15 @@ class MessageStore(Closing):
         queue_offset: int,
         max_messages: int = 32,
         matching: MessageFilter | None = None,
+        *,
+        joined: bool = False,
     ) -> ReadResult:
         """Read up to ``max_messages`` messages of a queue from ``queue_offset`` on.
 
         A call reads at most 32 messages and 256 KiB (far from the log's end 8 messages and 64 KiB), but always the
         first message. It does not cross the end of a queue file. Continue at ``next_offset``, whatever the status.
-        While the disk is full, the newest messages may not be in their queues yet.
+        While the disk is full, the newest messages may not be in their queues yet. With ``joined`` the messages may be
+        `StoredRecords`, which are read faster if only their bytes are needed.
 
         Raises:
             CorruptionError: An entry leads to no record of its size.
@@ -367,7 +370,7 @@ class MessageStore(Closing):
                 return handle.view.read((topic, queue_id), queue_offset, max_messages, matching, handle.transfer)
             self.appender.write_entries_that_fit()
             queue = handle.queues.find((topic, queue_id))
-            return read_queue(handle.log, queue, queue_offset, max_messages, matching, handle.transfer)
+            return read_queue(handle.log, queue, queue_offset, max_messages, matching, handle.transfer, joined=joined)
         except (AttributeError, TypeError) as error:
             raise wrong_argument(queue_offset, max_messages, matching) or error from None
 

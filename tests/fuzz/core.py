@@ -167,7 +167,9 @@ class Fuzzer:
         if chance.random() < 0.7:
             entries = b"".join(struct.pack(">qiq", start + at, length, 0) for at, length in self.places)
         end = start + chance.choice((size, size, 100, size + 100, 1 << 50))
-        self.core.pull(damaged(chance, entries), buffer, start, end, chance.randrange(50), 1 << 16)
+        self.core.pull(
+            damaged(chance, entries), buffer, start, end, chance.randrange(50), 1 << 16, chance.random() < 0.5
+        )
 
     def index(self) -> None:
         """Hash keys, and write index entries over slots that lead anywhere."""

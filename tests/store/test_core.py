@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from librmq.clock import ManualClock
@@ -24,7 +24,7 @@ from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.message.stored_message import DECOMPRESSED_LIMIT, StoredMessage
+from librmq.message.stored_message import DECOMPRESSED_LIMIT, StoredMessage, StoredRecords
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import key_block
@@ -88,7 +88,8 @@ def test_columns_find_wrong_bodies_alike(tmp_path: Path, monkeypatch: pytest.Mon
 def filled(sizes: list[int], file_size: int = 1 << 16) -> tuple[MemoryFiles, StoreConfig]:
     """Return the files of a store with a message for each size, some of them unusual."""
     files, config = MemoryFiles(), StoreConfig.tiny(commitlog_file_size=file_size)
-    with MessageStore.open("/store", config, files=files, background=False) as store:
+    clock = ManualClock(1_700_000_000_000)
+    with MessageStore.open("/store", config, files=files, clock=clock, background=False) as store:
         for number, size in enumerate(sizes):
             message = Message(
                 "T" * (1 + number % 30), b"x" * size, tags="a", keys="k", properties={"p": "q" * (1 + size % 7)}
@@ -213,8 +214,19 @@ def pulled(store: MessageStore, most: int) -> list[Any]:
     return found
 
 
+def pulled_damaged(sizes: list[int], flips: list[tuple[int, int]], most: int) -> list[Any]:
+    """Return what is pulled from a view whose log is damaged after it was opened; each pull can refresh it."""
+    files, config = filled(sizes)
+    with MessageStore.open("/store", config, files=files, read_only=True) as store:
+        buffer = store.log.sequence.file(0).buffer
+        for at, value in flips:
+            buffer[at] = value
+        return pulled(store, most)
+
+
 @needs_core
 @settings(deadline=None)
+@example([0], [(84, 1), (109, 1)], 1)
 @given(
     st.lists(st.integers(0, 2000), min_size=1, max_size=60),
     st.lists(st.tuples(st.integers(0, 60_000), st.integers(0, 255)), max_size=3),
@@ -222,18 +234,13 @@ def pulled(store: MessageStore, most: int) -> list[Any]:
 )
 def test_pulls_are_equal(sizes: list[int], flips: list[tuple[int, int]], most: int) -> None:
     """Of whole logs and damaged ones; the counter shows that the compiled code ran."""
-    files, config = filled(sizes)
-    with MessageStore.open("/store", config, files=files, read_only=True) as store:
-        buffer = store.log.sequence.file(0).buffer
-        for at, value in flips:
-            buffer[at] = value
-        before = CORE.counts()["pull"]
-        compiled = pulled(store, most)
-        if not flips:
-            assert CORE.counts()["pull"] > before
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("librmq.store.engine.read.CORE", compiled_core.PURE)
-            assert pulled(store, most) == compiled
+    before = CORE.counts()["pull"]
+    compiled = pulled_damaged(sizes, flips, most)
+    if not flips:
+        assert CORE.counts()["pull"] > before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("librmq.store.engine.read.CORE", compiled_core.PURE)
+        assert pulled_damaged(sizes, flips, most) == compiled
 
 
 @needs_core
@@ -268,6 +275,26 @@ def test_pulls_stay_within_the_file(entries: list[tuple[int, int]], start: int) 
         if found is not None:
             assert [len(message.raw) for message in found[0]] == [size for _, size in entries]
             assert end <= start + 4096
+        joined = None if found is None else (b"".join(message.raw for message in found[0]), len(entries))
+        assert CORE.pull(raw, buffer, start, end, len(entries), 1 << 20, True) == joined
+
+
+@needs_core
+@pytest.mark.parametrize("tags", [None, "a"])
+def test_joined_records_are_those_of_a_usual_read(tmp_path: Path, tags: str | None) -> None:
+    """Also of a read with a filter, whose messages are not joined."""
+    with MessageStore.open(tmp_path / "store", StoreConfig.tiny()) as store:
+        for number in range(9):
+            store.append(Message("T", bytes(10 * number), tags="a" if number % 2 else "b"))
+        matching = store.matching(tags=tags)
+        usual = store.read("T", 0, 1, 6, matching)
+        joined = store.read("T", 0, 1, 6, matching, joined=True)
+        assert isinstance(joined.messages, StoredRecords) == (tags is None)
+        assert len(joined.messages) == len(usual.messages) > 0
+        assert list(joined.messages) == usual.messages
+        assert joined.messages[-1] == usual.messages[-1]
+        assert (joined.status, joined.next_offset, joined.max_offset) == (usual.status, usual.next_offset, 9)
+        assert joined.total_size == usual.total_size
 
 
 @needs_core

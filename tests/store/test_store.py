@@ -395,7 +395,7 @@ def test_messages_that_are_gone_from_the_log_are_passed_over() -> None:
         begin = store.log.begin
         assert begin == 8192
         for topic, queue_id in sorted(store.queues):
-            queue_offset, read = 0, []
+            queue_offset, read = 0, list[StoredMessage]()
             while (result := store.read(topic, queue_id, queue_offset)).status is not GetStatus.OFFSET_OVERFLOW_ONE:
                 if result.status is GetStatus.NO_MESSAGE_IN_QUEUE:
                     break

@@ -28,6 +28,7 @@ from librmq.message import record
 from librmq.message.batch import inner_messages, is_batch
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
+from librmq.message.stored_message import StoredRecords
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
 from librmq.store.engine.store_parts import Parts, QueueName
@@ -70,7 +71,7 @@ class ReadResult:
 
     status: GetStatus
     """Whether messages were found, and if not, why."""
-    messages: list[StoredMessage]
+    messages: Sequence[StoredMessage]
     """Messages in the order of the queue."""
     next_offset: int
     """Queue offset of the next read, whatever the status."""
@@ -129,6 +130,7 @@ def read_queue(
     matching: MessageFilter | None,
     transfer: Transfer,
     *,
+    joined: bool = False,
     has_batches: bool = False,
 ) -> ReadResult:
     """Read up to ``max_messages`` messages from ``queue_offset`` on; see `MessageStore.read`. Thread-safe.
@@ -147,7 +149,7 @@ def read_queue(
     if has_batches:
         return _read_batches(log, queue, queue_offset, max_messages, matching, transfer, low, high)
     if matching is None:
-        result = _read_all(log, queue, queue_offset, max_messages, transfer, low, high)
+        result = _read_all(log, queue, queue_offset, max_messages, transfer, low, high, joined)
         if result is not None:
             return result
     limit = max(_MIN_LOOKED_AT // ENTRY_SIZE, max_messages)
@@ -178,7 +180,14 @@ def wrong_argument(queue_offset: object, max_messages: object, matching: object)
 
 
 def _read_all(
-    log: CommitLog, queue: ConsumeQueue, queue_offset: int, max_messages: int, transfer: Transfer, low: int, high: int
+    log: CommitLog,
+    queue: ConsumeQueue,
+    queue_offset: int,
+    max_messages: int,
+    transfer: Transfer,
+    low: int,
+    high: int,
+    joined: bool,
 ) -> ReadResult | None:
     """Read without a filter on a fast path; None if anything is unusual, for which the caller takes the general path.
 
@@ -201,7 +210,11 @@ def _read_all(
     limit = min(start + file_size, log_end)
     batch = None
     if CORE.pull is not None:
-        batch = CORE.pull(raw_entries, file.buffer, start, limit, max_count, max_bytes)
+        batch = CORE.pull(raw_entries, file.buffer, start, limit, max_count, max_bytes, joined)
+        if joined and batch is not None:
+            data, count = batch
+            records = StoredRecords(data, count)
+            return ReadResult(GetStatus.FOUND, records, queue_offset + count, low, high, len(data))
     if batch is None:
         batch = _cut_out(raw_entries, file.buffer, start, limit, max_count, max_bytes)
     if batch is None:
@@ -265,7 +278,8 @@ def _read_candidates(
     result: ReadResult,
 ) -> None:
     """Read with a filter, or over deleted messages."""
-    messages = result.messages
+    messages: list[StoredMessage] = []
+    result.messages = messages
     count = len(places)
     skip_below = -1
     looked_at = 0
@@ -321,7 +335,8 @@ def _read_batches(
     raw = queue.read(queue_offset, max(max_messages, 1))
     entries = np.frombuffer(raw, entry_dtype())
     candidates = set(range(len(entries)) if matching is None else _candidates(queue, entries, matching))
-    messages, last = result.messages, -1
+    messages, last = list[StoredMessage](), -1
+    result.messages = messages
     for number, (physical_offset, size, _) in enumerate(ENTRY.iter_unpack(raw)):
         max_count, max_bytes = transfer.limits(log.end, physical_offset)
         if messages and (len(messages) >= max_count or result.total_size >= max_bytes):

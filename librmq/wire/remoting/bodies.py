@@ -15,6 +15,7 @@ from librmq.filter import TAG, TagFilter
 from librmq.java import json as java_json
 from librmq.message import record
 from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.stored_message import StoredRecords
 from librmq.protocol import ConsumeFrom, ConsumerData, Heartbeat, MessageModel, QueueData, Subscription
 
 MOST_REQUEST_BYTES: Final = 4 << 20
@@ -52,7 +53,7 @@ def _key(key: object) -> str:
 
 def records_body(messages: Iterable[StoredMessage]) -> bytes:
     """Return messages as their records in the log, one after the other."""
-    return b"".join([message.raw for message in messages])
+    return messages.data if isinstance(messages, StoredRecords) else b"".join([message.raw for message in messages])
 
 
 def read_request(body: bytes, what: str) -> dict[str, Any]:

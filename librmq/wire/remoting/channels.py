@@ -9,7 +9,7 @@ import queue
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -243,20 +243,16 @@ class RemotingCall(NamedTuple):
         Raises:
             MalformedError: It does not fit into a frame.
         """
-        return self.answer_with(header, (body,), code=code, remark=remark)
+        if self.frame.is_binary:
+            fields = {} if header is None else to_fields(header)
+            return encode(answer_to(self.frame, code, remark, fields=fields, body=body))
+        return encode_answer(self.frame, code, remark, "" if header is None else to_text(header), body)
 
     def serve(self, form: Form, ask: Callable[[Any], Any] | None = None) -> bytes:
         """Pass the request to the broker, by ``ask`` or for this client, and return the bytes of its answer."""
         request = form.parse(self.header, self.frame.body)
         reply = form.reply(request, (ask or self.call_broker)(request))
         return self.answer(reply.header, body=reply.body, code=reply.code, remark=reply.remark)
-
-    def answer_with(self, header: object, records: Sequence[bytes], *, code: int, remark: str | None) -> bytes:
-        """Return the bytes of an answer whose body has these records one after the other; as `answer` does."""
-        if self.frame.is_binary:
-            fields = {} if header is None else to_fields(header)
-            return encode(answer_to(self.frame, code, remark, fields=fields, body=b"".join(records)))
-        return encode_answer(self.frame, code, remark, "" if header is None else to_text(header), records)
 
 
 Handler = Callable[[RemotingCall], "bytes | None"]

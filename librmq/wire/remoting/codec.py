@@ -812,6 +812,7 @@ def parse_pull(
         header.commit_offset if commits and header.sys_flag & PULL_COMMITS else None,
         notify,
         subscription_version=header.sub_version,
+        joined=True,
     )
 
 

@@ -38,6 +38,7 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Step
+from librmq.wire.remoting.bodies import records_body
 from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served
 from librmq.wire.remoting.codec import FORMS, parse_pull, parse_receive, pulled_remark, received_reply
 from librmq.wire.remoting.frames import Frame, to_fields
@@ -216,17 +217,17 @@ class Pulls:
         suggested = int(response.suggests_replica)  # the id of a slave
         header = PulledHeader(response.next_offset, response.min_offset, response.max_offset, suggested)
         status = response.status
-        records = [message.raw for message in response.messages]
+        body = records_body(response.messages)
         now_ms, rates = self._runner.now_ms(), self._rates
         if status is PullStatus.FOUND:
             key, took_ms = f"{call.header.topic}@{call.header.consumer_group}", now_ms - begin_ms
-            rates.count("get", key, now_ms, len(records), sum(map(len, records)))
+            rates.count("get", key, now_ms, len(response.messages), len(body))
             rates.count("latency", f"{call.header.queue_id}@{key}", now_ms, took_ms)
             rates.took("get", took_ms)
         else:
             rates.count("miss", "", now_ms)
         remark = pulled_remark(call.header, response)
-        return call.answer_with(header, records, code=PULL_CODES[status], remark=remark)
+        return call.answer(header, body=body, code=PULL_CODES[status], remark=remark)
 
 
 def _request(call: RemotingCall, notify: Callable[[], None] | None = None, *, commits: bool = False) -> PullMessage:

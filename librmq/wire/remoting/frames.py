@@ -19,7 +19,7 @@ import selectors
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from json.encoder import encode_basestring
@@ -101,8 +101,8 @@ def encode(frame: Frame) -> bytes:
         MalformedError: It is longer than `MAX_FRAME`, or its code or a field does not fit into a binary header.
     """
     if frame.is_binary:
-        return _framed(_binary_header(frame), (frame.body,), 1)
-    return _framed(frame.json_header(), (frame.body,), 0)
+        return _framed(_binary_header(frame), frame.body, 1)
+    return _framed(frame.json_header(), frame.body, 0)
 
 
 _shapes: Final[dict[tuple[str, ...], str]] = {}
@@ -117,10 +117,8 @@ def _shape_of(names: tuple[str, ...]) -> str:
     return shape
 
 
-def encode_answer(request: Frame, code: int, remark: str | None, fields: str, body: Sequence[bytes]) -> bytes:
+def encode_answer(request: Frame, code: int, remark: str | None, fields: str, body: bytes) -> bytes:
     """Return the bytes of the answer to a JSON request; ``fields`` are members of an object, each after a comma.
-
-    ``body`` has the body in parts.
 
     Raises:
         MalformedError: It is longer than `MAX_FRAME`.
@@ -128,11 +126,11 @@ def encode_answer(request: Frame, code: int, remark: str | None, fields: str, bo
     return _framed(_json_header(code, fields, _IS_ANSWER, "JAVA", request.opaque, remark, VERSION), body, 0)
 
 
-def _framed(header: bytes, parts: Sequence[bytes], kind: int) -> bytes:
-    length = 4 + len(header) + sum(map(len, parts))
+def _framed(header: bytes, body: bytes, kind: int) -> bytes:
+    length = 4 + len(header) + len(body)
     if length > MAX_FRAME:
         raise MalformedError(f"a frame of {length:,} bytes: expected at most {MAX_FRAME:,}")
-    return b"".join((_PREFIX.pack(length, kind << 24 | len(header)), header, *parts))
+    return b"".join((_PREFIX.pack(length, kind << 24 | len(header)), header, body))
 
 
 class FrameReader:

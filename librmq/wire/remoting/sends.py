@@ -197,7 +197,7 @@ class KnownSends:
 def _form() -> str:
     """Return the header of an answer, with places for the id, queue, queue offset and number of the request."""
     marks = "msgid", 10101010, 20202020, 30303030
-    raw = encode_answer(Frame(0, opaque=marks[3]), 0, None, to_text(SentHeader(*marks[:3])), ())
+    raw = encode_answer(Frame(0, opaque=marks[3]), 0, None, to_text(SentHeader(*marks[:3])), b"")
     text = raw[8:].decode().replace("%", "%%")
     for mark in marks:
         text = text.replace(str(mark), "%s")
