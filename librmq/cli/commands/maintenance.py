@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -179,17 +179,14 @@ def follow(arguments: argparse.Namespace, output: Output) -> int:
     """Keep the copy up to date until a signal ends it, or copy up to the present end."""
     from librmq.cluster import Replica
 
-    output = output.of_lines()
-    with ExitStack() as following:
-        ended = following.enter_context(end_signals())
-        with Replica.open(arguments.copy, of=arguments.store) as replica:
-            lines = _States(replica, output)
-            is_complete = _catch_up(replica, lines, ended)
-            if not arguments.until_end:
-                _keep_up(replica, lines, ended)
-            elif is_complete:
-                is_complete = replica.follow()
-            lines.print_state("ended")
+    with end_signals() as ended, Replica.open(arguments.copy, of=arguments.store) as replica:
+        lines = _States(replica, output.of_lines())
+        is_complete = _catch_up(replica, lines, ended)
+        if not arguments.until_end:
+            _keep_up(replica, lines, ended)
+        elif is_complete:
+            is_complete = replica.follow()
+        lines.print_state("ended")
     if arguments.until_end and not is_complete:
         complain("interrupted")
         return INTERRUPTED

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 # ---- the log
 
-_ZEROS: Final = bytes(1 << 20)
 _FILES_MAPPED: Final = 32
 
 
@@ -56,13 +55,10 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
     sequence = _log_files(arguments.store, files, config)
     levels = DelayLevels.parse(config.message_delay_level)
     damages: list[CorruptionError] = []
-    items: Iterator[LogItem]
     if arguments.at is not None:
         items = _scanned(arguments)
-    elif arguments.all:
-        items = _all_items(sequence, damages.append)
     else:
-        items = _items(sequence, arguments.as_recovered)
+        items = _items(sequence, damages.append if arguments.all else None, as_recovered=arguments.as_recovered)
     begin = sequence.begin
     with ProgressBar("dump", sequence.end - begin, quiet=output.is_on_terminal) as bar:
         for physical_offset, size, raw in items:
@@ -94,35 +90,30 @@ def _log_files(store: str, files: Files, config: StoreConfig) -> MappedFileQueue
     return MappedFileQueue(folder, config.commitlog_file_size, files, MappingPool(_FILES_MAPPED), writable=False)
 
 
-def _items(sequence: MappedFileQueue, as_recovered: bool) -> Iterator[LogItem]:
+def _items(
+    sequence: MappedFileQueue, damaged: Callable[[CorruptionError], object] | None, *, as_recovered: bool
+) -> Iterator[LogItem]:
     """Yield records and blanks up to the log's end.
+
+    With ``damaged``, which gets each damage, they continue behind it, and checksums of bodies are not compared.
 
     Raises:
         CorruptionError: The bytes are neither a record nor a blank.
     """
-    try:
-        yield from _whole_files(sequence, sequence.begin, check_body=True)
-    except CorruptionError as error:
-        if not ends_at(sequence, error.offset) and not (as_recovered and cut_at(sequence, error) is not None):
-            raise
-
-
-def _all_items(sequence: MappedFileQueue, damaged: Callable[[CorruptionError], object]) -> Iterator[LogItem]:
-    """Yield records and blanks up to the log's end, call ``damaged`` for each damage, and continue behind it."""
-    at = sequence.begin
-    while True:
+    at: int | None = sequence.begin
+    while at is not None:
         try:
-            yield from _whole_files(sequence, at, check_body=False)
+            yield from _whole_files(sequence, at, check_body=damaged is None)
+            return
         except CorruptionError as error:
             if ends_at(sequence, error.offset):
                 return
+            if damaged is None:
+                if as_recovered and cut_at(sequence, error) is not None:
+                    return
+                raise
             damaged(error)
-            following = find_record(sequence, error.offset + 1, check_body=False)
-            if following is None:
-                return
-            at = following
-        else:
-            return
+            at = find_record(sequence, error.offset + 1, check_body=False)
 
 
 def _whole_files(sequence: MappedFileQueue, begin: int, *, check_body: bool) -> Iterator[LogItem]:
@@ -148,14 +139,7 @@ def ends_at(sequence: MappedFileQueue, physical_offset: int) -> bool:
     unfinished = CommitLog(sequence).unfinished_at(physical_offset)
     if unfinished:
         return find_record(sequence, physical_offset + unfinished) is None
-    at = physical_offset
-    while (file := sequence.file_at(at)) is not None:
-        start = at % file.size
-        block = file.buffer[start : start + len(_ZEROS)]
-        if block != _ZEROS[: len(block)]:
-            return False
-        at += len(block)
-    return True
+    return not sequence.data_behind(physical_offset)
 
 
 _POLL_S: Final = 0.2
