@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -350,15 +351,15 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
     """
     with viewed(source) as view:
         queues = _queues_by_topic(view)
-        groups_by_topic: dict[str, list[str]] = {}
+        groups_by_topic: defaultdict[str, list[str]] = defaultdict(list)
         for group_name, name in view.progress:
             if group in (None, group_name) and topic in (None, name):
-                groups_by_topic.setdefault(name, []).append(group_name)
-        by_group: dict[str, dict[str, TopicProgress]] = {}
-        for name, groups in groups_by_topic.items():
-            for columns in _topic_progress(view, name, groups, queues.get(name), times):
-                by_group.setdefault(columns.group, {})[name] = columns
-        topics = [of_group[name] for _, of_group in sorted(by_group.items()) for name in sorted(of_group)]
+                groups_by_topic[name].append(group_name)
+        by_group: defaultdict[str, list[TopicProgress]] = defaultdict(list)
+        for name in sorted(groups_by_topic):
+            for columns in _topic_progress(view, name, groups_by_topic[name], queues.get(name), times):
+                by_group[columns.group].append(columns)
+        topics = [columns for _, of_group in sorted(by_group.items()) for columns in of_group]
         return Lag(topics, view.now_ms)
 
 

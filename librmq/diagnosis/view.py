@@ -307,7 +307,7 @@ class StoreView(Closing):
         from librmq.protocol import MessageModel  # asyncio comes with it, which a folder does not need
 
         with broker.runner.lock:
-            progress = self.tables.progress()
+            progress = {place: offsets.copy() for place, offsets in self.tables.progress().items()}
             for group in sorted({group for client in broker.clients() for group in client.consumer_groups}):
                 connections = broker.connections(group)
                 if connections is not None and connections.model is MessageModel.CLUSTERING:

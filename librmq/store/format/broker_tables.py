@@ -103,11 +103,11 @@ class BrokerTables:
         return self._starts
 
     def progress(self) -> dict[tuple[str, str], dict[int, int]]:
-        """Return a copy of all groups' queue offsets by queue id, by group and topic."""
+        """Return all groups' queue offsets by queue id, by group and topic; the caller does not change them."""
         progress = {}
         for name, offsets in self.offsets.rows.items():
             topic, _, group = name.rpartition("@")
-            progress[group, topic] = offsets.copy()
+            progress[group, topic] = offsets
         return progress
 
     def drop_progress(self) -> None:
