@@ -3,14 +3,21 @@
 Each call has a time at which it is due, and its latency counts from then: where one call is late, so are those that
 wait behind it, and none is left out (coordinated omission). "One in: 10,000" is the latency that one call of ten
 thousand exceeds, p99.99; the last line is the maximum. The first tenth of the calls, in which a new store creates its
-files, does not count. A raw write copies a record into a mapped file whose blocks exist, as an append does with its
-record. The machine has to be idle: a thread that waits for a core adds milliseconds to each of these.
+files, does not count.
+
+A call of nothing shows what the machine takes away: hypervisor, other programs, late timers. A raw write copies a
+record into a mapped file whose blocks exist, as an append does with its record. A bare queue passes numbers to another
+thread, as a send does with its message. The machine has to be idle: a thread that waits for a core adds milliseconds
+to each of these. Until a call is due, its thread sleeps, so that other threads have the interpreter and a core.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import queue
+import sys
 import threading
 import time
 from array import array
@@ -29,27 +36,33 @@ from librmq.message.message import Message
 from librmq.store import MessageStore
 
 RATES: Final = 10_000, 50_000
-SECONDS: Final = 5
+SECONDS: Final = 2
+SPIN_NS: Final = 20_000
+"""A sleep ends this long before a call is due, because it ends too late."""
 SHARES: Final = 2, 100, 1_000, 10_000
 MAXIMUM: Final = "slowest"
 BODY_SIZE: Final = 1024
 
 
-def at_rate(call: Callable[[int], object], count: int, rate: int, *, yields: bool = False) -> array[int]:
-    """Make a call when it is due, or as soon as the one before it has ended; return when each was due, in ns.
-
-    With ``yields`` other threads run until then.
-    """
+def at_rate(call: Callable[[int], object], count: int, rate: int, *, spin_ns: int = SPIN_NS) -> array[int]:
+    """Make a call when it is due, or as soon as the one before it has ended; return when each was due, in ns."""
     clock, sleep, due = time.perf_counter_ns, time.sleep, array("q")
+    wake_in_time()
     begin = clock() + 1_000_000
     for number in range(count):
         at = begin + number * 1_000_000_000 // rate
         due.append(at)
-        while clock() < at:
-            if yields:
-                sleep(0)
+        while (left := at - clock()) > 0:
+            if left > spin_ns:
+                sleep((left - spin_ns) / 1e9)
         call(number)
     return due
+
+
+def wake_in_time() -> None:
+    """Let sleeps of this thread end 50 µs earlier: Linux delays them to end several together."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, in ns
 
 
 def percentiles(latencies: list[int]) -> dict[str, float]:
@@ -93,9 +106,32 @@ def send(bench: Bench, folder: Path, *, rate: int) -> dict[str, float]:
         consumer = PushConsumer(broker, group="readers", threads=4)
         consumer.subscribe("T", listener)
         with consumer:
-            due = at_rate(lambda n: producer.send(Message("T", n.to_bytes(8) + body)), count, rate, yields=True)
+            due = at_rate(lambda n: producer.send(Message("T", n.to_bytes(8) + body)), count, rate, spin_ns=0)
             if not is_over.wait(60):
                 raise TimeoutError(f"{count - next(left)} of {count} messages did not come")
+    return latencies(due, ended)
+
+
+def nothing(bench: Bench, folder: Path, *, rate: int) -> dict[str, float]:
+    """Note the time of each call."""
+    ended, clock = array("q"), time.perf_counter_ns
+    return latencies(at_rate(lambda _: ended.append(clock()), bench.count(SECONDS * rate), rate), ended)
+
+
+def put(bench: Bench, folder: Path, *, rate: int) -> dict[str, float]:
+    """Pass numbers to another thread."""
+    count, ended, clock = bench.count(SECONDS * rate), array("q"), time.perf_counter_ns
+    numbers: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def get() -> None:
+        for _ in range(count):
+            numbers.get()
+            ended.append(clock())
+
+    thread = threading.Thread(target=get)
+    thread.start()
+    due = at_rate(numbers.put, count, rate, spin_ns=0)
+    thread.join()
     return latencies(due, ended)
 
 
@@ -116,8 +152,10 @@ def write(bench: Bench, folder: Path, *, rate: int) -> dict[str, float]:
 
 def cases() -> Iterator[Case]:
     runs: tuple[tuple[str, Callable[..., dict[str, float]], float, float], ...] = (
+        ("nothing", nothing, 0, 0),
         ("raw mapped write", write, 0, 0),
         ("append", append, 100, 25),
+        ("bare queue to a thread", put, 0, 0),
         ("send to listener", send, 1000, 200),
     )
     for rate in RATES:
