@@ -1,4 +1,4 @@
-"""Cost of Spark: decoding in process, reading, filtering in the reader, writing, and memory.
+"""Cost of Spark: decoding in process, reading, filtering in the reader, pipelines, writing, and memory.
 
 A store of a million messages over 16 queues, bodies of 512 bytes, unique id, one key, tag, two user properties. Peers
 do equal work by other means: Python data sources that yield prepared numpy columns, tuples, or Arrow made by a Python
@@ -25,7 +25,9 @@ import numpy as np
 from benchmarks.frame import Bench, Case, Part, Run, Target, Timed, from_setup, last_line, main
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.files.rolling import file_name
+from librmq.filter.registrations import Registrations
 from librmq.message import record as record_format
+from librmq.store.format.broker_tables import BrokerTables
 
 MESSAGES: Final = 1_000_000
 QUEUES: Final = 16
@@ -255,10 +257,25 @@ def sources(path: str, count: int, slow: int) -> list[Any]:  # noqa: C901 (a pee
     ]
 
 
+def add_groups(path: str) -> None:
+    """Give a store three groups with progress, and the filters of two."""
+    tables, registrations = BrokerTables.open(os.path.join(path, "config")), Registrations()
+    for group, expression in (("one", "amount < 100"), ("two", "region IN ('eu', 'us') AND amount > 10"), ("all", "")):
+        tables.offsets.set(f"Orders@{group}", dict.fromkeys(range(QUEUES), 1000))
+        if expression:
+            registrations.register("Orders", group, expression, "SQL92", 1, START_MS)
+    tables.set_filters(registrations.to_document(START_MS)["filterDataByTopic"])
+    tables.offsets.persist(START_MS)
+    tables.filter_table.persist(START_MS)
+
+
 def frames(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
     """Yield frames of librmq, of the peers and of Parquet, each with its number of rows."""
+    from librmq.spark.pipelines import run
+
     spark, count = started(), bench.count(MESSAGES)
     path, slow = store_of(count), min(count, 100_000)
+    add_groups(path)
     for source in sources(path, count, slow):
         spark.dataSource.register(source)
 
@@ -285,6 +302,8 @@ def frames(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
             "tag 10 %": ours(tags="one||ten"),
             "selector 1 %": ours(selector="amount < 10"),
             "selector 10 %": ours(selector="amount < 100"),
+            "count": (ours("topic string, queueId int")[0].groupBy("topic", "queueId").count(), count),
+            **{name: (run(spark, name, path), count) for name in ("retention", "filters", "skew")},
         }
 
 
@@ -511,6 +530,9 @@ READ: Final = [
     ("Spark, filtering in the reader", "tag 10 %", "tags of 10 %", "whole", "unfiltered", 2.5, 4),
     ("Spark, filtering in the reader", "selector 1 %", "selector of 1 %", "whole", "unfiltered", 1.7, 2.5),
     ("Spark, filtering in the reader", "selector 10 %", "selector of 10 %", "whole", "unfiltered", 1.5, 2),
+    ("Spark, pipelines", "retention", "retention", "count", "a count by queue", 0.5, 0.7),
+    ("Spark, pipelines", "filters", "filters", "count", "a count by queue", 0.5, 0.7),
+    ("Spark, pipelines", "skew", "skew", "count", "a count by queue", 0.5, 0.9),
 ]  # fmt: skip
 
 
