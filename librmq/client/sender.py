@@ -307,14 +307,6 @@ class _Pending(PendingSend):
         self.together: SendLater | None = None
 
 
-_TOGETHER: Final = 32
-"""Small sends that go out together: the broker answers them while this process encodes the next ones."""
-_BUFFERED: Final = 64 << 10
-"""Bytes of sends that fit into the buffers of a connection, so that writing one part need not wait for another."""
-_HEADER: Final = 512
-"""Bytes of a send without its body, about."""
-
-
 class _LoopSends:
     """Sends of one event loop: those that begin in one turn go out together, and their outcomes come together."""
 
@@ -351,17 +343,12 @@ class _LoopSends:
                 wanted = [pending for pending in sends if not pending.answer.done()]
                 if len(wanted) < len(sends):  # some were cancelled
                     self._under_way.difference_update(set(sends).difference(wanted))
-                unsent[endpoint] = wanted
-                is_small = sum(_HEADER + len(pending.send.message.body) for pending in wanted) <= _BUFFERED
-                most = _TOGETHER if is_small else len(wanted)
+                together = SendLater(wanted, self._note_ends)
+                for pending in wanted:
+                    pending.together = together
                 with suppress(RmqError):  # which comes again for the message that causes it
-                    while part := wanted[:most]:
-                        together = SendLater(part, self._note_ends)
-                        for pending in part:
-                            pending.together = together
-                        if not endpoint.call(together):
-                            break
-                        del wanted[:most]
+                    if not wanted or endpoint.call(together):
+                        unsent[endpoint] = []
         finally:
             for sends in unsent.values():
                 for pending in sends:

@@ -519,27 +519,6 @@ def test_async_sends_of_different_times_keep_one_timer() -> None:
         assert asyncio.run(run()).queue_offset == 7
 
 
-@pytest.mark.parametrize(("size", "parts"), [(9, [32, 8]), (4000, [40])], ids=["small", "large"])
-def test_small_async_sends_go_out_in_parts(size: int, parts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large ones go out in one, because the second part could find the buffers full."""
-    with held_sends() as (_, producer, _, answers):
-        answers.set()
-        counts: list[int] = []
-        send_later = _Connection.send_later
-
-        def count(opened: _Connection, requests: Any, ended: Any) -> object:
-            counts.append(len(requests))
-            return send_later(opened, requests, ended)
-
-        monkeypatch.setattr(_Connection, "send_later", count)
-
-        async def run() -> list[librmq.SendResult]:
-            return await asyncio.gather(*(producer.send_async("orders", bytes(size)) for _ in range(40)))
-
-        assert len(asyncio.run(run())) == 40
-        assert counts == parts
-
-
 def test_async_sends_that_an_error_stops_go_out_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unexpected one, which the event loop reports."""
     with held_sends() as (_, producer, _, answers):
