@@ -26,7 +26,7 @@ from librmq.broker.clients import ConnectedClient, GroupConnections
 from librmq.broker.config import BrokerConfig, OpenKeywords
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
 from librmq.broker.groups import group_settings
-from librmq.broker.handlers import BrokerParts
+from librmq.broker.handlers.parts import BrokerParts
 from librmq.broker.retries import resend_letters
 from librmq.broker.transactions import DiscardHook
 from librmq.clock import Clock, SystemClock

@@ -12,7 +12,7 @@ from typing import Final
 
 from librmq.broker.context import BrokerContext
 from librmq.broker.groups import Group
-from librmq.broker.in_flight import Flight, QueueKey, is_receive_retry
+from librmq.broker.handlers.in_flight import Flight, QueueKey, is_receive_retry
 from librmq.errors import BrokerError, ConfigError, CorruptionError
 from librmq.message import Message, StoredMessage, dead_letter_topic, record, retry_topic
 from librmq.message.delay_levels import SCHEDULE_TOPIC

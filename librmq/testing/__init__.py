@@ -12,8 +12,8 @@ from librmq.lazy_exports import lazy_exports
 with lazy_exports(globals()):
     from librmq.testing.evidence import UndeliveredWarning as UndeliveredWarning
     from librmq.testing.evidence import UnknownGroupError as UnknownGroupError
-    from librmq.testing.exploration import Exploration as Exploration
-    from librmq.testing.exploration import explore as explore
+    from librmq.testing.exploring.exploration import Exploration as Exploration
+    from librmq.testing.exploring.exploration import explore as explore
     from librmq.testing.faults import Faults as Faults
     from librmq.testing.files import CrashImages as CrashImages
     from librmq.testing.files import Event as Event

@@ -19,7 +19,7 @@ from librmq.clock import SystemClock
 from librmq.errors import ConfigError, InputError
 from librmq.message.ids import format_host
 from librmq.scheduling.timer_config import TimerConfig
-from librmq.testing.exploration import (
+from librmq.testing.exploring.exploration import (
     Exploration,
     explored_kit,
     read_seed,
@@ -27,8 +27,8 @@ from librmq.testing.exploration import (
     search,
     signature_of,
 )
-from librmq.testing.explorer import Explorer
-from librmq.testing.explorer import end_threads as end_threads
+from librmq.testing.exploring.explorer import Explorer
+from librmq.testing.exploring.explorer import end_threads as end_threads
 from librmq.testing.from_store import Shrunk, StoreStart, shrink
 from librmq.testing.histories.verdict import HistoryAnomalyError
 from librmq.testing.kit import Kit, KitKeywords

@@ -25,9 +25,9 @@ from librmq import (
     StoreConfig,
     StoreError,
 )
-from librmq.broker.in_flight import QueueKey, Receipt
+from librmq.broker.handlers.in_flight import QueueKey, Receipt
+from librmq.broker.handlers.receive import ReceiveHandler
 from librmq.broker.long_polling import Deadlines
-from librmq.broker.receive_handler import ReceiveHandler
 from librmq.protocol import Acknowledge, CancelReceive, ChangeInvisible, Receive, Received, Subscription
 from librmq.store import MessageStore, verify
 from librmq.testing import Kit
@@ -270,7 +270,7 @@ def test_held_receive_in_order_is_woken_when_all_is_done(rmq: Kit, in_order: Bro
 
 
 def test_held_receive_is_woken_when_a_full_queue_has_room(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("librmq.broker.receive_handler.MAX_IN_FLIGHT", 2)
+    monkeypatch.setattr("librmq.broker.handlers.receive.MAX_IN_FLIGHT", 2)
     send(broker, "a", "b", "c")
     a, _ = receive(broker)
     woken: list[int] = []
@@ -283,7 +283,7 @@ def test_held_receive_is_woken_when_a_full_queue_has_room(broker: Broker, monkey
 
 def test_receive_reads_on_behind_many_others(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A receive is not held while unread messages remain, because no new message might arrive to end the hold."""
-    monkeypatch.setattr("librmq.broker.receive_handler._READS_WITHOUT_MESSAGE", 1)
+    monkeypatch.setattr("librmq.broker.handlers.receive._READS_WITHOUT_MESSAGE", 1)
     send(broker, *["other"] * 2000, tags="other")
     send(broker, "wanted", tags="wanted")
     with SimpleConsumer(broker, "g") as consumer:

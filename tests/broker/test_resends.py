@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from librmq.broker import Broker, BrokerConfig, send_handler
+from librmq.broker import Broker, BrokerConfig
+from librmq.broker.handlers import send as send_handler
 from librmq.client.producer import Producer
 from librmq.client.transactions import TransactionProducer
 from librmq.config import StoreConfig

@@ -16,7 +16,7 @@ from librmq.errors import InputError
 from librmq.files.memory import MemoryFiles
 from librmq.runtime.locks import Lock
 from librmq.testing import Kit, Process, explore
-from librmq.testing.exploration import (
+from librmq.testing.exploring.exploration import (
     as_decided,
     at_random,
     decode_schedule,
@@ -25,7 +25,7 @@ from librmq.testing.exploration import (
     schedule_document,
     search,
 )
-from librmq.testing.explorer import FAULT, Decision, Explorer, Place
+from librmq.testing.exploring.explorer import FAULT, Decision, Explorer, Place
 from tests.budget import examples, many
 from tests.conftest import SlowBudget
 from tests.histories import check_drained

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from librmq.broker.context import BrokerContext
+from librmq.broker.handlers.send import SendHandler
 from librmq.broker.long_polling import Selection, parse_selection, registered_selection
 from librmq.broker.replication import Replication
-from librmq.broker.send_handler import SendHandler
 from librmq.errors import BrokerError, RmqError
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import OFFSET_MOVED_TOPIC

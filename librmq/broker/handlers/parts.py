@@ -12,10 +12,10 @@ from librmq.broker.administration import Administration, Progress, StoreReaders
 from librmq.broker.config import BrokerConfig
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
 from librmq.broker.delayed_messages import Deliveries
-from librmq.broker.pull_handler import PullHandler
-from librmq.broker.receive_handler import ReceiveHandler
+from librmq.broker.handlers.pull import PullHandler
+from librmq.broker.handlers.receive import ReceiveHandler
+from librmq.broker.handlers.send import SendHandler
 from librmq.broker.replication import Replication
-from librmq.broker.send_handler import SendHandler
 from librmq.broker.transactions import BrokerTransactions
 from librmq.clock import moves_by_itself
 from librmq.config import StoreConfig

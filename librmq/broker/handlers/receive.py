@@ -21,7 +21,7 @@ from typing import Final
 from librmq.broker.administration import Progress
 from librmq.broker.context import BrokerContext
 from librmq.broker.groups import Group
-from librmq.broker.in_flight import (
+from librmq.broker.handlers.in_flight import (
     Flight,
     QueueFlights,
     QueueKey,
@@ -30,8 +30,8 @@ from librmq.broker.in_flight import (
     SavedFlights,
     is_receive_retry,
 )
+from librmq.broker.handlers.send import SendHandler
 from librmq.broker.long_polling import ALL, Deadlines, Selection, selection_of
-from librmq.broker.send_handler import SendHandler
 from librmq.broker.topics import Topic, not_readable
 from librmq.errors import BrokerError, ReceiptError, RmqError
 from librmq.message.message import StoredMessage

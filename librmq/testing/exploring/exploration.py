@@ -25,7 +25,7 @@ from typing import Final, NamedTuple, Unpack
 from librmq.clock import ManualClock
 from librmq.errors import InputError
 from librmq.files.disk import TemporaryFolder
-from librmq.testing.explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explorer, Place, Strategy, Trace
+from librmq.testing.exploring.explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explorer, Place, Strategy, Trace
 from librmq.testing.kit import Kit, KitKeywords, starting_store
 from librmq.testing.process import LIBRARY
 

@@ -1,0 +1,1 @@
+"""The explorer: a runner that decides differently in each run of a test, and the search for the shortest failure."""
