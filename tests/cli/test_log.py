@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from librmq.cli import main
@@ -27,6 +27,7 @@ from librmq.message.record import (
     COMPRESSION_ZLIB,
     COMPRESSION_ZSTD,
     MESSAGE_MAGIC_V2,
+    QUEUE_OFFSET_AT,
     STORE_HOST_V6,
     Record,
     body_checksum,
@@ -249,15 +250,15 @@ def test_queues_in_rocksdb_do_not_matter(log: Log) -> None:
 
 
 @settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_change_is_reported_or_leaves_the_rest(log: Log, data: st.DataObject) -> None:
+@given(at=st.integers(0, 3 * FILE_SIZE), written=st.binary(min_size=1, max_size=60), is_cut=st.booleans())
+@example(at=251, written=b"\0\x80", is_cut=False)  # a negative queue offset in the second record
+def test_any_change_is_reported_or_leaves_the_rest(log: Log, at: int, written: bytes, is_cut: bool) -> None:
     """After any change, ``dump`` exits with 0 or 1, prints all rows before it, and reports it in at most one line."""
-    at = data.draw(st.integers(0, len(log.data) - 1))
-    length = data.draw(st.integers(1, 60))
+    at %= len(log.data)
     changed = Log(log.store)
     changed.data, changed.places = bytearray(log.data), log.places
-    changed.data[at : at + length] = data.draw(st.binary(min_size=length, max_size=length))
-    if data.draw(st.booleans()):
+    changed.data[at : at + len(written)] = written
+    if is_cut:
         del changed.data[-(-(at + 1) // FILE_SIZE) * FILE_SIZE :]
     status, rows, err = changed.dump()
     assert status in (0, 1)
@@ -267,6 +268,21 @@ def test_any_change_is_reported_or_leaves_the_rest(log: Log, data: st.DataObject
     status, all_rows, _ = changed.dump("--all")
     assert status in (0, 1)
     assert all_rows[: len(rows)] == rows
+
+
+@pytest.mark.parametrize("first", [0, 5])
+@pytest.mark.parametrize("number", [0, 1, 9])
+@pytest.mark.parametrize("wrong", [-1, -(1 << 63), 1 - (1 << 63), 1 << 58, 1 << 62, (1 << 63) - 1])
+def test_an_impossible_queue_offset_is_printed(tmp_path: Path, first: int, number: int, wrong: int) -> None:
+    log = Log(tmp_path)
+    for queue_offset in range(first, first + 10):
+        log.add(queue_offset=queue_offset)
+    struct.pack_into(">q", log.data, log.places[number] + QUEUE_OFFSET_AT, wrong)
+    expected = [wrong if at == number else first + at for at in range(10)]
+    for words in ([], ["--all"]):
+        status, rows, err = log.dump(*words)
+        assert (status, err) == (0, "")
+        assert [row["queue_offset"] for row in rows if row["type"] == "message"] == expected
 
 
 # --- the contents of records

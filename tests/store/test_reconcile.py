@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import json
 import random
 import shutil
 import struct
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from librmq import Message
+from librmq.cli import main
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
@@ -19,12 +26,14 @@ from librmq.files.interface import Damage
 from librmq.files.memory import MemoryFiles
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.record import MESSAGE_MAGIC, PHYSICAL_OFFSET_AT, QUEUE_ID_AT, QUEUE_OFFSET_AT, Record, encode_record
+from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.check import reconcile
 from librmq.store.recovery.queue_check import GapError
 from librmq.store.recovery.verify import verify
-from tests.budget import many
+from tests.budget import examples, many
+from tests.store.test_core import without_core
 from tests.stores import START_MS
 
 LEVELS = DelayLevels.parse("1s 5s")
@@ -140,6 +149,62 @@ def test_one_misaddressed_record_is_corrected(parts: Parts, wrong: int, at: int)
     assert message is not None
     assert message.queue_offset == at
     parts.settled()
+
+
+IMPOSSIBLE = [-1, -2, 1 - (1 << 63), -(1 << 63), (1 << 63) - 1, (1 << 63) - 2, 1 << 62, 1 << 58]
+
+
+@many
+@pytest.mark.parametrize("wrong", IMPOSSIBLE)
+@pytest.mark.parametrize("at", [0, 1, 6])
+@pytest.mark.parametrize("first", [0, 5])
+def test_no_record_follows_an_impossible_queue_offset(parts: Parts, wrong: int, at: int, first: int) -> None:
+    """Without entries the records alone tell what their queue offsets are."""
+    places = [parts.record(first + n) for n in range(7)]
+    parts.log.patch(places[at] + QUEUE_OFFSET_AT, struct.pack(">q", wrong))
+    records = [damage for damage in parts.reconcile() if damage.kind == "record"]
+    assert [damage.offset for damage in records] == [places[at]]
+    assert f"expected {first + at}, found {wrong}" in records[0].what
+    assert parts.entries() == list(enumerate(places, first))
+    parts.settled()
+
+
+def found_by(way: str, queue_offsets: Sequence[int], changed: Sequence[tuple[int, int]], has_entries: bool) -> object:
+    """Return what the repair of a log says and leaves: with the core, with arrays, or one record after the other."""
+    parts = Parts()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("librmq.store.recovery.check.COMPARED", 4)  # so that arrays are worth it
+        patch.setattr("librmq.store.recovery.queue_check.COMPARED", 4)
+        patch.setattr("librmq.store.recovery.check._LEAST_APART", 1)
+        if way == "arrays":
+            patch.setattr("librmq.store.engine.dispatch.CORE", compiled_core.PURE)
+        if way == "one by one":
+            patch.setattr("librmq.store.recovery.check.derived_block", lambda *_, **_options: None)
+        places = [parts.record(queue_offset) for queue_offset in queue_offsets]
+        if has_entries:
+            parts.reconcile()
+        for at, wrong in changed:
+            parts.log.patch(places[at % len(places)] + QUEUE_OFFSET_AT, struct.pack(">q", wrong))
+        told = [parts.reconcile(repair=False), parts.reconcile()]
+    queue = parts.queues["T", 0]
+    parts.settled()
+    return told, queue.min_offset, queue.entries().tolist(), [raw for _, _, raw in parts.log.scan()]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.integers(0, 9),
+    st.integers(1, 12),
+    st.lists(st.tuples(st.integers(0, 11), st.sampled_from(IMPOSSIBLE) | st.integers(0, 20)), max_size=4),
+    st.booleans(),
+)
+@example(0, 3, [(0, (1 << 63) - 1), (1, -(1 << 63))], False)  # follows only in a number of 64 bits
+def test_changed_queue_offsets_are_corrected_alike(
+    first: int, count: int, changed: list[tuple[int, int]], has_entries: bool
+) -> None:
+    expected = found_by("one by one", range(first, first + count), changed, has_entries)
+    assert found_by("arrays", range(first, first + count), changed, has_entries) == expected
+    assert found_by("core", range(first, first + count), changed, has_entries) == expected
 
 
 @pytest.mark.parametrize("at", [0, 6])
@@ -499,6 +564,48 @@ def test_a_changed_header_byte_loses_no_message(
     for queue_id in range(3):
         assert bodies(tmp_path, queue_id) == list(range(queue_id, 300, 3))
         assert broker_gives(tmp_path, queue_id, config) == list(range(queue_id, 300, 3))
+
+
+IMPOSSIBLE_NUMBERS = st.sampled_from(IMPOSSIBLE) | st.integers(-(1 << 63), -1) | st.integers(1 << 58, (1 << 63) - 1)
+
+
+@pytest.mark.parametrize("core", ["core", "pure"])
+@settings(max_examples=examples(12), deadline=None)
+@given(
+    wrong=st.dictionaries(st.integers(0, 29), IMPOSSIBLE_NUMBERS, min_size=1, max_size=2),
+    is_gone=st.booleans(),
+    is_unclean=st.booleans(),
+)
+def test_a_store_with_impossible_queue_offsets_is_repaired(
+    core: str, wrong: dict[int, int], is_gone: bool, is_unclean: bool
+) -> None:
+    """Each command can look at it, and no message is lost."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if core == "pure":
+            without_core(patch)
+        path = Path(folder)
+        places = filled(path, count=30)
+        for number, queue_offset in wrong.items():
+            change(path, places[number] + QUEUE_OFFSET_AT, struct.pack(">q", queue_offset))
+        if is_gone:
+            shutil.rmtree(path / "consumequeue")
+        if is_unclean:
+            (path / "abort").touch()
+        assert not verify(path, CONFIG).sound
+        with redirect_stdout(io.StringIO()) as out:
+            assert main(["dump", str(path)]) == 0
+        rows = [json.loads(line) for line in out.getvalue().splitlines()]
+        printed = [row["queue_offset"] for row in rows if row["type"] == "message"]
+        assert printed == [wrong.get(number, number // 3) for number in range(30)]
+        with MessageStore.open(path, CONFIG, read_only=True) as store:
+            assert [message.physical_offset for message in store] == places
+        with MessageStore.open(path, CONFIG):
+            pass
+        with MessageStore.open(path, CONFIG, thorough=True) as store:
+            numbers = [int(message.body) for queue_id in range(3) for message in store.messages("Topic", queue_id)]
+        assert numbers == [number for queue_id in range(3) for number in range(queue_id, 30, 3)]
+        verdict = verify(path, CONFIG)
+        assert verdict.sound, verdict.damage
 
 
 @pytest.mark.parametrize("number", [60, 100, 250])

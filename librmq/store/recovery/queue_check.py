@@ -50,6 +50,10 @@ class _Others(Protocol):
         """Open every queue now, because a record out of one count can belong to any other."""
 
 
+def _is_possible(queue_offset: int) -> bool:
+    return 0 <= queue_offset < _LARGEST_OFFSET
+
+
 class QueueCheck:
     """Comparison of one queue with its records, in the order of the log.
 
@@ -168,7 +172,7 @@ class QueueCheck:
         if not entries:
             return
         if self._next is None and (claimed == 0 or self._is_complete):
-            is_new = queue.max_offset == 0 and len(entries) > 1 and claimed < _LARGEST_OFFSET
+            is_new = queue.max_offset == 0 and len(entries) > 1
             if is_new or (is_there and claimed == at):
                 self.first = self._next = claimed
         if self._next == claimed:
@@ -212,7 +216,7 @@ class QueueCheck:
 
     def claim(self, queue_offset: int, physical_offset: int) -> bool:
         """Begin with a record that names ``queue_offset``, if it is the first one and the queue is not open yet."""
-        if self.first >= 0 or self.entries or queue_offset < 0 or physical_offset < self._begin:
+        if self.first >= 0 or self.entries or not _is_possible(queue_offset) or physical_offset < self._begin:
             return False
         self._claimed = self.expected = queue_offset
         return True
@@ -278,11 +282,16 @@ class QueueCheck:
     def _place_held(self, claimed: int, entry: ExpectedEntry, following: int | None) -> None:
         """Decide the queue offset of a record outside of the count, by the next record and the queue."""
         due = self._next
-        possible = 0 <= claimed < _LARGEST_OFFSET
+        possible = _is_possible(claimed)
         if due is None:
             if self._points_at(self.queue.min_offset, entry):
                 due = self.queue.min_offset
-            elif following and not 0 < following - claimed <= _LARGEST_GAP and not self._points_at(claimed, entry):
+            elif (
+                following
+                and _is_possible(following)
+                and not (possible and 0 < following - claimed <= _LARGEST_GAP)
+                and not self._points_at(claimed, entry)
+            ):
                 due = following - 1
             else:
                 due = claimed if possible else 0
