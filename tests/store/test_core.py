@@ -153,6 +153,18 @@ def repaired(before: Contents, config: StoreConfig) -> tuple[Contents, str]:
 
 
 @needs_core
+def test_few_usual_records_in_a_row_are_not_derived_together() -> None:
+    """A block has a fixed cost, so it has to be of many records."""
+    files, config = filled([])
+    with MessageStore.open("/store", config, files=files, background=False) as store:
+        for number in range(1000):
+            store.append(Message("T", b"x", tags="é" if number % 2 else "e"))
+    before = CORE.counts()["derive"]
+    assert verify("/store", config, files).sound
+    assert CORE.counts()["derive"] - before < 20
+
+
+@needs_core
 @settings(deadline=None)
 @given(
     st.lists(st.integers(0, 2000), min_size=1, max_size=60),

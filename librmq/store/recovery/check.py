@@ -659,6 +659,8 @@ def rebuild_index(log: CommitLog, index: KeyIndex, levels: DelayLevels) -> None:
 _pack_entry = ENTRY.pack
 _LEAST_APART: Final = 256 if CORE.derive is None else 1
 _MOST_APART: Final = 1 << 16
+_WORTH_BLOCK: Final = 64
+"""Number of records from which a block takes less time than a loop over them."""
 
 
 def _unpassed(
@@ -668,11 +670,14 @@ def _unpassed(
     at, most_apart = begin, _LEAST_APART
     while at < end:
         block = derived_block(log, at, end, COMPARED, check_body=check_body)
+        block_end = at if block is None else block.end
         if block is not None and passes(block):
-            log.release_read_pages(at, block.end)
-            at, most_apart = block.end, _LEAST_APART
-            continue
-        block_end, before = at if block is None else block.end, at
+            log.release_read_pages(at, block_end)
+            at = block_end
+            if len(block.keys.physical_offsets) >= _WORTH_BLOCK:
+                most_apart = _LEAST_APART
+                continue
+        before = at
         for number, (place, size, raw) in enumerate(log.scan(at, end, check_body=check_body), 1):
             yield place, size, raw
             at = place + size
