@@ -279,7 +279,7 @@ _UNIT: Final = {
     "delay_ms_rel": "delay_ms", "offset_py": "physical_offset", "size_py": "message_size",
     "real_topic_hash": "topic_hash", "reserved": "reserved",
 }  # fmt: skip
-"""Fields of the rows of timer files, by the fields of 5.3.3's files, with the attributes that they show."""
+"""Fields of the rows that `timers` prints, named as in 5.3.3's files, and the attributes with their values."""
 _SLOT: Final = {
     "time_in_precision_units": "time", "first_pos": "first", "last_pos": "last", "num": "messages", "magic": "magic",
 }  # fmt: skip
