@@ -207,6 +207,16 @@ def test_changed_queue_offsets_are_corrected_alike(
     assert found_by("core", range(first, first + count), changed, has_entries) == expected
 
 
+def test_keys_are_indexed_under_a_corrected_topic(parts: Parts) -> None:
+    places = [parts.record(n) for n in range(7)]
+    raw = parts.log.data_at(places[3], places[4] - places[3])
+    parts.log.patch(places[3] + raw.index(b"\1T\0") + 1, b"U")
+    parts.reconcile()
+    assert parts.entries() == list(enumerate(places))
+    assert (parts.index.query("T", "k3"), parts.index.query("U", "k3")) == ([places[3]], [])
+    parts.settled()
+
+
 @pytest.mark.parametrize("at", [0, 6])
 def test_the_queue_finds_a_misaddressed_record_at_its_ends(parts: Parts, at: int) -> None:
     """The queue's entries show that its first or last record has a wrong queue offset."""

@@ -208,6 +208,8 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         self._by_name: dict[tuple[str, int], QueueCheck] = {}
         self.strays = Strays()
         """Records that may be those of another queue."""
+        self.renamed = False
+        """Whether the topic of a record was corrected, with which its keys were indexed."""
 
     def make(self, topic_raw: bytes, queue_id: int, physical_offset: int) -> QueueCheck:
         """Return the check of a queue at its first record.
@@ -803,7 +805,7 @@ def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
     if index is not None and keys is not None:
         keys.finish_index()
         yield from keys.damages
-        if repair and not keys.sound:
+        if repair and (checks.renamed or not keys.sound):
             if before_rebuild is not None:
                 before_rebuild()
             rebuild_index(log, index, levels)

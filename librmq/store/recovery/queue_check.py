@@ -42,6 +42,7 @@ class _Others(Protocol):
     """The checks of all queues, as one of them sees them."""
 
     strays: Strays
+    renamed: bool
 
     def queue(self, name: QueueName) -> ConsumeQueue:
         """Return the queue of that name, made if there is none."""
@@ -406,6 +407,7 @@ class QueueCheck:
         what = f"topic and queue id: expected {self._topic} {self._queue_id}, found {message.topic} {message.queue_id}"
         self.damages.append(Damage(self._log.sequence.path_at(at), at, "record", what, message.size))
         if self._repair:
+            self._checks.renamed |= message.topic != self._topic
             self._log.patch(at + topic_at, topic)
             self._log.patch(at + record.QUEUE_ID_AT, self._queue_id.to_bytes(4, "big"))
 
