@@ -386,7 +386,8 @@ class _LoopSends:
             error = None if pending.together is None else pending.together.give_up(pending)
             if error is not None:
                 self._end(pending, error)
-        self._next_look = min((other.deadline for other in self._under_way if other.deadline > now), default=math.inf)
+        waiting = (pending for pending in self._under_way if pending.deadline > now or pending.together is None)
+        self._next_look = min((pending.deadline for pending in waiting), default=math.inf)
         if self._next_look < math.inf:
             self._look = self.loop.call_at(self._next_look, self._end_late)
 

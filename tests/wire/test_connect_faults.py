@@ -477,6 +477,38 @@ def test_an_async_send_without_an_answer_ends_in_time() -> None:
         assert asyncio.run(producer.send_async("orders", b"y")).queue_offset == 7  # of another loop
 
 
+def test_an_async_send_that_is_late_before_it_goes_out_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event loop that was busy looks for late sends in the turn in which this one begins."""
+    with (
+        FakeServer(lambda frame: answer_to(frame, fields=_STORED) if frame.body == b"first" else None) as server,
+        librmq.connect(server.address, timeout=600) as route,
+    ):
+        producer = librmq.Producer(route, "shop", timeout=20, retries=0)
+        producer.send("orders", b"first")
+
+        async def run() -> list[object]:
+            loop, busy_s = asyncio.get_running_loop(), 0
+            time_of_loop = loop.time
+            monkeypatch.setattr(loop, "time", lambda: time_of_loop() + busy_s)
+
+            def be_busy() -> None:
+                nonlocal busy_s
+                busy_s += 21
+
+            before = asyncio.ensure_future(producer.send_async("orders", b"before"))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            be_busy()
+            late = asyncio.ensure_future(producer.send_async("orders", b"late"))
+            loop.call_soon(be_busy)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            await asyncio.wait((before, late), timeout=WAIT_S)
+            return [send.done() and type(send.exception()) for send in (before, late)]
+
+        assert asyncio.run(run()) == [BrokerUnreachableError] * 2
+
+
 _STORED = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "7"}
 
 
