@@ -2,7 +2,8 @@
 
 Owner, peers, servers and consumers are processes of their own, and the store is on disk. A peer of `librmq.share` is
 compared with a client of `librmq.connect` at a `RemotingServer` of the same machine, with litequeue and huey in SQLite
-from as many processes, and with an echo of the same bytes over a Unix socket. Bodies have 128 bytes.
+from as many processes, and with an echo of the same bytes over a Unix socket. Bodies have 128 bytes. What is under way
+is also compared with asyncio alone: the same bytes and 100 bytes of answer for each, without a store or a codec.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -27,6 +29,8 @@ from benchmarks.frame import CHECKOUT, Bench, Case, Run, Target, main
 BODY: Final = b"x" * 128
 TOPIC: Final = "bench"
 WINDOW: Final = 64
+FRAME: Final = bytes(313) + BODY
+"""As long as the frame that a peer sends for such a body."""
 
 
 @contextmanager
@@ -56,9 +60,14 @@ def ask(process: Any, kind: str, count: int) -> None:
 def sender(way: str, place: str) -> None:
     """Print the seconds in which this process does what each line of input names, as often as it says."""
     with ExitStack() as opened:
-        do = {"share": _of_route, "connect": _of_route, "litequeue": _litequeue, "huey": _huey, "echo": _echo}[way](
-            way, place, opened
-        )
+        do = {
+            "share": _of_route,
+            "connect": _of_route,
+            "litequeue": _litequeue,
+            "huey": _huey,
+            "echo": _echo,
+            "bare": _bare,
+        }[way](way, place, opened)
         print("ready", flush=True)
         for line in sys.stdin:
             kind, count = line.split()
@@ -162,6 +171,62 @@ def _echo(way: str, place: str, opened: ExitStack) -> Any:
     return do
 
 
+class _Answers(asyncio.Protocol):
+    """Frames of one connection, which begin with their length, each passed to a function."""
+
+    def __init__(self, pass_on: Any) -> None:
+        self._pass_on = pass_on
+        self._held = b""
+        self._frames: list[bytes] = []
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        data, begin = self._held + data, 0
+        while len(data) - begin >= 4 and len(data) >= (end := begin + 4 + int.from_bytes(data[begin : begin + 4])):
+            self._pass_on(self)
+            begin = end
+        self._held = data[begin:]
+
+    def write(self, data: bytes) -> None:
+        """Write bytes together with what else is written in this turn."""
+        if not self._frames:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._frames.append(len(data).to_bytes(4) + data)
+
+    def _flush(self) -> None:
+        self._transport.write(b"".join(self._frames))
+        self._frames.clear()
+
+
+def _bare(way: str, place: str, opened: ExitStack) -> Any:
+    async def pipeline(count: int) -> None:
+        loop, free, waiting = asyncio.get_running_loop(), asyncio.Semaphore(WINDOW), deque[asyncio.Future[None]]()
+        transport, server = await loop.create_unix_connection(
+            lambda: _Answers(lambda _: waiting.popleft().set_result(None)), place
+        )
+
+        async def send_one() -> None:
+            async with free:
+                answer = loop.create_future()
+                waiting.append(answer)
+                server.write(FRAME)
+                await answer
+
+        await asyncio.gather(*(send_one() for _ in range(count)))
+        transport.close()
+
+    return lambda kind, count: asyncio.run(pipeline(count))
+
+
+async def _answer_bare(place: str) -> None:
+    answer = bytes(100)
+    await asyncio.get_running_loop().create_unix_server(lambda: _Answers(lambda client: client.write(answer)), place)
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+
 def owner(way: str, place: str) -> None:
     """Own a store, or echo bytes, until the input ends; the owner's own sends are measured like those of others."""
     if way == "echo":
@@ -172,6 +237,9 @@ def owner(way: str, place: str) -> None:
         while True:
             connected, _ = listening.accept()
             threading.Thread(target=_answer, args=(connected,), daemon=True).start()
+    if way == "bare":
+        asyncio.run(_answer_bare(place))
+        return
     if way == "share":
         sender(way, place)
         return
@@ -196,9 +264,9 @@ def processes(bench: Bench) -> Iterator[Any]:
     """Yield two clients of each way, beside an owner each."""
     with bench.folder() as folder, ExitStack() as opened:
         owners, clients = {}, {}
-        for way in ("share", "connect", "litequeue", "huey", "echo"):
+        for way in ("share", "connect", "litequeue", "huey", "echo", "bare"):
             place = str(folder / way)
-            if way in ("share", "connect"):
+            if way in ("share", "connect", "bare"):
                 owners[way] = opened.enter_context(program("owner", way, place))
             elif way == "echo":
                 echoing = program("owner", way, place)
@@ -255,6 +323,7 @@ def cases() -> Iterator[Case]:
     yield case(two, "by two peers", sends("huey", 2), "huey from two", Target(2), needs=("huey",))
     yield case(pipelined, f"{WINDOW} under way", target=Target(40_000), unit="/s")
     yield case(pipelined, f"{WINDOW} under way", tcp_pipelined, "TCP", limit=True)
+    yield case(pipelined, f"{WINDOW} under way", sends("bare", kind="async"), "asyncio alone", limit=True)
     yield case(pipelined, f"{WINDOW} under way", lite, "litequeue from two", Target(1.5), needs=("litequeue",))
     shared, connected = (partial(latency, way=way, count=200) for way in ("share", "connect"))
     yield Case("peer to peer", shared, "send to listener, median", target=Target(1, at_most=True), unit="ms",
