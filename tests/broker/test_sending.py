@@ -11,8 +11,18 @@ from librmq.config import StoreConfig
 from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, MessageIllegalError, RmqError
 from librmq.files import MemoryFiles
 from librmq.message import Message, record
-from librmq.protocol import PERM_READ, QueryMessages, ResponseCode, SendBack, SendBatch, SendMessage, SendStatus
+from librmq.protocol import (
+    PERM_READ,
+    QueryMessages,
+    ResponseCode,
+    SendBack,
+    SendBatch,
+    SendMessage,
+    SendStatus,
+    SendTogether,
+)
 from librmq.runtime.runner import ManualRunner
+from librmq.store import MessageStore
 from librmq.testing import Kit
 from tests.broker.parties import HOST, manual, opened, send
 
@@ -338,6 +348,20 @@ def test_killed_while_messages_wait(rmq: Kit) -> None:
     rmq.crash_broker()  # after it was saved
     rmq.advance(seconds=100)
     assert len(rmq.messages("T")) == 2
+
+
+def test_no_error_hides_what_is_stored_before_it(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even an unexpected one; otherwise the server would store those messages again."""
+    send(broker, "T")
+    rooms = [None, None, ZeroDivisionError()]
+
+    def check_room(_: MessageStore) -> None:
+        if (error := rooms.pop(0)) is not None:
+            raise error
+
+    monkeypatch.setattr(MessageStore, "check_room", check_room)
+    sends = [SendMessage("p", Message("T", b"%d" % number), 0, 1, HOST) for number in range(3)]
+    assert [response.queue_offset for response in broker.call(SendTogether(sends))] == [1, 2]
 
 
 @pytest.mark.parametrize("on_disk", [False, True])

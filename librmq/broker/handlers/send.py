@@ -137,7 +137,7 @@ class SendHandler:
         for send in request.sends:
             try:
                 stored.append(self._store_once(send))
-            except RmqError:  # sent alone, it is refused again
+            except Exception:  # sent alone, it is refused again
                 break
         return [self._confirmed(send, *place) for send, place in zip(request.sends, stored, strict=False)]
 
