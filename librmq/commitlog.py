@@ -416,6 +416,12 @@ class CommitLog(Closing, LogState):
         """Return the number of bytes from ``physical_offset`` to the last nonzero one, in all existing files."""
         return self._sequence.data_behind(physical_offset)
 
+    def blank_at(self, physical_offset: int) -> int:
+        """Return the size of the blank at ``physical_offset`` that fills its file, 0 if there is none."""
+        left = -physical_offset % self.file_size
+        is_blank = left >= _BLANK_SIZE and self.data_at(physical_offset, _BLANK_SIZE) == frames.blank(left)
+        return left if is_blank else 0
+
     def delete_before(self, physical_offset: int) -> list[str]:
         """Delete the files that end at or before ``physical_offset``, except the last, and return their paths."""
         last = self._sequence.starts[-1] if self._sequence.starts else 0

@@ -38,7 +38,6 @@ from librmq.errors import (
 )
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
-from librmq.message.record import BLANK_MAGIC, BLANK_SIZE
 from librmq.metrics import Metrics
 from librmq.protocol import (
     CopiedTables,
@@ -142,9 +141,7 @@ def _log_end(log: CommitLog) -> int:
 
     While a writer runs, a reader ends the log before that blank; without one, after it.
     """
-    end, left = log.end, -log.end % log.file_size
-    blank = left.to_bytes(4, "big") + BLANK_MAGIC.to_bytes(4, "big")
-    return end + left if left >= BLANK_SIZE and log.data_at(end, BLANK_SIZE) == blank else end
+    return log.end + log.blank_at(log.end)
 
 
 # ---- the replica

@@ -464,6 +464,10 @@ def test_a_restarted_writer_behind_a_blank_is_followed(tmp_path: Path) -> None:
     store.abandon()
     with Replica.open(tmp_path / "c", of=tmp_path / "m", runner=ManualRunner()) as replica:
         assert replica.end == store.log.end
+        replica.close()
+        assert verify(tmp_path / "c").damage == ()
+    with Replica.open(tmp_path / "c", of=tmp_path / "m", runner=ManualRunner()) as replica:
+        assert replica.end == store.log.end
         with MessageStore.open(tmp_path / "m") as again:
             assert replica.follow()
             again.append(Message("T", b"o-2"))

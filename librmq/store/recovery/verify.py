@@ -137,11 +137,13 @@ class _StoreCheck:
             if not self._written or not log.unfinished_at(end.physical_offset):
                 self._add_damage(end.damage)
         else:
-            behind = log.data_behind(end.physical_offset)
+            at = end.physical_offset
+            at += log.blank_at(at)  # a copy of another log can end after the blank of a file
+            behind = log.data_behind(at)
             if behind:
-                place = log.sequence.path_at(end.physical_offset)
+                place = log.sequence.path_at(at)
                 what = f"expected zeros after the last record, found {behind} bytes up to the last nonzero one"
-                self._damages.append(Damage(place, end.physical_offset, "tail", what, behind))
+                self._damages.append(Damage(place, at, "tail", what, behind))
         if self._log_only:
             self._batches(log)
             return self._damages
