@@ -10,7 +10,7 @@ import itertools
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -314,6 +314,8 @@ class Budgets:
 
 _ANSWERED: Final = 1 << 20
 """Bytes of answers that are collected to be sent together."""
+_SENDS: Final = 16
+"""Sends that are stored and answered together where none of them waits for the device or a replica."""
 
 
 class FrameAnswers:
@@ -333,6 +335,8 @@ class FrameAnswers:
     ) -> None:
         """See `RemotingServer` for two arguments; ``others`` answer more requests, or answer them otherwise."""
         self._allows_admin = allows_admin
+        waits = broker.store.config.durability == "sync" or broker.config.replication == "sync"
+        self._most_sends = None if waits else _SENDS
         self._sends = Sends(broker, rates)
         self.known = self._sends.known
         parts: list[Any] = [
@@ -348,8 +352,7 @@ class FrameAnswers:
         """Answer frames that came together, by writing to their channel."""
         answers: list[bytes] = []
         size = 0
-        for is_send, run in itertools.groupby(frames, _is_send):
-            together = list(run)
+        for is_send, together in self._parts(frames):
             answered = (
                 self._sends.send_all(channel, together)
                 if is_send
@@ -362,8 +365,17 @@ class FrameAnswers:
                 if size > _ANSWERED:  # small requests may have large answers
                     channel.write(b"".join(answers))
                     answers, size = [], 0
+            if answers and len(together) == self._most_sends:  # the client continues while the next are stored
+                channel.write(b"".join(answers))
+                answers, size = [], 0
         if answers:
             channel.write(b"".join(answers))
+
+    def _parts(self, frames: list[Frame]) -> Iterator[tuple[bool, list[Frame]]]:
+        """Yield runs of frames that are answered together, and whether they are sends."""
+        for is_send, run in itertools.groupby(frames, _is_send):
+            while together := list(itertools.islice(run, self._most_sends if is_send else None)):
+                yield is_send, together
 
     def _answer_frame(self, channel: Channel, frame: Frame) -> tuple[Frame, bytes | None]:
         """Return a frame and the bytes of its answer; None if no answer is expected or if it comes later."""

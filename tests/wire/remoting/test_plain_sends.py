@@ -6,7 +6,7 @@ import socket
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +16,7 @@ from librmq import Broker, BrokerConfig, StoreConfig
 from librmq.clock import ManualClock
 from librmq.files import MemoryFiles
 from librmq.files.interface import Files
-from librmq.protocol import ResponseCode
+from librmq.protocol import ResponseCode, SendTogether
 from librmq.runtime.runner import ManualRunner
 from librmq.testing import FailingFiles
 from librmq.wire.remoting.channels import Channel, answer_of, answering, tried
@@ -208,3 +208,30 @@ def test_sends_together_answer_a_held_pull(server: RemotingServer, client: RawCl
         assert [other.answer().fields["queueOffset"] for _ in range(3)] == ["1", "2", "3"]
         answer = client.answer()
         assert (answer.opaque, answer.fields["nextBeginOffset"]) == (held, "4")
+
+
+@pytest.mark.parametrize(("durability", "counts"), [("async", [16, 16, 8]), ("sync", [40])])
+def test_many_sends_are_stored_in_parts(
+    durability: Literal["async", "sync"], counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client continues with the first answers meanwhile; only sends that wait for the device wait once for all."""
+    stored: list[int] = []
+    call = Broker.call
+
+    def count(broker: Broker, request: Any) -> Any:
+        response = call(broker, request)
+        if isinstance(request, SendTogether):
+            stored.append(len(response))
+        return response
+
+    monkeypatch.setattr(Broker, "call", count)
+    config = StoreConfig.tiny(durability=durability)
+    with (
+        Broker.open("/store", store_config=config, files=MemoryFiles()) as broker,
+        RemotingServer(broker) as server,
+        RawClient(server.port) as client,
+    ):
+        client.put("t", b"first")  # so that the topic is there
+        client.write(b"".join(encode(send_of(4 * number)) for number in range(40)))
+        assert [client.answer().fields["queueOffset"] for _ in range(40)] == [str(number) for number in range(1, 41)]
+    assert stored == counts
