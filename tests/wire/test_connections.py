@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -34,6 +35,7 @@ from librmq.wire.remote.long_pulls import LongPulls
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remoting.frames import Frame, FrameSocket, answer_to, encode
 from tests.interrupting import at_each_call
+from tests.programs import in_child
 from tests.wire.fake_servers import FakeServer
 from tests.wire.test_connect import until
 
@@ -527,3 +529,31 @@ def test_a_flood_of_requests_ends_the_connection() -> None:
         assert len(waiting) == 16
     finally:
         runner.shutdown()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_child_opens_a_connection_of_its_own() -> None:
+    """A thread of the parent opens one at that moment, and does not exist in the child."""
+    parent, begun, free = os.getpid(), threading.Event(), threading.Event()
+
+    def dialled(_: str) -> Line:
+        if os.getpid() == parent:
+            begun.set()
+            assert free.wait(60)
+        return Line()
+
+    made = connections(dialled, ManualClock())
+    opening = threading.Thread(target=made.get, args=("h:1",))
+    opening.start()
+    assert begun.wait(60)
+
+    def check() -> None:
+        signal.alarm(60)  # ends a child that would wait forever
+        assert made.get("h:1").is_open
+
+    try:
+        in_child(check)
+    finally:
+        free.set()
+        opening.join()
+    assert made.get("h:1").is_open

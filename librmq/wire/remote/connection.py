@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 from librmq.clock import Clock, SystemClock
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock, RLock, if_free
+from librmq.runtime.locks import Inherited, Lock, RLock, if_free
 from librmq.wire.remoting.codec import read_plain_sent
 from librmq.wire.remoting.frames import Frame, FrameReader, FrameSocket, encode, limit_time
 
@@ -796,10 +796,15 @@ class Connections:
         self._is_hurried = is_hurried
         self._patience_s = patience_s
         self._late = opened_late
+        self._is_closed = False
+        self._begin()
+        _inherited.add(self)
+
+    def _begin(self) -> None:
+        """Begin without connections, also in a forked child, where threads of the parent hold those of the parent."""
         self._lock = Lock()
         self._lines: dict[_Key, _Line] = {}
         self._rests: dict[str, _Rest] = {}  # of addresses that could not be reached
-        self._is_closed = False
 
     def get_open(self, address: str) -> Transport | None:
         """Return the connection to an address for requests without a client, if it is open."""
@@ -913,3 +918,6 @@ class Connections:
             transport = line.transport
             if transport is not None:
                 transport.close()
+
+
+_inherited: Final[Inherited[Connections]] = Inherited(Connections._begin)
