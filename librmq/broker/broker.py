@@ -66,8 +66,7 @@ from librmq.protocol import (
     SetGroup,
 )
 from librmq.protocol.client_requests import SentMessage, cancel_request
-from librmq.runtime.background import opened_in_thread
-from librmq.runtime.closing import AsyncClosing
+from librmq.runtime.closing import AsyncClosing, opened_in_thread
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore

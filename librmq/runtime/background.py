@@ -1,16 +1,12 @@
-"""A thread that calls a step when it is due or woken, and what a thread opens for a coroutine."""
+"""A thread that calls a step when it is due or woken."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from librmq.clock import Clock
 from librmq.runtime.locks import critical
-
-if TYPE_CHECKING:
-    import asyncio
 
 
 class Background:
@@ -51,27 +47,3 @@ class Background:
             due = self._step(self._clock.now_ms())
             seconds = None if due is None else max(0, due - self._clock.now_ms()) / 1000
             self._clock.wait(self._event, seconds)
-
-
-class _Closable(Protocol):
-    def close(self) -> object: ...
-
-
-C = TypeVar("C", bound=_Closable)
-
-
-async def opened_in_thread(open_it: Callable[[], C]) -> C:
-    """Return what a function opens, which can wait for a disk, without blocking the event loop of the caller."""
-    import asyncio  # slow to load, and unnecessary for most programs
-
-    opening = asyncio.ensure_future(asyncio.to_thread(open_it))
-
-    def close(done: asyncio.Future[C]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            done.result().close()
-
-    try:
-        return await asyncio.shield(opening)
-    except asyncio.CancelledError:  # the thread is not cancelled, so what it opens is closed
-        opening.add_done_callback(close)
-        raise

@@ -1,10 +1,13 @@
-"""Context managers of what is closed: the end of a block calls ``close()``."""
+"""Context managers of what `close` ends, and what a coroutine opens and closes in a thread, because both can block."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 if TYPE_CHECKING:
+    import asyncio
+
     from librmq.runtime.runner import Runner
 
 
@@ -39,3 +42,23 @@ class AsyncClosing(Closing):
 
     async def __aexit__(self: _ClosableOnRunner, *_: object) -> None:
         await self.runner.offload(self.close)
+
+
+C = TypeVar("C", bound=_Closable)
+
+
+async def opened_in_thread(open_it: Callable[[], C]) -> C:
+    """Return what a function opens, which can wait for a disk, without blocking the event loop of the caller."""
+    import asyncio  # slow to load, and unnecessary for most programs
+
+    opening = asyncio.ensure_future(asyncio.to_thread(open_it))
+
+    def close(done: asyncio.Future[C]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            done.result().close()
+
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:  # the thread is not cancelled, so what it opens is closed
+        opening.add_done_callback(close)
+        raise

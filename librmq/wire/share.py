@@ -73,8 +73,7 @@ from librmq.protocol import (
 )
 from librmq.protocol.client_requests import SentMessage, cancel_request
 from librmq.protocol.endpoint import Watchers
-from librmq.runtime.background import opened_in_thread
-from librmq.runtime.closing import AsyncClosing
+from librmq.runtime.closing import AsyncClosing, opened_in_thread
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.locks import Inherited, Lock
 from librmq.runtime.threads import ThreadRunner
