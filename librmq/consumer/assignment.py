@@ -108,7 +108,7 @@ class ProcessQueue:
         self.size += sum(map(_body_size, messages))
         return len(messages)
 
-    def begin(self, message: StoredMessage, bounds: tuple[int, int]) -> DeliveredMessage | None:
+    def put_and_take(self, message: StoredMessage, bounds: tuple[int, int]) -> DeliveredMessage | None:
         """Add and begin a pulled message, like `put` and `take`; return None and do nothing unless it is the next one.
 
         ``bounds`` are the minimum and maximum offset of the queue.

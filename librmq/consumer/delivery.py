@@ -62,7 +62,7 @@ class Delivery:
         self._ended = threading.Event()
         return self._ended
 
-    def cancel(self) -> int:
+    def cancel_listeners(self) -> int:
         """Cancel the coroutine listeners that still run; return their number."""
         cancelled = 0
         for work in list(self.runner.running):
@@ -107,7 +107,7 @@ class Delivery:
     def line_up(self) -> None:
         """Arrange the messages that wait by the present listeners and settings."""
 
-    def configure(self, now_ms: int) -> None:
+    def apply_settings(self, now_ms: int) -> None:
         """Continue with the consumer's new settings."""
         self.config = self.consumer.config
         self.line_up()
@@ -391,9 +391,9 @@ class ConcurrentDelivery(Delivery):
     def _timeout_ms(self) -> int:
         return max(1, round(self.config.consume_timeout * 1000))
 
-    def configure(self, now_ms: int) -> None:
+    def apply_settings(self, now_ms: int) -> None:
         """Continue with the consumer's new settings."""
-        super().configure(now_ms)
+        super().apply_settings(now_ms)
         if self._expiring.at is not None:  # the timeout can be shorter now
             self.runner.wake(self._expiring, next_from_first(now_ms, self.started_ms, self._timeout_ms))
 
@@ -454,7 +454,7 @@ class ConcurrentDelivery(Delivery):
             return False
         if self.rests.is_probing or assigned.queue in self.rests:
             return False
-        begun = assigned.messages.begin(message, bounds)
+        begun = assigned.messages.put_and_take(message, bounds)
         if begun is None:
             return False
         begun.consume_start_timestamp_ms = now_ms
@@ -524,7 +524,7 @@ class ConcurrentDelivery(Delivery):
             message.consume_start_timestamp_ms = None  # a rest is not time in a listener
         assigned.messages.lined_up += len(messages)
         self._enqueue(_Pulled(assigned, len(messages), messages), is_first=True)
-        self.rests.begin(error, assigned.queue)
+        self.rests.begin_rest(error, assigned.queue)
 
     def _resumed(self, now_ms: int) -> None:
         for pulled in reversed(self._resting):

@@ -306,7 +306,7 @@ class Rests:
         """Return whether a queue rests."""
         return bool(self._times) and (None in self._times or queue in self._times)
 
-    def begin(self, error: DownstreamDown, queue: MessageQueue) -> int:
+    def begin_rest(self, error: DownstreamDown, queue: MessageQueue) -> int:
         """Begin a rest and return its length in milliseconds; only the first in a row is logged as a warning."""
         consumer, key = self._consumer, queue if error.only_queue else None
         now_ms, rest_ms = consumer.runner.now_ms(), max(1, round(1000 * error.seconds))

@@ -362,7 +362,7 @@ class OrderlyDelivery(Delivery):
         if isinstance(error, DownstreamDown):
             self.count_messages(assigned, len(messages), "downstream")
             assigned.messages.put_back(messages)
-            return self.rests.begin(error, assigned.queue)
+            return self.rests.begin_rest(error, assigned.queue)
         if self.rests.is_probing or self.consumer.states.causes:
             self.rests.succeeded()
         if not _has_failed(call.listener, result, error):

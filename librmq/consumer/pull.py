@@ -539,7 +539,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             self._rewind()
             last = next(iter(self.assigned), None) if queue is None else self._assigned_queue(queue).queue
             if last is not None:
-                self._rests.begin(error, last)
+                self._rests.begin_rest(error, last)
 
     def _end_rest(self, now_ms: int) -> None:
         self._rests.succeeded()

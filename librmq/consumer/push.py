@@ -106,7 +106,7 @@ class Fetcher:
             assigned.throttled = False
             self._consumer.runner.wake(assigned.pull)
 
-    def configure(self) -> None:
+    def apply_settings(self) -> None:
         """Pull by the consumer's new settings: queues that they throttle no more, and those that rest between pulls."""
         self.share_limits()
         for assigned in self._consumer.assigned.values():
@@ -348,8 +348,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
             )
 
     def _settings_changed(self) -> None:
-        self.fetcher.configure()
-        self.delivery.configure(self.runner.now_ms())
+        self.fetcher.apply_settings()
+        self.delivery.apply_settings(self.runner.now_ms())
 
     # ---- subscribing
 
@@ -509,7 +509,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
                 self.metrics.remove_gauges(self)
         if not in_time:
             with self.runner.lock:
-                running, cancelled = self.delivery.running, self.delivery.cancel()
+                running, cancelled = self.delivery.running, self.delivery.cancel_listeners()
             self.log.warning(
                 "%(consumer)s: %(running)d listeners still run after the shutdown, and %(cancelled)d of them, "
                 "coroutines, were cancelled",
