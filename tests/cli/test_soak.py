@@ -23,10 +23,9 @@ from librmq.message.record import PROPERTY_DELAY
 from librmq.protocol import DeleteTopic, EndTransaction, SendMessage, SendTogether, SetGroup, TransactionState
 from librmq.store import verify
 from librmq.testing import check_history
-from librmq.testing.histories.recordings import Recording
 from librmq.testing.soak import run as soaks
 from librmq.testing.soak.run import PREFIX, Soak, SoakPlan, SoakResult
-from librmq.testing.soak.worker import LOADS, ClusterAccess, Load, SoakNames
+from librmq.testing.soak.worker import LOADS, ClusterAccess, Load, Recording, SoakNames
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell, errors_of
 from tests.programs import POSIX, environment

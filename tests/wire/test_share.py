@@ -59,7 +59,7 @@ from librmq.protocol import (
     SetGroup,
 )
 from librmq.testing import check_history
-from librmq.testing.histories.recordings import Recording
+from librmq.testing.soak.worker import Recording
 from librmq.wire.remote import ClusterAdmin
 from librmq.wire.remote.connection import EndedTogether, GiveUp, _Connection
 from librmq.wire.remoting.codec import frame_of

@@ -31,8 +31,7 @@ from librmq.errors import ConfigError, InputError, RmqError
 from librmq.message.topics import dead_letter_topic, retry_topic
 from librmq.testing.histories.anomalies import Anomaly, find_anomalies
 from librmq.testing.histories.events import HistoryEvents
-from librmq.testing.histories.recordings import Recording, recorded_kind
-from librmq.testing.soak.worker import LOADS, ClusterAccess, SoakNames
+from librmq.testing.soak.worker import LOADS, ClusterAccess, Recording, SoakNames, recorded_kind
 from librmq.wire.remote import ClusterAdmin
 
 PREFIX: Final = "librmq_soak_"
