@@ -105,7 +105,7 @@ class BrokerContext:
         saving = steps.step("saves progress", self.saving.run_due)
         self.offsets = self.saving.offsets
         self.cancellations = Cancellations(store.path, store.files)
-        if config.replica_of is None and self.cancellations.cut(store.log.end):
+        if config.replica_of is None and self.cancellations.truncate(store.log.end):
             self.cancellations.write(store.log.begin, runner.now_ms())
         with runner.lock:  # before transactions and the relay resume from their progress
             self.offsets.clamp(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
@@ -128,7 +128,7 @@ class BrokerContext:
 
     def copy_tables(self, tables: CopiedTables) -> None:
         """Replace the tables by a master's, except the topics. Under the runner's lock."""
-        self.topics.copied()
+        self.topics.notify_copied()
         self.groups.copy_rows(tables.groups)
         self.offsets.merge(tables.offsets)
         self.offsets.copy_starts(tables.starts)

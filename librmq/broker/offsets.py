@@ -230,7 +230,7 @@ class TableWriter:
         self._latest[table] = table.snapshot(now_ms)
         self.write()
 
-    def watch(self, changed: Callable[[], None]) -> None:
+    def notify_once(self, changed: Callable[[], None]) -> None:
         """Call ``changed()`` once, when a table has changed. Under the runner's lock."""
         self._watchers.append(changed)
 

@@ -181,7 +181,7 @@ class Topics:
                 self.version, self._is_changed = next(_versions), True
             write(self._table, self._now_ms())
 
-    def copied(self) -> None:
+    def notify_copied(self) -> None:
         """Notify the watchers of topics that were copied. Called under the runner's lock."""
         if self._is_changed:
             self._is_changed = False

@@ -177,7 +177,7 @@ class Cancellations:
             self._keep(_checked(row))
         return self._by_name != before
 
-    def cut(self, log_end: int) -> bool:
+    def truncate(self, log_end: int) -> bool:
         """Let no cancellation reach beyond the end of a log that lost its tail; return whether any did.
 
         Otherwise a later message of the same id would count as cancelled.

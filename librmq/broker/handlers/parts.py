@@ -190,7 +190,7 @@ class BrokerParts:
         answer(PullMessage, pulling.pull)
         answer(CheckSubscription, pulling.check_subscription)
         answer(Receive, locked(receives.receive))
-        answer(CancelReceive, locked(receives.cancel))
+        answer(CancelReceive, locked(receives.cancel_receive))
         answer(Acknowledge, locked(receives.acknowledge))
         answer(ChangeInvisible, locked(receives.change))
         answer(ForwardToDeadLetters, locked(receives.forward))

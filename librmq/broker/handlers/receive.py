@@ -127,7 +127,7 @@ class ReceiveHandler:
             notify()  # no new message has to come: the next receive reads on
         return ReceiveResponse(tuple(received), is_held=not received)
 
-    def cancel(self, request: CancelReceive) -> None:
+    def cancel_receive(self, request: CancelReceive) -> None:
         """Remove a held receive."""
         self._held.remove_receive(request.notify)
 

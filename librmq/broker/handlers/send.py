@@ -151,7 +151,7 @@ class SendHandler:
             first = recent.first_send(name)
             if first is None:
                 first = FirstSend(*self._store_send(request))
-                recent.note(name, first.result.physical_offset)
+                recent.add_send(name, first.result.physical_offset)
             else:
                 recent.count_resend(name)
         return first
@@ -262,7 +262,7 @@ class SendHandler:
             for new_name, result in zip(new, results, strict=True):
                 stored[new_name] = FirstSend(queue_id, result)
                 if not isinstance(new_name, int):
-                    recent.note(new_name, result.physical_offset)
+                    recent.add_send(new_name, result.physical_offset)
         return [
             resends[name] if name in resends else stored[number if name is None else name]
             for number, name in enumerate(names)
@@ -507,7 +507,7 @@ def _name_of_record(message: StoredMessage) -> _Name | None:
 
 
 class RecentSends:
-    """The producers' sends of a time up to now, by topic and unique id. Its lock is held from the search to the note.
+    """The producers' sends of a time up to now, by topic and unique id. Its lock is held from the search to `add_send`.
 
     Memory holds a hash and a physical offset for each; the record there, which is the truth, has the rest. Ids leave in
     two generations, so that dropping old ones costs nothing.
@@ -540,14 +540,14 @@ class RecentSends:
             metrics.gauge("resend_ids", lambda: len(self._recent) + len(self._older))
 
     def _read_log(self, begin_ms: int) -> None:
-        """Note the sends that were stored at a time or later; the first one of an id counts that was not withdrawn."""
+        """Add the sends that were stored at a time or later; the first one of an id counts that was not withdrawn."""
         log = self._store.log
         for _, _, raw in log.scan(log.file_before(begin_ms - 1), check_body=False):
             message = None if raw is None else StoredMessage(raw)
             if message is not None and message.store_timestamp_ms >= begin_ms:
                 name = _name_of_record(message)
                 if name is not None and self.first_send(name) is None:
-                    self.note(name, message.physical_offset)
+                    self.add_send(name, message.physical_offset)
 
     def _place_of(self, name: _Name) -> int | None:
         key = hash(name)
@@ -577,8 +577,8 @@ class RecentSends:
         if self._metrics is not None:
             self._metrics.count("resends_dropped", topic=name[0])
 
-    def note(self, name: _Name, physical_offset: int) -> None:
-        """Note a send that was stored."""
+    def add_send(self, name: _Name, physical_offset: int) -> None:
+        """Add a send that was stored."""
         now_ms = self._now_ms()
         if now_ms - self._begin_ms >= self._window_ms or len(self._recent) >= _MOST_IDS // 2 or now_ms < self._begin_ms:
             if self._metrics is not None and now_ms - self._begin_ms < self._window_ms and self._older:
