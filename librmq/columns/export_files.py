@@ -72,7 +72,7 @@ class ExportState:
         except (ValueError, TypeError, KeyError) as error:
             raise CorruptionError(path, 0, "config", f"expected the state of an export: {error}") from None
 
-    def check(self, begun: ExportState, path: str) -> None:
+    def check_same(self, begun: ExportState, path: str) -> None:
         """Raise `ConfigError` if the export to ``path`` was begun with other settings than these."""
         if (begun.form, begun.columns, begun.partition_by) != (self.form, self.columns, self.partition_by):
             raise ConfigError(

@@ -127,7 +127,7 @@ def export(
         if state is None or (form != "parquet" and not os.path.exists(path)):  # a deleted file is made again
             state = fresh
             state.write(state_path, files)  # marks the path as an export
-        fresh.check(state, path)
+        fresh.check_same(state, path)
         target: ParquetFolder | TextFile
         target = ParquetFolder(path, state) if form == "parquet" else TextFile(path, state)
         with PlannedStore.open(options.paths[0], options, source_files) as planned:

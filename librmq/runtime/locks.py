@@ -168,7 +168,7 @@ class Critical:
             if _getsignal(number) in (_note, handler):
                 self._set(number, handler)
 
-    def note(self, number: int, frame: FrameType | None) -> None:
+    def record_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal after the running block, or immediately without one."""
         if self._depth:
             if number not in self._noted:
@@ -201,7 +201,7 @@ critical: Final = Critical()
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    critical.note(number, frame)
+    critical.record_signal(number, frame)
 
 
 def call_in_child(correct: Callable[[], object]) -> None:

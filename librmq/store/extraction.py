@@ -112,7 +112,7 @@ def rescue(
                     validate_queue(item.topic, item.queue_id)
                     for message in inner_messages(item):
                         place, raw = _append(log, message, numbers)
-                        jobs.copied(item.physical_offset, item.raw, place, raw)
+                        jobs.add_copy(item.physical_offset, item.raw, place, raw)
                         count += 1
                     continue
                 except (MessageIllegalError, RecordError) as error:

@@ -252,8 +252,8 @@ class MovedJobs:
         self.moved: dict[str, JobNote] = {name: note for name, note in self._notes if not note.records}
         """The notes of jobs that stay committed, by name."""
 
-    def copied(self, physical_offset: int, raw: bytes, new_physical_offset: int, new_raw: bytes) -> None:
-        """Note that a record was copied; records come in log order, those of cuts after them."""
+    def add_copy(self, physical_offset: int, raw: bytes, new_physical_offset: int, new_raw: bytes) -> None:
+        """Add the copy of a record; records come in log order, those of cuts after them."""
         if self._lowest is None:
             self._lowest = physical_offset
         if self._at and physical_offset < self._notes[self._at - 1][1].begin:  # a cut: check all jobs again

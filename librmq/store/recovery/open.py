@@ -249,7 +249,7 @@ class _Opening:
         if self._clean:
             return log.third_last_file()
         if self._mark is not None:
-            self._mark.check(self._path, self._files, self._config, log)
+            self._mark.check_files(self._path, self._files, self._config, log)
             return self._mark.last_record
         begin = log.file_before(self.checkpoint.min_timestamp_ms)
         if not self._is_brief or log.sequence.end - begin < _WORTH_PASSING:  # asking queues would cost more

@@ -191,7 +191,7 @@ class Mark(NamedTuple):
     last_record: int
     """Place of a record before the end, or of several that were written together."""
 
-    def check(self, path: str, files: Files, config: StoreConfig, log: CommitLog) -> None:
+    def check_files(self, path: str, files: Files, config: StoreConfig, log: CommitLog) -> None:
         """Check that the files of the store in ``path`` have what the mark says.
 
         This reads the last record, the headers of index files with their last entries, and the last entry of each file
