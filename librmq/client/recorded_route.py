@@ -67,7 +67,7 @@ class RecordedRoute:
 
     def noted_consumer(self, consumer: Any) -> None:  # noqa: ANN401 (any consumer)
         """Record a consumer that was made on this route."""
-        consumer.recorder = self.recorder.consumer(self._process, consumer)
+        consumer.recorder = self.recorder.for_consumer(self._process, consumer)
 
 
 class HistoryFile(RecordedRoute, Closing):

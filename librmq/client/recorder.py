@@ -99,7 +99,7 @@ class Recorder:
         self._returned: dict[int, int] = {}  # the end of such deliveries whose outcome is open
         self._flights: dict[str, tuple[Event, int]] = {}  # of receives: by receipt, with the end of its time
 
-    def add(self, kind: str, /, **fields: object) -> Event:
+    def add_event(self, kind: str, /, **fields: object) -> Event:
         """Record an event."""
         event = {"event": kind, **fields}
         self._sink.begins(event)
@@ -116,7 +116,7 @@ class Recorder:
         if isinstance(request, Heartbeat):
             for member in getattr(request.client, "members", list)():  # of a client that runs here
                 if getattr(member, "recorder", self) is None:
-                    member.recorder = self.consumer(process, member)
+                    member.recorder = self.for_consumer(process, member)
         if isinstance(request, CancelMessage):
             return cast(R, self._cancel(request, call))
         answer: R = call(request)
@@ -209,7 +209,7 @@ class Recorder:
     ) -> object:
         if request.state is TransactionState.UNKNOWN or not request.message_id:
             return call(request)
-        event = self.add(
+        event = self.add_event(
             "end_transaction",
             process=process,
             id=request.message_id,
@@ -241,7 +241,7 @@ class Recorder:
         if self._committed.get((group, *queue)) == queue_offset:
             return
         self._committed[group, *queue] = queue_offset
-        self.add("commit", group=group, **_place(queue), queue_offset=queue_offset, at_ms=self.now_ms())
+        self.add_event("commit", group=group, **_place(queue), queue_offset=queue_offset, at_ms=self.now_ms())
 
     # ---- receives
 
@@ -368,7 +368,7 @@ class Recorder:
     def crashed(self, processes: Collection[str]) -> None:
         """Record that processes have crashed, with which their deliveries end."""
         for process in sorted(processes):
-            self.add("crash", process=process, at_ms=self.now_ms())
+            self.add_event("crash", process=process, at_ms=self.now_ms())
         self.died(processes)
 
     def died(self, processes: Collection[str]) -> None:
@@ -380,16 +380,16 @@ class Recorder:
 
     def broker_crashed(self, broker_name: str) -> None:
         """Record that a broker has crashed; the progress that it has later need not be the last recorded one."""
-        self.add("crash", broker=broker_name, at_ms=self.now_ms())
+        self.add_event("crash", broker=broker_name, at_ms=self.now_ms())
         self._committed = {place: progress for place, progress in self._committed.items() if place[2] != broker_name}
 
     # ---- groups
 
     def assigned(self, name: Literal["assign", "revoke"], process: str, group: str, queue: MessageQueue) -> None:
         """Record that a process reads a queue from now on, or no longer."""
-        self.add(name, process=process, group=group, **_place(queue), at_ms=self.now_ms())
+        self.add_event(name, process=process, group=group, **_place(queue), at_ms=self.now_ms())
 
-    def consumer(self, process: str, consumer: _Consumer) -> ConsumerRecorder:
+    def for_consumer(self, process: str, consumer: _Consumer) -> ConsumerRecorder:
         """Return what records a consumer in a process; the process of its events is its stable name, if it has one."""
         return ConsumerRecorder(self, consumer.label.partition("@")[2] or process, consumer)
 
@@ -407,16 +407,16 @@ class Recorder:
             fields["broadcast"] = True
         if any(consumer.subscriptions[topic].expression != "*" for topic in topics):
             fields["selects"] = []  # a filter is evaluated at the broker, so nothing is promised for any message
-        self.add("group", group=group, topics=topics, **fields)
+        self.add_event("group", group=group, topics=topics, **fields)
 
     def dead_letter(self, group: str, name: str) -> None:
         """Record a dead letter, as the broker says."""
         if self._describes_groups:
-            self.add("dead_letter", group=group, id=name, at_ms=self.now_ms())
+            self.add_event("dead_letter", group=group, id=name, at_ms=self.now_ms())
 
     def reset(self, group: str, topic: str) -> None:
         """Record that the progress of a group was moved."""
-        self.add("reset", group=group, topic=topic, at_ms=self.now_ms())
+        self.add_event("reset", group=group, topic=topic, at_ms=self.now_ms())
         self._committed = {key: saved for key, saved in self._committed.items() if key[:2] != (group, topic)}
 
 

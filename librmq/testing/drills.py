@@ -714,6 +714,6 @@ class _Drill:
         self._router.redirect()
         self.runner.advance(_SETTLE_MINUTES * _MINUTE_MS)
         self.report.lost = self.report.sent - len(self._got)
-        self._recorder.add("drained", group=_GROUP, at_ms=self.runner.now_ms())
+        self._recorder.add_event("drained", group=_GROUP, at_ms=self.runner.now_ms())
         self.report.history = self._history.events
         self.report.anomalies = check_history(self.report.history)

@@ -550,7 +550,7 @@ class Kit:
         work = current_work()
         process = None if work is None else self.process_table.process_of(work)
         label = (process or self._test).label
-        self.recorder.add("effect", name=name, key=key, process=label, at_ms=self.clock.now_ms())
+        self.recorder.add_event("effect", name=name, key=key, process=label, at_ms=self.clock.now_ms())
 
     def undelivered(self) -> list[str]:
         """Return a sentence for each subscription that matched nothing, topic without a group, and unused fault.

@@ -257,7 +257,7 @@ class Network:
         self.replicas = tuple({copy.master_name: copy.replica for copy in reversed(self.copies)}.values())
         self.table.changed()
 
-    def replace(self, name: str, copy: Copy) -> Broker:
+    def replace_broker(self, name: str, copy: Copy) -> Broker:
         """Open the promoted copy of a dead broker under the broker's name."""
         self._retired.setdefault(name, []).insert(0, self.store(name))
         self._read_only.pop(name, None)

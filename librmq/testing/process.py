@@ -221,7 +221,7 @@ class Process:
     def noted_consumer(self, consumer: Consumer[Any]) -> None:
         """Note a consumer that was made in the process."""
         self.made.append(consumer)
-        consumer.recorder = self._kit.recorder.consumer(self.label, consumer)
+        consumer.recorder = self._kit.recorder.for_consumer(self.label, consumer)
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the queues of a topic."""

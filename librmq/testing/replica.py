@@ -181,7 +181,7 @@ class KitReplica:
         master = network.store(self.master_name)
         self._kit.observer.keep_messages()
         self.replica.promote()
-        promoted = network.replace(self.master_name, self)
+        promoted = network.replace_broker(self.master_name, self)
         self._kit.history().promoted(promoted, master)
         return promoted
 

@@ -195,7 +195,7 @@ def test_states_are_beginnings_of_histories() -> None:
 
     def sends(rmq: Kit, count: int = 2) -> None:
         for _ in range(count):
-            rmq.recorder.add("effect", name="charge", key=str(len(rmq.events())), process="shop", at_ms=0)
+            rmq.recorder.add_event("effect", name="charge", key=str(len(rmq.events())), process="shop", at_ms=0)
 
     assert [explore(sends, runs=runs).states for runs in (1, 20)] == [2, 2]
     more = explore(lambda rmq: sends(rmq, 3))

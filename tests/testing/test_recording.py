@@ -174,8 +174,8 @@ def lose_a_message(rmq: Kit) -> None:
     rmq.broker.create_topic("orders", 1)
     rmq.producer().send("orders", b"x")
     rmq.run_until_idle()
-    rmq.recorder.add("effect", name="charge", key="1", process="test", at_ms=rmq.clock.now_ms())
-    rmq.recorder.add("effect", name="charge", key="1", process="test", at_ms=rmq.clock.now_ms())
+    rmq.recorder.add_event("effect", name="charge", key="1", process="test", at_ms=rmq.clock.now_ms())
+    rmq.recorder.add_event("effect", name="charge", key="1", process="test", at_ms=rmq.clock.now_ms())
 
 
 def test_an_anomaly_fails_the_test_with_its_events() -> None:

@@ -234,9 +234,9 @@ class _Process:
         """
         if not self._is_ready.wait(_START_S):
             raise InputError(f"the process {self.name} did not start within {_START_S:g} s")
-        self.check()
+        self.check_running()
 
-    def check(self) -> None:
+    def check_running(self) -> None:
         """Refuse an end that the soak did not ask for.
 
         Raises:
@@ -249,7 +249,7 @@ class _Process:
 
     def kill(self) -> int:
         """Kill it, and return the time of its last step: it is stopped first."""
-        self.check()
+        self.check_running()
         os.kill(self._process.pid, signal.SIGSTOP)
         os.waitpid(self._process.pid, os.WUNTRACED)
         killed_ms = SystemClock().now_ms()
@@ -257,7 +257,7 @@ class _Process:
         self._close()
         return killed_ms
 
-    def end(self) -> str:
+    def wait_for_end(self) -> str:
         """Wait for the end that was asked for, and kill the process if that takes too long; return what failed."""
         problem = ""
         try:
@@ -425,7 +425,7 @@ class Soak:
             if wait(max(0.0, min(due) - self._clock.monotonic())):
                 return True
             for process in self._processes():
-                process.check()
+                process.check_running()
         for worker in self._workers:
             worker.ask("stop")
         return self._settle(wait, lambda: show(self._progress(self._clock.monotonic() - begin)))
@@ -510,7 +510,7 @@ class Soak:
             if wait(max(0.5, now - begin)):
                 return True
             for process in self._processes():
-                process.check()
+                process.check_running()
 
     def _end_processes(self) -> None:
         """End the clients, then the server; kill what does not end."""
@@ -519,7 +519,7 @@ class Soak:
                 process.ask("stop")
                 process.ask("end")
             for process in processes:
-                if problem := process.end():
+                if problem := process.wait_for_end():
                     self._left[f"process {process.name}"] = problem
 
     # ---- the history
