@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -200,9 +201,9 @@ class _Check:
         is_sent[self._history.sends["id"]] = True
         rows, letters = self._history.deliveries, self._history.tables["dead_letter"]
         first: dict[int, tuple[int, int, int, int]] = {}
-        for row in np.flatnonzero(~is_sent[rows["id"]]).tolist():
+        for row in (~is_sent[rows["id"]]).nonzero()[0].tolist():
             first.setdefault(int(rows["id"][row]), (int(rows["begin_ms"][row]), 0, row, 0))
-        for row in np.flatnonzero(~is_sent[letters["id"]]).tolist():
+        for row in (~is_sent[letters["id"]]).nonzero()[0].tolist():
             message = int(letters["id"][row])
             letter = (int(letters["at_ms"][row]), 1, int(letters["group"][row]), row)
             first[message] = min(first.get(message, letter), letter)
@@ -234,7 +235,7 @@ class _Check:
         is_delivered = (first >= 0) & ~self._left_out
         is_refused = is_delivered & is_sent & ~is_stored
         is_early = is_delivered & self._is_half & (begin_ms < commit_ms)
-        for message in np.flatnonzero(is_refused | is_early).tolist():
+        for message in (is_refused | is_early).nonzero()[0].tolist():
             self._left_out[message] = True
             row = int(first[message])
             got = f"Group {self._group(rows, row)} got {self._ids[message]}"
@@ -264,7 +265,7 @@ class _Check:
         order = np.lexsort((offset, queue))
         queue, offset, ids = queue[order], offset[order], ids[order]
         is_same = (queue[1:] == queue[:-1]) & (offset[1:] == offset[:-1])
-        conflicts = np.flatnonzero(is_same & (ids[1:] != ids[:-1]))
+        conflicts = (is_same & (ids[1:] != ids[:-1])).nonzero()[0]
         if not len(conflicts):
             return
         places = np.concatenate(([0], np.cumsum(~is_same)))
@@ -281,7 +282,7 @@ class _Check:
             return 1, holder, 0, ""
 
         for place in distinct(places[conflicts]).tolist():
-            begin, end = np.searchsorted(places, (place, place + 1))
+            begin, end = places.searchsorted((place, place + 1))
             holders = sorted(order[begin:end].tolist(), key=coming)
             messages: dict[int, int] = {}
             for holder in holders:
@@ -323,7 +324,7 @@ class _Check:
         asked_ms = np.where(is_asked, sends["not_before_ms"], 0)
         np.minimum.at(due_ms, sends["id"][is_stored], asked_ms[is_stored])
         is_early = (rows["begin_ms"] < due_ms[rows["id"]]) & ~self._left_out[rows["id"]]
-        early = np.flatnonzero(is_early & is_in(rows["id"], sends["id"][is_asked]))
+        early = (is_early & is_in(rows["id"], sends["id"][is_asked])).nonzero()[0]
         for row in early.tolist():
             message = int(rows["id"][row])
             if not self._left_out[message]:
@@ -378,7 +379,7 @@ class _Check:
     ) -> Iterator[tuple[int, int]]:
         """Yield rows that begin after a row of their key and era had ended with a larger value, with that row."""
         span = 1 + max(int(ended.max(initial=0)), int(begun.max(initial=0)))
-        counted = np.arange(len(keys)) if counts is None else np.flatnonzero(counts)
+        counted = np.arange(len(keys)) if counts is None else counts.nonzero()[0]
         highest = highest_before(
             (keys * span + ended)[counted],
             rows["end_ms"][counted],
@@ -388,7 +389,7 @@ class _Check:
         )
         first = counted[highest] if len(counted) else highest
         fall = rows[value][first] - rows[value]
-        for row in np.flatnonzero((highest >= 0) & (fall >= (not is_equal_a_fall))).tolist():
+        for row in ((highest >= 0) & (fall >= (not is_equal_a_fall))).nonzero()[0].tolist():
             yield row, int(first[row])
 
     def _order_of_deliveries(self) -> Iterator[Anomaly]:
@@ -398,7 +399,7 @@ class _Check:
         rows = take(self._live, is_in(self._live["group"], ordered))
         keys = rows["group"] * self._history.queues + rows["queue"]
         longest = highest_earlier(keys, rows["end_ms"])
-        for row in np.flatnonzero((longest >= 0) & (rows["end_ms"][longest] > rows["begin_ms"])).tolist():
+        for row in ((longest >= 0) & (rows["end_ms"][longest] > rows["begin_ms"])).nonzero()[0].tolist():
             first = int(longest[row])
             what = (
                 f"In the ordered group {self._group(rows, row)} a delivery of {self._ids[rows['id'][row]]} began while "
@@ -457,7 +458,7 @@ class _Check:
     def _attempts_and_repeats(self) -> Iterator[Anomaly]:
         size = len(self._ids)
         scopes = self._live["group"] * size + self._live["id"]
-        order = np.argsort(scopes, kind="stable")
+        order = scopes.argsort(kind="stable")
         rows, scopes = take(self._live, order), scopes[order]
         attempt = np.minimum(rows["attempt"], len(scopes) + 2)
         highest = highest_earlier(scopes, attempt)
@@ -468,7 +469,7 @@ class _Check:
         is_skipped = attempt > last + 1
         is_wrong = is_skipped | (rows["attempt"] >= allowed[rows["group"]])
         wrong = distinct(scopes[is_wrong])
-        for row in np.flatnonzero(is_wrong)[np.searchsorted(scopes[is_wrong], wrong)].tolist():
+        for row in is_wrong.nonzero()[0][scopes[is_wrong].searchsorted(wrong)].tolist():
             got = f"Group {self._group(rows, row)} got {self._ids[rows['id'][row]]} with attempt {rows['attempt'][row]}"
             events = self._history.support(int(rows["id"][row]))
             if is_skipped[row]:
@@ -560,7 +561,7 @@ class _Check:
         """Note when a delivery of each message in a group first ended with ``ok`` or ``retry``, and which ended ok."""
         is_over = (rows["outcome"] == ENDED_OK) | (rows["outcome"] == ENDED_RETRY)
         ended, end_ms = scopes[is_over], rows["end_ms"][is_over]
-        starts = np.flatnonzero(is_first_of_kind(ended))
+        starts = is_first_of_kind(ended).nonzero()[0]
         self._over = (ended[starts], np.minimum.reduceat(end_ms, starts) if len(starts) else end_ms)
         self._consumed = scopes[rows["outcome"] == ENDED_OK]
 
@@ -569,7 +570,7 @@ class _Check:
         size = len(self._ids)
         done_ms = np.full(size, ENDLESS)
         scopes, end_ms = self._over
-        first, end = np.searchsorted(scopes, (group * size, (group + 1) * size))
+        first, end = scopes.searchsorted((group * size, (group + 1) * size))
         done_ms[scopes[first:end] - group * size] = end_ms[first:end]
         letters = take(self._history.tables["dead_letter"], self._history.tables["dead_letter"]["group"] == group)
         np.minimum.at(done_ms, letters["id"], letters["at_ms"])
@@ -635,23 +636,22 @@ class _Check:
         order = np.lexsort((sends["queue_offset"], sends["queue"]))
         sends = take(sends, order)
         resets = self._resets(min)
-        bounds = np.flatnonzero(
-            np.diff(commits["group"] * self._history.queues + commits["queue"], prepend=-1, append=-1)
-        )
+        queues = commits["group"] * self._history.queues + commits["queue"]
+        begins = is_first_of_kind(queues).nonzero()[0].tolist()
         group, done_ms, takes = -1, _NONE, None
-        for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        for begin, end in pairwise((*begins, len(queues))):
             if commits["group"][begin] != group:
                 group = int(commits["group"][begin])
                 done_ms = self._done_ms(group)
                 takes = self._takes(group)
-            first, last = np.searchsorted(sends["queue"], (commits["queue"][begin], commits["queue"][begin] + 1))
+            first, last = sends["queue"].searchsorted((commits["queue"][begin], commits["queue"][begin] + 1))
             passed = np.maximum.accumulate(commits["queue_offset"][begin:end])
-            at = np.searchsorted(passed, sends["queue_offset"][first:last], side="right")
-            rows = first + np.flatnonzero(at < len(passed))
+            at = passed.searchsorted(sends["queue_offset"][first:last], side="right")
+            rows = first + (at < len(passed)).nonzero()[0]
             at = begin + at[at < len(passed)]
-            at_ms = commits["at_ms"][at]
-            is_ahead = (at_ms < done_ms[sends["id"][rows]]) & (
-                at_ms < resets.get((group, int(commits["topic"][begin])), ENDLESS)
+            passed_ms = commits["at_ms"][at]
+            is_ahead = (passed_ms < done_ms[sends["id"][rows]]) & (
+                passed_ms < resets.get((group, int(commits["topic"][begin])), ENDLESS)
             )
             if takes is not None:
                 is_ahead &= takes[sends["id"][rows]]
@@ -677,7 +677,7 @@ class _Check:
         keys = effects["name"] * (len(self._effects["key"]) + 1) + effects["key"]
         before = highest_earlier(keys, np.arange(len(keys)))
         rows_of = RowsByKey(keys)
-        for row in np.flatnonzero(before >= 0).tolist():
+        for row in (before >= 0).nonzero()[0].tolist():
             first = rows_of(int(keys[row]))[0]
             name, key = (
                 self._effects["name"][effects["name"][row]],
@@ -764,7 +764,7 @@ class _Check:
     ) -> Iterator[Anomaly]:
         size, takes = len(self._ids), self._takes(group)
         is_due = ~self._left_out if takes is None else takes & ~self._left_out
-        first, end = np.searchsorted(self._consumed, (group * size, (group + 1) * size))
+        first, end = self._consumed.searchsorted((group * size, (group + 1) * size))
         is_due[self._consumed[first:end] - group * size] = False
         letters = self._history.tables["dead_letter"]
         is_due[letters["id"][letters["group"] == group]] = False
@@ -773,7 +773,7 @@ class _Check:
         visible_ms = np.where(sends["half"] == 1, np.maximum(sends["end_ms"], commit_ms[sends["id"]]), sends["end_ms"])
         lost: set[int] = set()
         drained_ms = [at_ms for at_ms, _ in drained]
-        for row in np.flatnonzero(visible_ms < drained_ms[-1]).tolist():
+        for row in (visible_ms < drained_ms[-1]).nonzero()[0].tolist():
             message = int(sends["id"][row])
             after = bisect_left(drained_ms, max(int(visible_ms[row]) + 1, int(sends["not_before_ms"][row])))
             reset_ms = last_resets.get((group, int(sends["topic"][row])), -ENDLESS)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,30 +118,52 @@ class _Field(NamedTuple):
     """How the values of a field become a column."""
 
     name: str
-    column: list[Integers]
-    encode: Callable[[Any], int] | None
-    """Returns the number of a name or a word; None for numbers and flags, which are of ``types``."""
+    names: str | None
+    """The names whose numbers stand in the column."""
+    words: Mapping[str, int] | None
+    """The numbers of words; None for numbers and flags, which are of ``types``."""
     types: frozenset[type]
     absent: int
 
-    def extend(self, values: list[Any]) -> None:
-        """Add values to the column.
+    @classmethod
+    def of(cls, name: str, schema: _Schema) -> Self:
+        types: frozenset[type] = frozenset((bool if name in _FLAGS else int,))
+        absent = _REQUIRED
+        if name in schema.optional:
+            absent = ABSENT if name in _COUNTS or name in _TIMES else -1
+            types |= {type(None)}
+        names = _OF_TOPICS.get(name, name) if name in _NAMES else None
+        return cls(name, names, schema.words.get(name), types, absent)
+
+    def column(self, values: list[Any], names: Mapping[str, Names]) -> Integers:
+        """Return the numbers of values.
 
         Raises:
-            KeyError, TypeError, OverflowError: A value has the wrong type.
+            KeyError, TypeError, OverflowError: A value has the wrong type, or is out of range.
         """
         absent = values.count(None) if self.absent != _REQUIRED else 0
         if absent == len(values):
-            self.column.append(np.full(absent, self.absent))
-            return
-        if self.encode is None and not self.types.issuperset(map(type, values)):
-            raise TypeError
+            return np.full(absent, self.absent)
+        numbers = self.words if self.names is None else names[self.names]
+        if numbers is None:
+            if not self.types.issuperset(map(type, values)):
+                raise TypeError
+            present = [value for value in values if value is not None] if absent else values
+            if min(present) < _smallest(self.name) or max(present) > _LARGEST:
+                raise OverflowError
         if absent:
-            encode = self.encode or int
+            encode = int if numbers is None else numbers.__getitem__
             values = [self.absent if value is None else encode(value) for value in values]
-        elif self.encode is not None:
-            values = [*map(self.encode, values)]
-        self.column.append(np.array(values, np.int64))
+        elif numbers is not None:
+            values = [*map(numbers.__getitem__, values)]
+        return np.array(values, np.int64)
+
+
+_FIELDS: Final = {
+    event: tuple(_Field.of(name, schema) for name in (*schema.required, *schema.optional))
+    for event, schema in _SCHEMAS.items()
+    if event != "group"
+}
 
 
 class HistoryEvents:
@@ -159,27 +181,9 @@ class HistoryEvents:
         self._place: Callable[[int], str] = "line {}".format
         self._groups_of_others: frozenset[str] = frozenset()
         """Groups that earlier files describe: each process of a group does."""
-        self._lines: dict[str, list[Integers]] = {event: [] for event in _SCHEMAS if event != "group"}
-        self._fields = {
-            event: [
-                self._field(name, _SCHEMAS[event]) for name in (*_SCHEMAS[event].required, *_SCHEMAS[event].optional)
-            ]
-            for event in self._lines
-        }
-        self._checked = dict.fromkeys(self._lines, 0)
-
-    def _field(self, name: str, schema: _Schema) -> _Field:
-        encode: Callable[[Any], int] | None = None
-        types: frozenset[type] = frozenset((bool if name in _FLAGS else int,))
-        if name in _NAMES:
-            encode = self.names[_OF_TOPICS.get(name, name)].__getitem__
-        elif name in schema.words:
-            encode = schema.words[name].__getitem__
-        absent = _REQUIRED
-        if name in schema.optional:
-            absent = ABSENT if name in _COUNTS or name in _TIMES else -1
-            types |= {type(None)}
-        return _Field(name, [], encode, types, absent)
+        self._columns: dict[str, dict[str, list[Integers]]] = {}
+        """The parts of columns, by the kinds of events that there are."""
+        self._checked: dict[str, int] = {}
 
     def add(self, events: Iterable[object]) -> None:
         """Add events, one a line.
@@ -229,7 +233,10 @@ class HistoryEvents:
                 ranks[field][names[name]] = rank
                 names[name] = rank
         tables: dict[str, Table] = {}
-        for event in self._lines:
+        for event, fields in _FIELDS.items():
+            if event not in self._columns:
+                tables[event] = dict.fromkeys(("line", *(field.name for field in fields)), _NONE)
+                continue
             table = self._table(event, 0)
             for name, column in table.items():
                 if (field := _OF_TOPICS.get(name, name)) in ranks:
@@ -240,9 +247,9 @@ class HistoryEvents:
     def _table(self, kind: str, begin: int) -> dict[str, Integers]:
         """Return the rows of a kind of event from the part ``begin`` on, which become one part."""
         table = {}
-        for name, parts in (("line", self._lines[kind]), *((field.name, field.column) for field in self._fields[kind])):
+        for name, parts in self._columns[kind].items():
             if len(parts) - begin != 1:
-                parts[begin:] = [np.concatenate(parts[begin:] or [_NONE])]
+                parts[begin:] = [np.concatenate(parts[begin:])]
             table[name] = parts[begin]
         return table
 
@@ -253,17 +260,19 @@ class HistoryEvents:
                 rows, lines = kinds[event["event"]]
                 rows.append(event)
                 lines.append(number)
-            for kind, fields in self._fields.items():
+            for kind, fields in _FIELDS.items():
                 rows, lines = kinds[kind]
                 if not rows:
                     continue
-                self._lines[kind].append(np.array(lines))
+                columns = self._columns.setdefault(kind, {"line": [], **{field.name: [] for field in fields}})
+                columns["line"].append(np.array(lines))
                 for field in fields:
                     name = field.name
                     if field.absent == _REQUIRED:
-                        field.extend([event[name] for event in rows])
+                        values = [event[name] for event in rows]
                     else:
-                        field.extend([event.get(name) for event in rows])
+                        values = [event.get(name) for event in rows]
+                    columns[name].append(field.column(values, self.names))
         except (KeyError, TypeError, AttributeError, OverflowError):
             self._refuse(zip(numbers, events, strict=True))
             raise
@@ -305,11 +314,12 @@ class HistoryEvents:
             InputError: An event is wrong; the error names the first one.
         """
         problems = []
-        for kind, begin in self._checked.items():
-            if len(self._lines[kind]) == begin:
+        for kind, columns in self._columns.items():
+            begin = self._checked.get(kind, 0)
+            if len(columns["line"]) == begin:
                 continue  # nothing was added
             table = self._table(kind, begin)
-            self._checked[kind] = len(self._lines[kind])
+            self._checked[kind] = len(columns["line"])
             problems += [(int(table["line"][row]), f"{kind}: {problem}") for row, problem in _problems(kind, table)]
         if problems:
             line, problem = min(problems)
@@ -318,15 +328,6 @@ class HistoryEvents:
 
 def _problems(kind: str, table: Table) -> Iterator[tuple[int, str]]:
     """Yield for each check the first row that it refuses, and why."""
-    for name, column in table.items():
-        if name in _COUNTS or name in _TIMES:
-            smallest = 0 if name in _COUNTS else -_LARGEST
-            wrong = np.flatnonzero((column > _LARGEST) | ((column < smallest) & (column != ABSENT)))
-            if len(wrong):
-                yield (
-                    int(wrong[0]),
-                    f"{name}: expected a number from {smallest} to {_LARGEST}, found {column[wrong[0]]}",
-                )
     checks: list[tuple[NDArray[np.bool_], str]] = []
     if "end_ms" in table:
         is_over = table["end_ms"] != ABSENT
@@ -339,10 +340,7 @@ def _problems(kind: str, table: Table) -> Iterator[tuple[int, str]]:
     if kind == "send":
         needs_place = (table["outcome"] == OK) & (table["half"] != 1) & (table["not_before_ms"] == ABSENT)
         checks += [
-            (
-                needs_place & ((table[name] == ABSENT) | (table[name] == -1)),
-                f"the outcome is 'ok', but the field {name!r} is missing",
-            )
+            (needs_place & (table[name] < 0), f"the outcome is 'ok', but the field {name!r} is missing")
             for name in _PLACE
         ]
     if kind == "crash":
@@ -428,5 +426,10 @@ def _expected(name: str, value: object, schema: _Schema) -> str | None:
         return None if is_name else "a text"
     if type(value) is not int:
         return "a whole number"
-    smallest = 0 if name in _COUNTS else -_LARGEST
+    smallest = _smallest(name)
     return None if smallest <= value <= _LARGEST else f"a number from {smallest} to {_LARGEST}"
+
+
+def _smallest(name: str) -> int:
+    """Return the smallest number that may stand in a field."""
+    return 0 if name in _COUNTS else -_LARGEST

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,12 @@ class RowsByKey:
     """The rows of a table by a key."""
 
     def __init__(self, keys: Integers) -> None:
-        self._order = np.argsort(keys, kind="stable")
+        self._order = keys.argsort(kind="stable")
         self._keys = keys[self._order]
 
     def __call__(self, key: int) -> list[int]:
         """Return the rows of a key, in their order."""
-        first, end = np.searchsorted(self._keys, (key, key + 1))
+        first, end = self._keys.searchsorted((key, key + 1))
         rows: list[int] = self._order[first:end].tolist()
         return rows
 
@@ -71,7 +72,7 @@ def is_in(values: Integers, chosen: Sequence[int] | Integers) -> Mask:
     unique = distinct(np.asarray(chosen, np.int64))
     if not len(unique):
         return np.zeros(len(values), bool)
-    nearest: Integers = unique[np.minimum(np.searchsorted(unique, values), len(unique) - 1)]
+    nearest: Integers = unique[np.minimum(unique.searchsorted(values), len(unique) - 1)]
     return np.equal(nearest, values)
 
 
@@ -81,12 +82,12 @@ def highest_earlier(keys: Integers, values: Integers, counts: Mask | None = None
     Only rows in ``counts`` are returned; among equal values the later row is.
     """
     size = len(keys)
-    by_value = np.argsort(values, kind="stable")
+    by_value = values.argsort(kind="stable")
     ranks = np.empty(size, np.int64)
     ranks[by_value] = np.arange(1, size + 1)
     if counts is not None:
         ranks[~counts] = 0
-    order = np.argsort(keys, kind="stable")
+    order = keys.argsort(kind="stable")
     is_first = is_first_of_kind(keys[order])
     base = (np.cumsum(is_first) - 1) * (size + 1)
     highest = np.maximum.accumulate(ranks[order] + base) - base
@@ -148,12 +149,20 @@ class HistoryRows:
         """Begin, and line of the crash, of deliveries that end by it, by their lines."""
         self.sends = self._ordered_sends()
         self.deliveries = self._ordered_deliveries()
-        self.sends_by_id = RowsByKey(self.sends["id"])
-        self.ends_by_id = RowsByKey(tables["end_transaction"]["id"])
+
+    @cached_property
+    def sends_by_id(self) -> RowsByKey:
+        """The rows of sends by messages."""
+        return RowsByKey(self.sends["id"])
+
+    @cached_property
+    def ends_by_id(self) -> RowsByKey:
+        """The rows of ends of transactions by messages."""
+        return RowsByKey(self.tables["end_transaction"]["id"])
 
     def queue(self, table: Table, topic: Integers) -> Integers:
         """Return the numbers of queues, which rise by topic, broker and queue id."""
-        ranks = np.searchsorted(self._queue_ids, table["queue_id"])
+        ranks = self._queue_ids.searchsorted(table["queue_id"])
         return (topic * len(self.texts["broker"]) + table["broker"]) * len(self._queue_ids) + ranks
 
     def _ordered_sends(self) -> Table:
@@ -170,7 +179,7 @@ class HistoryRows:
         rows["outcome"] = np.where(rows["outcome"] < 0, RUNNING, rows["outcome"])
         rows["end_ms"] = np.where(rows["outcome"] == RUNNING, ENDLESS, rows["end_ms"])
         crashes = self.crashes("process")
-        for row in np.flatnonzero(rows["outcome"] == RUNNING).tolist():
+        for row in (rows["outcome"] == RUNNING).nonzero()[0].tolist():
             crash_ms = crashes.get(int(rows["process"][row]), ())
             begin = bisect_left(crash_ms, int(rows["begin_ms"][row]))
             if begin < len(crash_ms):
