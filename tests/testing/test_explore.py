@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -246,6 +248,20 @@ def test_chance_depends_on_the_place_alone() -> None:
     drawn = {place: first(place, labels) for place in places}
     assert {place: second(place, labels) for place in reversed(places)} == drawn
     assert len(set(drawn.values())) in (1, 4)  # a kind of choice is either left alone or varied
+
+
+def test_a_run_is_released_before_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "librmq")  # a record that pytest keeps can hold a client
+    kits: list[weakref.ref[Kit]] = []
+
+    def scenario(rmq: Kit) -> None:
+        assert all(kit() is None for kit in kits)
+        kits.append(weakref.ref(rmq))
+        rmq.consumer("readers").subscribe("T")(lambda message: None)
+        rmq.producer().send("T", b"1")
+        rmq.run_until_idle()
+
+    explore(scenario, 60)
 
 
 def test_at_most_two_faults() -> None:

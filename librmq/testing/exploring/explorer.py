@@ -74,6 +74,7 @@ class _Thread:
                 return
             self.call = None
             call()
+            del call  # it holds everything of its run, which is collected before the next one
 
 
 _idle: list[_Thread] = []
