@@ -68,6 +68,7 @@ from librmq.wire.remoting.headers import (
     RequestForm,
     ResetOffsetHeader,
 )
+from librmq.wire.remoting.known_headers import KnownFrame
 
 _log = EventLog("librmq.wire")
 _MOST_TASKS: Final = 10_000
@@ -280,7 +281,10 @@ def answer_of(handlers: Answering, channel: Channel, frame: Frame) -> bytes | No
         remark = f" request type {frame.code} not supported"
         return encode(answer_to(frame, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, remark))
     try:
-        header = from_fields(form.header, frame.fields, by_letters=form.by_letters)
+        if isinstance(frame, KnownFrame):
+            header = frame.parsed
+        else:
+            header = from_fields(form.header, frame.fields, by_letters=form.by_letters)
         return handler(RemotingCall(channel, frame, header))
     except Exception as error:
         return refused(channel, frame, error)

@@ -41,7 +41,7 @@ from librmq.runtime.runner import Step
 from librmq.wire.remoting.bodies import records_body
 from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served
 from librmq.wire.remoting.codec import FORMS, parse_pull, parse_receive, pulled_remark, received_reply
-from librmq.wire.remoting.frames import Frame, to_fields
+from librmq.wire.remoting.frames import Frame, answer_form, framed, from_fields, to_fields
 from librmq.wire.remoting.headers import (
     PULL_CODES,
     PULL_WAITS,
@@ -54,6 +54,7 @@ from librmq.wire.remoting.headers import (
     RequestCode,
     TimestampHeader,
 )
+from librmq.wire.remoting.known_headers import NUMBER, PLAIN_TEXT, HeaderPattern
 from librmq.wire.remoting.rates import Rates
 
 # ---- pulls, answered when there is a message or when the client's time is over
@@ -66,6 +67,39 @@ _MOST_HELD_IN_ALL: Final = 100_000
 _MOST_STARTED: Final = 100_000
 _OWN_LANGUAGE: Final = "PYTHON"
 """The language of librmq's clients, which log themselves what a new group skips; other Python clients say ``CPP``."""
+
+
+def _parse_pull(frame: Frame) -> PullHeader:
+    return from_fields(PullHeader, frame.fields)
+
+
+def _fill_pull(
+    like: PullHeader, _: bytes, topic: str, queue_id: str, queue_offset: str, commit_offset: str, sub_version: str
+) -> PullHeader:
+    return PullHeader(
+        like.consumer_group,
+        topic,
+        int(queue_id),
+        int(queue_offset),
+        like.max_msg_nums,
+        like.sys_flag,
+        int(commit_offset),
+        like.suspend_timeout_millis,
+        int(sub_version),
+        like.subscription,
+        like.expression_type,
+    )
+
+
+PULLS: Final = HeaderPattern(
+    int(RequestCode.PULL_MESSAGE),
+    {"topic": PLAIN_TEXT, **dict.fromkeys(("queueId", "queueOffset", "commitOffset", "subVersion"), NUMBER)},
+    _parse_pull,
+    _fill_pull,
+)
+"""What differs in the headers of a consumer's pulls."""
+_MARKS: Final = 10101010, 20202020, 40404040, 50505050
+_FOUND: Final = answer_form(PulledHeader(*_MARKS), "FOUND", _MARKS).encode()
 
 
 class _HeldPull:
@@ -214,20 +248,22 @@ class Pulls:
         call.channel.write(frame)
 
     def _answer_pull(self, call: RemotingCall, response: PullResponse, begin_ms: int) -> bytes:
+        header: PullHeader = call.header
+        status, body = response.status, records_body(response.messages)
         suggested = int(response.suggests_replica)  # the id of a slave
-        header = PulledHeader(response.next_offset, response.min_offset, response.max_offset, suggested)
-        status = response.status
-        body = records_body(response.messages)
+        places = response.next_offset, response.min_offset, response.max_offset, suggested
         now_ms, rates = self._runner.now_ms(), self._rates
         if status is PullStatus.FOUND:
-            key, took_ms = f"{call.header.topic}@{call.header.consumer_group}", now_ms - begin_ms
+            key, took_ms = f"{header.topic}@{header.consumer_group}", now_ms - begin_ms
             rates.count("get", key, now_ms, len(response.messages), len(body))
-            rates.count("latency", f"{call.header.queue_id}@{key}", now_ms, took_ms)
+            rates.count("latency", f"{header.queue_id}@{key}", now_ms, took_ms)
             rates.took("get", took_ms)
+            if not call.frame.is_binary:
+                return framed(_FOUND % (*places, call.frame.opaque), body)
         else:
             rates.count("miss", "", now_ms)
-        remark = pulled_remark(call.header, response)
-        return call.answer(header, body=body, code=PULL_CODES[status], remark=remark)
+        remark = pulled_remark(header, response)
+        return call.answer(PulledHeader(*places), body=body, code=PULL_CODES[status], remark=remark)
 
 
 def _request(call: RemotingCall, notify: Callable[[], None] | None = None, *, commits: bool = False) -> PullMessage:

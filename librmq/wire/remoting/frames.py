@@ -19,7 +19,7 @@ import selectors
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from json.encoder import encode_basestring
@@ -101,8 +101,8 @@ def encode(frame: Frame) -> bytes:
         MalformedError: It is longer than `MAX_FRAME`, or its code or a field does not fit into a binary header.
     """
     if frame.is_binary:
-        return _framed(_binary_header(frame), frame.body, 1)
-    return _framed(frame.json_header(), frame.body, 0)
+        return framed(_binary_header(frame), frame.body, 1)
+    return framed(frame.json_header(), frame.body, 0)
 
 
 _shapes: Final[dict[tuple[str, ...], str]] = {}
@@ -123,10 +123,27 @@ def encode_answer(request: Frame, code: int, remark: str | None, fields: str, bo
     Raises:
         MalformedError: It is longer than `MAX_FRAME`.
     """
-    return _framed(_json_header(code, fields, _IS_ANSWER, "JAVA", request.opaque, remark, VERSION), body, 0)
+    return framed(_json_header(code, fields, _IS_ANSWER, "JAVA", request.opaque, remark, VERSION), body, 0)
 
 
-def _framed(header: bytes, body: bytes, kind: int) -> bytes:
+def answer_form(header: object, remark: str | None, marks: Iterable[str | int]) -> str:
+    """Return the header of a JSON answer, to be filled by ``%`` with values and with the number of the request.
+
+    ``marks`` are what the values in ``header`` have instead, in the order of its attributes.
+    """
+    opaque = 30303030
+    text = _json_header(0, to_text(header), _IS_ANSWER, "JAVA", opaque, remark, VERSION).decode().replace("%", "%%")
+    for mark in (*marks, opaque):
+        text = text.replace(str(mark), "%d" if isinstance(mark, int) else "%s")
+    return text
+
+
+def framed(header: bytes, body: bytes, kind: int = 0) -> bytes:
+    """Return the bytes of a frame; ``kind`` is the type of the header.
+
+    Raises:
+        MalformedError: It is longer than `MAX_FRAME`.
+    """
     length = 4 + len(header) + len(body)
     if length > MAX_FRAME:
         raise MalformedError(f"a frame of {length:,} bytes: expected at most {MAX_FRAME:,}")

@@ -48,7 +48,7 @@ from librmq.wire.remoting.channels import (
     refused,
     served,
 )
-from librmq.wire.remoting.consumer_requests import ChannelReceives, ConsumerRequests, Pulls
+from librmq.wire.remoting.consumer_requests import PULLS, ChannelReceives, ConsumerRequests, Pulls
 from librmq.wire.remoting.frames import IDLE_S, SEND_S, Frame, FrameReader, close_in_child, limit_time
 from librmq.wire.remoting.headers import (
     AddedTopicsHeader,
@@ -62,6 +62,7 @@ from librmq.wire.remoting.headers import (
     RouteOfTopicHeader,
     WipedTopicsHeader,
 )
+from librmq.wire.remoting.known_headers import KnownHeaders
 from librmq.wire.remoting.rates import Rates
 from librmq.wire.remoting.sends import SENDS, Replies, Sends
 from librmq.wire.unix_sockets import checked_credentials, host_of_process
@@ -338,7 +339,6 @@ class FrameAnswers:
         waits = broker.store.config.durability == "sync" or broker.config.replication == "sync"
         self._most_sends = None if waits else _SENDS
         self._sends = Sends(broker, rates)
-        self.known = self._sends.known
         parts: list[Any] = [
             NameServer(broker, creates_retry_topics),
             self._sends,
@@ -347,6 +347,10 @@ class FrameAnswers:
             AdminRequests(broker, sessions, rates),
         ]
         self._handlers = answering([*(part.handlers for part in parts), others])
+
+    def known_headers(self, peer: Host) -> KnownHeaders:
+        """Return a fast reader for the headers of one connection."""
+        return KnownHeaders((self._sends.pattern(peer), PULLS))
 
     def write(self, channel: Channel, frames: list[Frame]) -> None:
         """Answer frames that came together, by writing to their channel."""
@@ -619,7 +623,7 @@ class RemotingServer(Closing):
 
     def _serve(self, channel: Channel) -> None:
         """Answer the requests of one connection until it ends."""
-        reader = FrameReader(read_known=self._answers.known(channel.peer).read)
+        reader = FrameReader(read_known=self._answers.known_headers(channel.peer).read)
         clock = SystemClock()
         deadline: float | None = None
         has_asked = False
