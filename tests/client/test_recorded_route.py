@@ -17,6 +17,7 @@ import pytest
 from librmq import (
     Broker,
     BrokerConfig,
+    CheckedMessage,
     ConfigError,
     ConsumeFrom,
     DeliveredMessage,
@@ -28,7 +29,6 @@ from librmq import (
     PushConsumer,
     ReconsumeLater,
     StoreConfig,
-    StoredMessage,
     TransactionConfig,
     TransactionProducer,
     TransactionState,
@@ -135,7 +135,7 @@ def test_over_tcp_the_same_is_recorded(tmp_path: Path) -> None:
         consumer = PushConsumer(route, "billing", consume_from=ConsumeFrom.FIRST)
         consumer.subscribe("orders", lambda message: consumed.release())
 
-        def check(message: StoredMessage) -> TransactionState:  # on a busy machine also about the others
+        def check(message: CheckedMessage) -> TransactionState:  # on a busy machine also about the others
             return TransactionState.COMMIT if message.body == b"UNKNOWN" else TransactionState.UNKNOWN
 
         with (
