@@ -33,10 +33,9 @@ _SPACE: Final = re.compile(r"[ \t\r\n]*")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 # A table of progress is an object of objects of whole numbers, and can have a million of either.
 _PAIR: Final = r"-?(?:0|[1-9][0-9]{0,17}):-?(?:0|[1-9][0-9]{0,17})"
-_NUMBERS: Final = re.compile(rf"\{{({_PAIR}(?:,{_PAIR})*)[ \t\r\n]*\}}")
-_ROW: Final = re.compile(
-    rf"""\s*"([^"\\\x00-\x1f\ud800-\udfff]*)"\s*:\s*\{{({_PAIR}(?:,{_PAIR})*)\s*\}}\s*,""".replace(r"\s", r"[ \t\r\n]")
-)
+_NUMBERS: Final = re.compile(rf"\{{{_PAIR}(?:,{_PAIR})*[ \t\r\n]*\}}")
+_ROW: Final = rf"""\s*"[^"\\\x00-\x1f\ud800-\udfff]*"\s*:\s*\{{{_PAIR}(?:,{_PAIR})*\s*\}}\s*,"""
+_ROWS: Final = re.compile(rf"(?:{_ROW}){{1,1024}}+".replace(r"\s", r"[ \t\r\n]"))
 _LITERALS: Final = {"t": ("true", True), "f": ("false", False), "n": ("null", None)}
 _string_at: Final = json.JSONDecoder().raw_decode
 
@@ -103,7 +102,7 @@ class _Reader:
         numbers = _NUMBERS.match(self._text, self._at) if depth < _MAX_DEPTH else None
         if numbers is not None:
             self._at = numbers.end()
-            return _numbers_of([numbers[1]])[0]
+            return _numbers_of(numbers[0])[0]
         result: dict[Any, Any] = self._rows() if depth < _MAX_DEPTH - 1 else {}
 
         def entry() -> None:
@@ -120,12 +119,13 @@ class _Reader:
 
     def _rows(self) -> dict[Any, Any]:
         """Read the first elements of an object, if they are objects of whole numbers, up to the comma behind them."""
-        names, numbers, at = [], [], self._at + 1
-        while (row := _ROW.match(self._text, at)) is not None:
-            names.append(row[1])
-            numbers.append(row[2])
-            self._at = at = row.end()
-        return dict(zip(names, _numbers_of(numbers), strict=True)) if names else {}
+        result: dict[Any, Any] = {}
+        at = self._at + 1
+        while (rows := _ROWS.match(self._text, at)) is not None:
+            parts = rows[0].split('"')  # a space, a name, its numbers, the next name …
+            result.update(zip(parts[1::2], _numbers_of("".join(parts[2::2])), strict=True))
+            self._at = at = rows.end()
+        return result
 
     def _list(self, depth: int) -> list[Any]:
         result: list[Any] = []
@@ -207,10 +207,13 @@ class _Reader:
         raise MalformedError(f"line {line}, column {column}: expected {expected}, found {actual}")
 
 
-def _numbers_of(texts: list[str]) -> list[dict[int, int]]:
-    """Return the objects of whole numbers that these texts say, without their braces."""
-    flat = json.loads(f"[[{'],['.join(texts).replace(':', ',')}]]")
-    return [dict(zip(row[::2], row[1::2], strict=True)) for row in flat]
+def _numbers_of(text: str) -> list[dict[int, int]]:
+    """Return the objects of whole numbers in a text, which can have colons before and commas between them."""
+    lists = "".join(text.split()).replace(":{", "[").replace("{", "[").replace("}", "]").replace(":", ",")
+    return [
+        {row[0]: row[1]} if len(row) == 2 else dict(zip(row[::2], row[1::2], strict=True))
+        for row in json.loads(f"[{lists.rstrip(',')}]")
+    ]
 
 
 def dumps(value: object) -> str:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import chain
+from sys import intern
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from librmq.errors import CorruptionError, MalformedError
@@ -107,7 +108,7 @@ class BrokerTables:
         progress = {}
         for name, offsets in self.offsets.rows.items():
             topic, _, group = name.rpartition("@")
-            progress[group, topic] = offsets
+            progress[intern(group), intern(topic)] = offsets
         return progress
 
     def drop_progress(self) -> None:
