@@ -351,13 +351,13 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
     """
     with viewed(source) as view:
         queues = _queues_by_topic(view)
-        groups_by_topic: defaultdict[str, list[str]] = defaultdict(list)
-        for group_name, name in view.progress:
+        progress_by_topic: defaultdict[str, dict[str, dict[int, int]]] = defaultdict(dict)
+        for (group_name, name), progress in view.progress.items():
             if group in (None, group_name) and topic in (None, name):
-                groups_by_topic[name].append(group_name)
+                progress_by_topic[name][group_name] = progress
         by_group: defaultdict[str, list[TopicProgress]] = defaultdict(list)
-        for name in sorted(groups_by_topic):
-            for columns in _topic_progress(view, name, groups_by_topic[name], queues.get(name), times):
+        for name in sorted(progress_by_topic):
+            for columns in _topic_progress(view, name, progress_by_topic[name], queues.get(name), times):
                 by_group[columns.group].append(columns)
         topics = [columns for _, of_group in sorted(by_group.items()) for columns in of_group]
         return Lag(topics, view.now_ms)
@@ -398,33 +398,32 @@ def _queues_by_topic(view: StoreView) -> dict[str, _Queues]:
 
 
 def _topic_progress(
-    view: StoreView, topic: str, groups: Sequence[str], queues: _Queues | None, times: bool
+    view: StoreView, topic: str, progresses: Mapping[str, Mapping[int, int]], queues: _Queues | None, times: bool
 ) -> Iterator[TopicProgress]:
     """Yield the columns of a topic for each group that has progress in it, or in a deleted queue of it."""
-    ids, begins, ends = queues or _Queues((), (), ())
-    progresses = [view.progress[group, topic] for group in groups]
+    existing = zip(*queues, strict=True) if queues else ()
+    deleted = set().union(*progresses.values()).difference(queues.ids if queues else ())
+    rows = sorted((*existing, *((queue_id, 0, 0) for queue_id in deleted)))
     by_queue: list[tuple[list[int | None], list[int], list[int | None]]] = []  # with an item of each group
-    for queue_id, begin, end in zip(ids, begins, ends, strict=True):
-        offsets = [progress.get(queue_id) for progress in progresses]
-        count = len(offsets)
-        starts, lags = unread_and_lags(offsets, repeat(begin, count), repeat(end, count))
+    for queue_id, begin, end in rows:
+        offsets = [progress.get(queue_id) for progress in progresses.values()]
+        if queue_id in deleted:
+            offsets = [max(0, offset or 0) for offset in offsets]
+        starts, lags = unread_and_lags(offsets, repeat(begin, len(offsets)), repeat(end, len(offsets)))
         oldest_ms = _oldest_timestamps(view, (topic, queue_id), starts, end if times else 0)
         by_queue.append((offsets, lags, oldest_ms))
-    by_group: Iterable[Any] = repeat(((), (), ()), len(progresses))
-    if ids:
-        by_group = zip(*(zip(*columns, strict=True) for columns in zip(*by_queue, strict=True)), strict=True)
-    for group, progress, columns in zip(groups, progresses, by_group, strict=True):
-        columns_of_group = TopicProgress(group, topic, ids, begins, ends, *columns)
-        deleted = [queue_id for queue_id in progress.keys() - ids if progress[queue_id] > 0]
-        if deleted:
-            rows = [
-                *columns_of_group.rows(),
-                *(QueueLag(group, topic, queue_id, 0, 0, progress[queue_id], 0, None) for queue_id in deleted),
-            ]
-            rows.sort(key=lambda row: row.queue_id)
-            columns_of_group = TopicProgress(group, topic, *list(zip(*rows, strict=True))[2:])
-        if columns_of_group.queue_ids:
-            yield columns_of_group
+    if not by_queue:
+        return
+    by_group = (zip(*columns, strict=True) for columns in zip(*by_queue, strict=True))
+    columns_of_groups = map(TopicProgress, progresses, repeat(topic), *map(repeat, zip(*rows, strict=True)), *by_group)
+    if not deleted:
+        yield from columns_of_groups
+        return
+    for columns in columns_of_groups:
+        if 0 not in columns.consumer_offsets:
+            yield columns
+        elif left := [row for row in zip(*columns[2:8], strict=True) if row[3] or row[0] not in deleted]:
+            yield TopicProgress(columns.group, topic, *zip(*left, strict=True))
 
 
 def _oldest_timestamps(view: StoreView, name: QueueName, starts: Sequence[int], end: int) -> list[int | None]:

@@ -129,6 +129,22 @@ def test_progress_beyond_the_end_is_a_finding_without_lag() -> None:
     assert "--queue 0,3 --to end" in found.next_step
 
 
+def test_deleted_queues_are_of_groups_with_progress_there() -> None:
+    store = Store()
+    store.send("T", 1, 5)
+    store.progress("G", "T", q0=2, q1=0, q3=0)
+    store.progress("H", "T", q1=4, q3=-1, q5=0)
+    store.progress("G", "gone", q2=7, q1=1)
+    store.progress("H", "gone", q0=0)
+    assert [row[:-1] for row in lag(store.view, times=False)] == [
+        ("G", "T", 0, 0, 0, 2, 0),
+        ("G", "T", 1, 0, 5, 0, 5),
+        ("G", "gone", 1, 0, 0, 1, 0),
+        ("G", "gone", 2, 0, 0, 7, 0),
+        ("H", "T", 1, 0, 5, 4, 1),
+    ]
+
+
 def test_many_queues_share_a_short_finding() -> None:
     store = Store()
     store.send("T", 0, 5)
