@@ -163,8 +163,11 @@ def read_queue(
         candidates: Sequence[int] = range(len(places))
     else:
         entries = np.frombuffer(raw, entry_dtype())
-        places, sizes = entries["physical_offset"].tolist(), entries["size"].tolist()
         candidates = _candidates(queue, entries, matching)
+        if not candidates:  # the lists would take most of the time
+            result.next_offset += len(entries)
+            return result
+        places, sizes = entries["physical_offset"].tolist(), entries["size"].tolist()
     _read_candidates(log, places, sizes, candidates, max_messages, matching, transfer, result)
     return result
 
