@@ -531,7 +531,7 @@ def broker_gives(folder: Path, queue_id: int, config: StoreConfig = CONFIG) -> l
                         assert struct.unpack_from(">II", raw) == (length, MESSAGE_MAGIC)
                         message = store.message_at(place)
                         assert message is not None
-                        given.append(int(message.body))
+                        given.append(int(message.stored_body))
                         skip_below, found = -(1 << 63), found + 1
                     else:
                         skip_below = place - place % size + size
