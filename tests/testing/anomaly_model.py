@@ -268,26 +268,12 @@ class Model:
             ]
             if retry is not None:
                 retries.remove(retry)
-            elif self.has_mark(marks, first_ms, row["begin_ms"]) or self.has_two_readers(row, part[:number], first_ms):
+            elif self.has_mark(marks, first_ms, row["begin_ms"]):
                 pass
             elif resend is not None:
                 resends.remove(resend)
             elif any(before["outcome"] == "ok" for before in part[:number]):
                 yield row["begin_ms"], message, group, row["queue_offset"]
-
-    def has_two_readers(self, row: Row, before: Sequence[Row], at_ms: int) -> bool:
-        def reads(process: str) -> bool:
-            moves = [m for m in self.moves if (m["group"], m["process"]) == (row["group"], process)]
-            moves = [m for m in moves if queue_of_mark(m) == queue_of(row)]
-            crashes = [crash for crash in self.crashes if crash.get("process") == process]
-            assigned = [m["at_ms"] for m in moves if m["event"] == "assign" and m["at_ms"] <= at_ms]
-            ended = [m["at_ms"] for m in [*moves, *crashes] if m["event"] != "assign" and m["at_ms"] < at_ms]
-            return bool(assigned) and max(assigned) >= max(ended, default=-inf)
-
-        processes = {other["process"] for other in before if place_of(other) == place_of(row)}
-        is_ordered = self.groups.get(row["group"], {}).get("ordered", False)
-        is_first = row["process"] not in processes
-        return not is_ordered and is_first and reads(row["process"]) and any(map(reads, processes))
 
     def progress_ahead(self) -> Iterator[tuple[Any, ...]]:
         self.with_progress_ahead: set[tuple[str, str]] = set()

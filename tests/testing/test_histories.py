@@ -76,8 +76,6 @@ def drained(at_ms: int = 100) -> Row:
 ORDERED = group(ordered=True)
 PAIR = (ORDERED, send(), send("n", 1, 2, 3))
 AGAIN = deliver(begin_ms=20, end_ms=21)
-SHARED = (move("assign", 2), move("assign", 4, process="d"))
-OTHER = AGAIN | {"process": "d"}
 SOUND: dict[str, list[Row]] = {
     "nothing": [],
     "a group alone": [group(), drained()],
@@ -127,8 +125,6 @@ SOUND: dict[str, list[Row]] = {
     "again after a crash of a process": [send(), deliver(), crash(20, process="c"), AGAIN],
     "again after a crash of its broker": [send(), deliver(), crash(5, broker="a"), AGAIN],
     "again after a reset": [send(), deliver(), reset(7), AGAIN],
-    "again at another that reads the queue too": [send(), *SHARED, deliver(), OTHER],
-    "again at another that reads it since": [send(), move("revoke", 2), *SHARED, deliver(), OTHER],
     "again in another group": [send(), deliver(), AGAIN | {"group": "h"}],
     "broadcast": [group(broadcast=True), send(), deliver(), AGAIN | {"process": "d"}],
     "progress after a retry": [send(), deliver(outcome="retry"), commit(1, 6)],
@@ -209,13 +205,6 @@ WRONG: list[tuple[str, list[Row], str | None, Sequence[int]]] = [
         [1, 2, 6],
     ),
     ("repeat", [group(broadcast=True), send(), deliver(), AGAIN], "m", [2, 3, 4]),
-    ("repeat", [send(), *SHARED, deliver(), AGAIN], "m", [1, 4, 5]),
-    ("repeat", [send(), *SHARED, deliver(), OTHER, OTHER | {"begin_ms": 21}], "m", [1, 5, 6]),
-    ("repeat", [send(), *SHARED, deliver(), OTHER | {"queue_offset": 1}], "m", [1, 4, 5]),
-    ("repeat", [send(), *SHARED, deliver(process="e"), OTHER], "m", [1, 4, 5]),
-    ("repeat", [send(), *SHARED, move("revoke", 4), deliver(), OTHER], "m", [1, 5, 6]),
-    ("repeat", [send(), *SHARED, crash(4, process="c"), deliver(), OTHER], "m", [1, 5, 6]),
-    ("repeat", [ORDERED, send(), *SHARED, deliver(), OTHER], "m", [2, 5, 6]),
     ("progress-ahead", [send(), deliver(), commit(1, 5), commit(2, 5)], "m", [1, 3]),
     ("progress-ahead", [send(), deliver(outcome="died"), commit(1, 7)], "m", [1, 3]),
     ("progress-ahead", [send(), commit(1, 5), reset(6)], "m", [1, 2]),

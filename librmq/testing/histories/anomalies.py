@@ -521,10 +521,7 @@ class _Check:
             begin_ms, times = int(rows["begin_ms"][row]), retries[int(rows["attempt"][row])]
             if number and times and times[0] <= begin_ms:
                 times.pop(0)
-            elif number and not (
-                marks.lies_between(rows, row, part[:number], first_ms)
-                or marks.has_two_readers(rows, row, part[:number], first_ms)
-            ):
+            elif number and not marks.lies_between(rows, row, part[:number], first_ms):
                 if sum(sent_ms <= begin_ms for sent_ms in sends) > resends + 1:
                     resends += 1
                 elif is_ended:

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -251,22 +250,21 @@ class Marks:
     def __init__(self, history: HistoryRows) -> None:
         tables = history.tables
         self._queues: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self._moves: dict[str, dict[tuple[int, int, int], list[int]]] = {}  # by group, queue and process
         processes: dict[int, set[int]] = defaultdict(set)
         for event in ("assign", "revoke"):
             table = tables[event]
-            columns = (table["group"], history.queue(table, table["topic"]), table["process"], table["at_ms"])
-            moves = self._moves[event] = defaultdict(list)
-            for group, queue, process, at_ms in zip(*(column.tolist() for column in columns), strict=True):
+            queues = history.queue(table, table["topic"])
+            for group, queue, at_ms in zip(
+                table["group"].tolist(), queues.tolist(), table["at_ms"].tolist(), strict=True
+            ):
                 self._queues[group, queue].append(at_ms)
-                moves[group, queue, process].append(at_ms)
         span = len(history.texts["process"]) + 1
         for event in ("assign", "deliver"):
             for pair in distinct(tables[event]["group"] * span + tables[event]["process"]).tolist():
                 processes[pair // span].add(pair % span)
-        self._crashes = history.crashes("process")
+        crashes = history.crashes("process")
         self._processes = {
-            group: sorted(at_ms for process in members for at_ms in self._crashes.get(process, ()))
+            group: sorted(at_ms for process in members for at_ms in crashes.get(process, ()))
             for group, members in processes.items()
         }
         self._brokers = history.crashes("broker")
@@ -274,9 +272,7 @@ class Marks:
         table = tables["reset"]
         for group, topic, at_ms in zip(*(table[name].tolist() for name in ("group", "topic", "at_ms")), strict=True):
             self._resets[group, topic].append(at_ms)
-        self._ordered = {group for group, rules in history.groups.items() if rules.ordered}
-        moves_by_kind = (moves.values() for moves in self._moves.values())
-        for times in (*self._queues.values(), *self._resets.values(), *chain.from_iterable(moves_by_kind)):
+        for times in (*self._queues.values(), *self._resets.values()):
             times.sort()
 
     def lies_between(self, rows: Table, row: int, earlier: Iterable[int], first_ms: int) -> bool:
@@ -291,33 +287,3 @@ class Marks:
             self._resets.get((group, int(rows["read_topic"][row])), ()),
         ]
         return any((after := bisect_left(every, first_ms)) < len(every) and every[after] <= begin_ms for every in times)
-
-    def has_two_readers(self, rows: Table, row: int, earlier: Sequence[int], first_ms: int) -> bool:
-        """Return whether another process had the place of a delivery before, while both read its queue.
-
-        One of them was lost without noticing, and continues with what it has fetched; each delivers a place once. The
-        broker's lock forbids this to ordered groups.
-        """
-        group, process, queue = (int(rows[name][row]) for name in ("group", "process", "queue"))
-        if group in self._ordered:
-            return False
-        others = {
-            int(rows["process"][before])
-            for before in earlier
-            if rows["queue"][before] == queue and rows["queue_offset"][before] == rows["queue_offset"][row]
-        }
-        return (
-            process not in others
-            and self._reads(group, queue, process, first_ms)
-            and any(self._reads(group, queue, other, first_ms) for other in others)
-        )
-
-    def _reads(self, group: int, queue: int, process: int, at_ms: int) -> bool:
-        """Return whether a queue was assigned to a process, which has neither released it nor crashed since."""
-        key = group, queue, process
-        begins = self._moves["assign"].get(key, ())
-        newest = bisect_right(begins, at_ms) - 1
-        return newest >= 0 and not any(
-            (after := bisect_right(ends, begins[newest])) < len(ends) and ends[after] < at_ms
-            for ends in (self._moves["revoke"].get(key, ()), self._crashes.get(process, ()))
-        )
