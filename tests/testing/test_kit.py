@@ -41,6 +41,7 @@ from librmq.testing import (
     UndeliveredWarning,
     UnknownGroupError,
     UnsoundStoreError,
+    check_history,
 )
 
 
@@ -441,6 +442,26 @@ def test_a_further_instance_shares_the_queues(rmq: Kit) -> None:
     rmq.run_until_idle()
     assert len(other.state) == 2
     assert len(shop.state) == 3
+
+
+def test_a_lost_member_delivers_what_it_has(rmq: Kit) -> None:
+    """Both readers of a queue had its messages before either delivered the second one: that it comes again is legal."""
+
+    def shop(process: Process) -> None:
+        process.consumer("billing", threads=1).subscribe("orders")(lambda message: None)
+
+    rmq.broker.create_topic("orders", queues=1)
+    first = rmq.app("shop", shop)
+    rmq.join(first)
+    rmq.advance(seconds=2)
+    rmq.faults.slow_listener("billing", 6, times=4)
+    for body in (b"0", b"1"):
+        rmq.producer().send("orders", body)
+    rmq.advance(ms=500)
+    rmq.lose(first)
+    rmq.advance(seconds=20)
+    assert sorted(delivery.body for delivery in rmq.delivered("billing")) == [b"0", b"0", b"1", b"1"]
+    assert check_history(rmq.events()) == []
 
 
 def test_a_lost_member_is_back_after_thirty_seconds(rmq: Kit) -> None:

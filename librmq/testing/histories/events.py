@@ -7,6 +7,7 @@ read goes into arrays of integers at once: a name is its number in `Names`, `ABS
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -433,3 +434,63 @@ def _expected(name: str, value: object, schema: _Schema) -> str | None:
 def _smallest(name: str) -> int:
     """Return the smallest number that may stand in a field."""
     return 0 if name in _COUNTS else -_LARGEST
+
+
+# ---- queues that two processes read
+
+_Queue = tuple[str, str, str, int]
+"""A group, and a queue that it reads."""
+
+
+class SharedQueues:
+    """Queues that two processes read at once, because one was lost without noticing.
+
+    Both deliver what they have fetched. So with each delivery from such a queue a recorder says who reads it: `marks`.
+    """
+
+    def __init__(self, events: Iterable[Mapping[str, Any]], is_ordered: Callable[[str], bool]) -> None:
+        """Find them in ``events``, of which assignments, revocations and crashes count.
+
+        Queues of ordered groups, which ``is_ordered(group)`` tells, have locks.
+        """
+        moves: dict[_Queue, list[tuple[int, str, str]]] = defaultdict(list)
+        crashes = []
+        for event in events:
+            kind = event["event"]
+            if kind in ("assign", "revoke"):
+                moves[_queue_of(event)].append((event["at_ms"], kind, event["process"]))
+            elif kind == "crash" and "process" in event:
+                crashes.append((event["at_ms"], kind, event["process"]))
+        self._times: dict[_Queue, list[tuple[int, float]]] = {}
+        for queue, queue_moves in moves.items():
+            times = _times_shared(sorted([*queue_moves, *crashes]))
+            if times and not is_ordered(queue[0]):
+                self._times[queue] = list(zip(times[::2], [*times[1::2], float("inf")], strict=False))
+
+    def marks(self, deliveries: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the events that a process reads a queue, for deliveries from those that another process reads too."""
+        for delivery in deliveries if self._times else ():
+            queue, begin_ms = _queue_of(delivery), delivery["begin_ms"]
+            if any(begin <= begin_ms <= end for begin, end in self._times.get(queue, ())):
+                fields = dict(zip(("group", "topic", "broker", "queue_id"), queue, strict=True))
+                yield {"event": "assign", "process": delivery["process"], **fields, "at_ms": begin_ms}
+
+
+def _times_shared(moves: Sequence[tuple[int, str, str]]) -> list[int]:
+    """Return when a queue got a second reader and lost it, in turn."""
+    readers: Counter[str] = Counter()  # a process can have two instances of the group
+    times: list[int] = []
+    for at_ms, kind, process in moves:
+        if kind == "assign":
+            readers[process] += 1
+        elif kind == "crash":
+            del readers[process]
+        else:
+            readers[process] = max(0, readers[process] - 1)
+        if len(times) % 2 != (readers.total() > 1):
+            times.append(at_ms)
+    return times
+
+
+def _queue_of(event: Mapping[str, Any]) -> _Queue:
+    return event["group"], event.get("stored_in") or event["topic"], event["broker"], event["queue_id"]

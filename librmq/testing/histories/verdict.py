@@ -22,7 +22,7 @@ from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.waiting import Cancellations
 from librmq.testing.from_store import StoreStart, earlier_attempts
 from librmq.testing.histories.anomalies import KINDS, check_history
-from librmq.testing.histories.events import span_of
+from librmq.testing.histories.events import SharedQueues, span_of
 from librmq.testing.histories.history import History, HistoryLine
 from librmq.testing.kit_runner import KitRunner
 from librmq.testing.network import Network
@@ -114,11 +114,13 @@ class Facts:
             if (CHECK_MAX_TIME_TOPIC, 0) in store.queues:
                 for half in given_up_halves(store):
                     yield {"event": "discard", "id": id_of(half), "at_ms": half.store_timestamp_ms}
+        rules = {name: self._rules(name, described) for name, described in self._groups.items()}
+        yield from rules.values()
         for name, described in self._groups.items():
-            rules = self._rules(name, described)
-            yield rules
             if self._is_drained(name, described):
                 yield {"event": "drained", "group": name, "at_ms": now_ms}
+        shared = SharedQueues(events, lambda group: bool(rules.get(group, {}).get("ordered")))
+        yield from shared.marks(event for event in events if event["event"] == "deliver")
 
     def _dead_letters(self) -> Iterator[tuple[Event, str]]:
         """Yield an event for each dead letter, and the topic of its first send."""
