@@ -115,12 +115,12 @@ class Facts:
                 for half in given_up_halves(store):
                     yield {"event": "discard", "id": id_of(half), "at_ms": half.store_timestamp_ms}
         rules = {name: self._rules(name, described) for name, described in self._groups.items()}
+        shared = SharedQueues(events, lambda group: bool(rules.get(group, {}).get("ordered")))
+        yield from shared.marks(event for event in events if event["event"] == "deliver")
         yield from rules.values()
         for name, described in self._groups.items():
             if self._is_drained(name, described):
                 yield {"event": "drained", "group": name, "at_ms": now_ms}
-        shared = SharedQueues(events, lambda group: bool(rules.get(group, {}).get("ordered")))
-        yield from shared.marks(event for event in events if event["event"] == "deliver")
 
     def _dead_letters(self) -> Iterator[tuple[Event, str]]:
         """Yield an event for each dead letter, and the topic of its first send."""
