@@ -406,7 +406,7 @@ def _topic_progress(
     rows = sorted((*existing, *((queue_id, 0, 0) for queue_id in deleted)))
     by_queue: list[tuple[list[int | None], list[int], list[int | None]]] = []  # with an item of each group
     for queue_id, begin, end in rows:
-        offsets = [progress.get(queue_id) for progress in progresses.values()]
+        offsets: list[int | None] = [progress.get(queue_id) for progress in progresses.values()]
         if queue_id in deleted:
             offsets = [max(0, offset or 0) for offset in offsets]
         starts, lags = unread_and_lags(offsets, repeat(begin, len(offsets)), repeat(end, len(offsets)))
