@@ -260,6 +260,7 @@ def write_greedily(disk: Path) -> None:
 
 GREEDY = """
 import logging
+import os
 import random
 import shutil
 import sys
@@ -301,6 +302,7 @@ for attempt in range(6):
             number += 1
             refused += 1
     (disk / "ballast").unlink()
+    os.sync()  # ext4 frees the blocks of a deleted file when its journal commits
     if sys.argv[2] == "tmpfs":  # on which reading holes, as in verify, takes pages
         mount("-o", "remount,size=64m", disk)
     check_served(store, results)
