@@ -41,8 +41,9 @@ _SMALLEST_FILE: Final = 256
 _MAPPED_FILES: Final = 32
 _MAX_TOUCHED: Final = 32 << 20
 _WORTH_UNMAPPING: Final = 1 << 20
-_MOST_HELD: Final = 32 << 20
 """Number of bytes to flush from which it is faster to unmap their pages first."""
+_MOST_HELD: Final = 32 << 20
+"""Bytes of a file whose pages a walk holds at most."""
 
 
 def _no_check() -> None:

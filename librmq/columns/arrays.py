@@ -56,14 +56,6 @@ def runs(sizes: Ints, most_bytes: int, most_rows: int, files: Ints) -> Iterator[
         begin = end
 
 
-def gather(raw: Bytes, positions: Ints, dtype: str) -> npt.NDArray[Any]:
-    """Return the values of type ``dtype`` at ``positions`` of ``raw``, which need not be aligned."""
-    kind = np.dtype(dtype)
-    if len(raw) < kind.itemsize:
-        return np.zeros(len(positions), kind)
-    return np.ndarray((len(raw) - kind.itemsize + 1,), kind, raw, strides=(1,))[positions]
-
-
 def numbers(values: npt.NDArray[Any], present: Mask | None = None) -> pa.Array:
     """Return numbers as an Arrow array on the same memory, null where not ``present``.
 
@@ -260,7 +252,7 @@ class _Chains(NamedTuple):
         steps: list[Ints] = []
         while len(which):
             inside = at <= size - record.FIXED_SIZE
-            word = gather(raw, np.where(inside, at, 0), ">u8")
+            word = record.gather(raw, np.where(inside, at, 0), ">u8")
             following = at + (word >> np.uint64(32)).astype(np.int64)
             plausible = (word & np.uint64(0xFFFFFFFF)) == record.MESSAGE_MAGIC
             plausible &= inside & (following - at >= record.FIXED_SIZE) & (following <= size)

@@ -35,7 +35,6 @@ from librmq.columns.arrays import (
     Bytes,
     Ints,
     Mask,
-    gather,
     known_text,
     not_utf8,
     numbers,
@@ -48,7 +47,7 @@ from librmq.columns.options import ReadOptions, View
 from librmq.errors import BodyCompressionError, RecordError
 from librmq.message import record
 from librmq.message.message import DECOMPRESSED_LIMIT
-from librmq.message.record import crc32
+from librmq.message.record import crc32, gather, headers_at
 from librmq.runtime.compiled_core import CORE
 
 # ---- properties: one by its name, or maps of all
@@ -316,7 +315,7 @@ class Block:
         sound = (places >= 0) & (places <= limit - record.FIXED_SIZE)
         at = places if sound.all() else np.where(sound, places, 0)
         self._at = at
-        head = self._head = self._headers(at)
+        head = self._head = headers_at(raw, at)
         # Fields of several tests are taken out of the headers once.
         size, self._flags = head["size"].astype(np.int64), head["sys_flag"].astype(np.int32)
         end = at + size
@@ -367,13 +366,6 @@ class Block:
     def _of_sound(self, positions: Ints) -> Ints:
         """Return ``positions`` with 0 in unsound rows."""
         return positions if self.sound.all() else np.where(self.sound, positions, 0)
-
-    def _headers(self, at: Ints) -> npt.NDArray[Any]:
-        size = HEADER.itemsize
-        if not len(at) or len(self._raw) < size:
-            return np.zeros(len(at), HEADER)
-        window = np.ndarray((len(self._raw) - size + 1,), f"V{size}", self._raw, strides=(1,))
-        return window[at].view(HEADER)
 
     def reason(self, row: int) -> RecordError:
         """Return what is wrong with an unsound row."""

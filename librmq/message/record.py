@@ -39,7 +39,7 @@ import zlib
 from collections.abc import Container
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from librmq.errors import BodyChecksumError, BodyCompressionError, MessageIllegalError, MissingExtraError, RecordError
 from librmq.java.lang import java_decode, java_int
@@ -84,6 +84,9 @@ from librmq.message.properties import join_properties as join_properties
 from librmq.message.properties import split_keys as split_keys
 from librmq.message.properties import tags_code as tags_code
 from librmq.runtime import lazy_numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 try:  # the same checksums, by ISA-L (extra `fast`) or by zlib
     from isal.isal_zlib import crc32 as crc32
@@ -232,6 +235,20 @@ LAYOUT: Final = {
 def header_dtype() -> np.dtype[Any]:
     """Return the same as a numpy type."""
     return np.dtype([(name, {"8s": "V8"}.get(code, f">{code}")) for name, code in (LAYOUT | {"body_crc": "I"}).items()])
+
+
+def gather(raw: npt.NDArray[np.uint8], places: npt.NDArray[np.int64], dtype: str) -> npt.NDArray[Any]:
+    """Return the values of a numpy type at places of ``raw``, which need not be aligned."""
+    kind = np.dtype(dtype)
+    if len(raw) < kind.itemsize:
+        return np.zeros(len(places), kind)
+    return np.ndarray((len(raw) - kind.itemsize + 1,), kind, raw, strides=(1,))[places]
+
+
+def headers_at(raw: npt.NDArray[np.uint8], places: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """Return what records at places of ``raw`` have before the body, as `header_dtype`; zeros if ``raw`` is shorter."""
+    kind = header_dtype()
+    return gather(raw, places, f"V{kind.itemsize}").view(kind)
 
 
 def span(first: str, last: str, sys_flag: int = 0) -> int:

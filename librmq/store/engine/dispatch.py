@@ -425,7 +425,7 @@ def _derive_in_arrays(data: bytes, begin: int, most: int, check_body: bool) -> D
     is_usual = (
         (topic_sizes <= record_format.MAX_TOPIC_SIZE)
         & (topic_sizes != len(_SCHEDULE_TOPIC))
-        & (_gather(raw, properties_at - 2, ">i2") == tails_end - properties_at)
+        & (record_format.gather(raw, properties_at - 2, ">i2") == tails_end - properties_at)
         & (properties_at <= tails_end)
     )
     count = _count_first(is_usual)
@@ -487,9 +487,8 @@ def _usual_frames(
     data: bytes, begin: int, places: NDArray[np.int64], check_body: bool
 ) -> tuple[NDArray[Any], NDArray[np.int64], list[bytes]]:
     """Return headers, ends and what follows the bodies of the records at ``places``, up to the first unusual one."""
-    kind = record_format.header_dtype()
-    head = _gather(np.frombuffer(data, np.uint8), places, f"V{kind.itemsize}").view(kind)
-    ends, tails_at = places + head["size"], places + kind.itemsize + head["body_length"]
+    head = record_format.headers_at(np.frombuffer(data, np.uint8), places)
+    ends, tails_at = places + head["size"], places + head.itemsize + head["body_length"]
     count = _count_first(
         (head["magic"] == _MAGIC)
         & (ends <= len(data))
@@ -500,7 +499,7 @@ def _usual_frames(
     )
     frames = list(zip(places[:count].tolist(), tails_at.tolist(), ends.tolist(), strict=False))
     if check_body:
-        fixed, check = kind.itemsize, record_format.crc32
+        fixed, check = head.itemsize, record_format.crc32
         sums = [check(data[at + fixed : end]) & 0x7FFFFFFF if end > at + fixed else -1 for at, end, _ in frames]
         count = _count_first((head["body_crc"][:count] == sums) | (head["body_length"][:count] == 0))
     return head[:count], ends[:count], [data[at:end] for _, at, end in frames[:count]]
@@ -529,18 +528,12 @@ def _find_values(
     """Return begin and end of the last value of a property in each of ``count`` rows; 0 and -1 in a row without."""
     rows, begins, ends = parts
     values_at, values_end = np.zeros(count, np.int64), np.full(count, -1)
-    hits = np.flatnonzero(_gather(raw, begins, "<u4") == int.from_bytes(name[:4], "little"))
+    hits = np.flatnonzero(record_format.gather(raw, begins, "<u4") == int.from_bytes(name[:4], "little"))
     hits = hits[ends[hits] - begins[hits] >= len(name)]
     for at in range(4, len(name)):
         hits = hits[raw[begins[hits] + at] == name[at]]
     values_at[rows[hits]], values_end[rows[hits]] = begins[hits] + len(name), ends[hits]
     return values_at, values_end
-
-
-def _gather(raw: NDArray[np.uint8], places: NDArray[np.int64], kind: str) -> NDArray[Any]:
-    """Return the values of this type at places of ``raw``, which need not be aligned."""
-    size = np.dtype(kind).itemsize
-    return np.ndarray((len(raw) - size + 1,), kind, raw, strides=(1,))[places]
 
 
 def _count_first(is_usual: NDArray[np.bool_]) -> int:

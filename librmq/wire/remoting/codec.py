@@ -756,8 +756,6 @@ def read_sent(answer: Frame) -> SendResponse:
         BrokerError: The send was refused.
         MalformedError: This is no such answer.
     """
-    if isinstance(answer, SentFrame):
-        return answer.response
     status = _STATUSES.get(answer.code)
     if status is None:
         raise refusal(answer)

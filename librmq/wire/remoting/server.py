@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import socket
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -337,7 +338,7 @@ class FrameAnswers:
         """See `RemotingServer` for two arguments; ``others`` answer more requests, or answer them otherwise."""
         self._allows_admin = allows_admin
         waits = broker.store.config.durability == "sync" or broker.config.replication == "sync"
-        self._most_sends = None if waits else _SENDS
+        self._most_sends = sys.maxsize if waits else _SENDS
         self._sends = Sends(broker, rates)
         parts: list[Any] = [
             NameServer(broker, creates_retry_topics),
@@ -366,12 +367,10 @@ class FrameAnswers:
                 if answer is not None and not frame.is_one_way:
                     answers.append(answer)
                     size += len(answer)
-                if size > _ANSWERED:  # small requests may have large answers
+                # Small requests may have large answers; and the client continues while the next sends are stored.
+                if size > _ANSWERED or (is_send and len(answers) >= self._most_sends):
                     channel.write(b"".join(answers))
                     answers, size = [], 0
-            if answers and len(together) == self._most_sends:  # the client continues while the next are stored
-                channel.write(b"".join(answers))
-                answers, size = [], 0
         if answers:
             channel.write(b"".join(answers))
 

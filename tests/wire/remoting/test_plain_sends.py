@@ -105,8 +105,29 @@ HEADER = (
     '{"code":310,"extFields":{"a":"p","b":"t","c":"TBW102","d":"4","e":"1","f":"0","g":"5","h":"0","i":"TAGS\\u0001a"},'
     '"flag":0,"language":"JAVA","opaque":7,"version":401}'
 )
-ODD = {
+ODD_FRAMES = {
     "as it is": ("", ""),
+    "a number with zeros": ('"opaque":7', '"opaque":07'),
+    "a number in other digits": ('"opaque":7', '"opaque":\u0667'),
+    "a number that ends in other digits": ('"opaque":7', '"opaque":7\u0667'),
+    "no number yet": ('"opaque":7', '"opaque":0'),
+    "a negative number": ('"opaque":7', '"opaque":-7'),
+    "a fraction": ('"opaque":7', '"opaque":7.5'),
+    "a power": ('"opaque":7', '"opaque":7e1'),
+    "a large number": ('"opaque":7', '"opaque":2147483647'),
+    "too large a number": ('"opaque":7', '"opaque":9999999999'),
+    "a second number": ('"version"', '"opaque":8,"version"'),
+    "a number in an object": ('"opaque":7', '"x":{"opaque":8,"y":1}'),
+    "an answer": ('"flag":0', '"flag":1'),
+    "one way": ('"flag":0', '"flag":2'),
+    "a remark": ('"flag":0', '"flag":0,"remark":"why"'),
+    "another language": ("JAVA", "GO"),
+    "more after the end": ("401}", "401}]"),
+    "a line break after the end": ("401}", "401}\n"),
+    "no end": ("401}", "401"),
+}
+"""Changes of any request's header: what it has beside its fields."""
+ODD = ODD_FRAMES | {
     "another queue first": ('{"code"', '{"e":"2","code"'),
     "another queue last": ('"version"', '"e":"2","version"'),
     "a second queue": ('"e":"1"', '"e":"1","e":"3"'),
@@ -128,18 +149,8 @@ ODD = {
     "a quote in the properties": ("TAGS", 'x\\"e\\":\\"2'),
     "a control character": ("TAGS", "\x01"),
     "half a character": ("TAGS", "\\ud800"),
-    "a number with zeros": ('"opaque":7', '"opaque":07'),
-    "a number in other digits": ('"opaque":7', '"opaque":\u0667'),
-    "a negative number": ('"opaque":7', '"opaque":-7'),
-    "a fraction": ('"opaque":7', '"opaque":7.5'),
-    "a large number": ('"opaque":7', '"opaque":9999999999'),
-    "a second number": ('"version"', '"opaque":8,"version"'),
-    "a number in an object": ('"opaque":7', '"x":{"opaque":8,"y":1}'),
     "no default topic": ('"c":"TBW102",', ""),
-    "an answer": ('"flag":0', '"flag":1'),
-    "one way": ('"flag":0', '"flag":2'),
     "a batch": ('"f":"0"', '"f":"0","m":"true"'),
-    "more after the end": ("401}", "401}]"),
 }
 
 
