@@ -433,8 +433,8 @@ class StoreConfig(NamedConfig):
     """Interval of the log's flushes while at least `flush_least_bytes` wait."""
     flush_least_bytes: Annotated[int, Between(0, _MOST)] = 16 * KIB
     """Bytes of the log for which a flush does not wait longer than `flush_interval_s`."""
-    flush_thorough_interval_s: Annotated[float, Seconds()] = 10
-    """Interval of the log's flushes while fewer bytes wait."""
+    flush_thorough_interval_s: Annotated[float, Seconds()] = 0.5
+    """Interval of the log's flushes while fewer bytes wait. In a broker's directory it is 4.9's 10 unless named."""
     flush_interval_consumequeue_s: Annotated[float, Seconds()] = 1
     """Interval of the flushes of queues and index while the written queues have 400 entries each on average (two
     pages)."""

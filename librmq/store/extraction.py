@@ -206,7 +206,7 @@ def make_store(
             count, size = count + 1, size + copied.size
         log.close()
         numbers.end_log()
-        write_kept_config(part, config, files)
+        write_kept_config(part, config, files, is_own=True)
         _copy_tables(tables, part, numbers, numbers.topics() | set(topics), files)
         settle(part, config, files, SystemClock())
     return Extracted(target, count, size)

@@ -192,6 +192,7 @@ class StoreHandle:
                         make_folders(files, path)
                 self._file_lock = lock_store(self, path, files, wait_s)
                 was_killed, begin_ms = has_abort(files, path), self.clock.now_ms()
+            is_own = not self.read_only and directory.is_made_by_librmq(path, files)
             if config is not None:
                 config = directory.complete_config(path, config, files)
             if self.replica_of is not None and (mark is None or mark.master != self.replica_of):
@@ -213,7 +214,7 @@ class StoreHandle:
                 self._configure(config or directory.infer_config(path, files))
                 self._load_parts(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
                 if config is not None or kind is directory.StoreKind.NEW:
-                    write_kept_config(path, self.config, files)
+                    write_kept_config(path, self.config, files, is_own=is_own)
             if was_killed:
                 took_ms = self.clock.now_ms() - begin_ms
                 _log.warning(

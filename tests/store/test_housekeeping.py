@@ -26,7 +26,8 @@ NOW = 1_700_000_000_000
 PAGE = 4096
 ENOUGH = 4 * PAGE
 MANY = 400
-CONFIG = StoreConfig.broker()
+CONFIG = StoreConfig.broker(flush_thorough_interval_s=10)
+"""The intervals of a broker's directory."""
 
 
 class TouchedFiles(MemoryFiles):
@@ -185,6 +186,24 @@ def test_less_is_flushed_after_ten_seconds(subject: Subject) -> None:
     subject.clock.advance(ms=1)
     subject.run()
     assert subject.flushes == [(10, ENOUGH - 1)]
+
+
+@pytest.mark.parametrize("size", [1, 100, ENOUGH, 1 << 20])
+@pytest.mark.parametrize("before", [0, 0.1, 0.4, 30])
+def test_in_a_store_of_librmq_a_flush_begins_within_half_a_second(size: int, before: float) -> None:
+    subject = Subject(StoreConfig())
+    subject.append(1)
+    subject.run_until(before)
+    subject.append(size)
+    appended_at = subject.at
+    subject.run_until(100)
+    at = next(at for at, end in subject.flushes if end == 1 + size)
+    assert at <= appended_at + 0.5
+    flushes = len(subject.flushes)
+    assert subject.run() is None, "an idle store has nothing due"
+    subject.clock.advance(days=1)
+    assert subject.run() is None
+    assert len(subject.flushes) == flushes
 
 
 @pytest.mark.parametrize("last", [1, 100, 1 << 20])

@@ -262,8 +262,8 @@ class BrokerParts:
 
     def _wake_housekeeping(self) -> None:
         """Flush by a step under a manual clock."""
-        if self._housekeeping.at is None:
-            at = self._runner.now_ms() + round(1000 * self.store.config.flush_interval_s)
+        at = self._runner.now_ms() + round(1000 * self.store.config.flush_interval_s)
+        if self._housekeeping.at is None or at < self._housekeeping.at:  # a flush of queues can be due much later
             with self._runner.lock:
                 self._runner.wake(self._housekeeping, at)
 

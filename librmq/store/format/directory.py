@@ -37,7 +37,7 @@ from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, Not
 from librmq.files.interface import File, Files, FolderEntry, numbered_files
 from librmq.message.topics import validate_topic
 from librmq.runtime import lazy_numpy as np
-from librmq.store.format.documents import OWN_FOLDER, read_kept_config
+from librmq.store.format.documents import OWN_FOLDER, is_kept_as_own, read_kept_config
 from librmq.store.format.indexfile import ENTRY_SIZE as INDEX_ENTRY_SIZE
 from librmq.store.format.indexfile import (
     HEADER,
@@ -94,6 +94,8 @@ _NO_KEPT_RETENTION: Final[dict[str, Any]] = {
     "keep_unconsumed": False,
 }
 """Retention of an existing store that librmq did not make: none by age or size, and a broker's for a full disk."""
+_BROKER_FLUSHES: Final[dict[str, Any]] = {"flush_thorough_interval_s": 10}
+"""Settings of flushes in a store that a broker made, unless its opener names others."""
 _KEEPS_SIZES: Final = "a store keeps its sizes, so use these, or open it without settings"
 
 
@@ -321,6 +323,17 @@ def _queue_id(folder: str, entry: FolderEntry) -> int:
 # --------------------------------------------------------------------------------------------------- settings
 
 
+def is_made_by_librmq(path: str, files: Files) -> bool:
+    """Return whether librmq made the store in ``path``, or will make it; otherwise it is a broker's directory.
+
+    `librmq/config.json` says so. Without it, and in those of version 0.1.0, log files of `StoreConfig`'s default length
+    do: a broker has others.
+    """
+    if not any(_sequence(os.path.join(path, COMMITLOG), files)) or is_kept_as_own(path, files):
+        return True
+    return _file_settings(path, files).get("commitlog_file_size") == StoreConfig().commitlog_file_size
+
+
 def infer_config(path: str, files: Files) -> StoreConfig:
     """Return the settings that the store's files show, over defaults.
 
@@ -336,6 +349,8 @@ def infer_config(path: str, files: Files) -> StoreConfig:
         if settings.get("commitlog_file_size") != defaults.commitlog_file_size:
             defaults = StoreConfig.broker()
         defaults = dataclasses.replace(defaults, **_NO_KEPT_RETENTION)
+        if not is_made_by_librmq(path, files):
+            defaults = dataclasses.replace(defaults, **_BROKER_FLUSHES)
     total, file_size = settings.get("max_total_size"), settings.get("commitlog_file_size", defaults.commitlog_file_size)
     if total is not None and total < file_size:
         del settings["max_total_size"]  # it was kept for files of another size
@@ -355,6 +370,8 @@ def complete_config(path: str, config: StoreConfig, files: Files) -> StoreConfig
     settings: dict[str, Any] = {}
     if files.is_folder(os.path.join(path, COMMITLOG)):
         settings = dict(_NO_KEPT_RETENTION)
+        if not is_made_by_librmq(path, files):
+            settings |= _BROKER_FLUSHES
     settings |= {**read_kept_config(path, files), **file_settings}
     settings = {name: value for name, value in settings.items() if name not in config.named}
     total, file_size = settings.get("max_total_size"), settings.get("commitlog_file_size", config.commitlog_file_size)

@@ -3,7 +3,8 @@
 ::
 
     librmq/config.json         {"version": 1, "commitlog_file_size", …, "message_delay_level", "max_total_size", …}
-                               the settings of a store that its files do not show
+                               the settings of a store that its files do not show; "made_by_librmq": true in a store
+                               that no broker made
     librmq/replica.json        {"version": 1, "of": "broker-a", "folder": "/srv/broker-a"}
                                the mark of a store that copies another store's log
     librmq/spark/<job>.json    {"version": 1, "begin", "end", "first", "records", "done"}
@@ -96,6 +97,7 @@ _KEPT: Final = dict.fromkeys(
     ),
     _ANY,
 )
+_OWN: Final = "made_by_librmq"
 _SMALLEST_LOG_FILE: Final = 256  # below any total size
 
 
@@ -112,22 +114,36 @@ def read_kept_config(path: str, files: Files) -> dict[str, Any]:
     return settings
 
 
-def write_kept_config(path: str, config: StoreConfig, files: Files) -> None:
+def is_kept_as_own(path: str, files: Files) -> bool:
+    """Return whether the settings kept in ``path`` say that librmq made the store; False if they are unreadable."""
+    place = os.path.join(path, CONFIG_FILE)
+    if not files.size(place):
+        return False
+    try:
+        return read_document(place, files, {_OWN: (bool, NoneType)}).get(_OWN) is True
+    except CorruptionError:
+        return False
+
+
+def write_kept_config(path: str, config: StoreConfig, files: Files, *, is_own: bool) -> None:
     """Keep the settings of the store in ``path`` if they have changed; durable when it returns.
+
+    ``is_own`` says that librmq made the store, not a broker.
+
 
     A full disk does not prevent opening the store; the next opening tries again. If retention deletes more than before,
     a warning says so once.
     """
     settings = {name: getattr(config, name) for name in _KEPT}
     before = read_kept_config(path, files)
-    if settings == before:
+    if settings == before and is_own == is_kept_as_own(path, files):
         return
     stricter = [name for name in before if _is_stricter(name, settings[name], before[name])]
     if stricter:
         changes = ", ".join(f"{name} is {settings[name]} and was {before[name]}" for name in stricter)
         _log.warning("%(path)s: retention deletes more from now on: %(changes)s", path=path, changes=changes)
     try:
-        write_document(os.path.join(path, CONFIG_FILE), files, settings, indent=1)
+        write_document(os.path.join(path, CONFIG_FILE), files, settings | ({_OWN: True} if is_own else {}), indent=1)
     except StoreIOError as error:
         if error.errno != errno.ENOSPC:
             raise
