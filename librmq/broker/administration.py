@@ -18,7 +18,14 @@ from librmq.errors import BrokerError, ConfigError, CorruptionError, RmqError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.message.topics import HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, TIMER_TOPIC, is_system_topic, moved_keys
+from librmq.message.topics import (
+    HALF_TOPIC,
+    OP_TOPIC,
+    RETRY_PREFIX,
+    TIMER_TOPIC,
+    has_no_row,
+    moved_keys,
+)
 from librmq.protocol import (
     CleanUnusedTopics,
     ConsumeFrom,
@@ -131,7 +138,7 @@ class Administration:
     def clean_unused_topics(self, request: CleanUnusedTopics) -> tuple[tuple[str, int], ...]:
         """Delete the queue files of topics that do not exist, and the groups' progress in them."""
         store, topics = self._store, self._topics.by_name.keys() | {HOP_TOPIC}
-        unused = [name for name in store.queues if name[0] not in topics and not is_system_topic(name[0])]
+        unused = [name for name in store.queues if name[0] not in topics and not has_no_row(name[0])]
         try:
             return tuple(store.clean_unused_topics(topics))
         finally:  # also for the queues before one that the disk refuses

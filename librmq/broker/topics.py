@@ -21,6 +21,7 @@ from librmq.message.topics import (
     SELF_TEST_TOPIC,
     TOPIC_TYPES,
     TopicType,
+    has_no_row,
     is_system_topic,
     reply_topic,
     validate_client_topic,
@@ -91,11 +92,11 @@ def unlisted_topics(
     """Return the topics that have messages and are not ``listed``, with their numbers of queues.
 
     ``range_of(topic, queue_id)`` returns the begin and end of a queue. The topics that RocketMQ or the relay make
-    themselves are left out.
+    themselves are left out, and light queues.
     """
     queue_counts: dict[str, int] = {}
     for topic, queue_id in queues:
-        if topic not in listed and not is_system_topic(topic) and topic != HOP_TOPIC:
+        if topic not in listed and not has_no_row(topic) and topic != HOP_TOPIC:
             begin, end = range_of(topic, queue_id)
             if begin < end:
                 queue_counts[topic] = max(queue_counts.get(topic, 0), queue_id + 1)

@@ -84,6 +84,7 @@ class OwnerTables(BrokerTables):
         self.groups.replace(groups)
         self.offsets.replace({key: {int(queue_id): at for queue_id, at in row.items()} for key, row in offsets.items()})
         self._before = self._rows()
+        self.offsets.is_stored = self.delays.is_stored = True  # the owner's answers, before its first save too
 
     def _rows(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         return dict(self.topics.rows), dict(self.groups.rows), dict(self.offsets.rows)

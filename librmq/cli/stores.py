@@ -23,7 +23,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files
 from librmq.files.memory import OverlayFiles
 from librmq.store.format.checkpoint import has_abort
-from librmq.store.format.directory import COMMITLOG, CONFIG, check_config, check_kind, infer_config, tables_database
+from librmq.store.format.directory import COMMITLOG, CONFIG, check_config, check_kind, infer_config
 from librmq.store.format.documents import OWN_FOLDER
 
 if TYPE_CHECKING:  # commands that read the log alone need none of these
@@ -321,15 +321,9 @@ def _owner_tables(arguments: argparse.Namespace) -> BrokerTables | None:
 
 
 def note_unknown_progress(view: StoreView) -> None:
-    """Say that the progress of groups is unknown, and how to export it, if that is so."""
-    from librmq.store.format.broker_tables import progress_export
-
-    folder = os.path.join(view.store.path, CONFIG)
-    if tables_database(folder, view.store.files) is not None and not view.tables.knows_progress:
-        complain(
-            "note: the broker keeps the progress of groups in RocksDB, which librmq does not read, so it is unknown: "
-            f"{progress_export(folder)} exports it"
-        )
+    """Say that the progress of groups is unknown, and what to do, if that is so."""
+    if (why := view.unknown_progress) is not None:
+        complain(f"note: {why}")
 
 
 @contextmanager

@@ -15,11 +15,11 @@ from librmq.diagnosis.findings import Finding, Thresholds, grouped, worst_first
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import Lag, lag
 from librmq.diagnosis.pending import waiting_retries
-from librmq.diagnosis.view import StoreView, is_own_group
+from librmq.diagnosis.view import StoreView
 from librmq.errors import ConfigError
 from librmq.message.message import StoredMessage
 from librmq.message.record import PROPERTY_ORIGIN_MESSAGE_ID, PROPERTY_RETRY_TOPIC
-from librmq.message.topics import RETRY_PREFIX, group_of_retries
+from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_own_group
 from librmq.runtime.event_log import EventLog, counted
 from librmq.runtime.runner import Step, Work
 

@@ -30,13 +30,14 @@ from librmq.diagnosis.group_lag import lag, lag_findings
 from librmq.diagnosis.instances import consistency_findings, stuck_findings
 from librmq.diagnosis.pending import half_findings, kind_of
 from librmq.diagnosis.pop import pop_findings
-from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
+from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError
 from librmq.files.rolling import file_name
 from librmq.filter.registrations import Registration
+from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE
-from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_user_topic
+from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_own_group, is_user_topic
 from librmq.runtime.event_log import counted
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
@@ -96,9 +97,18 @@ def not_verified(subject: str, limit: int) -> Finding:
 
 
 def _progress_findings(view: StoreView) -> Iterator[Finding]:
-    """Yield a finding if the progress of groups is in RocksDB, so that no lag is known."""
-    tables = view.tables
-    if not tables.knows_progress:
+    """Yield a finding if the progress of groups is unknown, so that no lag is known."""
+    tables, why = view.tables, view.unknown_progress
+    if why is None and not view.is_live and SCHEDULE_TOPIC in view.topics:
+        why = tables.unknown_delays()
+    if why is not None and tables.database is None:
+        yield Finding(
+            "unknown-progress", "warning", f"store {view.store.path}",
+            f"{why[0].upper()}{why.partition(':')[0][1:]}, because its file in config/ is missing or empty: no lag, "
+            "no backlog and nothing that waits is judged by it.",
+            {"folder": directory.CONFIG}, f"{why.rpartition(': ')[2][0].upper()}{why.rpartition(': ')[2][1:]}.",
+        )  # fmt: skip
+    elif why is not None:
         folder = os.path.relpath(tables.database or "", view.store.path)
         yield Finding(
             "unknown-progress", "info", f"store {view.store.path}",
@@ -328,7 +338,7 @@ def _clock_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
 
 def _retry_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield the topics in which a group has retries, but no progress."""
-    if not view.tables.knows_progress:
+    if view.unknown_progress is not None:
         return
     groups = set(view.groups)
     for retry_topic in [topic for topic in view.topics if topic.startswith(RETRY_PREFIX)]:

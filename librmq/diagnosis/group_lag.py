@@ -19,7 +19,7 @@ from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import PLACE, places_and_sizes
 from librmq.diagnosis.findings import Finding, Severity, Thresholds, cut_evidence, grouped, id_ranges
 from librmq.diagnosis.formatting import duration
-from librmq.diagnosis.view import QueueProgress, Source, StoreView, View, is_own_group, viewed
+from librmq.diagnosis.view import QueueProgress, Source, StoreView, View, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.rolling import file_name
 from librmq.message.lag import deleted_unread, unread_and_lags, unread_from
@@ -32,7 +32,7 @@ from librmq.message.record import (
     SYS_FLAG_AT,
     store_timestamp_ms,
 )
-from librmq.message.topics import RETRY_PREFIX
+from librmq.message.topics import RETRY_PREFIX, is_own_group
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import counted
 from librmq.store.engine.store_parts import QueueName

@@ -19,10 +19,10 @@ from librmq.broker.groups import TopicDifference, comparable, group_differences
 from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence, grouped, id_ranges, sample_evidence
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import Lag, QueueLag, is_uneven, lag
-from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
+from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError
 from librmq.message.message import StoredMessage
-from librmq.message.topics import RETRY_PREFIX
+from librmq.message.topics import RETRY_PREFIX, is_own_group
 from librmq.protocol import PERM_READ, HeldQueue, InstanceState, ListenerCall, MessageModel
 from librmq.runtime.event_log import counted
 

@@ -107,7 +107,7 @@ def pending_messages(
     finders: tuple[tuple[Kind, Callable[[], Iterator[tuple[int | None, StoredMessage]]]], ...] = (
         ("half", lambda: open_halves(store, tables)),
         ("given_up", lambda: ((None, half) for half in given_up_halves(store))),
-        ("delay", lambda: _delays(store, tables)),
+        ("delay", lambda: _delays(view)),
         ("timer", lambda: _timers(store)),
     )
     cancellations = Cancellations(store.path, store.files)
@@ -194,8 +194,8 @@ def open_halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int
     """
     ended = EndedHalves(store, tables)
     halves = store.messages(HALF_TOPIC, 0, progress(store, tables, HALF_TOPIC))
-    if store.past_ms is not None:  # the progress, which passes halves that were put back, is unknown
-        halves = _last_copies(halves)
+    if store.past_ms is not None or not tables.offsets.is_stored:
+        halves = _last_copies(store, halves)  # the progress, which passes halves that were put back, is unknown
     for half in halves:
         if half.queue_offset in ended:
             continue
@@ -206,23 +206,31 @@ def open_halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int
         )
 
 
-def _last_copies(halves: Iterable[StoredMessage]) -> Iterator[StoredMessage]:
-    """Yield the last of the halves with the same unique id; each check puts a half back at the end of the queue."""
+def _last_copies(store: MessageStore, halves: Iterable[StoredMessage]) -> Iterator[StoredMessage]:
+    """Yield the last of the halves with the same unique id, unless checks have given it up.
+
+    Each check puts a half back at the end of the queue.
+    """
     latest: dict[str | int, StoredMessage] = {}
     for half in halves:
         name = half.unique_key or half.physical_offset
         latest.pop(name, None)
         latest[name] = half
+    for discarded in store.messages(CHECK_MAX_TIME_TOPIC) if latest else ():
+        latest.pop(discarded.unique_key or -1, None)
     return iter(latest.values())
 
 
-def _delays(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int, StoredMessage]]:
+def _delays(view: StoreView) -> Iterator[tuple[int, StoredMessage]]:
+    store, tables = view.store, view.tables
+    delivered_ms = store.past_ms if view.unknown_delays is None else view.now_ms  # no progress says more
+
     def of_level(queue_id: int) -> Iterator[tuple[int, int, StoredMessage]]:
         queue = store.queue(SCHEDULE_TOPIC, queue_id)
         begin = tables.delay_offset(level_of_queue_id(queue_id))
         for message in store.messages(SCHEDULE_TOPIC, queue_id, begin):
             due_ms = _due(store, queue, message)
-            if store.past_ms is None or due_ms > store.past_ms:  # earlier ones count as delivered
+            if delivered_ms is None or due_ms > delivered_ms:  # earlier ones count as delivered
                 yield due_ms, message.physical_offset, message
 
     levels = sorted(queue_id for topic, queue_id in store.queues if topic == SCHEDULE_TOPIC)

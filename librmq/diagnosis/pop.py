@@ -274,7 +274,7 @@ def pop_holds(source: Source) -> PopHolds:
         if topics:
             for message in _stored_records(view, topics, 0) if is_past else _waiting_records(view, topics):
                 receives.add_record(message)
-            receives.hold_visible_after(-1 if view.tables.knows_progress and not is_past else view.now_ms or 0)
+            receives.hold_visible_after(-1 if view.unknown_progress is None and not is_past else view.now_ms or 0)
         holds = receives.holds
         if not is_past:
             for row in _receives_in_order(view):

@@ -36,6 +36,7 @@ from librmq.message.topics import (
     REVIVE_PREFIX,
     TIMER_TOPIC,
     group_of_retries,
+    is_own_group,
     is_system_topic,
 )
 from librmq.runtime.closing import Closing
@@ -51,14 +52,8 @@ if TYPE_CHECKING:
 Queue = TypeVar("Queue")
 """The name of a queue: topic and id, and in a cluster its broker."""
 
-_OWN_GROUPS: Final = frozenset(("TOOLS_CONSUMER", "FILTERSRV_CONSUMER", "SELF_TEST_C_GROUP"))
 _INHERITED: Final = 1
 _KINDS: Final = {SCHEDULE_TOPIC: "delay", HALF_TOPIC: "half", OP_TOPIC: "op"}
-
-
-def is_own_group(group: str) -> bool:
-    """Return whether a group is the broker's own."""
-    return group.startswith("CID_") or group in _OWN_GROUPS
 
 
 def groups_of_topics(topics: Collection[str], groups: Collection[str] = ()) -> set[str]:
@@ -294,6 +289,16 @@ class StoreView(Closing):
             if self.store.past_ms is not None:
                 self._tables.drop_progress()
         return self._tables
+
+    @property
+    def unknown_progress(self) -> str | None:
+        """Why the progress of groups is unknown, and what to do; None if it is known, as that of a running broker."""
+        return None if self.is_live else self.tables.unknown_progress()
+
+    @property
+    def unknown_delays(self) -> str | None:
+        """Why the progress of delay levels is unknown, and what to do; None if it is known."""
+        return None if self.is_live else self.tables.unknown_delays()
 
     @cached_property
     def progress(self) -> dict[tuple[str, str], dict[int, int]]:

@@ -43,6 +43,7 @@ REVIVE_PREFIX: Final = "rmq_sys_REVIVE_LOG_"
 """With the name of the cluster, the topic of what POP of 5.x holds: `librmq.diagnosis.pop`."""
 _RECEIVE_SEPARATOR: Final = "_"
 _RECEIVE_SEPARATOR_V2: Final = "+"  # in no other name
+_OWN_GROUPS: Final = frozenset(("TOOLS_CONSUMER", "FILTERSRV_CONSUMER", "SELF_TEST_C_GROUP"))
 _MAX_SIZE: Final = 127
 _MAX_GROUP: Final = 120  # its retry topic has a prefix and is limited like any topic
 _CLIENT_PATTERN: Final = re.compile(r"[%|a-zA-Z0-9_-]+")
@@ -116,6 +117,16 @@ def is_system_topic(topic: str) -> bool:
 def is_user_topic(topic: str) -> bool:
     """Return whether a topic is one of producers: neither the broker's own, nor of retries or dead letters."""
     return not is_system_topic(topic) and not topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
+
+
+def has_no_row(topic: str) -> bool:
+    """Return whether RocketMQ keeps a topic that ``topics.json`` does not have: its own, and light queues."""
+    return is_system_topic(topic) or topic.startswith(LIGHT_PREFIX)
+
+
+def is_own_group(group: str) -> bool:
+    """Return whether a group is the broker's own."""
+    return group.startswith("CID_") or group in _OWN_GROUPS
 
 
 def retry_topic(group: str) -> str:

@@ -45,7 +45,7 @@ from librmq.errors import CorruptionError, DiskFullError, StoreError, StoreFullE
 from librmq.files.interface import Files, fills_by_itself
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX, is_system_topic
+from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX, has_no_row
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, critical
 from librmq.store.engine.append import Appender
@@ -623,7 +623,7 @@ def _count(messages: int) -> str:
 def clean_unused_topics(path: str, files: Files, appender: Appender, topics: Container[str]) -> list[QueueName]:
     """See `MessageStore.clean_unused_topics`; mirrors 4.9.4's ``DefaultMessageStore.cleanUnusedTopic``."""
     queues = appender.open_parts().queues
-    unused = sorted(name for name in queues if name[0] not in topics and not is_system_topic(name[0]))
+    unused = sorted(name for name in queues if name[0] not in topics and not has_no_row(name[0]))
     return [name for name in unused if _clean(path, files, appender, name)]
 
 

@@ -23,18 +23,17 @@ from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 from librmq.client.recorder import Event
 from librmq.config import StoreConfig, check_path, nearest, to_timestamp_ms
 from librmq.diagnosis.pending import pending_messages
-from librmq.diagnosis.view import StoreView, is_own_group, kind_of_topic, viewed
+from librmq.diagnosis.view import StoreView, kind_of_topic, viewed
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles, OverlayFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage, retry_topic
-from librmq.message.topics import LIGHT_PREFIX, RETRY_PREFIX, validate_group
+from librmq.message.topics import LIGHT_PREFIX, RETRY_PREFIX, is_own_group, validate_group
 from librmq.protocol import PERM_READ, PERM_WRITE
 from librmq.store.extraction import Extracted, make_store, small_config
-from librmq.store.format.broker_tables import BrokerTables, progress_export, topic_row
-from librmq.store.format.directory import CONFIG
+from librmq.store.format.broker_tables import BrokerTables, topic_row
 from librmq.testing.histories.history import show
 from librmq.testing.network import SMALL_FILES
 
@@ -223,11 +222,9 @@ def _progress(view: StoreView, topics: Collection[str], groups: GroupNames | Non
 
 
 def _check_known(view: StoreView, name: str) -> None:
-    if not view.tables.knows_progress:
-        export = progress_export(os.path.join(view.store.path, CONFIG))
+    if (why := view.unknown_progress) is not None:
         raise ConfigError(
-            f"groups: the progress of {name} is unknown, because the broker keeps it in RocksDB, which librmq does not "
-            f"read: export it by `{export}`, or say where groups begin, as in groups={{'GROUP': 'begin'}}"
+            f"groups: no progress of {name}: {why}, or say where groups begin, as in groups={{'GROUP': 'begin'}}"
         )
 
 

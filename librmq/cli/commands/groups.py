@@ -25,6 +25,8 @@ from librmq.diagnosis.group_lag import GroupRate, Lag, TopicProgress, lag_of_vie
 from librmq.diagnosis.view import StoreView, View, group_summaries
 from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
+from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.topics import HALF_TOPIC
 from librmq.store.format import directory
 from librmq.store.format.directory import check_kind
 
@@ -99,7 +101,7 @@ def _queue_rows(columns: TopicProgress) -> Iterable[Any]:
 
 def _no_lag_reason(view: StoreView) -> str:
     """Return why a store has the lag of no group in some topics."""
-    if not view.tables.knows_progress:
+    if view.unknown_progress is not None:
         return "the progress of groups is unknown"
     path = os.path.join(view.store.path, directory.CONFIG, "consumerOffset.json")
     if view.store.files.size(path) is None:
@@ -238,11 +240,23 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.diagnosis.pending import pending_messages
 
     with open_store(arguments, all_in_memory=True) as store:
-        holds = _pop_holds(StoreView.over(store)) if arguments.kind in (None, "pop") else None
-        messages = pending_messages(store, kind=arguments.kind, topic=arguments.topic, holds=holds)
+        view = StoreView.over(store)
+        holds = _pop_holds(view) if arguments.kind in (None, "pop") else None
+        if store.past_ms is None:
+            _note_unknown_waiting(view, arguments.kind)
+        messages = pending_messages(store, view.tables, kind=arguments.kind, topic=arguments.topic, holds=holds)
         output.rows_of(messages)
         note_topic_of(store, arguments.topic, output)
     return 0
+
+
+def _note_unknown_waiting(view: StoreView, kind: str | None) -> None:
+    """Say what the rows of `pending` leave out or assume because a table of progress is missing."""
+    tables = view.tables
+    if kind in (None, "half") and HALF_TOPIC in view.topics and (why := tables.unknown_progress()) is not None:
+        complain(f"note: {why}; of each half its last copy is listed, unless the log has its end")
+    if kind in (None, "delay", "retry") and SCHEDULE_TOPIC in view.topics and (why := tables.unknown_delays()):
+        complain(f"note: {why}; delayed messages and retries that were due before the last message are left out")
 
 
 def decide(arguments: argparse.Namespace, output: Output) -> int:

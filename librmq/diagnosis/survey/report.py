@@ -49,12 +49,12 @@ from librmq.diagnosis.survey.model import (
     StoreSummary,
     WaitingMessages,
 )
-from librmq.diagnosis.view import Source, StoreView, is_own_group, viewed
+from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, CorruptionError
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.record import FIXED_SIZE
-from librmq.message.topics import group_of_retries
+from librmq.message.topics import group_of_retries, is_own_group
 from librmq.runtime.event_log import advance
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format.directory import COMMITLOG

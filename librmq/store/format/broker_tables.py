@@ -5,6 +5,8 @@
     topics.json              topicConfigTable        topic -> queues and permission          dataVersion
     subscriptionGroup.json   subscriptionGroupTable  group -> how it may consume             dataVersion
     consumerOffset.json      offsetTable             topic@group -> queue id -> queue offset
+    lmqConsumerOffset.json   offsetTable             the same of a broker of 5.x with enableLmq=true
+                             lmqOffsetTable          topic@group -> queue offset, of light groups
     delayOffset.json         offsetTable             delay level -> queue offset in its queue
     consumerFilter.json      filterDataByTopic       topic -> group -> filter
     ../librmq/starts.json    startTable              group -> topic -> time of its move by ``start_at``, in ms
@@ -12,7 +14,8 @@
     consumerOffsets.json     an export of ``mqadmin rocksDBConfigToJson``, which a person puts there
 
 5.x can keep the first three in RocksDB, in ``consumerOffsets/`` or another folder here. Then ``consumerOffset.json``
-can be from an earlier time, so progress comes from the export, or is unknown.
+can be from an earlier time, so progress comes from the export, or is unknown. It is unknown too if its file is missing
+where a broker has written one. Of ``consumerOffset.json`` and ``lmqConsumerOffset.json`` the later one counts.
 
 Mirrors ``ConfigManager`` and its subclasses ``TopicConfigManager``, ``SubscriptionGroupManager``,
 ``ConsumerOffsetManager``, ``ScheduleMessageService`` and ``ConsumerFilterManager``. Other
@@ -33,7 +36,8 @@ from librmq.errors import CorruptionError, MalformedError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
 from librmq.java import json as java_json
-from librmq.message.topics import TOPIC_TYPES, TopicType
+from librmq.message.topics import DEAD_LETTER_PREFIX, LIGHT_PREFIX, RETRY_PREFIX, TOPIC_TYPES, TopicType, is_own_group
+from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.directory import tables_database
 from librmq.store.format.documents import START_FILE
 
@@ -48,6 +52,8 @@ _DATA_VERSION: Final = "dataVersion"
 _TOPIC_NUMBERS: Final = ("readQueueNums", "writeQueueNums", "perm", "topicSysFlag")
 _GROUP_NUMBERS: Final = ("retryMaxTimes", "retryQueueNums")
 _BACKUP: Final = ".bak"
+_LIGHT_OFFSETS: Final = "lmqConsumerOffset.json"
+_LIGHT_TABLE: Final = "lmqOffsetTable"
 _ATTRIBUTES: Final = "attributes"
 _TOPIC_TYPE: Final = "message.type"
 
@@ -73,13 +79,10 @@ class BrokerTables:
         """Rows as `group_row` makes them, by consumer group."""
         self.database = tables_database(folder, files)
         """The folder of a RocksDB that has the progress; None if the files here have it."""
-        offsets = "consumerOffset.json" if self.database is None else "consumerOffsets.json"
-        self.knows_progress = self.database is None or bool(files.size(os.path.join(folder, offsets)))
-        """Whether the progress of groups is in a file that can be read."""
-        self.offsets = self._table(offsets, "offsetTable", _check_offsets_by_text)
+        self.offsets = self._offsets()
         """Queue offsets by queue id, by ``topic@group``; empty if `knows_progress` is false."""
         self.delays = self._table("delayOffset.json", "offsetTable", _check_offsets)
-        """Queue offsets by delay level."""
+        """Queue offsets by delay level; empty if `knows_delays` is false."""
         self.filter_table = self._table("consumerFilter.json", "filterDataByTopic", _check_objects)
         self._starts: ConfigTable | None = None
 
@@ -91,6 +94,64 @@ class BrokerTables:
             CorruptionError: Neither a file nor its backup is readable.
         """
         return cls(folder, files or DiskFiles())
+
+    def _offsets(self) -> ConfigTable:
+        if self.database is not None:
+            return self._table("consumerOffsets.json", "offsetTable", _check_offsets_by_text)
+        plain = self._table("consumerOffset.json", "offsetTable", _check_offsets_by_text)
+        path = os.path.join(self._folder, _LIGHT_OFFSETS)
+        if not any(map(self._files.size, (path, path + _BACKUP))):
+            return plain
+        light = _LightOffsets(path, "offsetTable", _check_offsets_by_text, versioned=False, files=self._files)
+        return plain if plain.is_stored and plain.saved_ms > light.saved_ms else light
+
+    @property
+    def knows_progress(self) -> bool:
+        """Whether the progress of groups is in a file that can be read, or there is none yet."""
+        if self.database is not None:
+            return self.offsets.is_stored
+        return self.offsets.is_stored or not self._was_saved(self.offsets, bool(self._user_groups()))
+
+    @property
+    def knows_delays(self) -> bool:
+        """Whether the progress of the delay levels is in a file that can be read, or there is none yet."""
+        return self.delays.is_stored or not self._was_saved(self.delays, self.offsets.is_stored)
+
+    def unknown_progress(self) -> str | None:
+        """Return why the progress of groups is unknown, and what to do; None if it is known."""
+        if self.knows_progress:
+            return None
+        if self.database is not None:
+            return (
+                "the broker keeps the progress of groups in RocksDB, which librmq does not read, so it is unknown: "
+                f"{progress_export(self._folder)} exports it"
+            )
+        return f"the progress of groups is unknown: {_lacks(self.offsets)}"
+
+    def unknown_delays(self) -> str | None:
+        """Return why the progress of the delay levels is unknown, and what to do; None if it is known."""
+        return None if self.knows_delays else f"the progress of delay levels is unknown: {_lacks(self.delays)}"
+
+    def _was_saved(self, table: ConfigTable, is_likely: bool) -> bool:
+        """Return whether a broker has saved a table that is not there now.
+
+        Each broker saves all tables at its close. After a kill the first save may not have come yet, so another table
+        must say that ``is_likely``.
+        """
+        if self._files.size(table.path) is not None or self._files.size(table.path + _BACKUP) is not None:
+            return True
+        return self.topics.is_stored and (is_likely or not has_abort(self._files, os.path.dirname(self._folder)))
+
+    def _user_groups(self) -> set[str]:
+        """Return the groups of users in the other tables."""
+        topics = self.topics.rows
+        of_topics = {
+            topic.removeprefix(prefix)
+            for prefix in (RETRY_PREFIX, DEAD_LETTER_PREFIX)
+            for topic in topics
+            if topic.startswith(prefix)
+        }
+        return {group for group in of_topics | self.groups.rows.keys() if not is_own_group(group)}
 
     def _table(self, file: str, name: str, check: Callable[[Rows], Rows], *, versioned: bool = False) -> ConfigTable:
         return ConfigTable(os.path.join(self._folder, file), name, check, versioned, self._files)
@@ -240,11 +301,15 @@ def group_row(group: str, retry_max_times: int = 16) -> dict[str, object]:
     }
 
 
+def _lacks(table: ConfigTable) -> str:
+    return f"{table.path} is missing or empty: copy it from the store that this is a copy of, or from a backup"
+
+
 class ConfigTable:
     """One file, a JSON object with the table as one of its values. Not thread-safe."""
 
     def __init__(self, path: str, name: str, check: Callable[[Rows], Rows], versioned: bool, files: Files) -> None:
-        self._path = path
+        self.path = path
         self._name = name
         self._check = check
         self._files = files
@@ -252,6 +317,8 @@ class ConfigTable:
         self._versioned = versioned
         self._written: dict[Any, tuple[object, java_json.Written]] = {}  # rows in the file's form
         self._stored: bytes | None = None  # the content of the file, None if it is unreadable
+        self.is_stored = False
+        """Whether the file, or its backup, has content."""
         self._document = self._load()
         self.rows: Rows = self._document[name]
         self.is_new = not self.rows
@@ -277,6 +344,13 @@ class ConfigTable:
         self._written.clear()
         self._changes += 1
         return True
+
+    @property
+    def saved_ms(self) -> int:
+        """The time that 5.x notes in the file at each save; 0 without it."""
+        version = self._document.get(_DATA_VERSION)
+        time_ms = version.get("timestamp") if isinstance(version, dict) else None
+        return time_ms if type(time_ms) is int else 0
 
     def persist(self, now_ms: int) -> None:
         """Write the file if its content changes; durable when it returns. ``now_ms`` goes into a new data version."""
@@ -307,16 +381,16 @@ class ConfigTable:
         """
         if data == self._stored:
             return
-        self._files.make_folder(os.path.dirname(self._path))
+        self._files.make_folder(os.path.dirname(self.path))
         if self._stored is not None:
-            self._files.write(self._path + _BACKUP, self._stored)
-        self._files.write(self._path, data)
-        self._stored = data
+            self._files.write(self.path + _BACKUP, self._stored)
+        self._files.write(self.path, data)
+        self._stored, self.is_stored = data, True
 
     def _load(self) -> dict[str, Any]:
         """Return the file's document, or its backup's, or an empty one."""
         damage: CorruptionError | None = None
-        for path in (self._path, self._path + _BACKUP):
+        for path in (self.path, self.path + _BACKUP):
             if not self._files.size(path):
                 continue
             try:
@@ -325,8 +399,9 @@ class ConfigTable:
             except MalformedError as error:
                 damage = damage or CorruptionError(path, 0, "config", str(error))
                 continue
-            if path == self._path:
+            if path == self.path:
                 self._stored = data
+            self.is_stored = True
             return document
         if damage is not None:
             raise damage
@@ -344,6 +419,25 @@ class ConfigTable:
             complete[_DATA_VERSION] = version
         complete[self._name] = self._check(_object(fields.get(self._name), self._name))
         return {**fields, **complete} if fields else complete
+
+
+class _LightOffsets(ConfigTable):
+    """The progress of a broker with light queues; that of light groups is in a table of its own, without queue ids."""
+
+    def snapshot(self, now_ms: int) -> bytes:
+        """Return what `persist` would write now."""
+        is_light = {name: name.rpartition("@")[2].startswith(LIGHT_PREFIX) for name in self.rows}
+        light = {name: row[0] for name, row in self.rows.items() if is_light[name] and 0 in row}
+        others = {name: row for name, row in self.rows.items() if not is_light[name]}
+        return java_json.dumps({**self._document, self._name: others, _LIGHT_TABLE: light}).encode()
+
+    def _complete(self, document: object) -> dict[str, Any]:
+        complete = super()._complete(document)
+        for name, queue_offset in _object(complete.get(_LIGHT_TABLE), _LIGHT_TABLE).items():
+            if not isinstance(name, str) or type(queue_offset) is not int:
+                raise MalformedError(f"expected names with offsets, found {name!r:.80}: {queue_offset!r:.80}")
+            complete[self._name].setdefault(name, {0: queue_offset})
+        return complete
 
 
 def _written(row: object) -> java_json.Written:
