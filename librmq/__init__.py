@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from librmq.lazy_exports import lazy_exports
 
+TYPE_CHECKING = False  # the name of `typing`, without importing that for it
 __version__ = "0.1.0"
 
-with lazy_exports(globals()):
+if TYPE_CHECKING:
     from librmq.broker import Broker as Broker
     from librmq.broker import BrokerConfig as BrokerConfig
     from librmq.client.producer import Producer as Producer
@@ -79,3 +80,63 @@ with lazy_exports(globals()):
     from librmq.wire.remote.remote_route import connect as connect
     from librmq.wire.share import share as share
     from librmq.wire.share import share_async as share_async
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "librmq.broker": ("Broker", "BrokerConfig"),
+            "librmq.client.producer": ("Producer",),
+            "librmq.client.queue_selectors": ("select_by_consistent_hash", "select_by_hash"),
+            "librmq.client.recorded_route": ("record_history",),
+            "librmq.client.sender": ("ProducerConfig", "SendResult"),
+            "librmq.client.transactions": ("CheckedMessage", "TransactionProducer", "TransactionResult"),
+            "librmq.clock": ("ManualClock",),
+            "librmq.cluster": ("Cluster", "RouteTable"),
+            "librmq.config": ("StoreConfig",),
+            "librmq.consumer": (
+                "ConsumerConfig",
+                "DeliveredMessage",
+                "PullConsumer",
+                "PullConsumerConfig",
+                "PushConsumer",
+                "ReceivedMessage",
+                "SimpleConsumer",
+            ),
+            "librmq.dedup": ("deduplicated",),
+            "librmq.errors": (
+                "BrokerBusyError",
+                "BrokerError",
+                "BrokerUnreachableError",
+                "ClientStateError",
+                "ConfigError",
+                "CorruptionError",
+                "DiskFullError",
+                "FilterError",
+                "FlushFailedError",
+                "MessageIllegalError",
+                "MissingExtraError",
+                "NoRouteError",
+                "ReceiptError",
+                "RmqError",
+                "SendTimeoutError",
+                "StoreClosedError",
+                "StoreError",
+                "StoreFullError",
+                "StoreLockedError",
+            ),
+            "librmq.idempotence.outbox": ("Outbox", "OutboxSender"),
+            "librmq.idempotence.stores": ("MemoryDedupStore", "SqliteDedupStore"),
+            "librmq.listener": ("DeadLetter", "DownstreamDown", "ReconsumeLater", "SuspendQueue"),
+            "librmq.message.batch": ("split_batch",),
+            "librmq.message.message": ("Message", "MessageQueue", "StoredMessage"),
+            "librmq.metrics": ("Metrics",),
+            "librmq.protocol": ("CancelResult", "ConsumeFrom", "MessageModel", "SendStatus", "TransactionState"),
+            "librmq.runtime.runner": ("ManualRunner",),
+            "librmq.runtime.threads": ("ThreadRunner",),
+            "librmq.scheduling.timer_config": ("TimerConfig",),
+            "librmq.store": ("MessageStore",),
+            "librmq.txn": ("TransactionConfig",),
+            "librmq.wire.remote.remote_route": ("connect",),
+            "librmq.wire.share": ("share", "share_async"),
+        },
+    )

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from librmq.lazy_exports import lazy_exports
 
-with lazy_exports(globals()):
+if TYPE_CHECKING:
     from librmq.broker.broker import Broker as Broker
     from librmq.broker.clients import ConnectedClient as ConnectedClient
     from librmq.broker.clients import GroupConnections as GroupConnections
     from librmq.broker.clients import QueueLocks as QueueLocks
     from librmq.broker.config import BrokerConfig as BrokerConfig
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "librmq.broker.broker": ("Broker",),
+            "librmq.broker.clients": ("ConnectedClient", "GroupConnections", "QueueLocks"),
+            "librmq.broker.config": ("BrokerConfig",),
+        },
+    )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from librmq.lazy_exports import lazy_exports
 
-with lazy_exports(globals()):
+if TYPE_CHECKING:
     from librmq.client.client import Client as Client
     from librmq.client.client import ProcessClients as ProcessClients
     from librmq.client.producer import Producer as Producer
@@ -15,3 +17,14 @@ with lazy_exports(globals()):
     from librmq.client.transactions import CheckedMessage as CheckedMessage
     from librmq.client.transactions import TransactionProducer as TransactionProducer
     from librmq.client.transactions import TransactionResult as TransactionResult
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "librmq.client.client": ("Client", "ProcessClients"),
+            "librmq.client.producer": ("Producer",),
+            "librmq.client.queue_selectors": ("select_by_hash", "select_by_remainder"),
+            "librmq.client.sender": ("ProducerConfig", "SendResult"),
+            "librmq.client.transactions": ("CheckedMessage", "TransactionProducer", "TransactionResult"),
+        },
+    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from librmq.errors import MissingExtraError
 from librmq.lazy_exports import lazy_exports
 
-with lazy_exports(globals()):
+if TYPE_CHECKING:
     from librmq.columns.arrow_dataset import StoreDataset as StoreDataset
     from librmq.columns.arrow_dataset import dataset as dataset
     from librmq.columns.decode import CORRUPT as CORRUPT
@@ -26,8 +26,22 @@ with lazy_exports(globals()):
     from librmq.columns.record_batches import reader as reader
     from librmq.columns.record_batches import scan as scan
     from librmq.columns.remote import RemoteStore as RemoteStore
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "librmq.columns.arrow_dataset": ("StoreDataset", "dataset"),
+            "librmq.columns.decode": ("CORRUPT", "TYPES", "default_columns"),
+            "librmq.columns.exports": ("Exported", "export"),
+            "librmq.columns.options": ("DataLossError", "Part", "ReadingProcessError", "ReadOptions", "ReadSelection"),
+            "librmq.columns.planner": ("plan",),
+            "librmq.columns.read": ("Reading",),
+            "librmq.columns.record_batches": ("ReaderKeywords", "reader", "scan"),
+            "librmq.columns.remote": ("RemoteStore",),
+        },
+    )
 if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    _export = __getattr__  # noqa: F821
+    _export = __getattr__
 
     def __getattr__(name: str) -> object:
         try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from librmq.lazy_exports import lazy_exports
 
-with lazy_exports(globals()):
+if TYPE_CHECKING:
     from librmq.consumer.assignment import ProcessQueue as ProcessQueue
     from librmq.consumer.config import ConsumerConfig as ConsumerConfig
     from librmq.consumer.config import PullConsumerConfig as PullConsumerConfig
@@ -22,3 +24,18 @@ with lazy_exports(globals()):
     from librmq.consumer.push import PushConsumer as PushConsumer
     from librmq.consumer.simple import ReceivedMessage as ReceivedMessage
     from librmq.consumer.simple import SimpleConsumer as SimpleConsumer
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "librmq.consumer.assignment": ("ProcessQueue",),
+            "librmq.consumer.config": ("ConsumerConfig", "PullConsumerConfig"),
+            "librmq.consumer.failures": ("MessageTrack", "TrackType", "message_tracks", "resend_dead_letters"),
+            "librmq.consumer.instance": ("BlockedQueue", "ConsumeContext", "ConsumeHook", "ConsumerCounts"),
+            "librmq.consumer.listeners": ("DeliveredMessage",),
+            "librmq.consumer.orderly": ("OrderlyResult",),
+            "librmq.consumer.pull": ("PullConsumer",),
+            "librmq.consumer.push": ("PushConsumer",),
+            "librmq.consumer.simple": ("ReceivedMessage", "SimpleConsumer"),
+        },
+    )

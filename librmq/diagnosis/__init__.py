@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from librmq.lazy_exports import lazy_exports
 
-with lazy_exports(globals()):
+if TYPE_CHECKING:
     from librmq.diagnosis.alarms import Alarm as Alarm
     from librmq.diagnosis.alarms import Watch as Watch
     from librmq.diagnosis.alarms import watch as watch
@@ -66,3 +68,55 @@ with lazy_exports(globals()):
     from librmq.diagnosis.whatif import consumption_of as consumption_of
     from librmq.diagnosis.whatif import estimate as estimate
     from librmq.diagnosis.whatif import what_if as what_if
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "librmq.diagnosis.alarms": ("Alarm", "Watch", "watch"),
+            "librmq.diagnosis.checks": ("TopicVolume", "design_check", "diagnose", "topic_volumes"),
+            "librmq.diagnosis.deadletters": ("DeadLetterCause", "GivenUpMessage", "dead_letter_causes", "dead_letters"),
+            "librmq.diagnosis.findings": ("Finding", "Thresholds"),
+            "librmq.diagnosis.group_lag": (
+                "GroupLag",
+                "GroupRate",
+                "Lag",
+                "QueueLag",
+                "TopicLag",
+                "TopicProgress",
+                "lag",
+            ),
+            "librmq.diagnosis.instances": ("HeldProgress", "held_progress"),
+            "librmq.diagnosis.message_story": ("StoryEvent", "story"),
+            "librmq.diagnosis.pending": (
+                "ExpiringMessages",
+                "GivenUpHalf",
+                "PendingMessage",
+                "WaitingOrigins",
+                "expiring",
+                "given_up",
+                "pending_messages",
+                "waiting_origins",
+            ),
+            "librmq.diagnosis.pop": ("HeldMessage", "PopHolds", "UnusableRecord", "pop_holds"),
+            "librmq.diagnosis.skips": (
+                "Replay",
+                "Skip",
+                "SkippedQueue",
+                "continue_as",
+                "decide_half",
+                "move_to",
+                "plan_continue_as",
+                "plan_replay",
+                "plan_skip",
+                "replay",
+                "set_aside",
+                "skip",
+                "skipped",
+            ),
+            "librmq.diagnosis.survey.model": ("Comparison", "Report", "compare"),
+            "librmq.diagnosis.survey.page": ("render_page",),
+            "librmq.diagnosis.survey.report": ("report",),
+            "librmq.diagnosis.view": ("StoreView",),
+            "librmq.diagnosis.whatif": ("Consumption", "Estimate", "Scenario", "consumption_of", "estimate", "what_if"),
+        },
+    )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from librmq.lazy_exports import lazy_exports
 
-with lazy_exports(globals()):
+if TYPE_CHECKING:
     from librmq.files.disk import DiskFiles as DiskFiles
     from librmq.files.disk import TemporaryFolder as TemporaryFolder
     from librmq.files.interface import Buffer as Buffer
@@ -15,3 +17,12 @@ with lazy_exports(globals()):
     from librmq.files.interface import FolderEntry as FolderEntry
     from librmq.files.memory import MemoryFiles as MemoryFiles
     from librmq.files.memory import OverlayFiles as OverlayFiles
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "librmq.files.disk": ("DiskFiles", "TemporaryFolder"),
+            "librmq.files.interface": ("Buffer", "Damage", "File", "FileLock", "Files", "FolderEntry"),
+            "librmq.files.memory": ("MemoryFiles", "OverlayFiles"),
+        },
+    )

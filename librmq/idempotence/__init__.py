@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from librmq.lazy_exports import lazy_exports
 
-with lazy_exports(globals()):
+if TYPE_CHECKING:
     from librmq.idempotence.dedup_redis import RedisDedupStore as RedisDedupStore
     from librmq.idempotence.dedup_sql import SeenKeys as SeenKeys
     from librmq.idempotence.dedup_sql import SqlDedupStore as SqlDedupStore
@@ -23,3 +25,29 @@ with lazy_exports(globals()):
     from librmq.idempotence.transactional_tables import Transactional as Transactional
     from librmq.idempotence.transactional_tables import purge_messages as purge_messages
     from librmq.idempotence.transactional_tables import transactional as transactional
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "librmq.idempotence.dedup_redis": ("RedisDedupStore",),
+            "librmq.idempotence.dedup_sql": ("SeenKeys", "SqlDedupStore"),
+            "librmq.idempotence.outbox": ("Outbox", "OutboxSender"),
+            "librmq.idempotence.sqltables": ("upgrade_tables",),
+            "librmq.idempotence.stores": (
+                "Claim",
+                "DedupRecord",
+                "DedupStore",
+                "MemoryDedupStore",
+                "SqliteDedupStore",
+                "dedup_key",
+                "purge_step",
+                "unique_id",
+            ),
+            "librmq.idempotence.transactional_tables": (
+                "LocalTransactions",
+                "Transactional",
+                "purge_messages",
+                "transactional",
+            ),
+        },
+    )

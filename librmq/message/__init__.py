@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from librmq.lazy_exports import lazy_exports
 
-with lazy_exports(globals()):
+if TYPE_CHECKING:
     from librmq.message.batch import split_batch as split_batch
     from librmq.message.delay_levels import DelayLevels as DelayLevels
     from librmq.message.ids import UniqueIds as UniqueIds
@@ -14,3 +16,14 @@ with lazy_exports(globals()):
     from librmq.message.message import StoredMessage as StoredMessage
     from librmq.message.topics import dead_letter_topic as dead_letter_topic
     from librmq.message.topics import retry_topic as retry_topic
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "librmq.message.batch": ("split_batch",),
+            "librmq.message.delay_levels": ("DelayLevels",),
+            "librmq.message.ids": ("UniqueIds", "decode_unique_id"),
+            "librmq.message.message": ("Message", "MessageQueue", "StoredMessage"),
+            "librmq.message.topics": ("dead_letter_topic", "retry_topic"),
+        },
+    )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from librmq.lazy_exports import lazy_exports
 
-with lazy_exports(globals()):
+if TYPE_CHECKING:
     from librmq.runtime.background import Background as Background
     from librmq.runtime.event_log import StateLog as StateLog
     from librmq.runtime.locks import critical as critical
@@ -14,3 +16,15 @@ with lazy_exports(globals()):
     from librmq.runtime.runner import Step as Step
     from librmq.runtime.runner import Work as Work
     from librmq.runtime.threads import ThreadRunner as ThreadRunner
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "librmq.runtime.background": ("Background",),
+            "librmq.runtime.event_log": ("StateLog",),
+            "librmq.runtime.locks": ("critical",),
+            "librmq.runtime.progress_saver": ("ProgressSaver",),
+            "librmq.runtime.runner": ("ManualRunner", "Runner", "Step", "Work"),
+            "librmq.runtime.threads": ("ThreadRunner",),
+        },
+    )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from librmq.lazy_exports import lazy_exports
 
-with lazy_exports(globals()):
+if TYPE_CHECKING:
     from librmq.store.engine.append import AppendResult as AppendResult
     from librmq.store.engine.durability import Acknowledgement as Acknowledgement
     from librmq.store.engine.message_filters import ByPredicate as ByPredicate
@@ -28,3 +30,21 @@ with lazy_exports(globals()):
     from librmq.store.snapshots import restore as restore
     from librmq.store.snapshots import snapshot as snapshot
     from librmq.store.store import MessageStore as MessageStore
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "librmq.store.engine.append": ("AppendResult",),
+            "librmq.store.engine.durability": ("Acknowledgement",),
+            "librmq.store.engine.message_filters": ("ByPredicate", "BySql", "ByTags", "message_filter"),
+            "librmq.store.engine.read": ("GetStatus", "MessageFilter", "ReadResult"),
+            "librmq.store.extraction": ("Extracted", "Rescued", "extract", "rescue"),
+            "librmq.store.format.checkpoint": ("Checkpoint",),
+            "librmq.store.format.indexfile": ("IndexFile",),
+            "librmq.store.format.keyindex": ("KeyIndex",),
+            "librmq.store.recovery.salvage": ("Gap",),
+            "librmq.store.recovery.verify": ("Verdict", "verify"),
+            "librmq.store.snapshots": ("Snapshot", "restore", "snapshot"),
+            "librmq.store.store": ("MessageStore",),
+        },
+    )

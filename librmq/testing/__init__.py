@@ -7,9 +7,11 @@ of a run. The rest are file seams for tests of stores.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from librmq.lazy_exports import lazy_exports
 
-with lazy_exports(globals()):
+if TYPE_CHECKING:
     from librmq.testing.evidence import UndeliveredWarning as UndeliveredWarning
     from librmq.testing.evidence import UnknownGroupError as UnknownGroupError
     from librmq.testing.exploring.exploration import Exploration as Exploration
@@ -33,3 +35,19 @@ with lazy_exports(globals()):
     from librmq.testing.kit_runner import ProcessStateError as ProcessStateError
     from librmq.testing.process import Process as Process
     from librmq.testing.process import ProcessDied as ProcessDied
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "librmq.testing.evidence": ("UndeliveredWarning", "UnknownGroupError"),
+            "librmq.testing.exploring.exploration": ("Exploration", "explore"),
+            "librmq.testing.faults": ("Faults",),
+            "librmq.testing.files": ("CrashImages", "Event", "FailingFiles", "Image", "RecordingFiles"),
+            "librmq.testing.histories.anomalies": ("Anomaly", "check_history"),
+            "librmq.testing.histories.history": ("DeliveryAttempt", "History", "HistoryLine"),
+            "librmq.testing.histories.verdict": ("HistoryAnomalyError",),
+            "librmq.testing.kit": ("Kit", "UnsoundStoreError"),
+            "librmq.testing.kit_runner": ("Elapsed", "NotAwaitedError", "ProcessStateError"),
+            "librmq.testing.process": ("Process", "ProcessDied"),
+        },
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import sysconfig
@@ -400,3 +401,20 @@ def test_shutting_down_tells_whether_all_has_ended(name: str) -> None:
     with Broker.temporary(runner=ManualRunner()) as broker:
         runs = RUNS[name](broker)
         assert [runs.shutdown(), runs.shutdown()] == [True, True]
+
+
+LAZY = [path for path in sorted((CHECKOUT / "librmq").rglob("__init__.py")) if "lazy_exports(" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", LAZY, ids=lambda path: path.parent.name)
+def test_type_checkers_see_what_a_package_exports(path: Path) -> None:
+    package = ".".join(path.parent.relative_to(CHECKOUT).parts)
+    blocks = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.If)]
+    (block,) = [node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.asname: (node.module, alias.name) for node in imports for alias in node.names}
+    exports = import_module(package)
+    assert sorted(filter(None, seen)) == exports.__all__
+    for name, (module, at_home) in seen.items():
+        assert name == at_home
+        assert getattr(exports, name) is getattr(import_module(module or ""), name)

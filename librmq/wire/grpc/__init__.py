@@ -12,7 +12,16 @@ Needs the extra ``grpc``.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from librmq.lazy_exports import lazy_exports
 
-with lazy_exports(globals()):
+if TYPE_CHECKING:
     from librmq.wire.grpc.server import GrpcServer as GrpcServer
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "librmq.wire.grpc.server": ("GrpcServer",),
+        },
+    )

@@ -12,8 +12,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from librmq.lazy_exports import lazy_exports
 
-with lazy_exports(globals()):
+if TYPE_CHECKING:
     from librmq.wire.remoting.server import RemotingServer as RemotingServer
     from librmq.wire.remoting.server import listen as listen
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "librmq.wire.remoting.server": ("RemotingServer", "listen"),
+        },
+    )
