@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from threading import get_ident
 from typing import Final
 
 from librmq.clock import Clock, SystemClock, moves_by_itself
@@ -403,13 +404,16 @@ class StoreHandle:
         """Look at all of the store, changing nothing; producers wait."""
         appender = self.appender
         appender.lock.check_reentry()
+        thread = get_ident()
         with appender.lock.mutex:
-            lock_holder = appender.lock
-            if self.closed is not None:
-                raise self.unusable()
-            appender.catch_up()
-            verdict = verify_parts(self.path, self.config, self.files)
-            del lock_holder  # `check_reentry` looks for it
+            try:
+                appender.lock.owner = thread
+                if self.closed is not None:
+                    raise self.unusable()
+                appender.catch_up()
+                verdict = verify_parts(self.path, self.config, self.files)
+            finally:
+                appender.lock.owner = 0
         return verdict
 
     def copy_log(self, physical_offset: int, data: bytes, *, is_checked: bool = False) -> CopiedRecords:
@@ -421,15 +425,16 @@ class StoreHandle:
         if lock.mutex.locked():
             lock.check_reentry()
         if log.end + len(data) <= log.sure:  # as in an append: `repair` completes what a signal interrupts
+            thread = get_ident()
             with lock.mutex:
-                lock_holder = lock
-                copied = self._copy(physical_offset, data, is_checked)
-                del lock_holder  # `check_reentry` looks for it
+                try:
+                    lock.owner = thread
+                    copied = self._copy(physical_offset, data, is_checked)
+                finally:
+                    lock.owner = 0
         else:
             with critical, lock.mutex:
-                lock_holder = lock
                 copied = self._copy(physical_offset, data, is_checked)
-                del lock_holder  # `check_reentry` looks for it
         if not copied.is_regular:  # for example, a topic was deleted and made again
             self.recover()
             copied = copied._replace(queues=list(self.queues))
@@ -489,27 +494,30 @@ class StoreHandle:
         appender = self.appender
         appender.lock.check_reentry()
         self.thread.stop()
+        thread = get_ident()
         with appender.lock.flushing, appender.lock.mutex:
-            lock_holder = appender.lock
-            if self.closed is not None or self.read_only:
-                raise self.unusable()
-            with critical:
-                appender.catch_up()
-                self.closed, appender.accepts = "could not be recovered", False  # until it succeeds
-                self._close_parts()
-            before = len(self.recovered)
             try:
-                delete_mark(self.path, self.files)
-                if between is not None:
-                    between()
-                self._load_parts(RecoveryMode.LIVING)
-                self._accept_calls()
-            except BaseException:
+                appender.lock.owner = thread
+                if self.closed is not None or self.read_only:
+                    raise self.unusable()
                 with critical:
-                    self.closed, appender.accepts = "could not be recovered", False
-                    self._release_store()
-                raise
-            del lock_holder  # `check_reentry` looks for it
+                    appender.catch_up()
+                    self.closed, appender.accepts = "could not be recovered", False  # until it succeeds
+                    self._close_parts()
+                before = len(self.recovered)
+                try:
+                    delete_mark(self.path, self.files)
+                    if between is not None:
+                        between()
+                    self._load_parts(RecoveryMode.LIVING)
+                    self._accept_calls()
+                except BaseException:
+                    with critical:
+                        self.closed, appender.accepts = "could not be recovered", False
+                        self._release_store()
+                    raise
+            finally:
+                appender.lock.owner = 0
             return self.recovered[before:]
 
     # --------------------------------------------------------------------------------------------------------- closing

@@ -10,7 +10,8 @@ import itertools
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Self, Unpack
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
@@ -47,6 +48,39 @@ if TYPE_CHECKING:
     from librmq.filter import Registrations, SqlFilter, WatchedPredicate
     from librmq.store.snapshots import Snapshot
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class _WriterMethod(property):
+    """A method of `MessageStore` that its writer carries out: on a store it is the writer's own method.
+
+    A Python function in between takes a seventh of an append. A subclass or a test replaces the method like any other,
+    on the class or on one store.
+    """
+
+    def __init__(self, attribute: str, function: Callable[..., Any]) -> None:
+        def replace(store: MessageStore, replacement: object) -> None:
+            setattr(store, attribute, replacement)
+
+        def restore(store: MessageStore) -> None:
+            store._append, store._append_batch = store.appender.append_methods()
+
+        super().__init__(attrgetter(attribute), replace, restore)
+        self.__doc__ = function.__doc__
+        self.__wrapped__ = function  # for `inspect.signature`
+
+    def __call__(self, store: MessageStore, *arguments: object, **fields: object) -> object:
+        return self.__get__(store)(*arguments, **fields)
+
+
+def _done_by(attribute: str) -> Callable[[_Method], _Method]:
+    """Return a decorator for a method that is done by what a store has as ``attribute``."""
+
+    def declare(function: _Method) -> _Method:
+        return cast("_Method", _WriterMethod(attribute, function))
+
+    return declare
+
 
 class MessageStore(Closing):
     """The open store in a directory.
@@ -65,6 +99,8 @@ class MessageStore(Closing):
     copies: CopyWriter
     """The writer of several records under one lock, for parts of a broker."""
     _handle: StoreHandle
+    _append: Callable[..., AppendResult]
+    _append_batch: Callable[..., list[AppendResult]]
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("open a store with MessageStore.open(path)")
@@ -151,10 +187,7 @@ class MessageStore(Closing):
             moment=at,
         )
         store.appender, store.copies = handle.appender, handle.copies
-        # Directly, which saves one call for each message.
-        appender = handle.appender
-        store.append = getattr(appender, "append_usual", appender.append)  # type: ignore[method-assign]
-        store.append_batch = getattr(appender, "append_batch_usual", appender.append_batch)  # type: ignore[method-assign]
+        store._append, store._append_batch = handle.appender.append_methods()
         handle.open(config, thorough=thorough, wait_s=seconds)
         return store
 
@@ -252,6 +285,7 @@ class MessageStore(Closing):
 
     # -------------------------------------------------------------------------------------------------------- append
 
+    @_done_by("_append")
     def append(
         self, message: Message, queue_id: int = 0, *, wait: bool = True, **fields: Unpack[AppendFields]
     ) -> AppendResult:
@@ -270,8 +304,9 @@ class MessageStore(Closing):
             MessageIllegalError: Topic, body, properties or record are too long, a field is out of range, or
                 ``properties_raw`` has other properties than the message. Nothing was written.
         """
-        return self.appender.append(message, queue_id, wait=wait, **fields)
+        return self._append(message, queue_id, wait=wait, **fields)
 
+    @_done_by("_append_batch")
     def append_batch(
         self, messages: Sequence[Message], queue_id: int = 0, *, wait: bool = True, **fields: Unpack[BatchFields]
     ) -> list[AppendResult]:
@@ -284,7 +319,7 @@ class MessageStore(Closing):
                 takes more than ``max_message_size`` bytes as a client encodes it; `librmq.message.batch.split_batch`
                 divides it. Nothing was written.
         """
-        return self.appender.append_batch(messages, queue_id, wait=wait, **fields)
+        return self._append_batch(messages, queue_id, wait=wait, **fields)
 
     def submit(
         self, message: Message, queue_id: int = 0, **fields: Unpack[AppendFields]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import random
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +32,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
-from librmq.store import GetStatus, MessageStore
+from librmq.store import AppendResult, GetStatus, MessageStore
 from librmq.store.recovery.verify import verify
 from librmq.testing import RecordingFiles
 from tests.budget import many
@@ -652,3 +654,44 @@ def test_producers_in_many_threads(files: MemoryFiles) -> None:
             bodies = [message.body for message in store.find_by_key("T", f"p{number}", max_messages=100)]
             assert bodies == [b"%d %d" % (number, n) for n in range(60)]
     assert verify(ROOT, SMALL, files).sound
+
+
+# ---- methods that a user replaces
+
+
+def test_a_subclass_defines_what_append_does() -> None:
+    class Noting(MessageStore):
+        """Notes what is appended."""
+
+        def append(self, message: Message, queue_id: int = 0, **fields: Any) -> AppendResult:
+            noted.append(message.body)
+            return super().append(message, queue_id, **fields)
+
+        def append_batch(self, messages: Any, queue_id: int = 0, **fields: Any) -> list[AppendResult]:
+            noted.append(len(messages))
+            return super().append_batch(messages, queue_id, **fields)
+
+    noted: list[object] = []
+    with Noting.open("/store", files=MemoryFiles()) as store:
+        store.append(Message("T", b"one"))
+        store.append_batch([Message("T", b"two"), Message("T", b"three")])
+        store.submit(Message("T", b"four"))
+        assert noted == [b"one", 2, b"four"]
+        assert [message.body for message in store.messages("T", 0)] == [b"one", b"two", b"three", b"four"]
+
+
+@pytest.mark.parametrize("on_class", [True, False])
+@pytest.mark.parametrize("name", ["append", "append_batch"])
+def test_a_replaced_append_is_called(name: str, on_class: bool) -> None:
+    with MessageStore.open("/store", files=MemoryFiles()) as store:
+        with mock.patch.object(MessageStore if on_class else store, name, return_value="replaced"):
+            assert getattr(store, name)([Message("T", b"")]) == "replaced"
+        store.append(Message("T", b"one"))
+        store.append_batch([Message("T", b"two")])
+        MessageStore.append(store, Message("T", b"three"))
+        assert [message.body for message in store.messages("T", 0)] == [b"one", b"two", b"three"]
+
+
+def test_the_signature_of_append_is_shown() -> None:
+    assert list(inspect.signature(MessageStore.append).parameters)[:3] == ["self", "message", "queue_id"]
+    assert "page cache" in (inspect.getdoc(MessageStore.append) or "")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain, repeat
+from threading import get_ident
 from typing import Any, Final, NamedTuple, TypedDict
 
 from librmq.clock import Clock, ManualClock, SystemClock
@@ -160,6 +161,13 @@ class Appender(AppendState):
             raise self.refusal()
         return self.parts
 
+    def append_methods(self) -> tuple[Callable[..., AppendResult], Callable[..., list[AppendResult]]]:
+        """Return the methods that append a message and a batch: the compiled core's, or those of this class."""
+        return (
+            getattr(self, "append_usual", self.append),
+            getattr(self, "append_batch_usual", self.append_batch),
+        )
+
     # -------------------------------------------------------------------------------------------------------- append
 
     def append(  # noqa: C901, PLR0913 (the hot path; a keyword for each field of a record)
@@ -232,48 +240,51 @@ class Appender(AppendState):
             lock = self.lock
             if lock.crowd or lock.mutex.locked():
                 lock.yield_to_waiters()
+            thread = get_ident()
             with lock.mutex:
-                lock_holder = lock
-                if not self.accepts:
-                    raise self.refusal()
-                log, dispatcher = self.log, self.dispatcher  # under the lock, because a recovery replaces them
-                records = dispatcher.records
-                if len(records) >= _BATCH or dispatcher.writing_at >= 0:
-                    lock.count_turn()
-                    self._advance()  # first, because a full disk can refuse it
+                try:
+                    lock.owner = thread
+                    if not self.accepts:
+                        raise self.refusal()
+                    log, dispatcher = self.log, self.dispatcher  # under the lock, because a recovery replaces them
                     records = dispatcher.records
-                now = self.now_ms()
-                physical_offset = log.end
-                has_room = physical_offset + size <= log.sure
-                if not has_room:
-                    physical_offset = log.claim(size)
-                queue_offset = lane.next_queue_offset if counted else 0
-                header = _pack_header[sys_flag & 48](
-                    size, _MAGIC, checksum, queue_id, message.flag, queue_offset, physical_offset, sys_flag,
-                    now if born_timestamp_ms is None else born_timestamp_ms, born_at,
-                    now, stored_at, reconsume_times, prepared_transaction_offset, body_size,
-                )  # fmt: skip
-                if counted:
-                    if waits_ms is not None:
-                        tags_code = now + waits_ms  # when it is to be delivered
-                    if lane.queue.ext is not None:  # first, so that no record lacks its entry if this fails
+                    if len(records) >= _BATCH or dispatcher.writing_at >= 0:
+                        lock.count_turn()
+                        self._advance()  # first, because a full disk can refuse it
+                        records = dispatcher.records
+                    now = self.now_ms()
+                    physical_offset = log.end
+                    has_room = physical_offset + size <= log.sure
+                    if not has_room:
+                        physical_offset = log.claim(size)
+                    queue_offset = lane.next_queue_offset if counted else 0
+                    header = _pack_header[sys_flag & 48](
+                        size, _MAGIC, checksum, queue_id, message.flag, queue_offset, physical_offset, sys_flag,
+                        now if born_timestamp_ms is None else born_timestamp_ms, born_at,
+                        now, stored_at, reconsume_times, prepared_transaction_offset, body_size,
+                    )  # fmt: skip
+                    if counted:
+                        if waits_ms is not None:
+                            tags_code = now + waits_ms  # when it is to be delivered
+                        if lane.queue.ext is not None:  # first, so that no record lacks its entry if this fails
+                            with critical:
+                                tags_code = dispatcher.add_unit(lane, tags_code, now, raw)
+                    if not has_room:
                         with critical:
-                            tags_code = dispatcher.add_unit(lane, tags_code, now, raw)
-                if not has_room:
-                    with critical:
-                        log.make_room(size)
-                dispatcher.writing_at = physical_offset
-                log.copy_in(header + tail, size)
-                if counted:
-                    lane.next_queue_offset = queue_offset + 1
-                    pending = lane.pending
-                    if not pending:
-                        lane.pending_from = queue_offset
-                        dispatcher.lanes.append(lane)
-                    pending.append(_pack_entry(physical_offset, size, tags_code))
-                records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
-                dispatcher.writing_at = -1
-                del lock_holder  # `check_reentry` looks for it
+                            log.make_room(size)
+                    dispatcher.writing_at = physical_offset
+                    log.copy_in(header + tail, size)
+                    if counted:
+                        lane.next_queue_offset = queue_offset + 1
+                        pending = lane.pending
+                        if not pending:
+                            lane.pending_from = queue_offset
+                            dispatcher.lanes.append(lane)
+                        pending.append(_pack_entry(physical_offset, size, tags_code))
+                    records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
+                    dispatcher.writing_at = -1
+                finally:
+                    lock.owner = 0
         except TypeError:
             check_fields(queue_id, sys_flag)
             raise
@@ -315,8 +326,8 @@ class Appender(AppendState):
         header = record_format.HEADERS[data[record_format.SYS_FLAG_AT + 3] & record_format.HOSTS_V6].unpack_from(data)
         _, _, _, _, own_flag, _, _, own_sys_flag, born_timestamp_ms, born_at, _, stored_at, times, _, _ = header
         message = Message._from_parts(topic, data[begin:end], own_flag if flag is None else flag, dict(properties))
-        append = getattr(self, "append_usual", self.append)  # of the compiled core
-        result: AppendResult = append(
+        append, _ = self.append_methods()
+        return append(
             message,
             queue_id,
             born_timestamp_ms=born_timestamp_ms,
@@ -328,7 +339,6 @@ class Appender(AppendState):
             properties_raw=raw,
             wait=False,
         )
-        return result
 
     def append_batch(  # noqa: PLR0913 (a keyword for each field of a record)
         self,
@@ -364,35 +374,41 @@ class Appender(AppendState):
         if self.lock.mutex.locked():
             self.lock.yield_to_waiters()
         try:
+            thread = get_ident()
             with self.lock.mutex:
-                lock_holder = self.lock
-                now = self.admit()
-                log, dispatcher = self.log, self.dispatcher
-                places = list(accumulate(sizes, initial=log.claim(sum(sizes))))
-                end = places.pop()
-                queue_offsets = range(lane.next_queue_offset, lane.next_queue_offset + len(messages))
-                # Packing row by row, as copies are packed, would cost a quarter more.
-                headers = map(
-                    _pack_header[sys_flag & 48],
-                    sizes, repeat(_MAGIC), batch.checksums, repeat(queue_id), batch.flags, queue_offsets, places,
-                    repeat(sys_flag), repeat(now if born_timestamp_ms is None else born_timestamp_ms), repeat(born_at),
-                    repeat(now), repeat(stored_at), repeat(reconsume_times), repeat(0), batch.body_sizes,
-                )  # fmt: skip
-                fields = zip(headers, batch.bodies, repeat(lane.topic_field), batch.raw_sizes, batch.raws, strict=False)
-                data = b"".join(chain.from_iterable(fields))
-                codes = batch.tags_codes
-                if lane.queue.ext is not None:
-                    with critical:
-                        codes = [
-                            dispatcher.add_unit(lane, code, now, raw)
-                            for code, raw in zip(codes, batch.raws, strict=True)
-                        ]
-                entries = list(map(_pack_entry, places, sizes, codes))
-                records = zip(
-                    places, repeat(now), repeat(lane.prefix_hash), batch.unique_keys, batch.keys, strict=False
-                )
-                self.write(data, {lane: entries}, records)
-                del lock_holder  # `check_reentry` looks for it
+                try:
+                    self.lock.owner = thread
+                    now = self.admit()
+                    log, dispatcher = self.log, self.dispatcher
+                    places = list(accumulate(sizes, initial=log.claim(sum(sizes))))
+                    end = places.pop()
+                    queue_offsets = range(lane.next_queue_offset, lane.next_queue_offset + len(messages))
+                    # Packing row by row, as copies are packed, would cost a quarter more.
+                    headers = map(
+                        _pack_header[sys_flag & 48],
+                        sizes, repeat(_MAGIC), batch.checksums, repeat(queue_id), batch.flags, queue_offsets, places,
+                        repeat(sys_flag), repeat(now if born_timestamp_ms is None else born_timestamp_ms),
+                        repeat(born_at), repeat(now), repeat(stored_at), repeat(reconsume_times), repeat(0),
+                        batch.body_sizes,
+                    )  # fmt: skip
+                    fields = zip(
+                        headers, batch.bodies, repeat(lane.topic_field), batch.raw_sizes, batch.raws, strict=False
+                    )
+                    data = b"".join(chain.from_iterable(fields))
+                    codes = batch.tags_codes
+                    if lane.queue.ext is not None:
+                        with critical:
+                            codes = [
+                                dispatcher.add_unit(lane, code, now, raw)
+                                for code, raw in zip(codes, batch.raws, strict=True)
+                            ]
+                    entries = list(map(_pack_entry, places, sizes, codes))
+                    records = zip(
+                        places, repeat(now), repeat(lane.prefix_hash), batch.unique_keys, batch.keys, strict=False
+                    )
+                    self.write(data, {lane: entries}, records)
+                finally:
+                    self.lock.owner = 0
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         self.finish_append(end, wait)
@@ -514,20 +530,26 @@ class Appender(AppendState):
         lock = self.lock
         if lock.mutex.locked():
             lock.yield_to_waiters()
+        thread = get_ident()
         with lock.mutex:
-            lock_holder = lock
-            if self.accepts:
-                self._advance(least)
-            del lock_holder  # `check_reentry` looks for it
+            try:
+                lock.owner = thread
+                if self.accepts:
+                    self._advance(least)
+            finally:
+                lock.owner = 0
 
     def drain(self) -> None:
         """Write the entries and keys that are due, for readers of queues and index."""
         if self.dispatcher.records:
             self.lock.check_reentry()
+            thread = get_ident()
             with self.lock.mutex:
-                lock_holder = self.lock
-                self.catch_up()
-                del lock_holder  # `check_reentry` looks for it
+                try:
+                    self.lock.owner = thread
+                    self.catch_up()
+                finally:
+                    self.lock.owner = 0
 
     def write_due(self) -> None:
         """Write the entries and keys of a compiled batch."""
@@ -539,11 +561,14 @@ class Appender(AppendState):
         dispatcher = self.dispatcher
         if dispatcher.lanes:
             self.lock.check_reentry()
+            thread = get_ident()
             with self.lock.mutex:
-                lock_holder = self.lock
-                self.repair()
-                dispatcher.write_entries()
-                del lock_holder  # `check_reentry` looks for it
+                try:
+                    self.lock.owner = thread
+                    self.repair()
+                    dispatcher.write_entries()
+                finally:
+                    self.lock.owner = 0
 
     def write_entries_that_fit(self) -> None:
         """Write the entries that are due, as far as the disk has room."""

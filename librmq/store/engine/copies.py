@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Sequence
+from threading import get_ident
 from typing import Final, NamedTuple
 
 from librmq.config import wrong_kind
@@ -176,17 +177,20 @@ class CopyWriter:
         results: list[AppendResult] = []
         lock = self._appender.lock
         lock.check_reentry()
+        thread = get_ident()
         with lock.mutex:
-            lock_holder = lock
-            now = self._appender.admit()
-            while len(results) < len(copies):
-                try:
-                    self._append_to_file(copies[len(results) :], now, results)
-                except StoreIOError:
-                    if not results:
-                        raise
-                    break
-            del lock_holder  # `check_reentry` looks for it
+            try:
+                lock.owner = thread
+                now = self._appender.admit()
+                while len(results) < len(copies):
+                    try:
+                        self._append_to_file(copies[len(results) :], now, results)
+                    except StoreIOError:
+                        if not results:
+                            raise
+                        break
+            finally:
+                lock.owner = 0
         if results:
             self._appender.finish_append(results[-1].physical_offset + results[-1].size, wait=False)
         return results

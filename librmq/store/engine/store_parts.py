@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Final, NamedTuple
 
 from librmq.clock import Clock
@@ -276,8 +274,10 @@ _THREADS_KEPT: Final = 32
 class AppendLock:
     """A lock that a signal handler can't wait for while its own thread holds it. Thread-safe.
 
-    Code that takes ``mutex`` outside a critical block calls `check_reentry` before, and has this object in a local
-    variable ``lock_holder`` while it holds it. As a context manager it is taken for a deletion by retention.
+    Code that takes ``mutex`` outside a critical block calls `check_reentry` before, and has its thread in ``owner``
+    while it holds it. It asks for the thread before it takes the lock, and clears ``owner`` before it releases it:
+    Python runs a handler after a call, and none comes between those assignments and the lock. As a context manager the
+    lock is taken for a deletion by retention.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -289,6 +289,8 @@ class AppendLock:
         self.mutex = Lock()
         self.flushing = RLock()
         """What a flush holds, and what replaces the parts that it flushes; taken before ``mutex``."""
+        self.owner = 0
+        """The thread that holds ``mutex`` where signal handlers can run; 0 without one."""
         self._deleting = False
         self._never = threading.Event()
         self._last_thread = threading.get_ident()
@@ -302,16 +304,11 @@ class AppendLock:
         Raises:
             StoreError: The call is such a handler's.
         """
-        if not self.mutex.locked() or threading.get_ident() != threading.main_thread().ident:
-            return
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if "lock_holder" in frame.f_code.co_varnames and frame.f_locals.get("lock_holder") is self:
-                raise StoreError(
-                    f"a signal handler called the store that it interrupted in {frame.f_code.co_name}, and would wait "
-                    f"for itself forever: let the handler record the signal, and call the store after it has returned"
-                )
-            frame = frame.f_back
+        if self.owner and self.owner == threading.get_ident():
+            raise StoreError(
+                "a signal handler called the store in the middle of a call that it interrupted, and would wait for "
+                "itself forever: let the handler record the signal, and call the store after it has returned"
+            )
 
     def yield_to_waiters(self) -> None:
         """Check for reentry, and give other threads the interpreter before the caller waits for ``mutex``.
