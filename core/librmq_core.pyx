@@ -760,7 +760,7 @@ cdef bint can_write(AppendState self, int64_t size):
     cdef LogState log = self.log
     if not self.accepts or self.dispatcher.writing_at >= 0:
         return False
-    return type(log._buffer) is _mmap and log.end + size <= log.sure and log.end >= log._file_start
+    return type(log._buffer) is _mmap and size <= log.sure - log.end and log.end >= log._file_start
 
 
 cdef object copy_in(LogState log, object begin, const uint8_t *data, int64_t size, bint many):

@@ -558,6 +558,61 @@ def test_deleted_halves_are_skipped(desk: Desk) -> None:
     assert [int(copy.body) for copy in desk.check()] == list(range(gone, 60))
 
 
+@pytest.mark.parametrize("form", ["0,1,3,", "0,1,3", "3,0,1,0,", "0,x,1,99,3,,"])
+def test_an_op_of_5_ends_many_halves(form: str) -> None:
+    """5.x collects the ends of some seconds in one op message."""
+    desk = Desk()
+    halves = [desk.prepare(number) for number in range(5)]
+    desk.store.append(Message(OP_TOPIC, form.encode(), tags="d"), 0)
+    desk.rollback(halves[4])
+    ended = EndedHalves(desk.store, desk.offsets)
+    assert [number for number in range(5) if number in ended] == [0, 1, 3, 4]
+    with pytest.raises(TransactionRefusedError, match="rolled back"):
+        desk.commit(halves[3])
+    assert [copy.body for copy in desk.check()] == [b"2"]
+    assert desk.progress()[0] == 5
+
+
+def test_an_op_of_5_is_passed_with_its_last_half() -> None:
+    desk = Desk()
+    for number in range(4):
+        desk.clock.advance(ms=10_000 if number == 2 else 0)
+        desk.prepare(number)
+    desk.store.append(Message(OP_TOPIC, b"0,1,3,", tags="d"), 0)
+    assert desk.check(0) == []
+    assert desk.progress() == (2, None)  # half 2 is too young; the op message still ends half 3
+    assert [copy.body for copy in desk.check()] == [b"2"]
+    assert desk.progress() == (4, 1)
+
+
+def test_an_op_of_many_halves_is_longer_than_a_number() -> None:
+    desk = Desk()
+    for number in range(100):
+        desk.prepare(number)
+    desk.store.append(Message(OP_TOPIC, b"".join(b"%d," % number for number in range(99)), tags="d"), 0)
+    assert [copy.body for copy in desk.check()] == [b"99"]
+
+
+def test_ops_are_read_rightly_by_5(desk: Desk) -> None:
+    """5.3.3 splits the body at commas, and drops what is empty at the end."""
+    for number in range(12):
+        desk.rollback(desk.prepare(number))
+    assert [[int(part) for part in body.decode().split(",") if part] for body in desk.ops()] == [[n] for n in range(12)]
+
+
+@pytest.mark.parametrize("topic", [HALF_TOPIC, OP_TOPIC])
+def test_a_progress_beyond_the_end_is_put_back_at_the_opening(desk: Desk, topic: str) -> None:
+    """Records behind it were lost with a power failure: the next halves at these offsets are checked."""
+    desk.rollback(desk.prepare(0))
+    desk.check()
+    desk.offsets.set_consumer_offset(topic, CHECK_GROUP, 0, 7)
+    desk.offsets.persist(START_MS)
+    desk = desk.after_crash()
+    desk.prepare(1)
+    desk.rollback(desk.prepare(2))
+    assert [copy.body for copy in desk.check()] == [b"1"]
+
+
 def test_a_progress_beyond_the_queues_does_nothing(desk: Desk) -> None:
     desk.prepare()
     desk.offsets.set_consumer_offset(HALF_TOPIC, CHECK_GROUP, 0, 7)

@@ -48,7 +48,7 @@ from librmq.message.topics import (
     retry_topic,
 )
 from librmq.runtime.event_log import counted
-from librmq.scheduling.half_messages import QUEUE, half_of
+from librmq.scheduling.half_messages import QUEUE, halves_of
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer_config import DELETE_KEY, ROLL_TIMES
 from librmq.scheduling.waiting import WAITING_TOPICS, Cancellation, Cancellations, destination_of
@@ -248,12 +248,12 @@ def _rollbacks(store: MessageStore, records: Sequence[StoredMessage]) -> list[St
     first_ms = min(message.store_timestamp_ms for message in halves.values())
     begin = store.queue_offset_at(OP_TOPIC, QUEUE, first_ms - 1)
     for op in store.messages(OP_TOPIC, QUEUE, begin):
-        queue_offset = half_of(op) if op.body else None
-        half = None if queue_offset is None else halves.get(queue_offset)
-        if half is not None and half.unique_key not in events and op.physical_offset > half.physical_offset:
-            group = half.properties.get(record.PROPERTY_PRODUCER_GROUP)
-            note = f"the half at queue offset {half.queue_offset}"
-            events[half.unique_key] = _event(op, "rolled_back", group, note)._replace(unique_key=half.unique_key)
+        for queue_offset in sorted(halves_of(op) & halves.keys()):
+            half = halves[queue_offset]
+            if half.unique_key not in events and op.physical_offset > half.physical_offset:
+                group = half.properties.get(record.PROPERTY_PRODUCER_GROUP)
+                note = f"the half at queue offset {half.queue_offset}"
+                events[half.unique_key] = _event(op, "rolled_back", group, note)._replace(unique_key=half.unique_key)
     return list(events.values())
 
 

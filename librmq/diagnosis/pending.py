@@ -5,7 +5,7 @@
 messages come from.
 
 All are read from the broker's files, without a broker or beside a running one. `pending_messages` collects no messages:
-its memory grows only by a bit for each half message, some bytes for each timer, and what POP holds.
+its memory grows only by a bit for each half message, some bytes for each open one and each timer, and what POP holds.
 
 A half that 15 checks could not end goes to ``TRANS_CHECK_MAX_TIME_TOPIC``, and no producer is asked again. A later
 decision delivers or drops the message, and writes an op message for its end.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
@@ -44,7 +44,7 @@ from librmq.message.topics import (
     retry_topic,
 )
 from librmq.runtime.event_log import counted
-from librmq.scheduling.half_messages import QUEUE, EndedHalves, half_of, progress
+from librmq.scheduling.half_messages import QUEUE, EndedHalves, halves_of, is_copy, progress, transaction_of
 from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC
 from librmq.scheduling.timer_wheel import waiting_timers
 from librmq.scheduling.waiting import Cancellations, destination_of, own_time_ms
@@ -164,7 +164,7 @@ def given_up_halves(store: MessageStore) -> Iterator[StoredMessage]:
     ended: set[int] | None = None
     for half in store.messages(CHECK_MAX_TIME_TOPIC):
         if ended is None:
-            ended = {queue_offset for op in store.messages(OP_TOPIC) if (queue_offset := half_of(op)) is not None}
+            ended = {queue_offset for op in store.messages(OP_TOPIC) for queue_offset in halves_of(op)}
         has_op = any(copy.queue_offset in ended for copy in family_of_half(store, half))
         if not has_op and not _has_final(store, half):
             yield half
@@ -187,38 +187,36 @@ def family_of_half(store: MessageStore, half: StoredMessage) -> list[StoredMessa
 
 
 def open_halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int, StoredMessage]]:
-    """Yield the half messages without an end, each with the time of its first check.
+    """Yield the transactions without an end: the last half of each, with the time of its first check.
+
+    A check puts a copy of a half at the end of the queue. A crash can take back the progress that has passed the half.
 
     Raises:
         CorruptionError: A file is unreadable.
     """
     ended = EndedHalves(store, tables)
-    halves = store.messages(HALF_TOPIC, 0, progress(store, tables, HALF_TOPIC))
-    if store.past_ms is not None or not tables.offsets.is_stored:
-        halves = _last_copies(store, halves)  # the progress, which passes halves that were put back, is unknown
-    for half in halves:
-        if half.queue_offset in ended:
-            continue
-        immunity_s = java_long(half.properties.get(record.PROPERTY_CHECK_IMMUNITY_TIME, "-1"))
+    places: dict[tuple[object, ...], int] = {}
+    for half in store.messages(HALF_TOPIC, QUEUE, progress(store, tables, HALF_TOPIC)):
+        name = transaction_of(half)
+        has_ended = half.queue_offset in ended
+        if places.pop(name, None) is None and not has_ended and is_copy(half):
+            family = family_of_half(store, half)  # an end of any of them can come before a copy
+            has_ended = any(one.queue_offset in ended and transaction_of(one) == name for one in family)
+        if not has_ended:
+            places[name] = half.physical_offset
+    for discarded in store.messages(CHECK_MAX_TIME_TOPIC) if places else ():
+        name = transaction_of(discarded)
+        if places.get(name, discarded.physical_offset) < discarded.physical_offset:
+            del places[name]
+    for place in places.values():
+        last = store.message_at(place)
+        if last is None:
+            continue  # retention deleted it meanwhile
+        immunity_s = java_long(last.properties.get(record.PROPERTY_CHECK_IMMUNITY_TIME, "-1"))
         yield (
-            half.born_timestamp_ms + (_TIMEOUT_MS if immunity_s is None or immunity_s == -1 else 1000 * immunity_s),
-            half,
+            last.born_timestamp_ms + (_TIMEOUT_MS if immunity_s is None or immunity_s == -1 else 1000 * immunity_s),
+            last,
         )
-
-
-def _last_copies(store: MessageStore, halves: Iterable[StoredMessage]) -> Iterator[StoredMessage]:
-    """Yield the last of the halves with the same unique id, unless checks have given it up.
-
-    Each check puts a half back at the end of the queue.
-    """
-    latest: dict[str | int, StoredMessage] = {}
-    for half in halves:
-        name = half.unique_key or half.physical_offset
-        latest.pop(name, None)
-        latest[name] = half
-    for discarded in store.messages(CHECK_MAX_TIME_TOPIC) if latest else ():
-        latest.pop(discarded.unique_key or -1, None)
-    return iter(latest.values())
 
 
 def _delays(view: StoreView) -> Iterator[tuple[int, StoredMessage]]:

@@ -1,13 +1,15 @@
 """Half messages: their ends, and the check of those that have not ended.
 
-An op message records the end of a half: its body is the half's queue offset in decimal digits. The check stores its
-progress in both queues as group ``CID_RMQ_SYS_TRANS``. `librmq.txn` describes the records. Mirrors the op queue and the
-``check`` of 4.9.4's ``TransactionalMessageServiceImpl``, and its ``TransactionalMessageCheckService``.
+An op message records the end of a half: its body is the half's queue offset in decimal digits. 5.x collects the ends of
+some seconds in one op message, ``3,4,7,``; it reads a number without a comma too. The check stores its progress in both
+queues as group ``CID_RMQ_SYS_TRANS``. `librmq.txn` describes the records. Mirrors the op queue and the ``check`` of
+4.9.4's ``TransactionalMessageServiceImpl``, and its ``TransactionalMessageCheckService``.
 """
 
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Final, NamedTuple, Protocol
@@ -33,6 +35,8 @@ QUEUE: Final = 0
 """The only queue of halves, of op messages, and of discarded halves."""
 OP_TAG: Final = "d"
 """The tag of every op message."""
+HALF_SEPARATOR: Final = ","
+"""Stands behind each queue offset in an op message of 5.x."""
 _IDS: Final = 1 << 15
 _IDS_AT_OPENING: Final = 1 << 12
 
@@ -91,9 +95,9 @@ class EndedHalves:
         while True:
             batch = self._store.read(OP_TOPIC, QUEUE, self._next_op)
             for op in batch.messages:
-                queue_offset = half_of(op)
-                if queue_offset is not None and queue_offset < end:  # the body of an op message can be anything
-                    self._set_bit(queue_offset)
+                for queue_offset in halves_of(op):
+                    if queue_offset < end:  # the body of an op message can be anything
+                        self._set_bit(queue_offset)
             if batch.next_offset == self._next_op or batch.status is GetStatus.NO_MESSAGE_IN_QUEUE:
                 return
             self._next_op = batch.next_offset
@@ -169,17 +173,34 @@ def progress(store: MessageStore, offsets: TransactionOffsets, topic: str) -> in
     return store.queue_range(topic, QUEUE)[0]  # unlike others, this call writes no entries; each commit makes it
 
 
-def half_of(op: StoredMessage) -> int | None:
-    """Return the queue offset of the half in an op message; −1 if it is unreadable, None without the tag."""
+def halves_of(op: StoredMessage) -> set[int]:
+    """Return the queue offsets of the halves in an op message; −1 for an unreadable one, none without the tag."""
     if op.tags != OP_TAG:
         _log.error(
             "the op message at %(physical_offset)d is skipped: expected the tag 'd', found %(tags)r",
             physical_offset=op.physical_offset,
             tags=op.tags,
         )
-        return None
-    queue_offset = java_long(op.stored_body[:64].decode("utf-8", "replace"))
-    return -1 if queue_offset is None else queue_offset
+        return set()
+    numbers = map(java_long, op.stored_body.decode("utf-8", "replace").rstrip(HALF_SEPARATOR).split(HALF_SEPARATOR))
+    return {-1 if queue_offset is None else queue_offset for queue_offset in numbers}
+
+
+def is_copy(half: StoredMessage) -> bool:
+    """Return whether a check has put a half back, as a copy of an earlier one."""
+    return not half.properties.keys().isdisjoint((_CHECK_TIMES, _PREPARED_AT))
+
+
+def transaction_of(half: StoredMessage) -> tuple[object, ...]:
+    """Return what the halves of one transaction share; without a unique id each half is a transaction of its own.
+
+    Time of birth and queue can differ: a producer that got no answer chooses them again.
+    """
+    properties = half.properties
+    if not half.unique_key:
+        return (half.physical_offset,)
+    names = record.PROPERTY_PRODUCER_GROUP, record.PROPERTY_REAL_TOPIC
+    return (half.unique_key, zlib.crc32(half.stored_body), len(half.stored_body), *map(properties.get, names))
 
 
 # ---- check
@@ -237,6 +258,7 @@ class CheckPass:
         self._end = 0 if queue is None else queue.max_offset  # its own copies wait for the next pass
         self._op_begin = self._op_end = self._next_op = progress(store, offsets, OP_TOPIC)
         self._op_by_half: dict[int, int] = {}  # op messages by half that were read and not used yet
+        self._halves_left: dict[int, int] = {}  # by op message: its unused halves, where they are several
         self._used_ops: set[int] = set()  # used op messages from `_op_end` on
         self._last_born_ms: int | None = None  # of the last op message in the last batch; None for an empty batch
         self._missed = False
@@ -253,10 +275,7 @@ class CheckPass:
         for _ in range(limit):
             if now_ms - self._start_ms > self._longest_ms or self.queue_offset >= self._end:
                 return True
-            op = self._op_by_half.pop(self.queue_offset, None)
-            if op is not None:
-                self._mark_used(op)
-            else:
+            if not self._use_op(self.queue_offset):
                 batch = self._store.read(HALF_TOPIC, QUEUE, self.queue_offset, 1)
                 if not batch.messages:
                     if self._missed or not _is_illegal(batch):
@@ -294,9 +313,7 @@ class CheckPass:
         while not self._is_due(age_ms, immunity_ms):
             previous_born_ms = self._last_born_ms
             self._read_ops()
-            op = self._op_by_half.pop(self.queue_offset, None)
-            if op is not None:
-                self._mark_used(op)
+            if self._use_op(self.queue_offset):
                 return True
             if previous_born_ms is None and self._last_born_ms is None:
                 break  # no op message yet: 4.9 would read again until the pass times out
@@ -352,11 +369,10 @@ class CheckPass:
 
     def _find_op(self) -> None:
         """Read op messages up to the current half's."""
-        while self.queue_offset not in self._op_by_half:
+        while not self._use_op(self.queue_offset):
             self._read_ops()
             if self._last_born_ms is None:
                 return
-        self._mark_used(self._op_by_half.pop(self.queue_offset))
 
     def _is_due(self, age_ms: int, immunity_ms: int) -> bool:
         if self._last_born_ms is None:
@@ -370,9 +386,7 @@ class CheckPass:
             queue_offset = java_long(first)
             if queue_offset is None or queue_offset == -1:
                 return False
-            op = self._op_by_half.pop(queue_offset, None)
-            if op is not None:
-                self._mark_used(op)
+            if self._use_op(queue_offset):
                 return True
         properties[record.PROPERTY_WAIT] = "false"
         properties.setdefault(_PREPARED_AT, str(half.queue_offset))
@@ -435,13 +449,26 @@ class CheckPass:
             )
             self._offsets.set_consumer_offset(OP_TOPIC, CHECK_GROUP, QUEUE, batch.next_offset)
         for op in batch.messages:
-            half = half_of(op)
-            if half is None or half < self._begin:
+            halves = [half for half in halves_of(op) if half >= self._begin]
+            self._op_by_half.update(dict.fromkeys(halves, op.queue_offset))
+            if not halves:
                 self._mark_used(op.queue_offset)
-            else:
-                self._op_by_half[half] = op.queue_offset
+            elif len(halves) > 1:
+                self._halves_left[op.queue_offset] = len(halves)
         if batch.status is not GetStatus.NO_MESSAGE_IN_QUEUE:
             self._next_op = batch.next_offset
+
+    def _use_op(self, half_offset: int) -> bool:
+        """Use the op message of a half; return False if none was read. One of several halves is used with its last."""
+        op_offset = self._op_by_half.pop(half_offset, None)
+        if op_offset is None:
+            return False
+        left = self._halves_left.pop(op_offset, 1) - 1
+        if left:
+            self._halves_left[op_offset] = left
+        else:
+            self._mark_used(op_offset)
+        return True
 
     def _mark_used(self, op_offset: int) -> None:
         self._used_ops.add(op_offset)
@@ -560,6 +587,7 @@ class CheckSchedule:
         self._uncounted: set[int] = set()
         self._store = store
         self._offsets = offsets
+        self._put_back_progress()
         self._config = config
         self._hooks = hooks
         self._interval_ms = round(1000 * config.interval_s)
@@ -578,6 +606,19 @@ class CheckSchedule:
             save_every_s=0,
             aside=aside,
         )
+
+    def _put_back_progress(self) -> None:
+        """Set a progress beyond the end of its queue to the end, so that the next halves there are checked.
+
+        A power failure can take the last records from the log of a broker of RocketMQ that has saved its progress.
+        """
+        for topic in (HALF_TOPIC, OP_TOPIC):
+            end, stored = (
+                self._store.queue_range(topic, QUEUE)[1],
+                self._offsets.consumer_offset(topic, CHECK_GROUP, QUEUE),
+            )
+            if stored is not None and stored > end:
+                self._offsets.set_consumer_offset(topic, CHECK_GROUP, QUEUE, end)
 
     def judged_below(self) -> int:
         """Return the queue offset below which all halves have ended, were copied, or were discarded."""

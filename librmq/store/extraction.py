@@ -383,12 +383,17 @@ def _append(
     return place, data
 
 
+def _is_number(part: bytes) -> bool:
+    return part.isdigit() and len(part) < _MAX_DIGITS
+
+
 def _op_of_half(message: StoredMessage, numbers: Renumbering) -> bytearray:
-    """Return the record of an op message that names the half's new queue offset."""
+    """Return the record of an op message that names the new queue offsets of its halves."""
     op = record.decode_record(message.raw)
-    text = op.body.decode("ascii", "replace")
-    if text.isdigit() and len(text) < _MAX_DIGITS:
-        body = str(numbers.half(message.queue_id, int(text))).encode()
+    parts = op.body.split(b",")  # 5.x writes a comma behind each number
+    if any(_is_number(part) for part in parts):
+        moved = (b"%d" % numbers.half(message.queue_id, int(part)) if _is_number(part) else part for part in parts)
+        body = b",".join(moved)
         op = dataclasses.replace(op, body=body, body_crc=record.body_checksum(body))
     return bytearray(record.encode_record(op))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,19 @@ from librmq.cli import main
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import DelayConfig, DelaySchedule
+from librmq.diagnosis import StoreView, story
 from librmq.diagnosis.pending import PendingMessage, pending_messages
 from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message
-from librmq.message.topics import OP_TOPIC
+from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import TransactionConfig, Transactions
+from tests.reference import existing
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS
 
 SMALL_WHEEL = TimerConfig(slots_total=600, timer_log_file_size=1024, timer_roll_window_slot=100)
@@ -165,6 +168,51 @@ def test_retries_with_the_topic_they_were_sent_to() -> None:
     found = [(one.kind, one.topic, one.target_topic) for one in store.pending()]
     assert found == [("delay", "D", "D"), ("retry", "D", "%RETRY%G")]
     assert [one.unique_key for one in store.pending(kind="retry")] == ["R"]
+
+
+def test_halves_that_an_op_of_5_ends_do_not_wait() -> None:
+    store = Store()
+    for number in range(5):
+        store.half(number)
+    store.store.append(Message(OP_TOPIC, b"0,1,3,", tags="d"))
+    assert [one.unique_key for one in store.pending()] == ["H2", "H4"]
+    assert [one.event for one in story(StoreView.over(store.store), "H3")] == ["half", "rolled_back"]
+
+
+def test_halves_of_a_broker_of_5_that_was_killed(tmp_path: Path) -> None:
+    """It wrote the ends of three commits and three rollbacks in one op message."""
+    with tarfile.open(existing("store-5.3.3/tx3.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (path,) = (found.parent for found in tmp_path.rglob("commitlog"))
+    with StoreView.open(path) as view:
+        assert len(list(pending_messages(view.store, kind="half"))) == 3
+
+
+def test_a_copy_of_a_half_waits_in_its_place() -> None:
+    """A killed broker has put halves back, and not saved the progress of its check."""
+    store = Store()
+    places = [store.half(number) for number in range(3)]
+    copies = []
+    for _ in range(4):
+        store.clock.advance(ms=60_000)
+        found = store.transactions.check(store.clock.now_ms()).questions
+        copies = [one.half for one in found]
+    store.tables.set_consumer_offset(HALF_TOPIC, "CID_RMQ_SYS_TRANS", 0, 0)
+    assert [(one.unique_key, one.checks) for one in store.pending()] == [("H0", 4), ("H1", 4), ("H2", 4)]
+    store.store.append(Message(OP_TOPIC, b"%d" % copies[1].queue_offset, tags="d"))  # as 4.9 and 5.x end a copy
+    store.store.append(Message(OP_TOPIC, b"%d" % places[2][1], tags="d"))
+    assert [one.unique_key for one in store.pending()] == ["H0"]
+
+
+def test_given_up_halves_that_an_op_of_5_ends() -> None:
+    store = Store()
+    for number in range(3):
+        store.half(number)
+    for _ in range(2):
+        store.clock.advance(ms=60_000)
+        store.transactions.check(store.clock.now_ms(), TransactionConfig(check_max=1))
+    store.store.append(Message(OP_TOPIC, b"0,2,", tags="d"))
+    assert [one.unique_key for one in store.pending(kind="given_up")] == ["H1"]
 
 
 def test_given_up_halves_until_they_are_decided() -> None:

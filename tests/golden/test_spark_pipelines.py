@@ -242,12 +242,12 @@ def test_pending_transactions(stores: list[str], plain: Plain, tmp_path: Path) -
     with MessageStore.open(made, StoreConfig.tiny(), clock=ManualClock(1_700_000_000_000)) as store:
         transactions = Transactions(store, BrokerTables.open(os.path.join(made, "config")), 0)
         halves = []
-        for number in range(4):
+        for number in range(6):
             message = Message("H", b"x", unique_key=f"H{number}")
             message.properties |= {"PGROUP": "P", "TRAN_MSG": "true"}
             halves.append(transactions.prepare(message, 0))
         transactions.commit(halves[1].physical_offset, halves[1].queue_offset, "P")
-        for body, tags in ((b"no number", "d"), (b"2", None), (b" 2", "d"), (b"77", "d"), (b"+3", "d")):
+        for body, tags in ((b"no number", "d"), (b"2", None), (b" 2", "d"), (b"77", "d"), (b"+3", "d"), (b"4,5,", "d")):
             store.append(Message(OP_TOPIC, body, tags=tags))
     found = {
         (row["store"], row["queueOffset"], row["group"], row["topic"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import socket
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import DecodeError
 
 from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc.protocol import message_class
@@ -99,4 +103,69 @@ def test_random_bytes_on_a_connection_stop_no_client(server: GrpcServer, seed: i
         with socket.create_connection((server.host, server.port), timeout=5) as raw:
             raw.sendall((PREFACE if chance.random() < 0.5 else b"") + chance.randbytes(chance.randint(1, 4000)))
     with Stub(server.address) as stub:
+        assert stub.send(message("t")).status.code == 20000
+
+
+def telemetry(chance: random.Random) -> bytes:
+    """Return valid settings of a client, of one of several shapes."""
+    command = message_class("TelemetryCommand")()
+    settings = command.settings
+    settings.access_point.addresses.add(host="localhost", port=1)
+    settings.request_timeout.FromSeconds(3)
+    settings.user_agent.hostname = "h"
+    settings.metric.endpoints.addresses.add(host="m")
+    if chance.random() < 0.5:
+        settings.backoff_policy.exponential_backoff.initial.FromSeconds(1)
+        settings.publishing.topics.add(name="t")
+    else:
+        settings.backoff_policy.customized_backoff.next.add().FromSeconds(2)
+        settings.subscription.group.name = "g"
+        settings.subscription.subscriptions.add().topic.name = "t"
+    data: bytes = command.SerializeToString()
+    return data
+
+
+def test_classes_of_nested_messages_are_held() -> None:
+    """protobuf's upb lets the class of a nested message go with its last instance, though the parser can need it."""
+    command = message_class("TelemetryCommand").FromString(telemetry(random.Random(0)))
+    nested = [command.settings, command.settings.metric, command.settings.backoff_policy, command.settings.user_agent]
+    classes = [weakref.ref(type(one)) for one in nested]
+    del command, nested
+    gc.collect()
+    assert all(one() is not None for one in classes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", some(range(8)))
+def test_changed_settings_are_parsed_on_several_threads(seed: int) -> None:
+    def parse(number: int) -> int:
+        chance, parsed = random.Random(f"{seed} {number}"), 0
+        for turn in range(500):
+            try:
+                command = message_class("TelemetryCommand").FromString(changed(telemetry(chance), chance))
+            except DecodeError:
+                continue
+            copy = message_class("TelemetryCommand")()
+            copy.settings.CopyFrom(command.settings)
+            copy.settings.backoff_policy.exponential_backoff.max.FromSeconds(1)
+            copy.settings.metric.endpoints.CopyFrom(copy.settings.access_point)
+            parsed += len(copy.SerializeToString()) > 0
+            if turn % 50 == 0:
+                gc.collect()
+        return parsed
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(parse, range(4)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", some(range(4)))
+def test_changed_settings_on_streams_stop_no_client(server: GrpcServer, seed: int) -> None:
+    chance = random.Random(seed)
+    with Stub(server.address) as stub:
+        for _ in range(40):
+            try:
+                list(stub.raw_stream("Telemetry", changed(telemetry(chance), chance), timeout=0.05))
+            except grpc.RpcError:
+                continue
         assert stub.send(message("t")).status.code == 20000

@@ -22,7 +22,7 @@ from librmq.message.record import (
     RESERVED_PROPERTIES,
 )
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX
-from librmq.scheduling.half_messages import CHECK_GROUP
+from librmq.scheduling.half_messages import CHECK_GROUP, HALF_SEPARATOR
 from librmq.scheduling.timer_config import (
     DELAY_MS,
     DELAY_SEC,
@@ -218,8 +218,8 @@ def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) 
 
     ``halves`` are messages of the half topic with store, queueOffset, physicalOffset, properties, uniqueKey,
     bornTimestamp, storeTimestamp; ``ops`` messages of the op topic with store, queueOffset, tags and body (the queue
-    offset of the half that was ended); ``offsets`` as in `librmq.spark.stores`; halves before the broker's own progress
-    have ended. Columns: store, group, topic, uniqueKey, queueOffset, physicalOffset, checks, born, stored.
+    offsets of ended halves); ``offsets`` as in `librmq.spark.stores`; halves before the progress of the check ended.
+    Columns: store, group, topic, uniqueKey, queueOffset, physicalOffset, checks, born, stored.
     """
 
     def from_progress(messages: DataFrame, topic: str) -> DataFrame:
@@ -230,7 +230,10 @@ def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) 
         )
 
     ended_ops = from_progress(ops, OP_TOPIC).where(F.col("tags") == "d")  # the body of an op message can be anything
-    ended = ended_ops.select("store", _whole_number(F.col("body").cast("string")).alias("half"))
+    numbers = F.explode(F.split(F.col("body").cast("string"), HALF_SEPARATOR))  # 5.x writes several: 3,4,7,
+    ended = ended_ops.select("store", numbers.alias("number")).select(
+        "store", _whole_number(F.col("number")).alias("half")
+    )
     left = from_progress(halves, HALF_TOPIC)
     left = left.join(ended, (left["store"] == ended["store"]) & (left["queueOffset"] == ended["half"]), "left_anti")
     value_of = _properties("properties")

@@ -318,12 +318,27 @@ def _pool() -> descriptor_pool.DescriptorPool:
     return pool
 
 
-_POOL: Final = _pool()
+def _classes(pool: descriptor_pool.DescriptorPool) -> dict[str, Any]:
+    """Return the class of each message of a pool by its full name, with those within others."""
+    names = "google.protobuf.Timestamp", "google.protobuf.Duration", f"{PACKAGE}.Settings"
+    files = map(pool.FindFileContainingSymbol, names)
+    left = [message for file in files for message in file.message_types_by_name.values()]
+    classes = {}
+    while left:
+        message = left.pop()
+        left += message.nested_types
+        classes[message.full_name] = message_factory.GetMessageClass(message)
+    return classes
+
+
+# protobuf refers to the class of a nested message weakly. A class that is collected while another thread reads such a
+# message has ended the process, so all of them are held.
+_CLASSES: Final = _classes(_pool())
 
 
 def message_class(name: str) -> Any:  # noqa: ANN401 (made at run time)
     """Return the class of a message of the service."""
-    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+    return _CLASSES[f"{PACKAGE}.{name}"]
 
 
 # ---- status codes
