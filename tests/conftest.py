@@ -127,12 +127,13 @@ def run_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
     def run(*words: object, given: str | bytes | list[Row | str] = b"") -> tuple[int, list[str], str]:
         from librmq.cli import main
+        from tests.cases import commands_for
 
         if isinstance(given, list):
             given = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in given)
         data = given.encode() if isinstance(given, str) else given
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
-        status = main([str(word) for word in words])
+        status = main([str(word) for word in words], commands_for(words))
         shown = capsys.readouterr()
         return status, shown.out.splitlines(), shown.err
 

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from librmq.cli.options import (
@@ -44,7 +44,7 @@ _END: Final = (
 )
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
+def parse(words: Sequence[str], commands: Mapping[str, Command] = COMMANDS) -> argparse.Namespace:
     """Parse a command line; ``command`` of the result is the `Command` that it names.
 
     Raises:
@@ -67,11 +67,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         raise SystemExit(0)
     if frame.command is None:
         top.error("name a command; librmq --help lists them")
-    command = COMMANDS.get(frame.command)
+    command = commands.get(frame.command)
     if command is None:
         from librmq.config import nearest
 
-        near = nearest(frame.command, COMMANDS)
+        near = nearest(frame.command, commands)
         hint = f"did you mean {near}?" if near is not None else "librmq --help lists them"
         top.error(f"there is no command {frame.command[:80]!r}; {hint}")
     before = argparse.Namespace(format=getattr(frame, "format", None), config=None, command=command)
@@ -111,14 +111,14 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
     if command.actions:
         parser.add_argument("action", metavar="ACTION", choices=command.actions, help=", ".join(command.actions))
     if command.store:
-        reads = command.name in READING
+        reads = command.reads or command.name in READING
         places: dict[str, Any] = {"nargs": "?"} if command.takes_route else {}
         parser.add_argument("store", metavar="STORE", help=f"the folder of the store{_OR_URL * reads}", **places)
         CONFIG.add_to(parser)
         if reads:
             AS_RECOVERED.add_to(parser)
             STORAGE_OPTIONS.add_to(parser)
-        if command.name in PAST:
+        if command.reads or command.name in PAST:
             AT.add_to(parser)
         elif command.name in UNDATED:
             parser.add_argument("--at", help=argparse.SUPPRESS)
@@ -169,8 +169,8 @@ class _Parser(argparse.ArgumentParser):
 Handler = Callable[[argparse.Namespace, Output], int]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status."""
+def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> int:
+    """Run one of the commands and return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if sys.stdout is None:  # closed by the caller
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
         try:
-            return _run(parse(words))
+            return _run(parse(words, commands))
         finally:
             sys.stdout.flush()
     except SystemExit as left:  # from the argument parser
@@ -260,7 +260,7 @@ def _call(arguments: argparse.Namespace) -> int:
     command = arguments.command
     if command.store and arguments.store is not None:
         _locate(arguments)
-    handler: Handler = getattr(importlib.import_module(f"librmq.cli.commands.{command.module}"), command.function)
+    handler: Handler = getattr(importlib.import_module(command.home), command.function)
     path = getattr(arguments, "out", None) if any("--out" in option.names for option in command.output) else None
     output = open_output(arguments.format, sys.stdout, path, getattr(arguments, "limit", None))
     try:

@@ -186,7 +186,7 @@ class Command:
 
     name: str
     module: str
-    """The module of `librmq.cli.commands` with the function of this name."""
+    """The module of `librmq.cli.commands` with the function of this name, or a module's full name."""
     summary: str
     example: str
     """Arguments that work on the store in ``tests/data``, which the help shows."""
@@ -203,6 +203,8 @@ class Command:
     """Whether ``--route`` can name a running cluster instead of a store."""
     makes_store: bool = False
     """Whether the store need not exist."""
+    reads: bool = False
+    """Whether it takes the options of commands that read a store, also as it was."""
     output: tuple[Option, ...] = LISTED
     """`OUTPUT` for a command that prints no list, none for one that prints text or has its own."""
 
@@ -210,3 +212,8 @@ class Command:
     def function(self) -> str:
         """The name of the function in the module."""
         return f"{self.name}_" if self.name in ("filter", "import") else self.name.replace("-", "_")
+
+    @property
+    def home(self) -> str:
+        """The full name of the module."""
+        return self.module if "." in self.module else f"librmq.cli.commands.{self.module}"

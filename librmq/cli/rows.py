@@ -302,13 +302,11 @@ _GAP: Final = "type:str phys:int size:int file:str what:str"
 _SNAPSHOT: Final = (
     "type:str path:str min_phy_offset:int max_phy_offset:int copied_files:int linked_files:int changed:[obj]"
 )
-_PUT: Final = "msg_id:str store_timestamp:int queue_offset:int msg_num:int"
 _LEFT: Final = "broker?:str in_flight?:int"
 _ANOMALY: Final = (
     "anomaly:str at_ms:int id?:any group?:str topic?:str broker?:str queue_id?:int queue_offset?:int "
     "events:[int] what:str"
 )
-_FAULTS: Final = "kill?:int crash?:int cut?:int"
 
 ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
     "topics": ("librmq.diagnosis.view.TopicSummary",),
@@ -372,10 +370,6 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
     "decide": ("librmq.diagnosis.pending.PendingMessage decision:str dry_run:bool",),
     "cancel": ("librmq.protocol.client_requests.CancelResult id:str dry_run?:bool",),
     "import": ("topic:str queues:int messages:int body_bytes:int dry_run:bool",),
-    "load": (
-        f"op:str id?:str status:str append_status?:str phys?:int wrote_bytes?:int {_PUT} ...",
-        "op:str ...",
-    ),
     "recover": (
         "type:str phase:str min_phy_offset:int max_phy_offset:int flushed_where:int checkpoint_physic_ts:int "
         "checkpoint_logics_ts:int checkpoint_index_ts:int queues:[obj] topic_queue_table:obj cut:[obj]",
@@ -405,23 +399,7 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
         "state:str now_ms:int",
     ),
     "who": ("role:str pid:int program:str? since_ms:int? state:str",),
-    "soak": (
-        f"type:str seconds:int sent:int failed:int consumed:int {_FAULTS}",
-        f"type:str {_ANOMALY}",
-        "type:str anomalies:int interrupted:bool sent:int refused:int unknown:int consumed:int retried:int died:int "
-        f"{_FAULTS} left:[str] history:str",
-    ),
     "doctor": ("check:str ok:bool what:str",),
-    "ask": (
-        "type:str topic:str key:str max_num:int begin:int end:int phys_offsets:[int] index_last_update_timestamp:int "
-        "index_last_update_phyoffset:int query_message_phys:[int]",
-        "type:str topic:str queue_id:int offset:int max_msg_nums:int sub_expression:str? status:str "
-        "next_begin_offset:int min_offset:int max_offset:int buffer_total_size:int queue_offsets:[int]",
-        "type:str topic:str queue_id:int results:[[int]] earliest_message_time:int",
-    ),
-    "filter": ("expr:str props:obj? result:any match:bool? ...",),
-    "allocate": ("result?:any error_type?:str ...",),
-    "bloom": ("k:int m:int positions:[obj]",),
     "spark": ("...",),
 }
 """The forms of the rows of each command that prints any."""

@@ -296,16 +296,6 @@ _CHANGE: Final = (
         makes_store=True, output=OUTPUT,
     ),
     Command(
-        "load", "load", "apply operations from standard input", "copy < operations.jsonl",
-        description="Applies operations, one JSON object a line, and prints a row for each acknowledged one: put "
-        "and batch append; half begins a transaction, commit or rollback ends it; topic, subgroup, consumer_offset and "
-        "filter write the broker's tables, persist saves them; crash exits without closing the store; tx_check "
-        "makes one pass over the pending half messages. A message beyond a limit is answered with "
-        "MESSAGE_ILLEGAL; a line that is not an operation ends the command with status 2. Only at_ms and sleep "
-        "move the store's clock, so two runs with the same operations and times write the same bytes.",
-        makes_store=True, output=OUTPUT,
-    ),
-    Command(
         "recover", "maintenance", "recover the store as a broker would", "store --dry-run",
         CHANGES,
         description="Recovers the store in place from the whole log and closes it cleanly. Like a broker, it cuts the "
@@ -489,78 +479,23 @@ _TOOLS: Final = (
         output=OUTPUT,
     ),
     Command(
-        "soak", "histories", "send and consume with kills and cuts, and judge what happened",
-        "copy --for 2s --every 1s",
-        (
-            option("--serve", action="store_true", help="serve the store, with clients in processes of their own"),
-            option("--for", type=duration, default=30.0, help="how long messages are sent (30s)"),
-            option("--rate", metavar="N", type=POSITIVE, help="messages a second (100), at most 2,000"),
-            option("--loads", metavar="LIST", type=names, help="some of plain,ordered,delayed,halves (all)"),
-            option("--workers", metavar="N", type=POSITIVE, help="processes of clients (2), at most 16"),
-            option("--faults", metavar="LIST", type=names, help="some of kill,crash,cut, or none (all possible ones)"),
-            option("--every", type=duration, default=5.0, help="time between two faults (5s)"),
-            option(
-                "--settle", type=duration, default=120.0,
-                help="a message that has not come after so long without any other is lost (2m)",
-            ),
-            option("--name", help="the end of the names of its topics and groups (a random one)"),
-            option("-o", "--out", metavar="FILE", help="the file of the history (librmq_soak_NAME.jsonl)"),
-        ),
-        description="Sends and consumes messages, orders, delays and transactions in topics of its own, kills and cuts "
-        "off the processes that do it, and checks the history of all of them. Against a store, which is created if "
-        "it does not exist; with --serve against the store over TCP; with --route against a running cluster, whose "
-        "brokers are not killed. At most 200,000 messages. Exit status: 0 no anomaly, 1 some, 2 bad input, 130 "
-        "interrupted.",
-        takes_route=True, makes_store=True, output=OUTPUT[:1],
-    ),
-    Command(
         "doctor", "diagnosis", "report what is installed: Python, core, Spark, Java", "",
         (option("--start", action="store_true", help="also start a session"), _MASTER),
         store=False, output=OUTPUT,
     ),
     Command(
-        "ask", "messages", "answer queries from standard input", "store < questions.jsonl",
-        description="Answers queries, one JSON object a line. get_message takes topic, queue_id, offset, "
-        "max_msg_nums and sub_expression (tags; null for no filter). index_query takes topic, key, max_num, "
-        "begin and end, and "
-        "answers phys_offsets from the index, newest first, and query_message_phys, the messages found through "
-        "them. offset_by_time takes topic, queue_id and timestamps, and answers results, pairs of time and queue "
-        "offset, and earliest_message_time.",
-        output=OUTPUT,
-    ),
-    Command(
-        "filter", "cases", "evaluate filter expressions, or explain one", "--explain 'price > 5' price=7",
+        "filter", "filters", "explain a filter expression", "--explain 'price > 5' price=7",
         (
             option("--dialect", choices=("4.9", "5.3"), default="4.9", help="the grammar (4.9)"),
             option("--strict", action="store_true", help="refuse text after a whole expression, which brokers ignore"),
             option(
-                "--explain", nargs="?", const=True, metavar="EXPR",
-                help="explain this expression; without one, each case on standard input",
+                "--explain", nargs="?", const=True, required=True, metavar="EXPR",
+                help="explain this expression; without one, each case {expr, props} on standard input",
             ),
-            option("properties", nargs="*", type=pair, metavar="NAME=TEXT", help="with --explain EXPR: the properties"),
+            option("properties", nargs="*", type=pair, metavar="NAME=TEXT", help="the properties of a message"),
         ),
-        description="Evaluates the cases {expr, props} on standard input, one JSON object a line. With --explain it "
-        "says which term of an expression decides about a message with the given properties, and why.",
-        store=False, output=OUTPUT,
-    ),
-    Command(
-        "allocate", "cases", "allocate queues, or select one", "< cases.jsonl",
-        description="Computes which queues a client consumes, or which queue a message is sent to, as a 4.9 client "
-        "does, for one JSON object a line. A queue is [topic, broker, id]; mqs and cids are taken in the given order. "
-        "strategy is AVG, AVG_BY_CIRCLE, CONSISTENT_HASH (virtual_nodes, 10), CONFIG (config, the queues that "
-        "every client gets), MACHINE_ROOM (consumer_idcs; brokers are named room@broker) or MACHINE_ROOM_NEARBY "
-        "(inner, another strategy; the room is the text before the first - of broker and client). selector HASH "
-        "takes arg and its arg_type: String, Integer, Long, Double, Boolean or null; selector MACHINE_ROOM "
-        "selects nothing, as RocketMQ's.",
-        store=False, output=OUTPUT,
-    ),
-    Command(
-        "bloom", "cases", "print the bit positions of strings in a bitmap", "< strings.jsonl",
-        description="Prints the bits that strings set in a Bloom filter as a broker's, for one JSON object {f, n, "
-        "strings} a line: f is the error rate in percent, n the expected number of strings. A broker uses 20 "
-        "and 32, and "
-        "strings of the form group#topic.",
-        store=False, output=OUTPUT,
+        description="Says which term of an expression decides about a message with the given properties, and why.",
+        store=False, output=(),
     ),
     Command(
         "completion", "completion", "print a script that completes commands in a shell", "bash",
@@ -573,7 +508,7 @@ SECTIONS: Final[dict[str, tuple[Command, ...]]] = {"Look": _LOOK, "Change": _CHA
 """The commands by the headings of the help."""
 COMMANDS: Final[dict[str, Command]] = {command.name: command for section in SECTIONS.values() for command in section}
 """The commands by name."""
-READING: Final = frozenset((*(command.name for command in _LOOK), "ask", "dump", "export", "queue", "timers"))
+READING: Final = frozenset((*(command.name for command in _LOOK), "dump", "export", "queue", "timers"))
 """Commands that read the messages of a store, or what is known about them."""
 _NO_PROGRESS: Final = "the progress that groups had then is not kept"
 UNDATED: Final = {

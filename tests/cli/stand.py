@@ -15,7 +15,10 @@ import pytest
 
 from librmq.cli import main
 from librmq.cli.rows import ROW_TYPES
+from tests import cases, soak
 from tests.reference import CHECKOUT, COMPACT, unpack_compact
+
+ALL_ROW_TYPES = ROW_TYPES | cases.ROW_TYPES | soak.ROW_TYPES
 
 
 class Answer(NamedTuple):
@@ -52,7 +55,7 @@ class Shell:
         data = given.encode() if isinstance(given, str) else given
         self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         self._capsys.readouterr()
-        status = main([str(word) for word in words])
+        status = main([str(word) for word in words], {**cases.commands_for(words), **soak.COMMANDS})
         shown = self._capsys.readouterr()
         return Answer(status, shown.out, shown.err)
 
@@ -62,7 +65,7 @@ def _validator(command: str) -> Any:
     jsonschema = importlib.import_module("jsonschema")  # not every run has it
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(CHECKOUT / "tools")
-        return jsonschema.Draft202012Validator(importlib.import_module("generated").row_schema(ROW_TYPES[command]))
+        return jsonschema.Draft202012Validator(importlib.import_module("generated").row_schema(ALL_ROW_TYPES[command]))
 
 
 def errors_of(command: str, *rows: object) -> list[str]:

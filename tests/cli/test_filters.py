@@ -72,7 +72,8 @@ def test_faults_are_pointed_at(run_lines: Run, words: list[str], said: str) -> N
     [
         (["--explain", "a = 1", "a"], "expected NAME=TEXT, found 'a'"),
         (["--explain", "a = 1", "=1"], "expected NAME=TEXT, found '=1'"),
-        (["a=1"], "properties as arguments need --explain EXPR"),
+        (["a=1", "--explain"], "properties as arguments need --explain EXPR"),
+        (["a=1"], "unrecognized arguments"),
         (["--dialect", "4.8"], "invalid choice"),
     ],
 )

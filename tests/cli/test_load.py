@@ -14,7 +14,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from librmq.cli.commands.load import run
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, InputError, StoreClosedError, StoreLockedError
 from librmq.filter import BROKER_BLOOM
@@ -25,6 +24,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
 from tests.budget import examples, many
+from tests.cases.load import run
 
 Row = dict[str, Any]
 

@@ -38,7 +38,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "tail": ("--topic", "orders"),
     "topics": (),
 }
-WITHOUT_PROGRESS = {"ask", "diagnose", "groups", "lag", "stats", "story"}
+WITHOUT_PROGRESS = {"diagnose", "groups", "lag", "stats", "story"}
 """Commands whose output depends on the progress of groups too."""
 COPYING = {"export", "extract"}
 """Commands that write what they read."""

@@ -16,6 +16,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.message import Message
 from librmq.store import MessageStore
+from tests.cases import commands_for
 from tests.cli.stand import Terminal
 
 
@@ -110,7 +111,7 @@ def test_every_long_command_reports_its_progress(words: str, tmp_path: Path, mon
     elif name == "load":
         operations = json.dumps({"op": "put", "topic": "t", "queueId": 0, "body": "b"}) + "\n"
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(operations.encode())))
-    assert main([name, store, *more]) == 0
+    assert main([name, store, *more], commands_for([name])) == 0
     assert name in drawn(terminal)
 
 

@@ -7,18 +7,20 @@ import shlex
 
 import pytest
 
-from librmq.cli.rows import ROW_TYPES as ROWS
+from librmq.cli.rows import ROW_TYPES
 from librmq.cli.syntax import COMMANDS
+from tests import cases
 from tests.cli.stand import Shell, errors_of
 from tests.reference import COMPACT, unpack
 
-WITHOUT_ROWS = {"broker-conf", "completion"}
-OF_THEIR_OWN_TESTS = {"serve", "soak", "spark", "who"}
+ROWS = ROW_TYPES | cases.ROW_TYPES
+WITHOUT_ROWS = {"broker-conf", "completion", "filter"}
+OF_THEIR_OWN_TESTS = {"serve", "spark", "who"}
 """They run longer, or beside other processes."""
 EXAMPLES = tuple(
     f"{command.name} {command.example}"
     for command in COMMANDS.values()
-    if command.name not in WITHOUT_ROWS | OF_THEIR_OWN_TESTS | {"allocate", "ask", "bloom", "filter", "follow", "load"}
+    if command.name not in WITHOUT_ROWS | OF_THEIR_OWN_TESTS | {"follow"}
 )
 MORE = (
     *(f"lag store --by {by}" for by in ("queue", "group", "topic", "origin")),
@@ -61,8 +63,9 @@ GIVEN: dict[str, dict[str, object]] = {
 
 
 def test_every_command_has_types() -> None:
-    assert set(COMMANDS) - set(ROWS) == WITHOUT_ROWS
-    assert set(ROWS) <= set(COMMANDS)
+    assert set(COMMANDS) - set(ROW_TYPES) == WITHOUT_ROWS
+    assert set(ROW_TYPES) <= set(COMMANDS)
+    assert cases.ROW_TYPES.keys() == cases.COMMANDS.keys()
 
 
 def test_each_line_has_its_type(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,12 @@ from librmq.message.record import PROPERTY_DELAY
 from librmq.protocol import DeleteTopic, EndTransaction, SendMessage, SendTogether, SetGroup, TransactionState
 from librmq.store import verify
 from librmq.testing import check_history
-from librmq.testing.soak import run as soaks
-from librmq.testing.soak.run import PREFIX, Soak, SoakPlan, SoakResult
-from librmq.testing.soak.worker import LOADS, ClusterAccess, Load, Recording, SoakNames
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell, errors_of
 from tests.programs import POSIX, environment
+from tests.soak import run as soaks
+from tests.soak.run import PREFIX, Soak, SoakPlan, SoakResult
+from tests.soak.worker import LOADS, ClusterAccess, Load, Recording, SoakNames
 
 pytestmark = POSIX
 NAMES = SoakNames(f"{PREFIX}test")
@@ -305,7 +305,7 @@ def test_what_could_not_be_deleted_is_named(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_an_interrupt_leaves_a_history_with_its_verdict(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "librmq", "soak", "store", "--for", "60s", "--rate", "100", "-o", "history"]
+    words = [sys.executable, "-m", "tests.soak", "store", "--for", "60s", "--rate", "100", "-o", "history"]
     with subprocess.Popen(
         words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     ) as process:

@@ -322,7 +322,7 @@ def test_an_interruption_leaves_a_closed_store(run: Run, copy: Path, monkeypatch
         yield json.dumps(PUT).encode()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("librmq.cli.commands.load.standard_input", lines)
+    monkeypatch.setattr("tests.cases.load.standard_input", lines)
     status, printed, err = run("load", copy)
     assert (status, len(printed), err) == (130, 1, "interrupted\n")
     assert not (copy / "abort").exists()

@@ -21,6 +21,7 @@ from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, FlushFailedError, StoreIOError, StoreLockedError
 from librmq.message.message import Message
 from librmq.store import MessageStore, verify
+from tests import cases
 
 CONFIG = StoreConfig.tiny()
 LOCKER = Path(__file__).with_name("Locker.java")
@@ -173,7 +174,7 @@ def test_librmq_is_refused_while_a_jvm_writes(store: Path, capsys: pytest.Captur
         assert said.startswith("locked by")
         pid = said.split()[-1]
         assert_refused(store, f"process {pid}")
-        assert main(["load", str(store)]) == 2
+        assert main(["load", str(store)], cases.COMMANDS) == 2
         assert f"process {pid}" in capsys.readouterr().err
         with MessageStore.open(store, read_only=True) as reader:
             assert len(list(reader)) == 1

@@ -1,6 +1,6 @@
 """The threaded broker under all loads together, killed repeatedly: its history has no anomaly, and its store is sound.
 
-`librmq.testing.soak.run` runs the broker with its clients in a process of its own, and kills it without warning.
+`tests.soak.run` runs the broker with its clients in a process of its own, and kills it without warning.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.store.recovery.verify import verify
-from librmq.testing.soak.run import Soak, SoakPlan
 from tests.conftest import SlowBudget
+from tests.soak.run import Soak, SoakPlan
 
 pytestmark = [
     pytest.mark.platform,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from librmq.cli.commands.cases import answer_bloom, answer_case, explain_text
+from librmq.cli.commands.filters import explain_text
 from librmq.clock import ManualClock
 from librmq.errors import ConfigError, FilterError, FilterSyntaxError
 from librmq.filter import (
@@ -23,6 +23,7 @@ from librmq.filter import (
     WatchedPredicate,
     tags_code,
 )
+from tests.cases.rows import answer_bloom, answer_case
 
 
 def test_tags_with_one_code_are_distinguished_by_text() -> None:

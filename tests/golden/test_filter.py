@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from librmq.cli.commands.cases import answer_bloom, answer_case
 from librmq.errors import ConfigError, FilterEvaluationError, FilterSyntaxError
 from librmq.filter import BROKER_BLOOM, BloomFilter, Registrations, SqlFilter, TagFilter
 from librmq.filter.filters import Compiled, compiled
 from librmq.filter.interpreter import explain
 from librmq.filter.parser import Dialect
 from librmq.java import json as java_json
+from tests.cases.rows import answer_bloom, answer_case
 from tests.conftest import Run
 from tests.reference import Row, document, encoding, existing, folders, jsonl
 

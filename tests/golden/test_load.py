@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from librmq.cli.commands.load import run
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY
@@ -28,6 +27,7 @@ from librmq.message.topics import CHECK_MAX_TIME_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
 from librmq.store.format import directory
 from librmq.store.recovery.verify import verify
+from tests.cases.load import run
 from tests.golden.recorded import contents
 from tests.reference import Row, jsonl, rows, store_folders
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from librmq.cli import main
-from librmq.cli.commands.load import run
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files.disk import DiskFiles
@@ -22,6 +21,7 @@ from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig, TimerRefusedError
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, Unit, read_slots
+from tests.cases.load import run
 from tests.reference import Row, folders, jsonl, rows
 
 FREE = {"TIMER_DEQUEUE_MS", "TIMER_ENQUEUE_MS"}

@@ -59,7 +59,6 @@ from librmq.protocol import (
     SetGroup,
 )
 from librmq.testing import check_history
-from librmq.testing.soak.worker import Recording
 from librmq.wire.remote import ClusterAdmin
 from librmq.wire.remote.connection import EndedTogether, GiveUp, _Connection
 from librmq.wire.remoting.codec import frame_of
@@ -79,6 +78,7 @@ from librmq.wire.unix_sockets import (
 )
 from tests.conftest import SlowBudget
 from tests.programs import Process, environment, in_child, start_program
+from tests.soak.worker import Recording
 from tests.wire.stub import wait_until
 
 pytestmark = pytest.mark.skipif("sys.platform == 'win32'", reason="no Unix domain sockets with credentials")

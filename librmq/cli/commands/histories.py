@@ -1,4 +1,4 @@
-"""``check-history``, ``soak``: anomalies in the recorded history of a run, or of a run made for it."""
+"""``check-history``: anomalies in the recorded history of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any, BinaryIO, Final
 
 from librmq.cli.fields import parse_object
-from librmq.cli.output import INTERRUPTED, Output, complain, end_signals
+from librmq.cli.output import Output, complain
 from librmq.diagnosis.formatting import visible
 from librmq.errors import InputError
 from librmq.runtime.event_log import counted
@@ -107,61 +107,6 @@ def _write_timelines(
             file.write(page)
     except OSError as error:
         raise InputError(f"{arguments.out}: {error.strerror}") from None
-
-
-_SHOWN: Final = 100
-
-
-def soak(arguments: argparse.Namespace, output: Output) -> int:
-    """Run a soak; status 1 if its history has anomalies, 130 if it was interrupted."""
-    from librmq.cli.cluster import access_of
-    from librmq.testing.soak.run import Soak, SoakPlan
-    from librmq.testing.soak.worker import ClusterAccess
-
-    names = ("rate", "workers", "name")
-    plan = SoakPlan(
-        store=arguments.store,
-        cluster=None if arguments.route is None else ClusterAccess(**access_of(arguments)),
-        is_served=arguments.serve,
-        seconds=getattr(arguments, "for"),
-        faults=() if arguments.faults == ["none"] else arguments.faults,
-        fault_every_s=arguments.every,
-        settle_s=arguments.settle,
-        history=arguments.out,
-        **{name: value for name in names if (value := getattr(arguments, name)) is not None},
-        **({} if arguments.loads is None else {"loads": arguments.loads}),
-    )
-    run = Soak(plan)
-
-    def show(row: Mapping[str, Any]) -> None:
-        if output.is_on_terminal:
-            counts = "  ".join(f"{what} {count:,}" for what, count in row.items() if what not in ("type", "seconds"))
-            complain(f"{row['seconds']:5} s  {counts}")
-        else:
-            output.row(row)
-            output.flush()
-
-    with end_signals() as signals:
-        result = run.run(signals.wait, show)
-    for name, why in result.left.items():
-        complain(f"note: {name} is left: {why}")
-    for anomaly in result.anomalies[:_SHOWN]:
-        output.row({"type": "anomaly", **anomaly.row()})
-    if len(result.anomalies) > _SHOWN:
-        complain(f"note: {len(result.anomalies) - _SHOWN:,} more: librmq check-history {result.history}")
-    output.row(
-        {
-            "type": "verdict",
-            "anomalies": len(result.anomalies),
-            "interrupted": result.is_interrupted,
-            **result.counts,
-            "left": list(result.left),
-            "history": result.history,
-        }
-    )
-    if result.is_interrupted:
-        return INTERRUPTED
-    return _HAS_ANOMALIES if result.anomalies else 0
 
 
 # ---- the page of timelines

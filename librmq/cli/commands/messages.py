@@ -1,4 +1,4 @@
-"""``show``, ``tail``, ``query``, ``ask``, ``dump``: the messages of a store, and the records of its log."""
+"""``show``, ``tail``, ``query``, ``dump``: the messages of a store, and the records of its log."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from librmq.cli import fields
-from librmq.cli.fields import read_rows, standard_input
 from librmq.cli.output import DAMAGED, Output, ProgressBar, complain
-from librmq.cli.rows import Row, blank_row, message_row, shown_row
+from librmq.cli.rows import blank_row, message_row, shown_row
 from librmq.cli.selection import (
     MessageQuery,
     age_clock,
@@ -29,7 +27,7 @@ from librmq.cli.stores import check_queues, files_and_config, open_source, open_
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.errors import CorruptionError, FilterSyntaxError, InputError
+from librmq.errors import CorruptionError, InputError
 from librmq.files.interface import Damage, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message.delay_levels import DelayLevels
@@ -41,7 +39,6 @@ from librmq.store.recovery.salvage import find_record
 
 if TYPE_CHECKING:
     from librmq.store import MessageStore
-    from librmq.store.engine.message_filters import ByTags
 
 
 # ---- the log
@@ -292,7 +289,6 @@ def _following(
 # ---- searches as a broker does
 
 _LAST: Final = (1 << 63) - 1
-_USUAL_MAX: Final = 64
 
 
 def query(arguments: argparse.Namespace, output: Output) -> int:
@@ -323,102 +319,3 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
 def _print_messages(store: MessageStore, messages: list[StoredMessage], output: Output) -> None:
     for message in messages:
         output.row(message_row(message, store.levels))
-
-
-# ---- queries from standard input
-
-
-def ask(arguments: argparse.Namespace, output: Output) -> int:
-    """Answer the queries on standard input, each as soon as it is read."""
-    with open_store(arguments, all_in_memory=True) as store:
-        for number, question in read_rows(standard_input()):
-            try:
-                kind = fields.text(question, "type")
-                answer = _ANSWERS.get(kind)
-                if answer is None:
-                    raise InputError(f"type: expected one of {', '.join(_ANSWERS)}, found {kind!r:.80}")
-                row = answer(store, question)
-            except InputError as error:
-                raise InputError(f"line {number}: {error}") from None
-            output.row(row)
-            output.flush()
-    return 0
-
-
-def _index_query(store: MessageStore, question: Row) -> Row:
-    """Return the index entries of a key, in the index's order, and the messages found through them."""
-    topic, key = fields.text(question, "topic"), fields.text(question, "key")
-    max_messages = fields.int64(question, "max_num", _USUAL_MAX)
-    begin_ms, end_ms = fields.int64(question, "begin", 0), fields.int64(question, "end", _LAST)
-    messages = store.find_by_key(topic, key, begin_ms, end_ms, max_messages, exact=False)
-    return {
-        "type": "index_query",
-        "topic": topic,
-        "key": key,
-        "max_num": max_messages,
-        "begin": begin_ms,
-        "end": end_ms,
-        "phys_offsets": store.index.query(topic, key, begin_ms, end_ms, max_messages),
-        "index_last_update_timestamp": store.index.end_timestamp_ms,
-        "index_last_update_phyoffset": store.index.end_physical_offset,
-        "query_message_phys": [message.physical_offset for message in messages],
-    }
-
-
-def _get_message(store: MessageStore, question: Row) -> Row:
-    topic, queue_id = fields.text(question, "topic"), fields.int64(question, "queue_id")
-    queue_offset, max_messages = fields.int64(question, "offset"), fields.int64(question, "max_msg_nums", 32)
-    expression = fields.optional_text(question, "sub_expression")
-    result = store.read(topic, queue_id, queue_offset, max_messages, _by_tags(expression))
-    return {
-        "type": "get_message",
-        "topic": topic,
-        "queue_id": queue_id,
-        "offset": queue_offset,
-        "max_msg_nums": max_messages,
-        "sub_expression": expression,
-        "status": result.status.value,
-        "next_begin_offset": result.next_offset,
-        "min_offset": result.min_offset,
-        "max_offset": result.max_offset,
-        "buffer_total_size": result.total_size,
-        "queue_offsets": [message.queue_offset for message in result.messages],
-    }
-
-
-def _offset_by_time(store: MessageStore, question: Row) -> Row:
-    """Return the queue offsets nearest to times, and the store time of the queue's oldest message, -1 for none."""
-    timestamps = question.get("timestamps")
-    if not isinstance(timestamps, list):
-        raise InputError(f"timestamps: expected a list, found {timestamps!r:.80}")
-    times_ms = [fields.int64({"timestamps": time}, "timestamps") for time in timestamps]
-    topic, queue_id = fields.text(question, "topic"), fields.int64(question, "queue_id")
-    queue = store.queues.get((topic, queue_id))
-    entry = queue.entry(queue.min_offset) if queue is not None else None
-    earliest = None if entry is None else store.log.store_timestamp_ms(entry.physical_offset, entry.size)
-    return {
-        "type": "offset_by_time",
-        "topic": topic,
-        "queue_id": queue_id,
-        "results": [[time_ms, store.queue_offset_at(topic, queue_id, time_ms)] for time_ms in times_ms],
-        "earliest_message_time": -1 if earliest is None else earliest,
-    }
-
-
-def _by_tags(expression: str | None) -> ByTags | None:
-    """Return the filter of a subscription such as ``a || b``, by code alone as in a broker; None selects all."""
-    from librmq.filter.filters import TagFilter
-    from librmq.store.engine.message_filters import ByTags
-
-    try:
-        tags = TagFilter(expression)
-    except FilterSyntaxError as error:
-        raise InputError(f"sub_expression: {error}") from None
-    return None if tags.takes_all else ByTags(tags, exact=False)
-
-
-_ANSWERS: Final[dict[str, Callable[[MessageStore, Row], Row]]] = {
-    "index_query": _index_query,
-    "get_message": _get_message,
-    "offset_by_time": _offset_by_time,
-}

@@ -1,7 +1,7 @@
 """A soak: processes send and consume for a time while they are killed and cut off; then their history is judged.
 
-`Soak` starts and harms the processes, each of which runs `librmq.testing.soak.worker.main`, and writes one history of
-what they recorded. ``docs/histories.md`` describes a run and its limits.
+`Soak` starts and harms the processes, each of which runs `tests.soak.worker.main`, and writes one history of
+what they recorded. `tests.soak.command` runs one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import IO, Final, Self, cast
 
 from librmq.broker import Broker
@@ -31,8 +32,8 @@ from librmq.errors import ConfigError, InputError, RmqError
 from librmq.message.topics import dead_letter_topic, retry_topic
 from librmq.testing.histories.anomalies import Anomaly, find_anomalies
 from librmq.testing.histories.events import HistoryEvents
-from librmq.testing.soak.worker import LOADS, ClusterAccess, Recording, SoakNames, recorded_kind
 from librmq.wire.remote import ClusterAdmin
+from tests.soak.worker import LOADS, ClusterAccess, Recording, SoakNames, recorded_kind
 
 PREFIX: Final = "librmq_soak_"
 """Begins the names of all topics and groups of a soak."""
@@ -44,6 +45,9 @@ MAX_MESSAGES: Final = 200_000
 """Their events are about a million, which the checker holds in some hundred MB."""
 MAX_WORKERS: Final = 16
 _QUEUES: Final = 4
+_WORKER: Final = (
+    f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from tests.soak.worker import main; main()"
+)
 _START_S: Final = 60.0
 _END_S: Final = 60.0
 
@@ -198,7 +202,7 @@ class _Process:
         self._log = os.path.join(folder, f"{name}.log")
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", "from librmq.testing.soak.worker import main; main()"],
+                [sys.executable, "-c", _WORKER],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from librmq.cli import fields
+from librmq.cli.commands.filters import read_case
 from librmq.cli.fields import Row, read_rows, standard_input
 from librmq.cli.output import Output
 from librmq.client.allocation import (
@@ -32,12 +32,10 @@ from librmq.errors import (
     InputError,
 )
 from librmq.filter.filters import compiled
-from librmq.filter.interpreter import explain, lint
-from librmq.filter.parser import Dialect, parse, refuse_rest
+from librmq.filter.parser import Dialect, refuse_rest
 from librmq.filter.registrations import BloomFilter
 from librmq.java.lang import long_hash
 from librmq.message.message import Message, MessageQueue
-from librmq.message.printable import printable
 
 # ---- filters
 
@@ -67,22 +65,6 @@ def answer_case(row: object, dialect: Dialect = "4.9", *, strict: bool = False) 
     return answer | {"result": result, "match": result is True}
 
 
-def read_case(row: object) -> tuple[str, dict[str, str] | None]:
-    """Return the expression and the properties of a case ``{expr, props}``.
-
-    Raises:
-        FilterError: The row is no case.
-    """
-    if not isinstance(row, dict) or not isinstance(row.get("expr"), str):
-        raise FilterError("expected an object with a text expr")
-    properties = row.get("props")
-    if properties is None:
-        return row["expr"], None
-    if not isinstance(properties, dict) or not all(v is None or isinstance(v, str) for v in properties.values()):
-        raise FilterError("props: expected an object of strings, or null")
-    return row["expr"], {name: value for name, value in properties.items() if value is not None}
-
-
 def answer_bloom(row: object) -> dict[str, Any]:
     """Return ``{k, m, positions: [{str, bits}]}`` for ``{f, n, strings}``.
 
@@ -104,45 +86,12 @@ def answer_bloom(row: object) -> dict[str, Any]:
     return answer
 
 
-def explain_text(expr: str, props: Mapping[str, str] | None, dialect: Dialect = "4.9", *, strict: bool = False) -> str:
-    """Explain whether ``expr`` matches a message with ``props``, and list likely mistakes in it.
-
-    Raises:
-        FilterSyntaxError: The expression does not compile.
-    """
-    selector = parse(expr, dialect)
-    if strict:
-        refuse_rest(selector)
-    parts = [str(explain(selector, props))]
-    findings = lint(selector, dialect)
-    if findings:
-        parts.append("\n".join(("worth knowing:", *(f"  {finding}" for finding in findings))))
-    return "\n\n".join(parts)
-
-
 T = TypeVar("T")
 
 
 def filter_(arguments: argparse.Namespace, output: Output) -> int:
-    """Evaluate or explain the cases on standard input, or explain the expression in the arguments."""
-    dialect, strict = arguments.dialect, arguments.strict
-    if isinstance(arguments.explain, str):
-        _write(explain_text(arguments.explain, dict(arguments.properties), dialect, strict=strict))
-        return 0
-    if arguments.properties:
-        raise InputError("properties as arguments need --explain EXPR; without it they belong to the cases")
-    if not arguments.explain:
-        return _answer_rows(lambda case: answer_case(case, dialect, strict=strict), output.row, output)
-
-    def explain(case: Row) -> str:
-        expression, properties = read_case(case)
-        return explain_text(expression, properties, dialect, strict=strict) + "\n"
-
-    return _answer_rows(explain, _write, output)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write("".join(f"{printable(line)}\n" for line in text.split("\n")))
+    """Evaluate the cases on standard input."""
+    return _answer_rows(lambda case: answer_case(case, arguments.dialect, strict=arguments.strict), output.row, output)
 
 
 def bloom(arguments: argparse.Namespace, output: Output) -> int:
@@ -276,7 +225,7 @@ def _key(kind: str, row: Row, key: object) -> object:
     raise InputError(f"arg: expected a value of arg_type {kind!r:.80}, found {json.dumps(key)[:80]}")
 
 
-def _required(row: Row, name: str) -> Any:  # noqa: ANN401 (any value of JSON)
+def _required(row: Row, name: str) -> Any:
     if name not in row:
         raise InputError(f"{name} is missing")
     return row[name]

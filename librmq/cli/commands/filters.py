@@ -1,0 +1,69 @@
+"""``filter --explain``: why a filter takes a message, or does not."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+
+from librmq.cli.fields import read_rows, standard_input
+from librmq.cli.output import Output
+from librmq.errors import FilterError, InputError
+from librmq.filter.interpreter import explain, lint
+from librmq.filter.parser import Dialect, parse, refuse_rest
+from librmq.message.printable import printable
+
+
+def filter_(arguments: argparse.Namespace, output: Output) -> int:
+    """Explain the expression in the arguments, or each case on standard input."""
+    dialect, strict = arguments.dialect, arguments.strict
+    if isinstance(arguments.explain, str):
+        _write(explain_text(arguments.explain, dict(arguments.properties), dialect, strict=strict))
+        return 0
+    if arguments.properties:
+        raise InputError("properties as arguments need --explain EXPR; without it they belong to the cases")
+    for number, case in read_rows(standard_input()):
+        try:
+            expression, properties = read_case(case)
+            text = explain_text(expression, properties, dialect, strict=strict)
+        except FilterError as error:
+            raise InputError(f"line {number}: {error}") from None
+        _write(f"{text}\n")
+        output.flush()
+    return 0
+
+
+def _write(text: str) -> None:
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in text.split("\n")))
+
+
+def read_case(row: object) -> tuple[str, dict[str, str] | None]:
+    """Return the expression and the properties of a case ``{expr, props}``.
+
+    Raises:
+        FilterError: The row is no case.
+    """
+    if not isinstance(row, dict) or not isinstance(row.get("expr"), str):
+        raise FilterError("expected an object with a text expr")
+    properties = row.get("props")
+    if properties is None:
+        return row["expr"], None
+    if not isinstance(properties, dict) or not all(v is None or isinstance(v, str) for v in properties.values()):
+        raise FilterError("props: expected an object of strings, or null")
+    return row["expr"], {name: value for name, value in properties.items() if value is not None}
+
+
+def explain_text(expr: str, props: Mapping[str, str] | None, dialect: Dialect = "4.9", *, strict: bool = False) -> str:
+    """Explain whether ``expr`` matches a message with ``props``, and list likely mistakes in it.
+
+    Raises:
+        FilterSyntaxError: The expression does not compile.
+    """
+    selector = parse(expr, dialect)
+    if strict:
+        refuse_rest(selector)
+    parts = [str(explain(selector, props))]
+    findings = lint(selector, dialect)
+    if findings:
+        parts.append("\n".join(("worth knowing:", *(f"  {finding}" for finding in findings))))
+    return "\n\n".join(parts)
