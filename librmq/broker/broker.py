@@ -27,7 +27,7 @@ from librmq.broker.config import BrokerConfig, OpenKeywords
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
 from librmq.broker.groups import group_settings
 from librmq.broker.handlers.parts import BrokerParts
-from librmq.broker.retries import resend_letters
+from librmq.broker.retries import note_resent_in_log, resend_letters
 from librmq.broker.transactions import DiscardHook
 from librmq.clock import Clock, SystemClock
 from librmq.config import Seconds, StoreConfig, check_kind, check_path, to_seconds
@@ -390,7 +390,7 @@ class Broker(AsyncClosing):
 
         Each goes to the group's retry topic and is delivered immediately; the dead letter itself stays.
         ``librmq/resent.json`` notes it, as for ``librmq dead-letters --resend``. After a kill, up to 256 letters that
-        were sent have no note.
+        were sent have no note; the next call without ``letters`` finds their copies in the log, and notes them.
 
         Args:
             group: The consumer group.
@@ -402,8 +402,9 @@ class Broker(AsyncClosing):
             MalformedError: The file of the notes holds something else.
         """
         store = self.store
-        times = resent_times(store.path, store.files)
         if letters is None:
+            note_resent_in_log(store, group, self.runner.now_ms())
+            times = resent_times(store.path, store.files)
             letters = [letter for letter in self.dead_letters(group) if letter_identity(letter) not in times]
         return resend_letters(self, store, letters, group, self.runner.now_ms)
 

@@ -23,7 +23,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
-from librmq.store.format.documents import note_resent
+from librmq.store.format.documents import letter_identity, note_resent, resent_times
 
 _log = EventLog("librmq.broker")
 
@@ -221,6 +221,54 @@ def retry_of(letter: StoredMessage, group: str | None = None) -> SendMessage:
         retry.properties.pop(name, None)
     host = letter.born_host or LOCAL_HOST
     return SendMessage(INNER_PRODUCER, retry, 0, letter.born_timestamp_ms, host)
+
+
+def note_resent_in_log(store: MessageStore, group: str, now_ms: int) -> int:
+    """Note the dead letters whose copies in the log a killed process had not noted; return their number.
+
+    A copy is in the retry topic behind its letter, has its ids, and has failed in no delivery before it was stored,
+    unlike a retry. A letter without ids is not recognised: a warning counts such letters and copies.
+
+    Raises:
+        MalformedError: The file of the notes holds something else.
+    """
+    times = resent_times(store.path, store.files)
+    letters = list(store.messages(dead_letter_topic(group)))
+    waiting: dict[tuple[str | None, str | None], list[StoredMessage]] = {}
+    for letter in letters:
+        waiting.setdefault(_ids(letter), []).append(letter)
+    unnoted = [letter.store_timestamp_ms for letter in letters if letter_identity(letter) not in times]
+    if not unnoted:
+        return 0
+    sent: list[StoredMessage] = []
+    nameless, topic = 0, retry_topic(group)
+    for queue_id in sorted(queue_id for name, queue_id in store.queues if name == topic):
+        begin = store.queue_offset_at(topic, queue_id, min(unnoted))
+        for copy in store.messages(topic, queue_id, begin):
+            named = waiting.get(_ids(copy), [])
+            if copy.reconsume_times or not named or named[0].physical_offset > copy.physical_offset:
+                continue
+            if _ids(copy) == (None, None):
+                nameless += 1
+                continue
+            letter = named.pop(0)
+            if letter_identity(letter) not in times:
+                sent.append(letter)
+    if nameless:
+        _log.warning(
+            "group %(group)s: %(letters)d dead letters have no id, and %(copies)d copies without one are in its retry "
+            "topic: whether a killed process had sent these letters again is unknown, so those without a note are sent",
+            group=group,
+            letters=len(waiting[None, None]),
+            copies=nameless,
+        )
+    if sent:
+        note_resent(store.path, store.files, sent, now_ms, store.log.begin)
+    return len(sent)
+
+
+def _ids(message: StoredMessage) -> tuple[str | None, str | None]:
+    return message.unique_key, message.properties.get(record.PROPERTY_ORIGIN_MESSAGE_ID)
 
 
 def resend_letters(

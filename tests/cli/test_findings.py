@@ -314,6 +314,23 @@ def test_dead_letters_go_to_another_topic_without_their_past(broken: Shell) -> N
     assert (wrong.status, "another topic" in wrong.said) == (2, True)
 
 
+@pytest.mark.parametrize("by_library", [False, True])
+def test_letters_that_a_killed_resend_has_not_noted_are_not_sent_twice(broken: Shell, by_library: bool) -> None:
+    words = ("dead-letters", "kit", "--group", "g", "--resend")
+    assert len(broken(*words, "--limit", 2).rows) == 2
+    (broken.folder / "kit/librmq/resent.json").unlink()  # as if SIGKILL had come before the note
+    if by_library:
+        with Broker.open(broken.folder / "kit", runner=ManualRunner()) as broker:
+            assert broker.resend_dead_letters("g") == 1
+    else:
+        answer = broken(*words)
+        assert len(answer.rows) == 1
+        assert "had sent 2 dead letters without a note" in answer.said
+    with Broker.open(broken.folder / "kit", runner=ManualRunner()) as broker:
+        copies = [message.body for message in broker.messages("%RETRY%g") if not message.reconsume_times]
+        assert len(copies) == len(set(copies)) == 3
+
+
 def test_nothing_to_resend_is_reported(broken: Shell) -> None:
     answer = broken("dead-letters", "kit", "--resend", "--group", "typo")
     assert (answer.status, answer.out) == (0, "")
