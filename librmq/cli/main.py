@@ -20,6 +20,7 @@ from librmq.cli.options import (
     AS_RECOVERED,
     AT,
     CONFIG,
+    FOLLOW_LINKS,
     FORMAT,
     ROUTE,
     SECURED,
@@ -115,6 +116,8 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
         places: dict[str, Any] = {"nargs": "?"} if command.takes_route else {}
         parser.add_argument("store", metavar="STORE", help=f"the folder of the store{_OR_URL * reads}", **places)
         CONFIG.add_to(parser)
+        if not reads:
+            FOLLOW_LINKS.add_to(parser)
         if reads:
             AS_RECOVERED.add_to(parser)
             STORAGE_OPTIONS.add_to(parser)

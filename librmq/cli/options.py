@@ -154,6 +154,12 @@ STORAGE_OPTIONS: Final = option(
     help='arguments of the file system of a store that is a URL, such as \'{"region": "eu-central-1"}\'',
 )
 """For a command that reads a store behind a URL."""
+FOLLOW_LINKS: Final = option(
+    "--follow-links",
+    action="store_true",
+    help="write to folders of the store that are symbolic links, such as a commitlog on another disk",
+)
+"""For a command that can write to a store."""
 CHANGES: Final = (option("--dry-run", action="store_true", help="print the changes without making them"),)
 """For a command that changes a store."""
 

@@ -231,7 +231,9 @@ def files_and_config(arguments: argparse.Namespace, *, writable: bool = False) -
         InputError: A setting is unknown or out of range, or contradicts the store's files.
         NotAStoreError: There is no store that the command can use, as `check_kind` says.
     """
-    files: Files = OverlayFiles() if getattr(arguments, "dry_run", False) else DiskFiles()
+    files: Files = DiskFiles(follow_links=getattr(arguments, "follow_links", False))
+    if getattr(arguments, "dry_run", False):
+        files = OverlayFiles()
     check_kind(arguments.store, files, writable=writable)
     return files, settle_config(arguments.store, files, arguments.config)
 

@@ -37,7 +37,7 @@ from librmq.errors import (
     StoreError,
 )
 from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files
+from librmq.files.interface import Files, confine
 from librmq.metrics import Metrics
 from librmq.protocol import (
     CopiedTables,
@@ -61,7 +61,7 @@ from librmq.store import MessageStore
 from librmq.store.engine.copies import whole_size
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.format.documents import ReplicaMark, clear_mark, read_mark, write_mark
+from librmq.store.format.documents import OWN_FOLDER, ReplicaMark, clear_mark, read_mark, write_mark
 
 # ---- a store on disk as a master
 
@@ -711,6 +711,7 @@ def promote_replica(path: str | os.PathLike[str], *, files: Files | None = None)
     folder, files = os.fspath(path), files or DiskFiles()
     if read_mark(folder, files) is None:
         raise ReplicaError(f"{folder}: expected a replica, found none")
+    confine(files, folder, OWN_FOLDER)
     lock = files.lock(directory.lock_path(folder))
     try:
         clear_mark(folder, files)

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.interface import File, FileLock, FolderEntry, named, without_zeros
@@ -26,6 +26,9 @@ _TRIES: Final = 5
 _BINARY: Final = getattr(os, "O_BINARY", 0)
 # Do not follow a link to a file to write: it could lead out of the store.
 _TO_WRITE: Final = os.O_RDWR | _BINARY | getattr(os, "O_NOFOLLOW", 0)
+_FOLDER: Final = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+_HAS_PLACES: Final = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")
+"""Whether files can be named within an open folder, whose path nobody can replace by a link meanwhile."""
 _SEEK_DATA: Final[int | None] = getattr(os, "SEEK_DATA", None)
 _SEEK_HOLE: Final[int | None] = getattr(os, "SEEK_HOLE", None)
 _NOT_RENAMED: Final = (errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -70,11 +73,88 @@ def _syncfs() -> Callable[[int], int] | None:
     return call
 
 
+class _Place(NamedTuple):
+    """A name, and the descriptor of the folder in which it counts; None for the current one."""
+
+    name: str
+    folder: int | None
+
+
 class DiskFiles:
-    """Mapped files on disk. Thread-safe."""
+    """Mapped files on disk. Thread-safe.
+
+    Args:
+        follow_links: Whether a folder of a store may be a symbolic link when the store is written, as of operators who
+            keep ``commitlog`` on another disk. Links below ``librmq`` are refused in any case, and links of files.
+    """
 
     is_shared = True
     fills_by_itself = True
+
+    def __init__(self, *, follow_links: bool = False) -> None:
+        self._follows = follow_links
+        self._roots: tuple[str, ...] = ()
+
+    def confine(self, store: str, own: str, *folders: str) -> None:
+        """Do as `interface.confine` says."""
+        root = os.path.join(store, own) if self._follows else store
+        for path in (root, os.path.abspath(root)):
+            prefix = path.rstrip(os.sep) + os.sep
+            if prefix not in self._roots:
+                self._roots = (*self._roots, prefix)
+        for folder in () if self._follows else folders:
+            if os.path.islink(os.path.join(store, folder)):
+                raise self._link_refused(os.path.join(store, folder))
+
+    @contextmanager
+    def _place(self, path: str) -> Iterator[_Place]:
+        """Yield a path to write at; below the folder of a store it is found without following links.
+
+        Raises:
+            CorruptionError: A folder on the way is a link, or a file.
+        """
+        root = next((root for root in self._roots if path.startswith(root)), None)
+        if root is None:
+            yield _Place(path, None)
+            return
+        *folders, name = path[len(root) :].split(os.sep)
+        if not _HAS_PLACES:
+            at = root
+            for folder in folders:
+                at = os.path.join(at, folder)
+                if os.path.islink(at):
+                    raise self._link_refused(at)
+            yield _Place(path, None)
+            return
+        at = root
+        descriptor = os.open(root, _FOLDER)
+        try:
+            for folder in folders:
+                at = os.path.join(at, folder)
+                try:
+                    below = os.open(folder, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
+                except OSError as error:
+                    if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(at):
+                        raise self._link_refused(at) from None
+                    raise
+                os.close(descriptor)
+                descriptor = below
+            yield _Place(name, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _link_refused(self, path: str) -> CorruptionError:
+        if self._follows:
+            return CorruptionError(
+                path, 0, "name", "a symbolic link: librmq follows none below its own folder to write"
+            )
+        return CorruptionError(
+            path,
+            0,
+            "name",
+            "a symbolic link, which could lead out of the store, so nothing is written there: allow it, if you have "
+            "made it, by --follow-links, librmq.share(…, follow_links=True) or files=DiskFiles(follow_links=True)",
+        )
 
     def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
         descriptor, size = self.descriptor(path, writable=writable)
@@ -84,7 +164,11 @@ class DiskFiles:
         """Open a file as `open` does, and return a descriptor, which the caller closes, and the file's size."""
         with named("open", path):
             try:
-                descriptor = os.open(path, _TO_WRITE if writable else os.O_RDONLY | _BINARY)
+                if writable:
+                    with self._place(path) as place:
+                        descriptor = os.open(place.name, _TO_WRITE, dir_fd=place.folder)
+                else:
+                    descriptor = os.open(path, os.O_RDONLY | _BINARY)
             except OSError as error:
                 if error.errno == errno.ELOOP and os.path.islink(path):
                     raise CorruptionError(path, 0, "name", "a symbolic link: expected a file of the store") from None
@@ -101,15 +185,16 @@ class DiskFiles:
         return descriptor, status.st_size
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
-        if not _create_unnamed(path, size):
-            _create_renamed(path, size)
-        try:
-            with named("create", path):
-                descriptor = os.open(path, _TO_WRITE)  # by its name, because tools call a nameless file deleted
-            return self._map(path, descriptor, size, True, keep_descriptor)
-        except BaseException:
-            os.unlink(path)
-            raise
+        with named("create", path), self._place(path) as place:
+            if not _create_unnamed(path, place, size):
+                _create_renamed(path, place, size)
+            try:
+                # By its name, because tools call a nameless file deleted.
+                descriptor = os.open(place.name, _TO_WRITE, dir_fd=place.folder)
+                return self._map(path, descriptor, size, True, keep_descriptor)
+            except BaseException:
+                os.unlink(place.name, dir_fd=place.folder)
+                raise
 
     def _map(self, path: str, descriptor: int, size: int, writable: bool, keep_descriptor: bool) -> File:
         try:
@@ -171,7 +256,7 @@ class DiskFiles:
         if not sys.platform.startswith("linux"):
             self.flush(self.open(path, writable=True))
             return
-        with _opened("flush", path, _TO_WRITE) as descriptor:
+        with self._opened_to_write("flush", path) as descriptor:
             os.fdatasync(descriptor)
 
     @contextmanager
@@ -180,8 +265,19 @@ class DiskFiles:
             with named(call, file.path):
                 yield file.descriptor
             return
-        with _opened(call, file.path, _TO_WRITE) as descriptor:
+        with self._opened_to_write(call, file.path) as descriptor:
             yield descriptor
+
+    @contextmanager
+    def _opened_to_write(self, call: str, path: str) -> Iterator[int]:
+        """Open a file for one call, whose error names it."""
+        with named(call, path):
+            with self._place(path) as place:
+                descriptor = os.open(place.name, _TO_WRITE, dir_fd=place.folder)
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
 
     def flush_folder(self, path: str) -> None:
         if sys.platform == "win32":
@@ -233,27 +329,44 @@ class DiskFiles:
         return os.path.isdir(path)
 
     def make_folder(self, path: str) -> None:
+        root = next((root for root in self._roots if path.startswith(root)), None)
         with named("make the folder", path):
-            os.makedirs(path, exist_ok=True)
+            if root is None:
+                os.makedirs(path, exist_ok=True)
+                return
+            os.makedirs(root, exist_ok=True)
+            at = root
+            for name in path[len(root) :].split(os.sep):
+                at = os.path.join(at, name)
+                with self._place(at) as place:
+                    try:
+                        os.mkdir(place.name, dir_fd=place.folder)
+                    except FileExistsError:
+                        if os.path.islink(at):
+                            raise self._link_refused(at) from None
+                        if not os.path.isdir(at):
+                            raise
 
     def delete(self, path: str) -> None:
         with named("delete", path):
             try:
-                os.unlink(path)
+                with self._place(path) as place:
+                    try:
+                        os.unlink(place.name, dir_fd=place.folder)
+                    except (IsADirectoryError, PermissionError):
+                        if not os.path.isdir(path):
+                            raise
+                        shutil.rmtree(place.name, dir_fd=place.folder)
             except FileNotFoundError:
                 return
-            except (IsADirectoryError, PermissionError):
-                if not os.path.isdir(path):
-                    raise
-                shutil.rmtree(path)
 
     def rename(self, old: str, new: str) -> None:
-        with named("rename", old):
-            os.replace(old, new)
+        with named("rename", old), self._place(old) as source, self._place(new) as target:
+            os.replace(source.name, target.name, src_dir_fd=source.folder, dst_dir_fd=target.folder)
 
     def link(self, old: str, new: str) -> None:
-        with named("link", old):
-            os.link(old, new)
+        with named("link", old), self._place(new) as target:
+            os.link(old, target.name, dst_dir_fd=target.folder)
 
     def is_linked(self, path: str) -> bool:
         with named("look at", path):
@@ -262,8 +375,12 @@ class DiskFiles:
     def break_links(self, path: str) -> bool:
         if not self.is_linked(path):
             return False
-        path = os.path.realpath(path)
-        with _replacement("copy", path, _temporary_path(path)) as file, open(path, "rb") as source:
+        with self._place(path) as place:
+            is_confined = place.folder is not None
+        if is_confined and os.path.islink(path):
+            raise CorruptionError(path, 0, "name", "a symbolic link: expected a file of the store")
+        path = path if is_confined else os.path.realpath(path)
+        with self._replacement("copy", path, _temporary_path(path)) as file, open(path, "rb") as source:
             shutil.copyfileobj(source, file, 1 << 20)
         self.flush_folder(os.path.dirname(path))
         return True
@@ -320,7 +437,7 @@ class DiskFiles:
         if not sys.platform.startswith("linux"):  # elsewhere a mapping may not show written bytes
             self.open(path, writable=True).buffer[at : at + len(data)] = data
             return
-        with _opened("write", path, _TO_WRITE) as descriptor:
+        with self._opened_to_write("write", path) as descriptor:
             _write_at(descriptor, at, data)
 
     def read_at(self, path: str, at: int, size: int) -> bytes:
@@ -330,12 +447,28 @@ class DiskFiles:
             return os.pread(descriptor, size, at)
 
     def write(self, path: str, data: bytes) -> None:
-        with _replacement("write", path, path + ".tmp") as file:
+        with self._replacement("write", path, path + ".tmp") as file:
             file.write(data)
         self.flush_folder(os.path.dirname(path))
 
+    @contextmanager
+    def _replacement(self, call: str, path: str, temporary: str) -> Iterator[BinaryIO]:
+        """Yield the file ``temporary``, which takes the place of ``path`` when what was written is on the device."""
+        with named(call, path), self._place(temporary) as new, self._place(path) as target:
+            try:
+                with _new_file(new) as file:
+                    yield file
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(new.name, target.name, src_dir_fd=new.folder, dst_dir_fd=target.folder)
+            except OSError:
+                with suppress(OSError):
+                    os.unlink(new.name, dir_fd=new.folder)
+                raise
+
     def lock(self, path: str) -> FileLock:
-        return DiskLock(path)
+        with named("lock", path), self._place(path):  # the folder only: `DiskLock` refuses a link of the file
+            return DiskLock(path)
 
     def lock_holder(self, path: str) -> str | None:
         return lock_holder(path)
@@ -377,7 +510,8 @@ class DiskFiles:
     def copy_times(self, source: str, target: str) -> None:
         with named("set the times of", target):
             status = os.stat(source)
-            os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+            with self._place(target) as place:
+                os.utime(place.name, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=place.folder)
 
     def used_ratio(self, path: str) -> float:
         with named("look at the disk of", path):
@@ -418,21 +552,28 @@ def _write_at(descriptor: int, at: int, data: bytes | bytearray) -> None:
         done += os.pwrite(descriptor, memoryview(data)[done:], at + done)
 
 
-def _create_unnamed(path: str, size: int) -> bool:
+def _create_unnamed(path: str, place: _Place, size: int) -> bool:
     """Create a file that gets its name after its length, so that no kill leaves one of another length.
 
     A broker would not load that. Return False if the system can't do it.
     """
     if not hasattr(os, "O_TMPFILE"):
         return False
+    folder = os.path.dirname(place.name) or os.curdir
     try:
         with named("create", path):
-            descriptor = os.open(os.path.dirname(path) or os.curdir, os.O_TMPFILE | os.O_RDWR, 0o644)
+            descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o644, dir_fd=place.folder)
         try:
             _set_length(descriptor, path, size)
             with named("create", path):
                 # Python follows the link only if it gets a folder too, which an absolute path does not use.
-                os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
+                os.link(
+                    f"/proc/self/fd/{descriptor}",
+                    place.name,
+                    src_dir_fd=descriptor,
+                    dst_dir_fd=place.folder,
+                    follow_symlinks=True,
+                )
         finally:
             os.close(descriptor)
     except StoreIOError as error:
@@ -442,7 +583,7 @@ def _create_unnamed(path: str, size: int) -> bool:
     return True
 
 
-def _create_renamed(path: str, size: int) -> None:
+def _create_renamed(path: str, place: _Place, size: int) -> None:
     """Create a file in the folder above, and rename it when it has its length; where that can't be, in its place."""
     temporary = _temporary_path(path)
     try:
@@ -451,26 +592,26 @@ def _create_renamed(path: str, size: int) -> None:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             with suppress(FileNotFoundError):
                 os.unlink(temporary)  # left by a kill
-            _make(temporary, path, size)
+            _make(_Place(temporary, None), path, size)
             try:
-                os.rename(temporary, path)
+                os.rename(temporary, place.name, dst_dir_fd=place.folder)
             except BaseException:
                 os.unlink(temporary)
                 raise
     except StoreIOError as error:
         if error.errno not in _NOT_RENAMED:
             raise
-        _make(path, path, size)
+        _make(place, path, size)
 
 
-def _make(name: str, path: str, size: int) -> None:
-    """Create the file ``name``, for ``path``."""
+def _make(place: _Place, path: str, size: int) -> None:
+    """Create a file for ``path``."""
     with named("create", path):
-        descriptor = os.open(name, _TO_WRITE | os.O_CREAT | os.O_EXCL, 0o644)
+        descriptor = os.open(place.name, _TO_WRITE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=place.folder)
     try:
         _set_length(descriptor, path, size)
     except BaseException:
-        os.unlink(name)
+        os.unlink(place.name, dir_fd=place.folder)
         raise
     finally:
         os.close(descriptor)
@@ -489,27 +630,12 @@ def _temporary_path(path: str) -> str:
     return os.path.join(os.path.dirname(folder), f"{os.path.basename(folder)}-{name}.tmp")
 
 
-def _new_file(path: str) -> BinaryIO:
+def _new_file(place: _Place) -> BinaryIO:
     """Make an empty file, replacing a leftover file or link of that name."""
     with suppress(FileNotFoundError):
-        os.unlink(path)
-    return os.fdopen(os.open(path, _TO_WRITE | os.O_CREAT | os.O_EXCL, 0o644), "wb")
-
-
-@contextmanager
-def _replacement(call: str, path: str, temporary: str) -> Iterator[BinaryIO]:
-    """Yield the file ``temporary``, which takes the place of ``path`` when what was written is on the device."""
-    try:
-        with named(call, path):
-            with _new_file(temporary) as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-    except StoreIOError:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+        os.unlink(place.name, dir_fd=place.folder)
+    flags = _TO_WRITE | os.O_CREAT | os.O_EXCL
+    return os.fdopen(os.open(place.name, flags, 0o644, dir_fd=place.folder), "wb")
 
 
 class TemporaryFolder:

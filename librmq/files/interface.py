@@ -311,6 +311,19 @@ def identity_of(files: Files, path: str) -> str | None:
     return identity(path)
 
 
+def confine(files: Files, store: str, own: str, *folders: str) -> None:
+    """Let no write below the folder ``store`` follow a link to a folder, from now on; ``store`` itself may be a link.
+
+    Files of a disk whose maker allows links follow them, except below ``own``, the name of a folder in the store. Only
+    files of a disk have links, and a method ``confine``.
+
+    Raises:
+        CorruptionError: One of ``folders`` in the store is a link, which would be refused only after other writes.
+    """
+    confined: Callable[..., None] = getattr(files, "confine", lambda *_: None)
+    confined(store, own, *folders)
+
+
 def named(call: str, path: str) -> _Named:
     """Raise errors of the operating system as `StoreIOError` with the file's name."""
     return _Named(call, path)

@@ -32,7 +32,7 @@ from librmq.columns.arrays import Ints, runs
 from librmq.consumequeue import entry_dtype
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, StoreLockedError
 from librmq.files.disk import DiskFiles
-from librmq.files.interface import make_folders
+from librmq.files.interface import confine, make_folders
 from librmq.message import record
 from librmq.spark.encode import Encoder, check_columns
 from librmq.spark.options import WriteOptions, local_path, written_batch, written_schema
@@ -41,7 +41,7 @@ from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Lane
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
-from librmq.store.format.documents import JOB_FIRST_BYTES, JOB_NOTES_FOLDER, JobNote, note_path
+from librmq.store.format.documents import JOB_FIRST_BYTES, JOB_NOTES_FOLDER, OWN_FOLDER, JobNote, note_path
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -76,6 +76,7 @@ def commit(
         StoreLockedError: Another process still writes to the store after ``wait_seconds``.
     """
     files = DiskFiles()
+    confine(files, path, OWN_FOLDER, OWN_FOLDER)
     make_folders(files, os.path.join(path, JOB_NOTES_FOLDER))
     with _when_free(lambda: MessageStore.open(path, background=False), wait_seconds) as store:
         if _was_committed(store, job):

@@ -37,6 +37,7 @@ from librmq.files.interface import (
     FileLock,
     Files,
     FolderEntry,
+    confine,
     copy_file,
     link_file,
     make_folders,
@@ -178,8 +179,12 @@ def growing_store(target: str, files: Files) -> Iterator[str]:
     if files.list(target) if files.is_folder(target) else files.size(target) is not None:
         raise StoreIOError("make a store in", target, OSError(errno.EEXIST, "it is not empty: name a new folder"))
     parent, part = os.path.dirname(target) or os.curdir, target + _PART
+    if files.is_shared and os.path.islink(part):
+        raise CorruptionError(part, 0, "name", "a symbolic link: expected a folder in the making, or none: delete it")
     make_folders(files, parent)
     files.make_folder(part)
+    for folder in (part, target):
+        confine(files, folder, OWN_FOLDER)
     lock: FileLock | None = None
     try:
         with critical:

@@ -40,12 +40,10 @@ from librmq.errors import (
     ConfigError,
     NoRouteError,
     RmqError,
-    StoreIOError,
     StoreLockedError,
 )
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import named
-from librmq.files.lock import DiskLock
 from librmq.message.message import StoredMessage, dead_letter_topic
 from librmq.message.topics import TopicType
 from librmq.metrics import Metrics
@@ -81,7 +79,7 @@ from librmq.store import MessageStore
 from librmq.store.format.directory import check_kind as check_store
 from librmq.wire.remote.connection import RequestNotSentError, is_held_here
 from librmq.wire.share_links import SharedEndpoint, StoreOwner, StorePeer
-from librmq.wire.unix_sockets import is_stopped, network_file_system, owner_socket, share_folder
+from librmq.wire.unix_sockets import is_stopped, make_share_folder, network_file_system, owner_socket, share_folder
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -103,12 +101,13 @@ _STORES: Final = frozenset((SendMessage, SendBatch, SendReply, SendBack, Forward
 """Requests that an owner may have carried out when it ended, so that only their caller can repeat them."""
 
 
-def _check_place(path: str) -> None:
+def _check_place(path: str, files: DiskFiles) -> None:
     """Refuse a store that can't be shared, before anything is written.
 
     Raises:
         ConfigError: The system has no local sockets, or the folder is on another machine.
         NotAStoreError: The folder holds something else.
+        CorruptionError: A folder of the store is a link.
     """
     if sys.platform == "win32":
         raise ConfigError(
@@ -121,7 +120,7 @@ def _check_place(path: str) -> None:
             f"{path}: on the network file system {kind}, where processes of several machines could each own it: share "
             "a local folder, or run a RocketMQ broker and use librmq.connect"
         )
-    check_store(path, DiskFiles(), writable=True)
+    check_store(path, files, writable=True)
 
 
 # ---- the broker of all processes
@@ -138,6 +137,7 @@ class _Settings:
     metrics: Metrics | None
     timeout_s: float
     take_over_stopped_s: float | None
+    files: DiskFiles
 
 
 class SharedBroker(AsyncClosing):
@@ -247,7 +247,7 @@ class SharedBroker(AsyncClosing):
         """
         settings = self._settings
         try:
-            lock = DiskLock(os.path.join(share_folder(self.path), "lock"))
+            lock = settings.files.lock(os.path.join(share_folder(self.path), "lock"))
         except StoreLockedError as error:  # it opens the store, or has just ended
             raise BrokerUnreachableError(f"{error}, which does not answer yet: {unreachable}") from error
         with ExitStack() as undo, named("share", self.path):
@@ -260,6 +260,7 @@ class SharedBroker(AsyncClosing):
                 store_config=settings.store_config,
                 runner=self.runner,
                 metrics=settings.metrics,
+                files=settings.files,
             )
             undo.callback(broker.close)
             if self._was_peer or os.path.exists(owner_socket(self.path)):  # there are peers of a former owner
@@ -597,6 +598,7 @@ class ShareKeywords(TypedDict, total=False):
     timeout: float | timedelta
     wait: float | timedelta
     take_over_stopped: float | timedelta | None
+    follow_links: bool
 
 
 def share(  # noqa: PLR0913 (what a user may choose)
@@ -610,6 +612,7 @@ def share(  # noqa: PLR0913 (what a user may choose)
     timeout: float | timedelta = 3,
     wait: float | timedelta = 10,
     take_over_stopped: float | timedelta | None = None,
+    follow_links: bool = False,
 ) -> SharedBroker:
     """Open the store in ``path`` if no process of this machine owns it, else connect to the owner.
 
@@ -628,6 +631,7 @@ def share(  # noqa: PLR0913 (what a user may choose)
         take_over_stopped: Time after which an owner that is stopped, by Ctrl-Z or a debugger, is ended by SIGKILL so
             that another process can take over; on Linux only. None leaves it alone: then sends end within their time
             limit by an error that names it, until it continues.
+        follow_links: Whether folders of the store may be symbolic links, such as a ``commitlog`` on another disk.
 
     Raises:
         StoreLockedError: A process that does not share has the store open for writing.
@@ -648,18 +652,15 @@ def share(  # noqa: PLR0913 (what a user may choose)
         store_config=store_config,
         metrics=metrics,
         timeout_s=to_seconds("timeout", timeout),
+        files=DiskFiles(follow_links=follow_links),
         take_over_stopped_s=None if take_over_stopped is None else to_seconds("take_over_stopped", take_over_stopped),
     )
     if settings.timeout_s <= 0:
         raise ConfigError(f"timeout: expected more than 0 seconds, found {settings.timeout_s:g}")
     wait_s = to_seconds("wait", wait)
     folder = os.path.abspath(os.fspath(path))
-    _check_place(folder)
-    try:
-        os.makedirs(share_folder(folder), mode=0o700, exist_ok=True)
-        os.chmod(share_folder(folder), 0o700)
-    except OSError as error:
-        raise StoreIOError("make the folder", share_folder(folder), error) from error
+    _check_place(folder, settings.files)
+    make_share_folder(folder, settings.files)
     shared = SharedBroker(folder, settings)
     try:
         shared.join(wait_s)

@@ -20,7 +20,8 @@ from librmq.broker import Broker
 from librmq.clock import SystemClock
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, RmqError
-from librmq.files.lock import DiskLock, lock_process
+from librmq.files.interface import FileLock
+from librmq.files.lock import lock_process
 from librmq.message.ids import format_host, parse_host
 from librmq.protocol import (
     ConsumerOffsets,
@@ -87,11 +88,11 @@ class SharedEndpoint:
 class StoreOwner:
     """The broker of this process, and the server through which the others reach it."""
 
-    def __init__(self, lock: DiskLock, broker: Broker) -> None:
+    def __init__(self, lock: FileLock, broker: Broker) -> None:
         """Serve a broker; ``lock`` is the one of the shared folder."""
         self.route = broker
         self.name = broker.name
-        listening, self._files = listen_as_owner(broker.store.path)
+        listening, self._files = listen_as_owner(broker.store.path, broker.store.files)
         self._lock = lock
         address = format_host(parse_host(broker.store.config.store_host))
         self.server = RemotingServer(broker, listening=listening, advertise=address)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import struct
 import sys
 import tempfile
 from contextlib import ExitStack, suppress
 from typing import Final, NamedTuple
 
-from librmq.errors import BrokerUnreachableError
+from librmq.errors import BrokerUnreachableError, StoreError
+from librmq.files.disk import DiskFiles
+from librmq.files.interface import Files, named
 from librmq.store.format.documents import OWN_FOLDER
 
 _UCRED: Final = struct.Struct("iII")
@@ -22,6 +25,9 @@ _UCRED: Final = struct.Struct("iII")
 _XUCRED: Final = struct.Struct("II")
 """The begin of ``struct xucred`` of macOS: version, user."""
 _SOL_LOCAL, _LOCAL_PEERCRED, _LOCAL_PEERPID = 0, 1, 2
+_ELSEWHERE: Final = "librmq-"
+"""Begin of the name of a folder for a socket whose path in the store is too long."""
+_LONGEST_PLACE: Final = 4096
 _MOST_BYTES: Final = 100
 """Bytes of a path that a socket can have everywhere."""
 _NETWORK_FILE_SYSTEMS: Final = frozenset(
@@ -119,13 +125,31 @@ def share_folder(path: str | os.PathLike[str]) -> str:
     return os.path.join(os.path.abspath(os.fspath(path)), OWN_FOLDER, "share")
 
 
+def make_share_folder(path: str, files: Files) -> None:
+    """Make the folder of the owner's lock and socket, for this user only.
+
+    Raises:
+        CorruptionError: It is a symbolic link, or a file.
+    """
+    folder = share_folder(path)
+    files.make_folder(folder)
+    with named("make the folder", folder):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            os.fchmod(descriptor, 0o700)
+        finally:
+            os.close(descriptor)
+
+
 def owner_socket(path: str | os.PathLike[str]) -> str:
     """Return the path of the socket at which the owner of a store answers, if it has one."""
     folder = share_folder(path)
-    with suppress(OSError), open(os.path.join(folder, "place"), encoding="utf-8") as file:
-        identity, _, named = file.read().partition(" ")
-        if identity == _identity(path):
-            return named
+    with suppress(OSError, StoreError, UnicodeError):
+        identity, _, socket_file = (
+            DiskFiles().read(os.path.join(folder, "place"), _LONGEST_PLACE).decode().partition(" ")
+        )
+        if identity == _identity(path) and _is_elsewhere(socket_file):
+            return socket_file
     return os.path.join(folder, "owner")
 
 
@@ -135,30 +159,36 @@ def _identity(path: str | os.PathLike[str]) -> str:
     return f"{status.st_dev}:{status.st_ino}"
 
 
-def listen_as_owner(path: str) -> tuple[socket.socket, list[str]]:
+def _is_elsewhere(path: str) -> bool:
+    """Return whether a path is one that `listen_as_owner` makes, whatever the file of a store from elsewhere says."""
+    folder, name = os.path.split(path)
+    return name == "owner" and os.path.basename(folder).startswith(_ELSEWHERE) and os.path.isabs(folder)
+
+
+def listen_as_owner(path: str, files: Files) -> tuple[socket.socket, list[str]]:
     """Return the owner's listening socket, and what to delete at its end. Under the lock of the folder."""
     folder = share_folder(path)
     place, beside = os.path.join(folder, "place"), os.path.join(folder, "owner")
     delete_place([owner_socket(path), os.path.dirname(owner_socket(path)), place])  # of an owner that was killed
     if len(os.fsencode(beside)) <= _MOST_BYTES:
         return listen_at(beside), [beside]
-    elsewhere = tempfile.mkdtemp(prefix="librmq-")
-    named = os.path.join(elsewhere, "owner")
-    listening = listen_at(named)
-    with open(place + ".new", "w", encoding="utf-8") as file:
-        file.write(f"{_identity(path)} {named}")
-    os.rename(place + ".new", place)
-    return listening, [named, elsewhere, place]
+    elsewhere = tempfile.mkdtemp(prefix=_ELSEWHERE)
+    socket_file = os.path.join(elsewhere, "owner")
+    listening = listen_at(socket_file)
+    files.write(place, f"{_identity(path)} {socket_file}".encode())
+    return listening, [socket_file, elsewhere, place]
 
 
 def delete_place(paths: list[str]) -> None:
-    """Delete files and empty folders, except the folder of a store."""
+    """Delete sockets of this user, a store's file ``place``, and empty folders that `listen_as_owner` made."""
     for path in paths:
         with suppress(OSError):
-            if not os.path.isdir(path):
+            status = os.lstat(path)
+            if stat.S_ISDIR(status.st_mode):
+                if os.path.basename(path).startswith(_ELSEWHERE):
+                    os.rmdir(path)
+            elif os.path.basename(path) == "place" or (stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid()):
                 os.unlink(path)
-            elif os.path.basename(path).startswith("librmq-"):
-                os.rmdir(path)
 
 
 # ---- what the system says of processes and folders

@@ -5,12 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from librmq import Broker
+from librmq.cli.main import main
 from librmq.errors import CorruptionError, NotAStoreError, StoreError, StoreIOError
+from librmq.files.disk import DiskFiles
+from librmq.files.interface import FolderEntry
+from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
@@ -129,15 +135,139 @@ def test_names_that_are_not_strings(folder: Path) -> None:
     assert not verify(str(folder), SMALL).sound
 
 
-@pytest.mark.parametrize("part", ["commitlog", "consumequeue", "index", "consumequeue/TopicA", "consumequeue/TopicA/0"])
-def test_parts_may_be_links(folder: Path, part: str, tmp_path: Path) -> None:
-    (folder / part).rename(tmp_path / "elsewhere")
-    (folder / part).symlink_to(tmp_path / "elsewhere")
-    with MessageStore.open(folder, SMALL) as store:
+PARTS = ("commitlog", "consumequeue", "index", "consumequeue/TopicA", "consumequeue/TopicA/0")
+
+
+def linked(folder: Path, part: str, target: Path) -> Path:
+    """Let a part of a store be a link to what it was."""
+    (folder / part).rename(target)
+    (folder / part).symlink_to(target)
+    return target
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(os.name == "nt", reason="making a link needs a right")
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_may_be_links_where_the_caller_allows_it(folder: Path, part: str, tmp_path: Path) -> None:
+    linked(folder, part, tmp_path / "elsewhere")
+    with MessageStore.open(folder, SMALL, files=DiskFiles(follow_links=True)) as store:
         assert store.recovered == []
         assert len(served(store)) == 40
         store.append(Message("TopicA", b"more"))
     assert verify(str(folder), SMALL).sound
+
+
+def _append(folder: Path) -> None:
+    with MessageStore.open(folder, SMALL) as store:
+        for number in range(200):
+            store.append(Message("TopicA", b"%d" % number * 100, keys=["k"]))
+
+
+def _recover(folder: Path) -> None:
+    with MessageStore.open(folder, SMALL, thorough=True) as store:
+        store.append(Message("TopicA", b"more", keys=["k"]))
+
+
+def _open_broker(folder: Path) -> None:
+    with Broker.open(folder) as broker:
+        broker.create_topic("TopicB")
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "append": _append,
+    "recover": _recover,
+    "broker": _open_broker,
+    "command": lambda folder: run_refused("topic", "create", str(folder), "TopicB"),
+    "import": lambda folder: run_refused("import", str(folder), "missing.jsonl"),
+}
+
+
+def run_refused(*words: str) -> None:
+    status = main(list(words))
+    if status:
+        raise CorruptionError("command", 0, "name", f"a symbolic link: status {status}")
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(os.name == "nt", reason="making a link needs a right")
+@pytest.mark.parametrize("part", ["commitlog", "consumequeue", "index", "config", "librmq"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_no_writer_follows_a_link_out_of_the_store(folder: Path, part: str, writer: str, tmp_path: Path) -> None:
+    with Broker.open(folder) as broker:
+        broker.create_topic("TopicA")
+    target = linked(folder, part, tmp_path / "elsewhere")
+    before, inside = contents(target), contents(folder)
+    with pytest.raises(CorruptionError, match="a symbolic link"):
+        WRITERS[writer](folder)
+    assert contents(target) == before
+    assert contents(folder) == inside, "refused before a byte is written"
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(os.name == "nt", reason="making a link needs a right")
+@pytest.mark.parametrize("part", ["consumequeue/TopicA", "consumequeue/TopicA/0"])
+def test_a_link_deep_in_the_store_is_not_written_to(folder: Path, part: str, tmp_path: Path) -> None:
+    target = linked(folder, part, tmp_path / "elsewhere")
+    before = contents(target)
+    with suppress(CorruptionError):
+        _append(folder)
+    assert contents(target) == before
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(os.name == "nt", reason="making a link needs a right")
+def test_links_below_librmqs_own_folder_are_never_followed(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "librmq").mkdir(exist_ok=True)
+    (folder / "librmq" / "spark").symlink_to(tmp_path / "elsewhere")
+    files = DiskFiles(follow_links=True)
+    with MessageStore.open(folder, SMALL, files=files):
+        for write in (
+            files.make_folder,
+            lambda path: files.write(f"{path}/x", b""),
+            lambda path: files.create(path + "/y", 1),
+        ):
+            with pytest.raises(CorruptionError, match="follows none below its own folder"):
+                write(str(folder / "librmq" / "spark"))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(os.name == "nt", reason="making a link needs a right")
+def test_a_store_that_is_a_link_is_written(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    _append(tmp_path / "link")
+    assert verify(str(folder), SMALL).sound
+
+
+def test_a_store_made_while_its_folder_is_looked_at() -> None:
+    """Several processes open a new store at once: one lists it before the log is there, and again after."""
+
+    class Late(MemoryFiles):
+        """Files that another process makes after the first look."""
+
+        def __init__(self, made_after: int) -> None:
+            super().__init__()
+            self.looks, self.made_after = 0, made_after
+
+        def list(self, path: str) -> list[FolderEntry]:
+            entries = super().list(path)
+            if path == "/store":
+                self.looks += 1
+                if self.looks == self.made_after:
+                    for name in ("commitlog", "consumequeue/TopicA/0"):
+                        self.make_folder(f"/store/{name}")
+            return entries
+
+    for made_after in (1, 2):
+        files = Late(made_after)
+        files.make_folder("/store")
+        with MessageStore.open("/store", SMALL, files=files) as store:
+            store.append(Message("TopicA", b"first"))
 
 
 @pytest.mark.parametrize(

@@ -474,6 +474,41 @@ def test_a_long_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not place.parent.exists()
 
 
+@pytest.mark.parametrize("part", ["librmq", "librmq/share"])
+def test_a_shared_folder_that_leads_elsewhere_is_refused(tmp_path: Path, part: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "share").mkdir(parents=True)
+    elsewhere.chmod(0o755)
+    (tmp_path / "store" / part).parent.mkdir(parents=True)
+    (tmp_path / "store" / part).symlink_to(elsewhere)
+    with pytest.raises(RmqError, match="a symbolic link"):
+        librmq.share(tmp_path / "store")
+    assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o755
+    assert list((elsewhere / "share").iterdir()) == []
+    if part == "librmq":
+        librmq.share(tmp_path / "store", follow_links=True).close()
+
+
+def test_the_place_of_a_folder_from_elsewhere_harms_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the target of a link ``place.new``, nor the file that ``place`` names, is changed."""
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
+    store = tmp_path / ("long" * 40)
+    folder = Path(share_folder(store))
+    folder.mkdir(parents=True)
+    victims = [tmp_path / "bashrc", tmp_path / "librmq-mine" / "owner", tmp_path / "place"]
+    victims[1].parent.mkdir()
+    for victim in victims:
+        victim.write_text("mine")
+    status = store.stat()
+    for victim in victims:
+        for name in ("place.new", "place.tmp"):
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).symlink_to(victim)
+        (folder / "place").write_text(f"{status.st_dev}:{status.st_ino} {victim}")
+        librmq.share(store).close()
+        assert [mine.read_text() for mine in victims] == ["mine"] * 3
+
+
 def test_a_copy_has_an_owner_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     deep = tmp_path / ("d" * 100)

@@ -108,12 +108,12 @@ class _Writer:
     """The store that messages go to, which keeps their store times if it was empty."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        files = DiskFiles()
+        files = DiskFiles(follow_links=arguments.follow_links)
         path = arguments.store
         check_kind(path, files, writable=True)
         config = None if arguments.config is None else settle_config(path, files, arguments.config)
         self._clock = ManualClock(0)
-        self._store = MessageStore.open(path, config, clock=self._clock, background=False)
+        self._store = MessageStore.open(path, config, clock=self._clock, background=False, files=files)
         self._keeps_times = self._store.log.begin == self._store.log.end
         self._tables = BrokerTables.open(os.path.join(path, CONFIG), files=files)
         self._unflushed = 0

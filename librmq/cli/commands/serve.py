@@ -24,6 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 from librmq.cli.output import Output, complain, end_signals
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, RmqError
+from librmq.files.disk import DiskFiles
 from librmq.message.ids import format_host, parse_host
 from librmq.runtime.event_log import EventLog
 
@@ -81,7 +82,12 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
                 grpc = listening = None
             else:
                 broker = serving.enter_context(
-                    Broker.open(arguments.store, BrokerConfig(timers=TimerConfig()), store_config=config)
+                    Broker.open(
+                        arguments.store,
+                        BrokerConfig(timers=TimerConfig()),
+                        store_config=config,
+                        files=DiskFiles(follow_links=arguments.follow_links),
+                    )
                 )
             if listening is not None:
                 ready["remoting"] = _served(_remoting(broker, listening, arguments, tls, changed), serving, stop)

@@ -34,7 +34,7 @@ from typing import Any, Final
 
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
-from librmq.files.interface import File, Files, FolderEntry, numbered_files
+from librmq.files.interface import File, Files, FolderEntry, confine, numbered_files
 from librmq.message.topics import validate_topic
 from librmq.runtime import lazy_numpy as np
 from librmq.store.format.documents import OWN_FOLDER, is_kept_as_own, read_kept_config
@@ -141,10 +141,7 @@ def recognise(path: str, files: Files) -> StoreKind:
     if log is None:
         for name in (CONSUMEQUEUE, INDEX):
             if files.list(os.path.join(path, name)):
-                raise NotAStoreError(
-                    f"{path}: there is a folder {name} but no {COMMITLOG}; the broker may keep its log "
-                    "elsewhere, or on several paths (storePathCommitLog)"
-                )
+                return _recognise_without_log(path, name, files)
         return StoreKind.NEW
     if not log.is_folder:
         raise NotAStoreError(f"{path}: {COMMITLOG}: expected a folder, found a file")
@@ -156,6 +153,16 @@ def recognise(path: str, files: Files) -> StoreKind:
         return StoreKind.V4
     topics = os.path.join(path, CONFIG, "topics.json")
     return StoreKind.V5_BATCHES if files.size(topics) and b'"BatchCQ"' in files.read(topics) else StoreKind.V5
+
+
+def _recognise_without_log(path: str, name: str, files: Files) -> StoreKind:
+    """Look again, because another process may have made the log after the folder was listed."""
+    if files.is_folder(os.path.join(path, COMMITLOG)):
+        return recognise(path, files)
+    raise NotAStoreError(
+        f"{path}: there is a folder {name} but no {COMMITLOG}; the broker may keep its log "
+        "elsewhere, or on several paths (storePathCommitLog)"
+    )
 
 
 def _has_any(path: str, names: Iterable[str], files: Files) -> bool:
@@ -209,18 +216,29 @@ def no_store(path: str) -> NotAStoreError:
     return NotAStoreError(f"{path}: no store: it has no folder {COMMITLOG}")
 
 
+_WRITTEN: Final = (COMMITLOG, CONSUMEQUEUE, CONSUMEQUEUE_EXT, INDEX, CONFIG, TIMERLOG, OWN_FOLDER)
+
+
 def check_kind(path: str, files: Files, *, writable: bool = False) -> StoreKind:
     """Return the kind of the store in folder ``path`` if it can be opened, without changing it.
+
+    With ``writable`` true, ``files`` follow no link within the store to write, from now on.
 
     Raises:
         NotAStoreError: `recognise` raises it, there is no store and ``writable`` is false, or ``writable`` is true and
             queues or the broker's tables are in RocksDB, or queues have batches.
+        CorruptionError: ``writable`` is true, and a folder of the store is a link that ``files`` do not follow.
     """
+    if writable:
+        confine(files, path, OWN_FOLDER, *_WRITTEN)
     kind = recognise(path, files)
     if kind is StoreKind.NEW:
         if not writable:
             raise no_store(path)
-        foreign = [entry.name for entry in files.list(path) if entry.name not in _MAY_PRECEDE]
+        names = {entry.name for entry in files.list(path)}
+        if COMMITLOG in names:  # another process has made the store meanwhile
+            return check_kind(path, files, writable=True)
+        foreign = sorted(names - _MAY_PRECEDE)
         if foreign:
             raise NotAStoreError(f"{path}: expected an empty folder or a store, found {foreign[0]}")
     if kind.derives_queues and writable:

@@ -40,7 +40,7 @@ from typing import Any, Final, NamedTuple
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MalformedError, StoreIOError, StoreLockedError
-from librmq.files.interface import Files, make_folders
+from librmq.files.interface import Files, confine, make_folders
 from librmq.message.message import StoredMessage
 from librmq.runtime.event_log import EventLog
 
@@ -334,6 +334,7 @@ def notes_locked(path: str, files: Files) -> Iterator[None]:
     Raises:
         StoreLockedError: Another one has not ended its change within 10 s.
     """
+    confine(files, path, OWN_FOLDER)
     folder = os.path.join(path, OWN_FOLDER)
     make_folders(files, folder)
     clock = SystemClock()
