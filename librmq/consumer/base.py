@@ -212,10 +212,14 @@ class Consumer(Startable, Generic[C]):
         else:
             if not self.client.has_stable_name:
                 self.log.warning("%(consumer)s: broadcasting without an instance_name: its progress is lost at the end")
-            folder = config.offsets_folder or os.path.join(os.path.expanduser("~"), ".rocketmq_offsets")
+            if config.offsets_folder is None and self.runner.progress_home is not None:
+                folder, files = self.runner.progress_home
+            else:
+                folder = config.offsets_folder or os.path.join(os.path.expanduser("~"), ".rocketmq_offsets")
+                files = config.files
             aside = aside_by(self.runner, f"{self.label} writes progress", self.client, lambda at: None)
             now_ms, client_id = self.runner.now_ms, self.client.client_id
-            self.offsets = LocalOffsets(folder, client_id, self.group, config.files, now_ms, aside)
+            self.offsets = LocalOffsets(folder, client_id, self.group, files, now_ms, aside)
         if config.guard:
             refuse_differences(self.group, self._subscriptions_of_all())
         for subscription in self.subscriptions.values():

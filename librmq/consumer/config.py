@@ -72,7 +72,8 @@ class ConsumerConfig(Config):
     shutdown_timeout: Annotated[float, Seconds()] = 5.0
     """Time that a shutdown waits for running listeners."""
     offsets_folder: str | None = None
-    """Folder for the progress of a broadcasting consumer; None: ``.rocketmq_offsets`` in the user's home."""
+    """Folder for the progress of a broadcasting consumer; None: ``.rocketmq_offsets`` in the user's home, in a kit
+    one beside its store."""
     files: Files = field(default_factory=DiskFiles)
     """Files by which progress is written."""
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import inspect
 import itertools
+import os
 import threading
 import weakref
 from collections import deque
@@ -125,6 +127,8 @@ class Runner:
 
     now_ms: Callable[[], int]
     """The time of day in milliseconds since 1970 (UTC)."""
+    progress_home: tuple[str, Any] | None = None
+    """Folder, and the `Files` that write it, for the progress that instances keep themselves; None: the user's home."""
 
     def __init__(self, clock: Clock) -> None:
         if not callable(getattr(clock, "monotonic", None)):
@@ -266,6 +270,10 @@ Turn = Step | Work | _TimePasses
 # ---- the manual runner
 
 _MOST_STEPS_AT_ONCE: Final = 1_000_000
+_PATIENCE_S: Final = 10
+"""Seconds of real time in which one of the waiting coroutines has to end."""
+_LOOP_PASSES: Final = 20
+"""Turns of the event loop that other tasks get when coroutines of listeners have ended."""
 
 
 class ManualRunner(Runner):
@@ -279,7 +287,7 @@ class ManualRunner(Runner):
         super().__init__(self.manual_clock)
         self.paused: list[Work] = []
         """Paused work; only an explorer pauses any."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Coroutine[Any, Any, object]] = {}
         self._async_runner: asyncio.Runner | None = None
 
     def __repr__(self) -> str:
@@ -296,6 +304,8 @@ class ManualRunner(Runner):
                     yield step
         yield from list(self.ready)
         yield from list(self.paused)
+        if self._tasks:
+            return  # time stands while a coroutine runs, as it does while a function runs
         if self.ready or self.paused:
             later = [at for at, _, step in self._heap if step.at == at and now < at <= until_ms]
         else:
@@ -330,14 +340,34 @@ class ManualRunner(Runner):
         self.manual_clock.move_to(max(until, self.now_ms()))
 
     async def advance_async(self, ms: int = 0) -> None:
-        """Like `advance`; coroutines run on the calling event loop."""
+        """Like `advance`; coroutines run on the calling event loop, and time stands while one of them runs.
+
+        Raises:
+            NotIdleError: No running coroutine ends within 10 seconds of real time.
+        """
         until = self.now_ms() + ms
-        while True:
+        self._take_turns(until)
+        while self._tasks:
+            await self.run_tasks()
             self._take_turns(until)
-            if not self._tasks:
-                break
-            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         self.manual_clock.move_to(max(until, self.now_ms()))
+
+    async def run_tasks(self) -> None:
+        """Wait until a coroutine has ended, and let other tasks of the loop go on, which may wait for its effects.
+
+        Raises:
+            NotIdleError: No coroutine ends within 10 seconds of real time.
+        """
+        done, _ = await asyncio.wait(self._tasks, timeout=_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            labels = sorted(work.label for work in self.running)
+            places = sorted({_place(coroutine) for coroutine in self._tasks.values()})
+            raise NotIdleError(
+                f"still running after {_PATIENCE_S} s of real time: {', '.join(labels[:5])}, waiting at "
+                f"{', '.join(places[:5])}: time stands until listeners end, so they can't wait for later messages"
+            )
+        for _ in range(_LOOP_PASSES):
+            await asyncio.sleep(0)
 
     def next_due_ms(self) -> int | None:
         """Return when the next step is due, None if nothing is scheduled."""
@@ -372,7 +402,7 @@ class ManualRunner(Runner):
                     steps += 1
                     self._take_step(top, steps)
                 elif not ready:
-                    if at > until_ms:
+                    if at > until_ms or self._tasks:  # time stands while a coroutine runs
                         return
                     clock.move_to(at)
             if ready and not is_due:
@@ -399,8 +429,14 @@ class ManualRunner(Runner):
             return
         task = loop.create_task(self._run(work, coroutine))
         work.cancel = task.cancel
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = coroutine
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.pop(task, None)
+            self.running.discard(work)
+            coroutine.close()  # a task that was cancelled before its first step has not awaited it
+
+        task.add_done_callback(ended)
 
     async def _run(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
         result: object = None
@@ -420,3 +456,14 @@ class ManualRunner(Runner):
             self._async_runner.close()
             self._async_runner = None
         return not self.running
+
+
+def _place(coroutine: Coroutine[Any, Any, object]) -> str:
+    """Return file and line at which the first of a coroutine's callers outside of librmq waits."""
+    library = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    awaited: Any = coroutine
+    while inspect.iscoroutine(awaited) and (frame := awaited.cr_frame) is not None:
+        if not frame.f_code.co_filename.startswith(library):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        awaited = awaited.cr_await
+    return "an unknown place"

@@ -108,6 +108,7 @@ class Kit:
             self.files = MemoryFiles() if start is None else start.files()
         elif start is not None:
             start.copy_to(self.path)
+        self.runner.progress_home = self.path + ".clients", self.files
         self.faults: Faults = Faults(self)
         """Faults on request."""
         self._check = check
@@ -651,6 +652,7 @@ class Kit:
         self._closed = True
         for process in self.processes:
             process.die()
+        self._driver.end()
         self.runner.shutdown()
 
     def __enter__(self) -> Self:

@@ -329,13 +329,14 @@ class Driver:
         """Finish `run` in the test's event loop, where coroutines of listeners continue."""
         self._unawaited = None
         while True:
-            await self.runner.advance_async(max(0, at - self.clock.now_ms()))
-            self.take_turns(at)
-            if self.runner.has_tasks:
-                continue
+            while self.runner.has_tasks:
+                await self.runner.run_tasks()
+                self.take_turns(at)
+            self.clock.move_to(max(at, self.clock.now_ms()))
             at = until() if again else at
             if not again or at <= self.clock.now_ms():
                 return timedelta(milliseconds=self.clock.now_ms() - begin)
+            self.take_turns(at)
 
     def take_turns(self, until_ms: int) -> None:
         """Take all turns up to a time; raise a listener's error, with a traceback of the user's code only."""
@@ -369,6 +370,13 @@ class Driver:
             call.close()
         if forgotten:
             raise NotAwaitedError(f"{', '.join(forgotten)} sent nothing: write `await` before the call")
+
+    def end(self) -> None:
+        """Forget the calls that were not awaited, so that Python does not warn of them in a later test."""
+        calls, self._async_calls, self._unawaited = self._async_calls, [], None
+        for call, _ in calls:
+            if inspect.getcoroutinestate(call) == "CORO_CREATED":
+                call.close()
 
     def _check_awaited(self) -> None:
         elapsed, self._unawaited = self._unawaited, None

@@ -191,7 +191,6 @@ class Process:
     def consumer(self, group: str, **settings: Unpack[ConsumerArguments]) -> PushConsumer:
         """Return a consumer that starts once the factory has returned; ``settings`` are those of `PushConsumer`."""
         settings.setdefault("files", self._kit.files)
-        settings.setdefault("offsets_folder", self._kit.path + ".clients")
         consumer = PushConsumer(self, group, **settings)
         self.consumers.append(consumer)
         return consumer

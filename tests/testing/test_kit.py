@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import traceback
 from collections.abc import Callable
@@ -24,13 +25,14 @@ from librmq.errors import (
     BrokerUnreachableError,
     ConfigError,
     EndlessLoopError,
+    NotIdleError,
     SendTimeoutError,
 )
 from librmq.files.memory import MemoryFiles
 from librmq.idempotence import MemoryDedupStore
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message
-from librmq.protocol import MessageModel, Route, TransactionState
+from librmq.protocol import ConsumeFrom, MessageModel, Route, TransactionState
 from librmq.store.recovery.verify import verify
 from librmq.testing import (
     Kit,
@@ -212,6 +214,118 @@ def test_coroutine_listeners_in_a_loop() -> None:
             assert len(rmq.offsets("billing")) >= 2
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("way", ["sleep", "thread", "lock", "queue", "real time"])
+def test_time_stands_while_coroutine_listeners_run(way: str) -> None:
+    """Retries come at the same times as those of a function."""
+
+    async def test() -> None:
+        lock, results = asyncio.Lock(), asyncio.Queue[int]()
+        with Kit() as rmq:
+            begin, seen = rmq.clock.now_ms(), []
+
+            async def report() -> None:
+                while True:
+                    await results.get()
+                    seen.append((rmq.clock.now_ms() - begin) // 1000)
+                    await asyncio.sleep(0)
+                    if way == "queue":
+                        await rmq.producer().send_async("reports", b"r")
+
+            reporting = asyncio.create_task(report())
+
+            @rmq.consumer("billing", max_reconsume_times=3).subscribe("orders")
+            async def charge(message: DeliveredMessage) -> None:
+                if way == "sleep":
+                    for _ in range(50):
+                        await asyncio.sleep(0)
+                elif way == "thread":
+                    await asyncio.to_thread(lambda: None)
+                elif way == "real time":
+                    await asyncio.sleep(0.01)
+                async with lock:
+                    await asyncio.sleep(0)
+                    results.put_nowait(1)
+                raise ReconsumeLater
+
+            await rmq.producer().send_async("orders", b"x")
+            await rmq.advance(hours=2)
+            assert seen == [0, 10, 40, 100]
+            assert len(rmq.delivered("billing")) == 4
+            assert [message.body for message in rmq.dead_letters("billing")] == [b"x"]
+            if way == "queue":
+                times = [message.store_timestamp_ms - begin for message in rmq.messages("reports")]
+                assert [time // 1000 for time in times] == [0, 10, 40, 100]
+            reporting.cancel()
+
+    asyncio.run(test())
+
+
+def test_run_for_waits_for_coroutines() -> None:
+    async def test() -> None:
+        with Kit() as rmq:
+            begin, seen = rmq.clock.now_ms(), []
+
+            @rmq.consumer("billing").subscribe("orders")
+            async def charge(message: DeliveredMessage) -> None:
+                await asyncio.sleep(0.001)
+                seen.append((rmq.clock.now_ms() - begin) // 1000)
+                if len(seen) < 4:
+                    raise ReconsumeLater
+
+            await rmq.producer().send_async("orders", b"x")
+            await rmq.run_for(minutes=10)
+            assert seen == [0, 10, 40, 100]
+
+    asyncio.run(test())
+
+
+class _FastLoop(asyncio.SelectorEventLoop):
+    """Waits a thousandth of the time."""
+
+    def time(self) -> float:
+        return 1000 * super().time()
+
+
+def test_a_coroutine_that_waits_for_a_later_message_is_named() -> None:
+    async def test() -> None:
+        later = asyncio.Event()
+        with Kit(check=False) as rmq:
+
+            @rmq.consumer("billing").subscribe("orders")
+            async def charge(message: DeliveredMessage) -> None:
+                if message.body == b"second":
+                    later.set()
+                await later.wait()
+
+            rmq.producer().send("orders", b"first")
+            rmq.producer().send("orders", b"second", delay_level=3)
+            begin = rmq.clock.now_ms()
+            with pytest.raises(NotIdleError, match=r"billing.*orders.*waiting at test_kit.py:\d+: time stands"):
+                await rmq.advance(minutes=1)
+            assert rmq.clock.now_ms() == begin
+
+    with asyncio.Runner(loop_factory=_FastLoop) as runner:
+        runner.run(test())
+
+
+def test_coroutines_that_never_began_leave_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    async def charge(message: DeliveredMessage) -> None:
+        raise AssertionError
+
+    async def fails() -> None:
+        with Kit() as rmq:
+            rmq.consumer("billing").subscribe("orders")(charge)
+            rmq.producer().send("orders", b"x")
+            _forgotten = rmq.producer().send_async("orders", b"y")
+            rmq.run_until_idle()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        asyncio.run(fails())
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_a_coroutines_exception_fails_the_test() -> None:
@@ -684,6 +798,40 @@ def test_work_that_does_not_end_is_reported() -> None:
         rmq.close()
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("route", ["route", "broker", "app", "pull"])
+def test_broadcast_progress_stays_in_the_kit(route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+
+    def seen() -> list[bytes]:
+        bodies: list[bytes] = []
+        settings: Any = {"model": MessageModel.BROADCASTING, "consume_from": ConsumeFrom.FIRST}
+        with Kit() as rmq:
+
+            def start(process: Process | Route) -> PushConsumer:
+                consumer = PushConsumer(process, "cache", instance_name="c1", **settings)
+                consumer.subscribe("prices")(lambda message: bodies.append(message.body))
+                return consumer.start()
+
+            rmq.producer().send("prices", b"x")
+            if route == "app":
+                rmq.app("shop", start)
+            elif route == "pull":
+                with PullConsumer(rmq.route, "cache", instance_name="c1", **settings) as reader:
+                    reader.subscribe("prices")
+                    rmq.advance(seconds=1)
+                    bodies += [message.body for message in reader.poll()]
+                    rmq.advance(seconds=10)
+                return bodies
+            else:
+                start(rmq.route if route == "route" else rmq.broker)
+            rmq.advance(seconds=20)
+        return bodies
+
+    assert [seen(), seen()] == [[b"x"], [b"x"]]
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- forgotten by a test
