@@ -452,10 +452,13 @@ def route_of(opened: Broker | OwnedStore) -> Route:
 
 
 @contextmanager
-def open_to_change(arguments: argparse.Namespace) -> Iterator[tuple[MessageStore, BrokerTables, StoreRetry | None]]:
+def open_to_change(
+    arguments: argparse.Namespace, *, makes_store: bool = False
+) -> Iterator[tuple[MessageStore, BrokerTables, StoreRetry | None]]:
     """Open a store and the broker's tables in it, which are saved at the end; with ``--dry-run`` in memory alone.
 
-    Of a store that a process shares, the changes are sent to that process; the last value sends it retries.
+    Of a store that a process shares, the changes are sent to that process; the last value sends it retries. With
+    ``makes_store`` a new or empty folder becomes a store, and a note says so.
 
     Raises:
         StoreLockedError: Another process, which does not share it, owns the store; the error says which.
@@ -475,7 +478,9 @@ def open_to_change(arguments: argparse.Namespace) -> Iterator[tuple[MessageStore
             if not arguments.dry_run:
                 owner.tables.persist(owner.runner.now_ms())
             return
-    files, config = files_and_config(arguments)
+    files, config = files_and_config(arguments, writable=makes_store)
+    if makes_store and not files.is_folder(os.path.join(arguments.store, COMMITLOG)):
+        complain(f"note: {arguments.store} had no store: a new one is made there")
     with MessageStore.open(arguments.store, config, files=files) as store:
         tables = BrokerTables.open(os.path.join(arguments.store, CONFIG), files=files)
         yield store, tables, None

@@ -269,6 +269,10 @@ _CHANGE: Final = (
             ),
             option("--commit", action="store_true", help="deliver the message"),
             option("--rollback", action="store_true", help="drop the message"),
+            option(
+                "--force", action="store_true",
+                help="decide an open half too, which checks still ask about; the store must not be in use",
+            ),
             *CHANGES,
         ),
         output=OUTPUT,

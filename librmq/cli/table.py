@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from itertools import chain
@@ -138,7 +139,7 @@ _STYLES: Final = {
     "error": "bold red", "WRONG": "bold red", "dead": "red",
     "warning": "yellow", "not_passed": "yellow", "info": "cyan",
 }  # fmt: skip
-"""Colours of whole cells; NO_COLOR switches them off."""
+"""Colours of whole cells; NO_COLOR switches all styles off."""
 # Rows whose main content is a list: shown as a heading, then the list's rows.
 _LISTS: Final = {"verify": ("damage", "damage"), "store": ("queues", "queue")}
 
@@ -154,7 +155,10 @@ class Table:
 
     def __init__(self, stream: TextIO) -> None:
         width = None if stream.isatty() else _WIDTH_OF_FILES
-        self._console = _Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+        system: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"  # rich would keep bold
+        self._console = _Console(
+            file=stream, width=width, highlight=False, markup=False, emoji=False, color_system=system
+        )
         self._kind = ""
         self._rows: list[Row] = []
         self._is_begun = False

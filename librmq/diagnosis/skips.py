@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 from librmq.diagnosis.group_lag import QueueLag, lag, no_progress
-from librmq.diagnosis.pending import family_of_half, given_up_halves, waiting_retries
+from librmq.diagnosis.pending import family_of_half, given_up_halves, open_halves, waiting_retries
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, MalformedError, TransactionRefusedError
 from librmq.message import record
@@ -41,6 +41,11 @@ class SkippingBroker(Endpoint, Protocol):
     @property
     def store(self) -> MessageStore:
         """The broker's store."""
+        ...
+
+    @property
+    def tables(self) -> BrokerTables:
+        """Its topics, groups and progress."""
         ...
 
     @property
@@ -434,13 +439,15 @@ def move_retries(
     return len(queue_offsets), delayed
 
 
-def decide_half(broker: SkippingBroker, physical_offset: int, *, commit: bool) -> None:
-    """Commit or roll back a half message that checks have discarded.
+def decide_half(broker: SkippingBroker, physical_offset: int, *, commit: bool, force: bool = False) -> None:
+    """Commit or roll back a half message that checks have discarded, with ``force`` also one that is still checked.
 
     Args:
         broker: The running broker.
         physical_offset: The place in a result of `given_up`.
         commit: Whether to deliver or to drop the message.
+        force: Whether ``physical_offset`` may be that of an open half of a store at rest, whose producer group gives no
+            answer any more.
 
     Raises:
         TransactionRefusedError: There is no such half message at this place, it was already decided, or the log no
@@ -452,12 +459,10 @@ def decide_half(broker: SkippingBroker, physical_offset: int, *, commit: bool) -
         (candidate for candidate in given_up_halves(store) if candidate.physical_offset == physical_offset), None
     )
     if half is None:
-        raise TransactionRefusedError(
-            _SYSTEM_ERROR,
-            f"physical offset {physical_offset}: expected an undecided half that was given up, as "
-            "`librmq pending --kind given_up` lists",
-        )
-    family = family_of_half(store, half)
+        half = _checked_half(broker, physical_offset, force)
+        family = [half]
+    else:
+        family = family_of_half(store, half)
     if not family:
         raise TransactionRefusedError(
             _SYSTEM_ERROR, f"the log no longer has the half of {half.message_id}: send the message again instead"
@@ -466,3 +471,22 @@ def decide_half(broker: SkippingBroker, physical_offset: int, *, commit: bool) -
     state = TransactionState.COMMIT if commit else TransactionState.ROLLBACK
     group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
     broker.call(EndTransaction(group, state, last.queue_offset, last.physical_offset, last.message_id))
+
+
+def _checked_half(broker: SkippingBroker, physical_offset: int, force: bool) -> StoredMessage:
+    """Return the open half at a place, which checks still ask about; refuse it without ``force``."""
+    halves = (half for _, half in open_halves(broker.store, broker.tables))
+    half = next((half for half in halves if half.physical_offset == physical_offset), None)
+    if half is None:
+        raise TransactionRefusedError(
+            _SYSTEM_ERROR,
+            f"physical offset {physical_offset}: expected an undecided half that was given up, as "
+            "`librmq pending --kind given_up` lists",
+        )
+    if not force:
+        raise TransactionRefusedError(
+            _SYSTEM_ERROR,
+            f"physical offset {physical_offset}: checks still ask the producer group about this half; if no producer "
+            "will answer, `librmq decide --force` decides it in a store that no process uses",
+        )
+    return half

@@ -171,7 +171,9 @@ def test_reset_to_a_time_leaves_the_first_message_stored_then(shell: Shell) -> N
 
 
 def test_skip_keeps_the_newest_and_never_goes_back(shell: Shell) -> None:
-    shell("reset", "store", *ORDERS, "--queue", "1", "--offset", "30")
+    assert "note: queue 1 has no offset" not in shell("reset", "store", *ORDERS, "--queue", "1", "--offset", "30").said
+    far = shell("reset", "store", *ORDERS, "--queue", "1", "--offset", "1000000", "--dry-run")
+    assert f"note: queue 1 has no offset 1000000: its end {far.rows[0]['after']} is taken" in far.said
     rows = shell("skip", "store", *ORDERS, "--keep", "10").rows
     assert [(row["queue_id"], row["begin"], row["end"], row["skipped"]) for row in rows] == [(0, 0, 29, 29)]
     assert progress(shell) == {0: 29, 1: 30}
@@ -311,3 +313,18 @@ def test_a_message_that_waits_is_cancelled(shell: Shell) -> None:
     unknown = shell("cancel", "store", "nonsense")
     assert (unknown.status, unknown.out) == (2, "")
     assert "there is no message with the id 'nonsense'" in unknown.said
+
+
+def test_topic_create_makes_the_store_of_the_recipes(shell: Shell) -> None:
+    made = shell("topic", "create", "fresh", "orders", "--queues", "4")
+    assert (made.status, made.rows[0]["read_queues"]) == (0, 4)
+    assert "a new one is made" in made.said
+    assert "made" not in shell("topic", "create", "fresh", "jobs").said
+    with Broker.open("fresh") as broker:
+        Producer(broker, "p").send("orders", b"x")
+        assert len(list(broker.messages("orders"))) == 1
+    assert shell("diagnose", "fresh").status == 0
+    assert shell("topic", "grow", "nowhere", "orders", "--queues", "4").status == 2
+    assert not (shell.folder / "nowhere").exists()
+    assert shell("topic", "create", "dry", "orders", "--dry-run").status == 0
+    assert not (shell.folder / "dry").exists()

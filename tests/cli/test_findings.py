@@ -331,6 +331,21 @@ def test_letters_that_a_killed_resend_has_not_noted_are_not_sent_twice(broken: S
         assert len(copies) == len(set(copies)) == 3
 
 
+def test_a_half_that_is_still_checked_is_decided_by_force_alone(shell: Shell) -> None:
+    runner = ManualRunner()
+    with Broker.open("tx", runner=runner) as broker:
+        producer = TransactionProducer(broker, "P", lambda message: TransactionState.UNKNOWN)
+        producer.send_in_transaction(Message("orders", b"x"), execute=lambda message, arg: TransactionState.UNKNOWN)
+    (half,) = shell("pending", "tx", "--kind", "half").rows
+    refused = shell("decide", "tx", half["physical_offset"], "--commit")
+    assert refused.status != 0
+    assert "checks still ask the producer group about this half" in refused.said
+    assert "--force" in refused.said
+    assert shell("decide", "tx", half["physical_offset"], "--commit", "--force").status == 0
+    assert shell("pending", "tx", "--kind", "half").rows == []
+    assert [row["body"] for row in shell("show", "tx", "--topic", "orders", "--body", "text").rows] == ["x"]
+
+
 def test_nothing_to_resend_is_reported(broken: Shell) -> None:
     answer = broken("dead-letters", "kit", "--resend", "--group", "typo")
     assert (answer.status, answer.out) == (0, "")

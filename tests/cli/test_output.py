@@ -274,3 +274,20 @@ def test_a_signal_that_another_thread_gets_ends_the_wait() -> None:
             assert not ended.wait(0)
     """)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_no_color_means_no_escape_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from librmq.cli.table import Table
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    row = {"finding": "f", "severity": "error", "subject": "s", "what": "w", "evidence": {}, "next": "n"}
+    drawn = {}
+    for no_color in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        stream = Terminal()
+        table = Table(stream)
+        table.row(row)
+        table.close()
+        drawn[no_color] = stream.getvalue()
+    assert "\x1b[" in drawn[""]
+    assert "\x1b" not in drawn["1"]

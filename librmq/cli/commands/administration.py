@@ -38,7 +38,7 @@ def topic(arguments: argparse.Namespace, output: Output) -> int:
     name, action = arguments.topic, arguments.action
     if is_system_topic(name):
         raise InputError(f"topic {name!r} is the broker's own: it can't be created, changed or deleted")
-    with open_to_change(arguments) as (store, tables, _):
+    with open_to_change(arguments, makes_store=action == "create") as (store, tables, _):
         old = tables.topics.rows.get(name)
         if action == "create":
             if old is not None:
@@ -203,6 +203,7 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
             after = _target(arguments, offsets, partial(first_at, store, queue, offsets=offsets))
             tables.set_consumer_offset(topic, group, queue_id, after)
             rows.append(_moved_row(arguments, queue_id, offsets, before, after))
+            _note_limited(arguments, queue_id, after)
     output.rows_of(rows)  # the tables are saved
     return 0
 
@@ -214,6 +215,13 @@ def _target(arguments: argparse.Namespace, offsets: range, first_after: Callable
     if arguments.to in ("begin", "end"):
         return offsets.start if arguments.to == "begin" else offsets.stop
     return first_after(int(arguments.to))
+
+
+def _note_limited(arguments: argparse.Namespace, queue_id: int, after: int) -> None:
+    """Say that ``--offset`` is outside of a queue."""
+    if arguments.offset is not None and after != int(arguments.offset):
+        bound = "end" if after < int(arguments.offset) else "begin"
+        complain(f"note: queue {queue_id} has no offset {arguments.offset}: its {bound} {after} is taken")
 
 
 def _moved_row(arguments: argparse.Namespace, queue_id: int, offsets: range, before: int | None, after: int) -> Row:

@@ -261,6 +261,7 @@ def _note_unknown_waiting(view: StoreView, kind: str | None) -> None:
 
 def decide(arguments: argparse.Namespace, output: Output) -> int:
     """Commit or roll back a half message that checks have given up."""
+    from librmq.broker import Broker
     from librmq.diagnosis.pending import given_up
     from librmq.diagnosis.skips import decide_half
 
@@ -268,9 +269,11 @@ def decide(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.commit == arguments.rollback:
         raise InputError("expected either --commit or --rollback")
     with open_running(arguments) as broker:
+        if arguments.force and not isinstance(broker, Broker):
+            raise InputError("--force: expected a store that no process uses; its producer group decides")
         halves = given_up(StoreView.over(broker.store, broker.tables))
         row = next((half._asdict() for half in halves if half.physical_offset == physical_offset), {})
-        decide_half(broker, physical_offset, commit=arguments.commit)
+        decide_half(broker, physical_offset, commit=arguments.commit, force=arguments.force)
     output.row({**row, "decision": "commit" if arguments.commit else "rollback", "dry_run": arguments.dry_run})
     return 0
 
