@@ -29,7 +29,6 @@
     ├── CapacityError                 a cluster cannot take the load of a site; nothing was switched
     ├── AllocationError               queues cannot be allocated, or none can be selected (ValueError)
     ├── GroupMismatchError            instances of one consumer group have different subscriptions
-    ├── LargeBodyError                a large body is invalid, in parts or kept outside (ValueError)
     ├── DedupStoreError               a dedup store fails; the state of the record is unknown
     ├── FilterError
     │   ├── FilterSyntaxError         an expression does not compile; points at the place (ValueError)
@@ -84,7 +83,6 @@ __all__ = [
     "GroupBehindError",
     "GroupMismatchError",
     "InputError",
-    "LargeBodyError",
     "MalformedError",
     "MessageIllegalError",
     "MissingExtraError",
@@ -167,10 +165,6 @@ class AllocationError(RmqError, ValueError):
 
 class GroupMismatchError(RmqError):
     """The instances of one consumer group have different subscriptions; the error lists them."""
-
-
-class LargeBodyError(RmqError, ValueError):
-    """The parts of a large body, or a body kept outside, are invalid; the error says why."""
 
 
 class DedupStoreError(RmqError):

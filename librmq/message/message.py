@@ -405,8 +405,8 @@ def reserved_topic(topic: str) -> MessageIllegalError:
 def body_too_large(size: int, max_size: int) -> MessageIllegalError:
     """Return the error of a body of ``size`` bytes."""
     return MessageIllegalError(
-        f"the body has {size:,} bytes, at most {max_size:,} are taken: send it in parts (docs/largebody.md), or raise "
-        "max_message_size of the producer and of the store"
+        f"the body has {size:,} bytes, at most {max_size:,} are taken: store it elsewhere and send a reference "
+        "(docs/largebody.md), or raise max_message_size of the producer and of the store"
     )
 
 

@@ -77,5 +77,5 @@ def test_messages_are_cut_into_batches_by_their_encoded_size() -> None:
     assert list(split_batch([])) == []
     with pytest.raises(MessageIllegalError, match=r"does not fit .* send it alone"):
         list(split_batch([Message("T", bytes(500))], 500))
-    with pytest.raises(MessageIllegalError, match="has 501 bytes, at most 500 are taken: send it in parts"):
+    with pytest.raises(MessageIllegalError, match="has 501 bytes, at most 500 are taken: store it elsewhere"):
         list(split_batch([Message("T", bytes(501))], 500))

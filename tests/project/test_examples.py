@@ -67,6 +67,22 @@ def test_a_checked_transaction_that_never_ran_cannot_run(tmp_path: Path) -> None
         assert rmq.messages("orders") == []
 
 
+def test_a_large_body_is_stored_outside_its_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = example("large_bodies")
+    module.main()
+    assert capsys.readouterr().out == "64 bytes were sent, 20000000 have arrived\n"
+    bodies, small = module.Bodies(tmp_path / "bodies"), module.Message("t", b"x" * module.SMALL)
+    assert module.park(small, bodies) is small
+    whole = b"y" * (module.SMALL + 1)
+    references = {module.park(module.Message("t", whole, keys="k"), bodies).body.decode() for _ in range(2)}
+    (reference,) = references
+    assert (bodies.get(reference), [path.name for path in bodies.folder.iterdir()]) == (whole, [reference])
+    (bodies.folder / reference).write_bytes(b"z")
+    for refused in (reference, "0" * 64, "../" + reference, ""):
+        with pytest.raises(ValueError, match=r"has changed|no body|expected a checksum"):
+            bodies.get(refused)
+
+
 def test_an_order_is_cancelled_after_half_an_hour(capsys: pytest.CaptureFixture[str]) -> None:
     assert example("order_timeout").main() == {"order-1": "cancelled", "order-2": "paid"}
     assert " 30.0 min  order-1 was not paid: cancelled\n" in capsys.readouterr().out
