@@ -542,6 +542,11 @@ class Broker(AsyncClosing):
             yield from self.store.messages(name, queue_id)
 
     @property
+    def takes_any_delay(self) -> bool:
+        """Whether a message can wait for any time, not only for that of a delay level."""
+        return self._parts.deliveries.takes_any_delay
+
+    @property
     def discard_hooks(self) -> list[DiscardHook]:
         """Functions called with each half message that a check discards, and its number of checks."""
         return self._parts.transactions.discard_hooks

@@ -61,7 +61,8 @@ class BrokerConfig(Config):
     transactions: TransactionConfig = field(default_factory=TransactionConfig)
     """Times of the checks of half messages."""
     timers: TimerConfig | None = None
-    """Settings of a timer, by which a message can name its delivery time, as in 5.x; None, as in 4.9, has no timer."""
+    """Settings of a timer, by which a message can name its delivery time, as in 5.x. None: a store that librmq made has
+    a timer with the default settings, unless ``hops`` is on; a broker's directory has none, as in 4.9."""
     hops: bool = False
     """Whether levels deliver messages at any time, by topic ``SYSTEM_SCHEDULE_MSG``: see `librmq.scheduling.relay`."""
     drop_resends_within: Annotated[timedelta | float | None, Seconds(0.001)] = None

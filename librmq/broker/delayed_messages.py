@@ -27,13 +27,28 @@ from librmq.scheduling.timer_config import (
     DELETES_EARLIER,
     DELIVER_MS,
     OUT_MS,
+    TimerConfig,
     delete_key,
     deliver_time_ms,
     without_time,
 )
 from librmq.scheduling.waiting import WAITING_TOPICS, destination_of
-from librmq.store import AppendResult
+from librmq.store import AppendResult, MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint
+
+
+def _default_timers(store: MessageStore, *, is_relayed: bool) -> TimerConfig | None:
+    """Return the settings of the timer in a store that librmq made, whose files appear with the first message.
+
+    A relay replaces it, unless messages of an earlier run wait in the timer. A broker's directory keeps the broker's
+    rule, because 4.9 does not see such messages.
+    """
+    if not store.is_own:
+        return None
+    is_used = store.queue_range(TIMER_TOPIC, 0)[1] > 0
+    default = None if is_relayed and not is_used else TimerConfig()
+    return TimerConfig.of_store(store.path, store.files) or default
+
 
 _SWITCH_ON: Final = "open the broker with BrokerConfig(timers=TimerConfig()) or BrokerConfig(hops=True)"
 
@@ -44,8 +59,8 @@ class Deliveries:
     Called under the runner's lock, except the notifications of `arrivals`, `waiting_form` and `target_of`.
 
     A message names its time by a delay level, or by one of 5.x's properties TIMER_DELAY_SEC, TIMER_DELAY_MS and
-    TIMER_DELIVER_MS. A broker without timer, relay, or a level of exactly that length refuses such a time: 4.9 would
-    deliver the message immediately.
+    TIMER_DELIVER_MS. In a store that librmq made, a timer takes what no level is as long as. A broker without timer,
+    relay, or a level of exactly that length refuses such a time: 4.9 would deliver the message immediately.
     """
 
     def __init__(self, context: BrokerContext, wake_flush: Callable[[], None] | None) -> None:
@@ -72,10 +87,11 @@ class Deliveries:
         )
         self._delay = steps.step("delivers delayed messages", self.schedule.run_due)
         self.timers: Timers | None = None
-        if config.timers is not None:
+        timer_config = config.timers or _default_timers(store, is_relayed=config.hops)
+        if timer_config is not None and config.replica_of is None:
             self.timers = Timers.open(
                 store,
-                config.timers,
+                timer_config,
                 delivered=self._timed_out,
                 is_cancelled=self._cancellations.skips,
                 aside=steps.aside("saves its timers", lambda at: runner.wake(self._timing, at)),
@@ -94,6 +110,11 @@ class Deliveries:
             )
             self._relaying = steps.step("sends on by levels", self._run_relay)
             self.arrivals.wake_by_topic[HOP_TOPIC] = partial(self._wake, self._relaying)
+
+    @property
+    def takes_any_delay(self) -> bool:
+        """Whether a message can wait for any time, up to the timer's limit."""
+        return self.timers is not None or self.relay is not None
 
     def start(self) -> None:
         """Deliver due messages, and wake the steps for waiting ones."""
@@ -191,7 +212,8 @@ class Deliveries:
             cancels = DELETE_KEY in message.properties
             what = "cancels a timed message" if cancels else f"is to wait {delay_ms / 1000:,.15g} s"
             raise MessageIllegalError(
-                f"topic {message.topic!r}: the message {what}, which is no delay level of this broker: {_SWITCH_ON}"
+                f"topic {message.topic!r}: the message {what}, which is no delay level of this broker, and the store "
+                f"is a RocketMQ broker's, where 4.9 would not see it: {_SWITCH_ON}"
             )
         waiting = timers.waiting_form(message, queue_id)
         return (message, queue_id) if waiting is None else (waiting, 0)

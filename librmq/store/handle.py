@@ -161,6 +161,8 @@ class StoreHandle:
         """Tells retention which messages are not consumed."""
         self.recovered: list[Damage] = []
         self.view: ReadOnlyView | None = None
+        self.is_own = False
+        """Whether librmq made the store, not a broker; only known while it is open for writing."""
         self.closed: str | None = "was not opened"
         """The reason why no calls are accepted; None while they are."""
         self.temporary: TemporaryFolder | None = None
@@ -193,7 +195,7 @@ class StoreHandle:
                         make_folders(files, path)
                 self._file_lock = lock_store(self, path, files, wait_s)
                 was_killed, begin_ms = has_abort(files, path), self.clock.now_ms()
-            is_own = not self.read_only and directory.is_made_by_librmq(path, files)
+            self.is_own = not self.read_only and directory.is_made_by_librmq(path, files)
             if config is not None:
                 config = directory.complete_config(path, config, files)
             if self.replica_of is not None and (mark is None or mark.master != self.replica_of):
@@ -215,7 +217,7 @@ class StoreHandle:
                 self._configure(config or directory.infer_config(path, files))
                 self._load_parts(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
                 if config is not None or kind is directory.StoreKind.NEW:
-                    write_kept_config(path, self.config, files, is_own=is_own)
+                    write_kept_config(path, self.config, files, is_own=self.is_own)
             if was_killed:
                 took_ms = self.clock.now_ms() - begin_ms
                 _log.warning(

@@ -684,6 +684,11 @@ class MessageStore(Closing):
         self._handle.abandon(why)
 
     @property
+    def is_own(self) -> bool:
+        """Return whether librmq made the store; False in a broker's directory, and in a store open for reading."""
+        return self._handle.is_own
+
+    @property
     def is_closed(self) -> bool:
         """Return whether the store accepts no calls: it was closed or abandoned, or a recovery has failed."""
         return self._handle.closed is not None

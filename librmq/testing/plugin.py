@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import pytest
 from _pytest.runner import runtestprotocol
 
-from librmq.broker import BrokerConfig
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, InputError
 from librmq.message.ids import format_host
-from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing.exploring.exploration import (
     Exploration,
     explored_kit,
@@ -74,7 +72,7 @@ def served_kit_of(request: pytest.FixtureRequest, *, remoting: bool = False) -> 
 
     node = request.node
     serve: Serve = serve_grpc
-    settings: dict[str, Any] = {"broker_config": BrokerConfig(timers=TimerConfig()), **_settings(request)}
+    settings: dict[str, Any] = _settings(request)
     start: StoreStart | None = settings.get("store")
     now_ms = SystemClock().now_ms()  # clients compute times of delivery by theirs
     settings.setdefault("now_ms", now_ms if start is None else max(now_ms, start.now_ms))

@@ -42,6 +42,15 @@ def opened(
     )
 
 
+def broker_directory() -> MemoryFiles:
+    """Return files with a store that looks as if a broker of 4.9 had made it."""
+    files = MemoryFiles()
+    with opened(files) as broker:
+        send(broker, "First", b"first")
+    files.delete("/b/librmq/config.json")
+    return files
+
+
 def manual(broker: Broker) -> ManualRunner:
     assert isinstance(broker.runner, ManualRunner)
     return broker.runner

@@ -56,7 +56,7 @@ from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting.codec import FORMS as FORMS_OF_REQUESTS
 from librmq.wire.remoting.frames import Frame, answer_to
-from tests.broker.parties import opened, send
+from tests.broker.parties import broker_directory, opened, send
 from tests.budget import examples, some
 
 DELAYS_S: Final = {"level": (1, 5, 10, 30), "timer": (2, 7, 41), "relay": (130, 200, 333)}
@@ -377,7 +377,8 @@ def test_a_message_without_an_id_and_one_that_is_sent_again() -> None:
 
 def test_an_exact_level_is_taken_for_a_moment_too() -> None:
     runner = ManualRunner(ManualClock(1_700_000_000_000))
-    with opened(runner=runner) as broker, Producer(broker, "p") as producer:  # without timer and relay
+    files = broker_directory()
+    with opened(files, runner) as broker, Producer(broker, "p") as producer:  # without timer and relay
         for deliver_at in (datetime.fromtimestamp(1_700_000_010, UTC), datetime.fromtimestamp(1_700_003_600, UTC)):
             producer.send("T", b"x", deliver_at=deliver_at)
         assert [message.due_ms for message in pending_messages(broker.store)] == [1_700_000_010_000, 1_700_003_600_000]

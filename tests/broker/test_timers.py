@@ -9,6 +9,7 @@ import pytest
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer
+from librmq.diagnosis import pending_messages
 from librmq.errors import BrokerError, ConfigError, MessageIllegalError
 from librmq.files import MemoryFiles
 from librmq.message import Message
@@ -17,7 +18,7 @@ from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.relay import send_at
 from librmq.scheduling.timer_config import TimerConfig, TimerRefusedError, delete_key
 from librmq.testing import Kit
-from tests.broker.parties import HOST, manual, opened, pull, send
+from tests.broker.parties import HOST, broker_directory, manual, opened, pull, send
 
 WHEEL = TimerConfig(slots_total=600, timer_log_file_size=1024, timer_roll_window_slot=100)
 
@@ -75,11 +76,37 @@ def test_a_deletion(rmq: Kit, broker: Broker) -> None:
         {"TIMER_DELAY_SEC": 5, "TIMER_DEL_UNIQKEY": "T+x"},
     ],
 )
-def test_without_timer_and_relay_a_time_is_refused(broker: Broker, properties: dict[str, object]) -> None:
-    """The error names the setting to switch on; 4.9 would deliver the message immediately."""
-    with pytest.raises(MessageIllegalError, match=r"timers=.* or .*hops=True"):
-        timed(broker, b"x", **properties)
-    assert broker.store.log.end == 0
+def test_in_a_broker_directory_a_time_is_refused(properties: dict[str, object]) -> None:
+    """The error names the setting to switch on; 4.9 would not see the message."""
+    with opened(broker_directory()) as broker:
+        end = broker.store.log.end
+        with pytest.raises(MessageIllegalError, match=r"RocketMQ broker's.*timers=.* or .*hops=True"):
+            timed(broker, b"x", **properties)
+        assert broker.store.log.end == end
+
+
+def test_a_store_of_librmq_takes_any_delay() -> None:
+    """A level where it is exact, else the timer, whose files appear with the first message that needs them."""
+    files, runner = MemoryFiles(), ManualRunner()
+    with opened(files, runner) as broker, Producer(broker, "p") as producer:
+        producer.send("T", b"level", delay=10)
+        runner.advance(1)
+        assert not files.names("/b/timerlog")
+        producer.send("T", b"in 5.5 s", delay=5.5)
+        producer.send("T", b"in 37 s", deliver_at=datetime.fromtimestamp(runner.now_ms() / 1000 + 37, UTC))
+        producer.send("T", b"in 3 days", delay=timedelta(days=3))
+        with pytest.raises(TimerRefusedError, match="at most 259200 s away"):
+            producer.send("T", b"in 4 days", delay=timedelta(days=4))
+        assert [message.kind for message in pending_messages(broker.store)] == ["delay", "timer", "timer", "timer"]
+        runner.advance(6_000)
+        assert bodies(broker) == [b"in 5.5 s"]
+    with opened(files, runner) as broker:  # named nothing, and continues
+        assert files.names("/b/timerlog")
+        runner.advance(40_000)
+        assert sorted(bodies(broker)) == [b"in 37 s", b"in 5.5 s", b"level"]
+    with opened(files, runner, hops=True) as broker:  # a relay does not hide what waits in the timer
+        runner.advance(3 * 86_400_000)
+        assert b"in 3 days" in bodies(broker)
 
 
 @pytest.mark.rmq(broker_config=BrokerConfig(timers=WHEEL))
@@ -121,28 +148,24 @@ def test_the_relay_carries_what_the_timer_refuses(rmq: Kit, broker: Broker) -> N
 @pytest.mark.parametrize(
     ("settings", "waits_in"),
     [
-        ({}, "SCHEDULE_TOPIC_XXXX"),
+        ({}, "rmq_sys_wheel_timer"),
         ({"timers": WHEEL}, "rmq_sys_wheel_timer"),
         ({"hops": True}, "SYSTEM_SCHEDULE_MSG"),
     ],
 )
 def test_delay_and_deliver_at_choose_the_mechanism(settings: dict[str, Any], waits_in: str) -> None:
-    """An exact level is used first, then the timer, then the relay; without any of them it is an error."""
+    """An exact level is used first, then the timer, then the relay."""
     with opened(**settings) as broker:
         now_ms = broker.runner.now_ms()
         due = datetime.fromtimestamp((now_ms + 90_000) / 1000, UTC)
-        if settings:
-            Producer(broker, "p").send(Message("T", b"at", deliver_at=due))
-            assert [message.body for message in broker.messages(waits_in)] == [b"at"]
-        else:
-            with pytest.raises(MessageIllegalError, match="wait 90 s"):
-                Producer(broker, "p").send(Message("T", b"at", deliver_at=due))
+        Producer(broker, "p").send(Message("T", b"at", deliver_at=due))
+        assert [message.body for message in broker.messages(waits_in)] == [b"at"]
         Producer(broker, "p").send(Message("T", b"level", delay=timedelta(minutes=1)))
         assert b"level" in [message.body for message in broker.messages("SCHEDULE_TOPIC_XXXX")]
         manual(broker).advance(89_000)
         assert bodies(broker) == [b"level"]
         manual(broker).advance(3_000)
-        assert sorted(bodies(broker)) == ([b"at", b"level"] if settings else [b"level"])
+        assert sorted(bodies(broker)) == [b"at", b"level"]
 
 
 def carried(broker: Broker, queue_id: int = 0) -> None:

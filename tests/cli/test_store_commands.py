@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from librmq import Broker, ManualRunner, Producer
 from librmq.cli import main
 from tests.budget import many
 from tests.conftest import Run, StoreCopy
@@ -27,6 +28,24 @@ def store() -> Path:
 def copy(store_copy: StoreCopy) -> Path:
     """Return a copy of ``store-basic`` that the test may change."""
     return store_copy("store-basic")
+
+
+# --- broker-conf
+
+
+def test_broker_conf_counts_what_waits_in_the_timer(tmp_path: Path, run_lines: Run) -> None:
+    """A broker of 4.9 would not deliver it."""
+    with Broker.open(tmp_path, runner=ManualRunner()) as broker, Producer(broker, "p") as producer:
+        producer.send("reminders", b"level", delay=10)
+    status, out, err = run_lines("broker-conf", tmp_path)
+    assert (status, err) == (0, "")
+    assert any("RocketMQ 4.9 delivers no message that waits" in line for line in out)
+    with Broker.open(tmp_path, runner=ManualRunner()) as broker, Producer(broker, "p") as producer:
+        for delay in (37, 38):
+            producer.send("reminders", b"timer", delay=delay)
+    status, _, err = run_lines("broker-conf", tmp_path)
+    assert status == 0
+    assert "2 messages wait in the timer (librmq pending), and RocketMQ 4.9 would not deliver them" in err
 
 
 # --- queue

@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 import librmq
 from librmq import (
+    Broker,
     BrokerConfig,
+    BrokerError,
     Message,
     MessageIllegalError,
     Producer,
@@ -47,11 +50,13 @@ class Opened(NamedTuple):
 
 
 @contextmanager
-def opened(way: str, config: BrokerConfig, files: StoreConfig | None = None) -> Iterator[Opened]:
+def opened(
+    way: str, config: BrokerConfig, files: StoreConfig | None = None, path: Path | None = None
+) -> Iterator[Opened]:
     """Open a broker whose clock a test moves, and the route to it."""
     with ExitStack() as rest:
         now_ms = SystemClock().now_ms() // 1000 * 1000
-        kit = Kit(broker_config=config, store_config=files, now_ms=now_ms, over_tcp=way == "kit over tcp")
+        kit = Kit(path, broker_config=config, store_config=files, now_ms=now_ms, over_tcp=way == "kit over tcp")
         rest.callback(kit.abandon)
         kit.broker.create_topic("t", 4)
         if way != "connect":
@@ -197,10 +202,29 @@ def test_a_client_of_5_sends_the_same_messages() -> None:
 
 
 @pytest.mark.parametrize("way", ROUTES)
-def test_a_delay_that_the_broker_lacks_is_refused(way: str) -> None:
+def test_any_delay_is_taken_by_default(way: str) -> None:
     with opened(way, BrokerConfig()) as (kit, route), Producer(route, "shop") as producer:
         begin_ms = kit.clock.now_ms()
-        with pytest.raises(MessageIllegalError, match=r"is to wait 7 s.*BrokerConfig\(timers=TimerConfig\(\)\)"):
+        producer.send("t", b"x", delay=7)
+        producer.send("t", b"y", deliver_at=datetime.fromtimestamp(begin_ms / 1000 + 37, UTC))
+        kit.advance(hours=1)
+        late_ms = [one.store_timestamp_ms - begin_ms for one in kit.broker.messages("t")]
+        assert [ms // 2000 for ms in sorted(late_ms)] == [3, 18]
+        with pytest.raises((MessageIllegalError, BrokerError), match="at most 259200 s away"):
+            producer.send("t", b"x", delay=4 * 86_400)
+
+
+@pytest.mark.parametrize("way", ROUTES)
+def test_a_delay_that_the_broker_lacks_is_refused(way: str, tmp_path: Path) -> None:
+    with Broker.open(tmp_path, store_config=StoreConfig.tiny()) as broker, Producer(broker, "shop") as producer:
+        producer.send("first", b"x")
+    (tmp_path / "librmq" / "config.json").unlink()  # so that it looks like the folder of a broker
+    with opened(way, BrokerConfig(), StoreConfig.tiny(), tmp_path) as (kit, route), Producer(route, "shop") as producer:
+        begin_ms = kit.clock.now_ms()
+        with pytest.raises(
+            MessageIllegalError,
+            match=r"is to wait 7 s.*(timers=TimerConfig|a broker with a timer)",
+        ):
             producer.send("t", b"x", delay=7)
         with pytest.raises(MessageIllegalError, match="is to wait"):
             producer.send("t", b"x", deliver_at=datetime.fromtimestamp(begin_ms / 1000 + 86_400, UTC))

@@ -17,11 +17,21 @@ from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, 
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
 from librmq.files.lock import lock_process
-from librmq.store.format.directory import CONFIG, check_kind, lock_path, recognise, tables_database
+from librmq.message.topics import TIMER_TOPIC
+from librmq.store.format.directory import (
+    CONFIG,
+    check_kind,
+    is_made_by_librmq,
+    lock_path,
+    queue_folder,
+    recognise,
+    tables_database,
+)
 from librmq.store.format.directory import broker_conf as broker_conf_of
 
 if TYPE_CHECKING:
     from librmq.cluster import Replica
+    from librmq.config import StoreConfig
     from librmq.filter import Registrations
 
 
@@ -79,7 +89,32 @@ def broker_conf(arguments: argparse.Namespace, output: Output) -> int:
     files, config = files_and_config(arguments)
     check_kind(arguments.store, files, writable=True)
     sys.stdout.write(broker_conf_of(arguments.store, config))
+    if is_made_by_librmq(arguments.store, files):
+        sys.stdout.write(_TIMER_NOTE)
+        waiting = _count_timers(arguments.store, config, files)
+        if waiting:
+            complain(
+                f"librmq: {arguments.store}: {waiting} messages wait in the timer (librmq pending), and RocketMQ 4.9 "
+                "would not deliver them: let them pass, cancel them, or run RocketMQ 5 with timerWheelEnable=true"
+            )
     return 0
+
+
+_TIMER_NOTE: Final = (
+    "# RocketMQ 4.9 delivers no message that waits for a time other than a delay level: librmq pending lists them,\n"
+    "# with kind timer. librmq and RocketMQ 5 with timerWheelEnable=true deliver them.\n"
+)
+
+
+def _count_timers(path: str, config: StoreConfig, files: Files) -> int:
+    """Return the number of messages that wait in a store's timer."""
+    from librmq.scheduling.timer_wheel import waiting_timers
+    from librmq.store import MessageStore
+
+    if not files.is_folder(queue_folder(path, TIMER_TOPIC, 0)):
+        return 0
+    with MessageStore.open(path, config, files=files, read_only=True) as store:
+        return sum(1 for _ in waiting_timers(store))
 
 
 # ---- stores made from other stores

@@ -81,12 +81,13 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
                 ready |= _by_hand(arguments, grpc, listening, config, lines.enqueue, changed, serving, stop)
                 grpc = listening = None
             else:
+                files = DiskFiles(follow_links=arguments.follow_links)
                 broker = serving.enter_context(
                     Broker.open(
                         arguments.store,
-                        BrokerConfig(timers=TimerConfig()),
+                        BrokerConfig(timers=TimerConfig.of_store(arguments.store, files)),
                         store_config=config,
-                        files=DiskFiles(follow_links=arguments.follow_links),
+                        files=files,
                     )
                 )
             if listening is not None:
@@ -164,15 +165,12 @@ def _by_hand(
     stop: _Stop,
 ) -> dict[str, Any]:
     """Serve a kit, whose clock moves by requests to a control port; return its part of the first line."""
-    from librmq.broker import BrokerConfig
     from librmq.config import StoreConfig
-    from librmq.scheduling.timer_config import TimerConfig
     from librmq.testing import Kit
     from librmq.testing.served import ServedKit
 
     kit = Kit(
         arguments.store,
-        broker_config=BrokerConfig(timers=TimerConfig()),
         store_config=config or StoreConfig(),
         now_ms=SystemClock().now_ms(),  # clients compute times of delivery by theirs
     )

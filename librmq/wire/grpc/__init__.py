@@ -4,7 +4,7 @@
 
     from librmq.wire.grpc import GrpcServer
 
-    with Broker.open("data", BrokerConfig(timers=TimerConfig())) as broker, GrpcServer(broker, port=8081) as server:
+    with Broker.open("data") as broker, GrpcServer(broker, port=8081) as server:
         print(server.address)
 
 Needs the extra ``grpc``.

@@ -385,8 +385,8 @@ _LAST_PORT: Final = 65_535
 class GrpcServer(Closing):
     """Serves one broker to official clients of RocketMQ 5. Thread-safe.
 
-    Mirrors 5.3.3's proxy in local mode. Messages with a delivery time need a broker with timers:
-    ``BrokerConfig(timers=TimerConfig())``.
+    Mirrors 5.3.3's proxy in local mode. Messages with a delivery time need a broker with timers, as
+    every broker of a store that librmq made.
     """
 
     def __init__(  # noqa: PLR0913 (each is a choice of its own, by name)

@@ -122,7 +122,7 @@ class BrokerDelays(NamedTuple):
                 f"topic {message.topic!r}: the message is to wait {delay_ms / 1000:,.15g} s, but broker {broker_name} "
                 f"has no timer, and none of its delay levels, {self.level_text or 'which it hides'}, is that long: "
                 "give delay= the length of a level, or send to a broker with a timer (RocketMQ 5 with "
-                "timerWheelEnable=true, or librmq's with BrokerConfig(timers=TimerConfig()))"
+                "timerWheelEnable=true, or librmq's)"
             )
         return Message._from_parts(message.topic, message.body, message.flag, message.properties | added)
 

@@ -526,7 +526,7 @@ class AdminRequests:
             "startAcceptSendRequestTimeStamp": 0,
             "storePathCommitLog": os.path.join(broker.store.path, "commitlog"),
             "storePathRootDir": broker.store.path,
-            "timerWheelEnable": config.timers is not None or config.hops,  # 5.x's: any delay is taken
+            "timerWheelEnable": broker.takes_any_delay,  # 5.x's: any delay is taken
             "traceOn": RefusedSendHeader().is_traced,
             "traceTopicEnable": False,
             "transactionCheckInterval": round(1000 * config.transactions.interval_s),
