@@ -324,16 +324,18 @@ class _LoopSends:
         """Return the outcome to come of a send; None if the caller has to send the message by itself."""
         loop = self.loop
         answer: asyncio.Future[SendResponse | None] = loop.create_future()
-        deadline = loop.time() + timeout_ms / 1000
+        now = loop.time()
+        deadline = now + timeout_ms / 1000
         pending = _Pending(send, answer, deadline)
         self._under_way.add(pending)
         if not self._unsent:
             loop.call_soon(self._send)
         self._unsent.setdefault(endpoint, []).append(pending)
-        if deadline < self._next_look:
-            if self._look is not None:
-                self._look.cancel()
-            self._next_look, self._look = deadline, loop.call_at(deadline, self._end_late)
+        if deadline < self._next_look or self._next_look < now:  # a signal can have ended the last look at its begin
+            former, self._look = self._look, loop.call_at(deadline, self._end_late)
+            self._next_look = deadline
+            if former is not None:
+                former.cancel()
         return answer
 
     def _send(self) -> None:
@@ -365,14 +367,18 @@ class _LoopSends:
     def _take_ended(self) -> None:
         self._is_woken = False
         while self._ended:
-            for pending in self._ended.popleft():
+            for pending in self._ended[0]:
                 self._end(cast("_Pending", pending), pending.outcome)
+            self._ended.popleft()  # after their ends, because the exception of a signal's handler can come between
 
     def _end(self, pending: _Pending, outcome: SendResponse | RmqError | None) -> None:
-        self._under_way.discard(pending)
         answer = pending.answer
-        if answer.done():  # ended by an error before, or cancelled
-            return
+        if not answer.done():  # not ended by an error before, nor cancelled
+            self._set_outcome(pending, outcome)
+        self._under_way.discard(pending)
+
+    def _set_outcome(self, pending: _Pending, outcome: SendResponse | RmqError | None) -> None:
+        answer = pending.answer
         if isinstance(outcome, BrokerUnreachableError) and pending.together is not None:
             outcome = pending.together.explain(outcome)
         if isinstance(outcome, RmqError):
@@ -382,11 +388,14 @@ class _LoopSends:
 
     def _end_late(self) -> None:
         now = self.loop.time()
+        if self._ended or self._unsent:  # their turns come, unless the exception of a signal's handler has ended them
+            self._take_ended()
+            self._send()
         for pending in [pending for pending in self._under_way if pending.deadline <= now]:
             error = None if pending.together is None else pending.together.give_up(pending)
-            if error is not None:
+            if error is not None or pending.together is None:
                 self._end(pending, error)
-        waiting = (pending for pending in self._under_way if pending.deadline > now or pending.together is None)
+        waiting = (pending for pending in self._under_way if pending.deadline > now)
         self._next_look = min((pending.deadline for pending in waiting), default=math.inf)
         if self._next_look < math.inf:
             self._look = self.loop.call_at(self._next_look, self._end_late)

@@ -214,6 +214,8 @@ class OutboxSender:
         self.config = OutboxConfig().with_settings(settings)
         if not callable(getattr(producer, "send", None)):
             raise ConfigError(f"expected a producer with send(message), found {type(producer).__name__}")
+        if send_ordered is not None and not callable(send_ordered):
+            raise ConfigError(f"send_ordered: expected a function of message and key, found {send_ordered!r:.100}")
         self.table = check_name(table)
         check_database(database)
         self.sent = 0

@@ -54,12 +54,17 @@ def transactional(
     Errors of the database's driver propagate, and the message is delivered again. As thread-safe as the session.
 
     Raises:
-        ConfigError: The session has an open transaction, or commits each statement.
+        ConfigError: An argument is refused; or, at the begin of the block, the session has an open transaction, or
+            commits each statement.
     """
     if not group:
         raise ConfigError("group: expected the consumer group's name, found none")
     check_name(table)
+    if not callable(key):
+        raise ConfigError(f"key: expected a function of a message, found {key!r:.100}")
     business_key = key(message)
+    if business_key is not None and not isinstance(business_key, str):
+        raise ConfigError(f"key: expected a text or None, found {business_key!r:.100}")
     record = None
     if business_key:
         record = dedup_key(application, message.topic, group, message.tags, business_key)

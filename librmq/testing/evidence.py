@@ -420,6 +420,12 @@ class KitObserver:
 
     # ---- the runner
 
+    def half_of(self, broker_name: str, physical_offset: int) -> tuple[str, int]:
+        """Return the place of the half of a committed message; of another message 0."""
+        with suppress(LookupError):
+            return broker_name, self.evidence.message_at(broker_name, physical_offset).prepared_transaction_offset
+        return broker_name, 0
+
     def listener_begins(self, work: Work) -> None:
         """Note that user code begins."""
         self._history.listener_begins(work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import count
@@ -18,6 +19,7 @@ from librmq.client.producer import Producer
 from librmq.client.sender import ProducerConfig, SendResult
 from librmq.clock import ManualClock
 from librmq.cluster import RouteTable
+from librmq.config import StoreConfig
 from librmq.errors import (
     BrokerBusyError,
     BrokerError,
@@ -28,6 +30,7 @@ from librmq.errors import (
     NoRouteError,
     SendTimeoutError,
 )
+from librmq.files.memory import MemoryFiles
 from librmq.message.batch import split_batch
 from librmq.message.message import Message, MessageQueue
 from librmq.metrics import Metrics
@@ -43,6 +46,7 @@ from librmq.protocol import (
     SendStatus,
 )
 from librmq.runtime.runner import ManualRunner, Runner
+from tests.interrupting import at_each_call
 
 R = TypeVar("R")
 
@@ -497,3 +501,36 @@ def test_wrong_arguments_are_named(broker: Broker) -> None:
         with pytest.raises(MessageIllegalError, match=why):
             call()
     assert bodies(broker) == []
+
+
+class _Stopped(Exception):
+    """Raised by a signal's handler, as applications do that end what they wait for."""
+
+
+@pytest.mark.slow
+def test_asynchronous_sends_end_although_a_signals_handler_raises() -> None:
+    """A handler's exception can end a callback of the event loop anywhere; no send waits beyond its time."""
+
+    def stop(*_: object) -> None:
+        raise _Stopped
+
+    async def sends(producer: Producer) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        under_way = [asyncio.ensure_future(producer.send_async(Message("T", b"x"), timeout=0.05)) for _ in range(2)]
+        _, waiting = await asyncio.wait(under_way, timeout=10)
+        for one in under_way:
+            if one.done():
+                one.exception()
+        assert not waiting
+
+    former = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with (
+            Broker.open("/s", store_config=StoreConfig.tiny(), files=MemoryFiles()) as broker,
+            Producer(broker, "P") as producer,
+        ):
+            producer.send(Message("T", b"x"))
+            for _ in at_each_call(lambda: asyncio.run(sends(producer)), signal.SIGUSR1, _Stopped):
+                pass
+    finally:
+        signal.signal(signal.SIGUSR1, former)

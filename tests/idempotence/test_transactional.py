@@ -230,6 +230,9 @@ def test_values_that_are_not_connections_are_refused(name: str) -> None:
         transactional(7, message_of(name), group="billing").__enter__()
     with pytest.raises(ConfigError, match="group"):
         transactional(7, message_of(name), group="")
+    for key in ("order", 7, lambda message: 7):
+        with pytest.raises(ConfigError, match="key: expected"):
+            transactional(7, message_of(name), group="billing", key=key)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="table"):
         transactional(7, message_of(name), group="billing", table="x y")
     with pytest.raises(ConfigError, match="keep"):

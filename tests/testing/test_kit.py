@@ -135,6 +135,19 @@ def test_an_endless_loop_is_reported_with_its_cause() -> None:
 
 
 @pytest.mark.slow
+def test_an_endless_loop_of_transactions_is_reported() -> None:
+    with pytest.raises(EndlessLoopError, match="billing → orders"), Kit() as rmq:  # noqa: PT012
+        producer = TransactionProducer(rmq.route, "P", lambda message: TransactionState.COMMIT)
+
+        def bill(message: DeliveredMessage) -> None:
+            producer.send_in_transaction(Message("orders", b"x"), execute=lambda *_: TransactionState.COMMIT)
+
+        rmq.consumer("billing").subscribe("orders")(bill)
+        rmq.producer().send("orders", b"x")
+        rmq.run_until_idle()
+
+
+@pytest.mark.slow
 def test_many_messages_are_not_an_endless_loop(rmq: Kit) -> None:
     rmq.consumer("copy").subscribe("orders")(lambda message: rmq.producer().send("copies", message.body))
     for number in range(1_100):
