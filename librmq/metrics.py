@@ -86,6 +86,9 @@ METRICS: Final[Mapping[str, Metric]] = {
     "duplicates": _counter("{message}", "topic group outcome", "results of the guard: skip, wait, take over, no store"),
     # store
     "unread_deleted": _counter("{message}", "topic group", "messages that retention deleted before they were consumed"),
+    "group_lag": _gauge(
+        "{message}", "topic group", "unconsumed messages by the broker's progress, also without consumers"
+    ),
     "log_bytes": _gauge("By", "", "length of the log now, including deleted files"),
     "disk_used": _gauge("1", "", "used fraction of the disk now"),
 }
@@ -100,6 +103,7 @@ class Metrics:
     def __init__(self) -> None:
         self._counts: dict[_Series, list[float]] = {}  # lists of one number, so that counting needs one look-up
         self._gauges: dict[tuple[_Series, object], float | Callable[[], float]] = {}
+        self._observed: dict[str, Callable[[], Mapping[tuple[str, ...], float]]] = {}
         self._lock = Lock()
 
     def __repr__(self) -> str:
@@ -137,6 +141,20 @@ class Metrics:
             else:
                 self._gauges[series, owner] = value
 
+    def observe(self, name: str, values: Callable[[], Mapping[tuple[str, ...], float]] | None) -> None:
+        """Set a gauge to a function that returns its values by labels, in the order of `METRICS`; None removes it.
+
+        Raises:
+            ConfigError: `METRICS` has no such gauge.
+        """
+        if name not in METRICS or METRICS[name].kind != "gauge":
+            raise ConfigError(f"unknown gauge {name!r}: METRICS has all names")
+        with self._lock:
+            if values is None:
+                self._observed.pop(name, None)
+            else:
+                self._observed[name] = values
+
     def remove_gauges(self, owner: Hashable) -> None:
         """Remove all gauges that ``owner`` has set."""
         with self._lock:
@@ -150,6 +168,7 @@ class Metrics:
         with self._lock:
             counts = [(series, cell[0]) for series, cell in self._counts.items()]
             gauges = list(self._gauges.items())
+            observed = list(self._observed.items())
         values: dict[str, dict[tuple[str, ...], float]] = {}
         # Callers can give the same labels in different orders.
         for (name, labels), value in counts:
@@ -160,6 +179,7 @@ class Metrics:
             place, value = _place(name, labels), gauge() if callable(gauge) else gauge
             places = values.setdefault(name, {})
             places[place] = places.get(place, 0) + value
+        values.update({name: found for name, observe in observed if (found := dict(observe()))})
         return {name: values[name] for name in METRICS if name in values}
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from librmq import Broker, Producer, PushConsumer
 from librmq.errors import ConfigError, MissingExtraError
 from librmq.metrics import Metrics, export_to_opentelemetry, export_to_prometheus
+from librmq.runtime.runner import ManualRunner
 from tests.programs import run_program
 
 
@@ -167,3 +169,21 @@ def test_its_repr_says_how_much_there_is() -> None:
     metrics = Metrics()
     metrics.count("sends", topic="T", status="SEND_OK")
     assert repr(metrics) == "<Metrics: 1 counters, 0 gauges; snapshot() has the values>"
+
+
+def test_lag_of_a_group_stays_without_consumers() -> None:
+    metrics = Metrics()
+    runner = ManualRunner()
+    with Broker.temporary(runner=runner, metrics=metrics) as broker:
+        consumer = PushConsumer(broker, "g")
+        consumer.subscribe("orders", lambda message: None)
+        consumer.start()
+        producer = Producer(broker, "p")
+        producer.send("orders", b"x")
+        runner.advance(30_000)
+        assert metrics.snapshot()["group_lag"]["orders", "g"] == 0
+        consumer.shutdown()
+        for _ in range(3):
+            producer.send("orders", b"x")
+        assert metrics.snapshot()["group_lag"]["orders", "g"] == 3
+    assert "group_lag" not in metrics.snapshot()

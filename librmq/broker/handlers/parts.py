@@ -22,7 +22,8 @@ from librmq.config import StoreConfig
 from librmq.consumequeue_ext import check_bitmap
 from librmq.errors import BrokerError
 from librmq.files.interface import Files
-from librmq.message.topics import HALF_TOPIC
+from librmq.message.lag import queue_lag
+from librmq.message.topics import HALF_TOPIC, is_own_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
     Acknowledge,
@@ -273,6 +274,7 @@ class BrokerParts:
         if self._metrics is not None:
             for name in ("held_pulls", "log_bytes", "disk_used", "replicas", "resend_ids"):
                 self._metrics.gauge(name, None)
+            self._metrics.observe("group_lag", None)
 
     def save(self) -> None:
         """Save all progress, of each part even if another part fails."""
@@ -298,3 +300,19 @@ class BrokerParts:
             metrics.gauge("replicas", lambda: self.replication.replica_count)
             metrics.gauge("log_bytes", lambda: store.log.end)
             metrics.gauge("disk_used", lambda: store.files.used_ratio(store.path))
+            metrics.observe("group_lag", self._lags)
+
+    def _lags(self) -> dict[tuple[str, ...], float]:
+        """Return the lag of each group of users in each topic with progress, whether it has consumers or not."""
+        lags: dict[tuple[str, ...], float] = {}
+        with self._runner.lock:
+            rows = {name: dict(offsets) for name, offsets in self.context.tables.offsets.rows.items()}
+            queues = {name: topic.read_queues for name, topic in self.context.topics.by_name.items()}
+        for name, offsets in rows.items():
+            topic, _, group = name.rpartition("@")
+            if topic in queues and not is_own_group(group):
+                lags[topic, group] = sum(
+                    queue_lag(offsets.get(queue_id), *self.store.queue_range(topic, queue_id))
+                    for queue_id in range(queues[topic])
+                )
+        return lags
