@@ -22,8 +22,7 @@ from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, 
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files
 from librmq.files.memory import OverlayFiles
-from librmq.store.format.checkpoint import has_abort
-from librmq.store.format.directory import COMMITLOG, CONFIG, check_config, check_kind, infer_config
+from librmq.store.format.directory import COMMITLOG, CONFIG, MISSING_LOG, check_config, check_kind, infer_config
 from librmq.store.format.documents import OWN_FOLDER
 
 if TYPE_CHECKING:  # commands that read the log alone need none of these
@@ -348,9 +347,9 @@ def open_source(arguments: argparse.Namespace) -> Iterator[StoreView | ClusterVi
 
 
 def check_opened(arguments: argparse.Namespace, store: MessageStore) -> None:
-    """Close a store that a reader could open only without files that a kill has left; report a log that is cut short.
+    """Close a store that a reader could open only without files that a kill has left; report what it is short of.
 
-    A command that finds sound records after the log's end ends with status 1, unless ``--as-recovered`` is given.
+    A command that reads a store which is not whole ends with status 1, unless ``--as-recovered`` is given.
 
     Raises:
         CorruptionError: There is such a file.
@@ -360,36 +359,41 @@ def check_opened(arguments: argparse.Namespace, store: MessageStore) -> None:
             store.close()
             what = f"{damage.what}: `librmq recover` removes it"
             raise CorruptionError(damage.file, damage.offset, damage.kind, what)
-    if (cut := store.cut_short) is not None:
-        report_cut(arguments, cut)
+    for damage in store.condition.damage:
+        report_cut(arguments, damage)
 
 
 def check_queues(arguments: argparse.Namespace, files: Files, config: StoreConfig) -> None:
-    """Report that queues of a closed store lead beyond the log's end, for a command that has read only the log."""
+    """Report that a store lacks files of its log, for a command that has read only the log."""
     from librmq.store import MessageStore
 
-    if has_abort(files, arguments.store):  # a kill leaves queues ahead
-        return
     with (
         suppress(CorruptionError, NotAStoreError),  # of files that this command does not read
         MessageStore.open(arguments.store, config, read_only=True, files=files) as store,
     ):
-        if (cut := store.cut_short) is not None and not cut.bytes:
-            report_cut(arguments, cut)
+        for damage in store.condition.damage:
+            if damage.kind in ("ahead", MISSING_LOG):  # the command has met other damage itself
+                report_cut(arguments, damage)
 
 
-def report_cut(arguments: argparse.Namespace, cut: Damage) -> None:
-    """Report once that the log ends at ``cut`` for this command, although sound records or entries follow."""
-    if not getattr(arguments, "is_cut_short", False):  # a command can open its store many times
-        arguments.is_cut_short = True
-        if cut.bytes:
-            what = f"{cut.bytes} bytes with sound records follow ({cut.what}): librmq salvage saves them"
-        else:
-            what = (
-                f"{cut.what}: copy the missing end of commitlog/ from the store that this is a copy of; without it "
-                "these messages are lost, and librmq recover cuts the entries"
-            )
-        complain(f"librmq {arguments.command.name}: {arguments.store}: the log ends at {cut.offset}; {what}")
+def report_cut(arguments: argparse.Namespace, damage: Damage) -> None:
+    """Report once that the store is short of something: what follows the log's end, or files that are missing."""
+    reported = vars(arguments).setdefault("is_cut_short", set())  # a command can open its store many times
+    if damage.kind in reported:
+        return
+    reported.add(damage.kind)
+    missing = (
+        "copy the missing {} of commitlog/ from the store that this is a copy of; without it these messages are lost"
+    )
+    if damage.kind == MISSING_LOG:
+        what = f"{damage.what}: {missing.format('begin')}"
+    elif damage.bytes:
+        what = f"the log ends at {damage.offset}; {damage.bytes} bytes with sound records follow ({damage.what}): "
+        what += "librmq salvage saves them"
+    else:
+        what = f"the log ends at {damage.offset}; {damage.what}: {missing.format('end')}, and librmq recover cuts the "
+        what += "store there"
+    complain(f"librmq {arguments.command.name}: {arguments.store}: {what}")
 
 
 # ---- a store to change

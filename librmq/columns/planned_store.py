@@ -39,6 +39,7 @@ from librmq.message.record import header_struct
 from librmq.message.topics import is_system_topic
 from librmq.runtime.closing import Closing
 from librmq.store import MessageStore
+from librmq.store.condition import Condition
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
@@ -202,13 +203,10 @@ class PlannedStore(Closing):
 
     def _plan_queues(self) -> None:
         files, store, as_recovered = self._files, self._store, self.options.as_recovered
-        cut = None if store is None else store.cut_short
-        if cut is not None and self._fails and not as_recovered:
-            hint = "(mode PERMISSIVE reads them, as recovered they are left out)"
-            what = f"{cut.what}; the log ends at {cut.offset}"
-            if cut.bytes:
-                what += f"; {cut.bytes} bytes with sound records follow {hint}"
-            raise CorruptionError(cut.file, cut.offset, cut.kind, what)
+        condition = None if store is None else store.condition
+        cut = None if condition is None else condition.cut
+        if condition is not None and not as_recovered:
+            self._refuse_short(condition)
         # After a crash, bytes that a recovery would cut are no damage if no sound record is among them.
         self._ends_as_recovered = self._fails or as_recovered or (cut is None and has_abort(files, self.path))
         self.config = config = self.config if store is None else store.config
@@ -235,6 +233,21 @@ class PlannedStore(Closing):
                     if _damage_of(error) not in self.damage:
                         self.damage.append(_damage_of(error))
 
+    def _refuse_short(self, condition: Condition) -> None:
+        """Raise `CorruptionError` if the store is short of something and damage raises; else note missing files."""
+        for damage in condition.damage:
+            what = damage.what
+            if self._fails:
+                if damage.kind != directory.MISSING_LOG:
+                    what += f"; the log ends at {damage.offset}"
+                    if damage.bytes:
+                        hint = "(mode PERMISSIVE reads them, as recovered they are left out)"
+                        what += f"; {damage.bytes} bytes with sound records follow {hint}"
+                raise CorruptionError(damage.file, damage.offset, damage.kind, what)
+            is_noted = damage.kind == directory.MISSING_LOG or has_abort(self._files, self.path)
+            if is_noted and not damage.bytes and damage not in self.damage:
+                self.damage.append(damage)
+
     @property
     def has_batches(self) -> bool:
         """Whether a record of the log can be a batch of messages."""
@@ -242,8 +255,8 @@ class PlannedStore(Closing):
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether the log ends here although sound records, or entries of queues, follow."""
-        return self._cut is not None or (self._store is not None and self._store.cut_short is not None)
+        """Whether messages are left out, because files of the log are missing, or sound records follow its end."""
+        return self._cut is not None or (self._store is not None and bool(self._store.condition.damage))
 
     def _names(self) -> Iterable[QueueName]:
         return directory.list_queues(self.path, self._files) if self._store is None else self._store.queues

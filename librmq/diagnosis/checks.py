@@ -78,9 +78,9 @@ def _damage_findings(view: StoreView, check: bool | None) -> Iterator[Finding]:
         yield from unverified_damage(view)
         yield not_verified(f"store {path}", AT_ONCE)
         return
-    from librmq.store.recovery.verify import MISSING_LOG, verify
+    from librmq.store.recovery.verify import verify
 
-    places = [place for place in verify(path, files=view.store.files).damage if place.kind != MISSING_LOG]
+    places = [place for place in verify(path, files=view.store.files).damage if place.kind != directory.MISSING_LOG]
     if places:
         finding = damage_finding(f"store {path}", places, path)
         yield finding if view.store.queues.has_files else finding._replace(next_step=_SALVAGE)

@@ -37,6 +37,7 @@ from librmq.files.interface import Damage, Files
 from librmq.files.memory import OverlayFiles
 from librmq.message.delay_levels import DelayLevels
 from librmq.runtime.locks import Lock
+from librmq.store.condition import Condition, StoreKind, condition_of
 from librmq.store.derived_queues import DerivedParts, DerivedQueue
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
@@ -46,7 +47,6 @@ from librmq.store.format.checkpoint import has_abort
 from librmq.store.live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
 from librmq.store.recovery.open import load
 from librmq.store.recovery.repair import RecoveryMode
-from librmq.store.recovery.salvage import find_record
 
 # ---- an earlier moment
 
@@ -201,7 +201,6 @@ class ReadOnlyView:
         self._holder: str | None = None
         self._live: FollowedParts | None = None
         self._marks: tuple[object, ...] = ()
-        self._was_closed = False
         self._inferred: tuple[bool, ...] = ()
         self.version = 0
         self._open()
@@ -249,46 +248,12 @@ class ReadOnlyView:
             return Damage(error.file, error.offset, error.kind, error.what, log.end - error.offset)
         return None
 
-    def cut_short(self) -> Damage | None:
-        """Return the damage at which the log ends although sound records follow, or closed queues lead beyond it.
-
-        Its ``bytes`` go up to the last nonzero one; they are 0 if only queues lead beyond the end. A record that a
-        writer is just writing, or has left unfinished, is no damage. Nor is the end at an earlier moment.
-        """
+    def condition(self) -> Condition:
+        """Return how whole the store is, and what is missing. An earlier moment lacks nothing."""
         if self._moment is not None:
-            return None
-        return self._cut_before_records() or self._cut_before_entries()
-
-    def _cut_before_entries(self) -> Damage | None:
-        """Return as damage that queues of a closed store lead beyond the log's end, which no crash explains."""
-        if not self._was_closed:
-            return None
-        log, config = self.parts.log, self.config
-        end = max((state.max_physic_offset for state in self.parts.queues.states().values()), default=0)
-        for cut in self.parts.cuts:
-            if cut.kind == "ahead" and cut.bytes:  # a recovery in memory has cut the queue
-                folder = os.path.dirname(cut.file)
-                queue = ConsumeQueue.open(folder, config.consumequeue_file_size, files=self._files, writable=False)
-                end = max(end, queue.max_physic_offset)
-                queue.close()
-        if end <= log.end:
-            return None
-        what = f"queues have entries up to {end}, beyond the log's end"
-        return Damage(log.sequence.path_at(log.end), log.end, "ahead", what)
-
-    def _cut_before_records(self) -> Damage | None:
-        log, cuts = self.parts.log, self.parts.cuts
-        at = log.end
-        cut = next((earlier for earlier in reversed(cuts) if earlier.kind == "record" and earlier.offset == at), None)
-        if cut is None:  # no recovery in memory has looked behind the end
-            damage = log.walk(at).damage
-            if damage is None:
-                return None
-            cut = Damage(damage.file, at, damage.kind, damage.what, log.data_behind(at))
-        following = find_record(log.sequence, at + max(log.unfinished_at(at), 1), at + cut.bytes)
-        if following is None or (cut not in cuts and log.walk(at).physical_offset != at):  # the writer is there now
-            return None
-        return cut
+            return Condition(StoreKind.AS_RECOVERED)
+        is_written = self._live is not None
+        return condition_of(self._path, self.parts, self.config, self._files, is_written=is_written)
 
     def read(
         self,
@@ -356,7 +321,6 @@ class ReadOnlyView:
         self.config, self.parts, self._live, self._holder = config, parts, live, holder
         self._inferred = inferred
         self._marks = () if live is not None else self._read_state()
-        self._was_closed = live is None and not has_abort(self._files, self._path)
         self._opened(self)
         self.version += 1
 

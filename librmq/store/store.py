@@ -24,6 +24,7 @@ from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE_STATE
+from librmq.store.condition import Condition, StoreKind
 from librmq.store.engine.append import Appender, AppendFields, AppendResult, BatchFields
 from librmq.store.engine.copies import CopiedRecords, CopyWriter
 from librmq.store.engine.durability import Acknowledgement
@@ -249,15 +250,23 @@ class MessageStore(Closing):
         return self._handle.recovered
 
     @property
-    def cut_short(self) -> Damage | None:
-        """The damage at which a read-only store ends although sound records, or entries of queues, follow; else None.
+    def condition(self) -> Condition:
+        """How whole a read-only store is: sound, as a recovery leaves it, or short, and of what.
 
-        Reads return what a recovery would leave. ``offset`` is the log's end; ``bytes`` counts those from there to the
-        last nonzero one, which a recovery would cut and ``librmq salvage`` returns. They are 0 if only the queues of a
-        closed store lead beyond the end, because the log lacks its last files.
+        A writable one is sound, because opening has recovered it.
         """
         view = self._handle.view
-        return None if view is None else view.cut_short()
+        return Condition(StoreKind.SOUND) if view is None else view.condition()
+
+    @property
+    def cut_short(self) -> Damage | None:
+        """The damage at which a read-only store ends although records follow or are missing there; else None.
+
+        Reads return what a recovery would leave. ``offset`` is the log's end; ``bytes`` counts those from there to the
+        last nonzero one, which a recovery would cut and ``librmq salvage`` returns. They are 0 if nothing follows: the
+        queues of a closed store, its checkpoint or its last flush reach beyond the end, because the log lacks files.
+        """
+        return self.condition.cut
 
     def check_covered(self) -> Damage | None:
         """Return the first damage among all records up to the log's end, for a read-only store; None without any.

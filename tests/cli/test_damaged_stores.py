@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from librmq import Broker, BrokerConfig, ManualClock, Message, MessageStore, StoreConfig
+from librmq import Broker, BrokerConfig, CorruptionError, ManualClock, Message, MessageStore, StoreConfig
+from librmq.columns import reader
+from librmq.store.condition import StoreKind
 from tests.cli.stand import Shell
 from tests.stores import START_MS
 
@@ -305,6 +307,7 @@ def test_a_report_says_that_queues_lead_beyond_the_log(shell: Shell, orders: Pat
 def test_a_log_without_its_queues_ends_without_a_word(shell: Shell, orders: Path) -> None:
     remove_end(orders)
     shutil.rmtree(orders / "consumequeue")
+    (orders / "checkpoint").unlink()
     for words in (["dump"], ["show"]):
         answer = shell(words[0], orders, *words[1:])
         assert (answer.status, answer.said) == (0, "")
@@ -313,6 +316,7 @@ def test_a_log_without_its_queues_ends_without_a_word(shell: Shell, orders: Path
 def test_a_killed_writer_leaves_queues_ahead_without_a_word(shell: Shell, orders: Path) -> None:
     remove_end(orders)
     (orders / "abort").touch()
+    (orders / "checkpoint").unlink()
     for command in ("lag", "dump", "show"):
         answer = shell(command, orders)
         assert (answer.status, answer.said) == (0, "")
@@ -339,3 +343,56 @@ def test_a_snapshot_keeps_the_evidence_and_says_what_it_changed(filled: Path, sh
     assert [one["file"] for one in row["changed"]] == [f"consumequeue/T/0/{0:020d}", "abort"]
     assert kinds(shell, "crashed")["progress-beyond-end"]["evidence"] == before["progress-beyond-end"]["evidence"]
     assert shell("verify", "crashed").status == 0
+
+
+@pytest.fixture
+def slow_orders(shell: Shell) -> Path:
+    """Return a closed store like `orders` whose messages were stored one second apart."""
+    clock, path = ManualClock(START_MS), shell.folder / "slow"
+    with MessageStore.open(path, CONFIG, clock=clock, background=False) as store:
+        for number in range(MESSAGES):
+            store.append(Message("T", b"body %03d" % number, keys="k"), number % 2)
+            clock.move_to(clock.now_ms() + 1000)
+    return path
+
+
+def lose_last_file(path: Path, how: str) -> None:
+    last = max((path / "commitlog").iterdir())
+    if how == "missing":
+        last.unlink()
+    else:
+        last.write_bytes(bytes(last.stat().st_size))
+
+
+@pytest.mark.parametrize("how", ["missing", "zeros"])
+def test_a_killed_store_is_short_of_what_its_checkpoint_covers(shell: Shell, slow_orders: Path, how: str) -> None:
+    lose_last_file(slow_orders, how)
+    (slow_orders / "abort").touch()
+    for command in ("count", "stats", "lag", "topics", "show", "dump", "pending"):
+        answer = shell(command, slow_orders)
+        assert answer.status == 1, (command, answer)
+        assert "the checkpoint covers records up to" in answer.said
+
+
+@pytest.mark.parametrize("how", ["missing", "zeros"])
+def test_columns_do_not_leave_out_in_silence_what_a_killed_store_has_lost(
+    shell: Shell, slow_orders: Path, how: str
+) -> None:
+    lose_last_file(slow_orders, how)
+    (slow_orders / "abort").touch()
+    with pytest.raises(CorruptionError, match="the checkpoint covers records up to"):
+        reader(slow_orders).read_all()
+    assert 0 < reader(slow_orders, as_recovered=True).read_all().num_rows < MESSAGES
+    findings = kinds(shell, slow_orders)
+    assert "beyond-end" not in findings
+    assert findings["damage"]["severity"] == "error"
+
+
+def test_queues_ahead_of_what_nothing_covers_are_as_recovery_leaves_them(shell: Shell, slow_orders: Path) -> None:
+    lose_last_file(slow_orders, "missing")
+    (slow_orders / "abort").touch()
+    (slow_orders / "checkpoint").unlink()
+    assert shell("count", slow_orders).status == 0
+    assert 0 < reader(slow_orders).read_all().num_rows < MESSAGES
+    with MessageStore.open(slow_orders, read_only=True) as store:
+        assert store.condition.kind is StoreKind.AS_RECOVERED

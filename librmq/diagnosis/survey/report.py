@@ -57,8 +57,8 @@ from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import group_of_retries, is_own_group
 from librmq.runtime.event_log import advance
 from librmq.store.engine.store_parts import QueueName
-from librmq.store.format.directory import COMMITLOG
-from librmq.store.recovery.verify import MISSING_LOG, verify
+from librmq.store.format.directory import COMMITLOG, MISSING_LOG
+from librmq.store.recovery.verify import verify
 
 # ------------------------------------------------------------------------------------------------------------ log files
 
@@ -239,7 +239,7 @@ def survey_findings(view: StoreView, name: str, scope: ReportScope, *, limits: T
     return ReportPart(
         summary=StoreSummary(
             name, path, view.owner, view.now_ms, not damage if check else None, None, 0, 0, None, None,
-            skipped=view.store.cut_short is not None or any(finding.file.startswith(COMMITLOG) for finding in damage),
+            skipped=bool(view.store.condition.damage) or any(finding.file.startswith(COMMITLOG) for finding in damage),
         ),
         damage=damage,
         findings=(*_damage_findings(name, damage, None), *findings, *unchecked),

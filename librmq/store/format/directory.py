@@ -50,6 +50,8 @@ from librmq.store.format.indexfile import (
 )
 
 COMMITLOG: Final = "commitlog"
+MISSING_LOG: Final = "deleted"
+"""Kind of the damage that the first files of the log are missing."""
 CONSUMEQUEUE: Final = "consumequeue"
 CONSUMEQUEUE_EXT: Final = "consumequeue_ext"
 CONSUMEQUEUE_ROCKSDB: Final = "consumequeue_rocksdb"

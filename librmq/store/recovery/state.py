@@ -255,9 +255,37 @@ def take_mark(path: str, files: Files) -> Mark | None:
     Raises:
         MarkError: It can't count.
     """
-    place = _mark_path(path)
-    if files.size(place) is None:
+    if files.size(_mark_path(path)) is None:
         return None
+    try:
+        mark, machine = _stored_mark(path, files)
+    finally:
+        delete_mark(path, files)
+    if machine != identity_of(files, path):
+        raise MarkError("the last flush was before a restart of the machine, or in another folder")
+    return mark
+
+
+def read_mark(path: str, files: Files) -> Mark | None:
+    """Return the mark, wherever it was written, and leave it there; None if there is none or it is unreadable.
+
+    It says what the log had, not that the files still have it.
+    """
+    if files.size(_mark_path(path)) is None:
+        return None
+    try:
+        return _stored_mark(path, files)[0]
+    except (MarkError, StoreIOError):
+        return None
+
+
+def _stored_mark(path: str, files: Files) -> tuple[Mark, str]:
+    """Return the mark and the machine that wrote it.
+
+    Raises:
+        MarkError: It is unreadable.
+    """
+    place = _mark_path(path)
     try:
         fields = read_document(place, files, _MARK_KINDS, max_size=_LARGEST_FILE)
         machine, index_file = fields.pop("machine"), fields.pop("index_file")
@@ -266,13 +294,9 @@ def take_mark(path: str, files: Files) -> Mark | None:
             validate_queue(topic, queue_id)
     except (*_UNREADABLE, MessageIllegalError):
         raise MarkError(f"{place} is unreadable") from None
-    finally:
-        delete_mark(path, files)
     if state.last_record is None or not 0 <= state.last_record < state.log_end:
         raise MarkError(f"{place} names no record")
-    if machine != identity_of(files, path):
-        raise MarkError("the last flush was before a restart of the machine, or in another folder")
-    return Mark(state, index_file, state.last_record)
+    return Mark(state, index_file, state.last_record), machine
 
 
 def delete_mark(path: str, files: Files) -> None:

@@ -38,8 +38,6 @@ _T = TypeVar("_T")
 
 _PASSES: Final = 4  # for a store with a running writer
 
-MISSING_LOG: Final = "deleted"
-"""Kind of the damage that the first files of the log are missing."""
 UNKNOWABLE = (
     "only bodies have a checksum: changes in the flag, times, hosts, reconsume times and prepared offset of records "
     "can't be found"
@@ -174,7 +172,9 @@ class _StoreCheck:
         if closed is not None and closed.lacks_files(log):
             what = f"expected the log to begin at {closed.log_begin}, as closed, found {log.begin}"
             place = log.sequence.path(closed.log_begin)
-            self._damages.append(Damage(place, closed.log_begin, MISSING_LOG, what, log.begin - closed.log_begin))
+            self._damages.append(
+                Damage(place, closed.log_begin, directory.MISSING_LOG, what, log.begin - closed.log_begin)
+            )
 
     def _part(self, open_part: Callable[[], _T]) -> _T | None:
         try:

@@ -1,0 +1,161 @@
+"""The condition of a store that is only read: sound, as a recovery leaves it, or short of what it had.
+
+::
+
+    sound         closed, and nothing that its files promise is missing
+    as recovered  a kill left it; a recovery cuts only what neither the checkpoint nor the mark of a flush covers
+    short         records are missing, or sound ones follow the log's end: `Condition.damage` says what
+
+A store that cannot be opened at all is refused by `CorruptionError`. Commands, columns, Spark and the diagnosis ask
+here, so that they agree.
+
+What covers a record is the promise that it reached the device: the checkpoint by the time at which it was stored, the
+mark of the last flush and the note of the last close by its place. The queues of a closed store cover their entries;
+those of a killed one do not, because the log's pages can be lost when the queues' pages are not.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from datetime import UTC, datetime
+from typing import Final, NamedTuple
+
+from librmq.commitlog import CommitLog
+from librmq.config import StoreConfig
+from librmq.consumequeue import ConsumeQueue
+from librmq.errors import CorruptionError
+from librmq.files.interface import Damage, Files
+from librmq.store.engine.store_parts import Parts
+from librmq.store.format import directory
+from librmq.store.format.checkpoint import has_abort
+from librmq.store.recovery.salvage import find_record
+from librmq.store.recovery.state import WORTH_A_MARK, read_closed_state, read_mark
+
+_MARKS_APART: Final = 8 * WORTH_A_MARK
+"""Bytes of the log behind a mark from which it is an old one: a broker has gone on without it, and deleted files."""
+
+
+class StoreKind(enum.Enum):
+    """How whole a store is."""
+
+    SOUND = "sound"
+    AS_RECOVERED = "as a recovery leaves it"
+    SHORT = "short"
+
+
+class Condition(NamedTuple):
+    """How whole a store is, and what is missing."""
+
+    kind: StoreKind
+    cut: Damage | None = None
+    """Where the log ends although records follow or are missing there. Its ``bytes`` go up to the last nonzero one, and
+    are 0 if nothing follows."""
+    begin: Damage | None = None
+    """The first files of the log, if they are missing and retention did not delete them."""
+
+    @property
+    def damage(self) -> tuple[Damage, ...]:
+        """What makes the store short."""
+        return tuple(damage for damage in (self.cut, self.begin) if damage is not None)
+
+
+def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, is_written: bool) -> Condition:
+    """Return the condition of the store in ``path``, by its parts as a recovery would leave them in memory.
+
+    Of a store that is being written, or whose queues are in no files, only what follows the log's end counts.
+    """
+    cut = _cut_before_records(parts)
+    if is_written:
+        return Condition(StoreKind.SOUND if cut is None else StoreKind.SHORT, cut)
+    was_closed = not has_abort(files, path)
+    if cut is None:
+        cut = _cut_before_entries(parts, config, files) if was_closed else None
+    cut = cut or _cut_before_covered(path, parts, files)
+    begin = _missing_begin(path, parts.log, files, was_closed=was_closed)
+    if cut is not None or begin is not None:
+        return Condition(StoreKind.SHORT, cut, begin)
+    return Condition(StoreKind.SOUND if was_closed else StoreKind.AS_RECOVERED)
+
+
+def _cut_before_records(parts: Parts) -> Damage | None:
+    """Return the damage that sound records follow.
+
+    A record that a writer is just writing, or has left unfinished, is no damage.
+    """
+    log, cuts = parts.log, parts.cuts
+    at = log.end
+    cut = next((earlier for earlier in reversed(cuts) if earlier.kind == "record" and earlier.offset == at), None)
+    if cut is None:  # no recovery in memory has looked behind the end
+        damage = log.walk(at).damage
+        if damage is None:
+            return None
+        cut = Damage(damage.file, at, damage.kind, damage.what, log.data_behind(at))
+    following = find_record(log.sequence, at + max(log.unfinished_at(at), 1), at + cut.bytes)
+    if following is None or (cut not in cuts and log.walk(at).physical_offset != at):  # the writer is there now
+        return None
+    return cut
+
+
+def _cut_before_entries(parts: Parts, config: StoreConfig, files: Files) -> Damage | None:
+    """Return as damage that queues of a closed store lead beyond the log's end, which no crash explains."""
+    end = max((state.max_physic_offset for state in parts.queues.states().values()), default=0)
+    for cut in parts.cuts:
+        if cut.kind == "ahead" and cut.bytes:  # a recovery in memory has cut the queue
+            folder = os.path.dirname(cut.file)
+            queue = ConsumeQueue.open(folder, config.consumequeue_file_size, files=files, writable=False)
+            end = max(end, queue.max_physic_offset)
+            queue.close()
+    return None if end <= parts.log.end else _lost_end(parts.log, f"queues have entries up to {end}")
+
+
+def _cut_before_covered(path: str, parts: Parts, files: Files) -> Damage | None:
+    """Return as damage that the log ends before a record that was flushed."""
+    log, checkpoint = parts.log, parts.checkpoint
+    mark = read_mark(path, files)
+    if mark is not None and mark.state.log_end > log.end:
+        return _lost_end(log, f"the last flush noted that it reached {mark.state.log_end}")
+    covered_ms = min(checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms)
+    if covered_ms <= 0 or _has_record_of(log, covered_ms):
+        return None
+    covered = f"{datetime.fromtimestamp(covered_ms / 1000, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3]
+    return _lost_end(log, f"the checkpoint covers records up to {covered} UTC")
+
+
+def _lost_end(log: CommitLog, what: str) -> Damage:
+    return Damage(log.sequence.path_at(log.end), log.end, "ahead", f"{what}, beyond the log's end")
+
+
+def _has_record_of(log: CommitLog, timestamp_ms: int) -> bool:
+    """Return whether a record near the log's end was stored at a time or later.
+
+    The last one shows it, unless the clock was set back.
+    """
+    last = log.last_write
+    if last is not None and (log.store_timestamp_ms(last) or 0) >= timestamp_ms:
+        return True
+    try:
+        for place, size, raw in log.scan(log.third_last_file(), check_body=False):
+            if raw is not None and (log.store_timestamp_ms(place, size) or 0) >= timestamp_ms:
+                return True
+    except CorruptionError:
+        return True  # other damage, which is found where it is read
+    return False
+
+
+def _missing_begin(path: str, log: CommitLog, files: Files, *, was_closed: bool) -> Damage | None:
+    """Return as damage that the log began earlier, though librmq notes each file that retention deletes."""
+    begin = log.begin
+    if was_closed:
+        closed = read_closed_state(path, files)
+        if closed is not None and closed.lacks_files(log):
+            begin = closed.log_begin
+    else:
+        mark = read_mark(path, files)
+        if mark is not None and log.end - mark.state.log_end < _MARKS_APART:
+            begin = mark.state.log_begin
+    if begin >= log.begin:
+        return None
+    when = "at the last close" if was_closed else "at the last flush"
+    what = f"the log began at {begin} {when}, and begins at {log.begin}"
+    return Damage(log.sequence.path(begin), begin, directory.MISSING_LOG, what, log.begin - begin)
