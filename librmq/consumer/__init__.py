@@ -10,10 +10,6 @@ if TYPE_CHECKING:
     from librmq.consumer.assignment import ProcessQueue as ProcessQueue
     from librmq.consumer.config import ConsumerConfig as ConsumerConfig
     from librmq.consumer.config import PullConsumerConfig as PullConsumerConfig
-    from librmq.consumer.failures import MessageTrack as MessageTrack
-    from librmq.consumer.failures import TrackType as TrackType
-    from librmq.consumer.failures import message_tracks as message_tracks
-    from librmq.consumer.failures import resend_dead_letters as resend_dead_letters
     from librmq.consumer.instance import BlockedQueue as BlockedQueue
     from librmq.consumer.instance import ConsumeContext as ConsumeContext
     from librmq.consumer.instance import ConsumeHook as ConsumeHook
@@ -24,13 +20,17 @@ if TYPE_CHECKING:
     from librmq.consumer.push import PushConsumer as PushConsumer
     from librmq.consumer.simple import ReceivedMessage as ReceivedMessage
     from librmq.consumer.simple import SimpleConsumer as SimpleConsumer
+    from librmq.consumer.tracks import MessageTrack as MessageTrack
+    from librmq.consumer.tracks import TrackType as TrackType
+    from librmq.consumer.tracks import message_tracks as message_tracks
+    from librmq.consumer.tracks import resend_dead_letters as resend_dead_letters
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "librmq.consumer.assignment": ("ProcessQueue",),
             "librmq.consumer.config": ("ConsumerConfig", "PullConsumerConfig"),
-            "librmq.consumer.failures": ("MessageTrack", "TrackType", "message_tracks", "resend_dead_letters"),
+            "librmq.consumer.tracks": ("MessageTrack", "TrackType", "message_tracks", "resend_dead_letters"),
             "librmq.consumer.instance": ("BlockedQueue", "ConsumeContext", "ConsumeHook", "ConsumerCounts"),
             "librmq.consumer.listeners": ("DeliveredMessage",),
             "librmq.consumer.orderly": ("OrderlyResult",),

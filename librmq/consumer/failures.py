@@ -13,25 +13,21 @@
     after the last attempt       the broker makes a dead letter         the consumer sends a dead letter
     while broadcasting           dropped                                dropped after the last attempt
 
-`librmq.broker.retries` stores what is sent back: for a later delivery, or as a dead letter. `message_tracks` returns
-the state of a message in each group, as ``DefaultMQAdminExtImpl.messageTrackDetail`` does.
+`librmq.broker.retries` stores what is sent back: for a later delivery, or as a dead letter.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, TypeVar
 
-from librmq.broker.retries import retry_of
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.instance import ConsumerCounts, Instance, PushInstance
 from librmq.consumer.listeners import DeliveredMessage, Listener
-from librmq.errors import FilterEvaluationError, NoRouteError, RmqError
-from librmq.filter import TAG, SqlFilter, TagFilter
+from librmq.errors import RmqError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
-from librmq.message.message import Message, MessageQueue, StoredMessage, retry_topic
+from librmq.message.message import Message, MessageQueue, retry_topic
 from librmq.message.record import (
     PROPERTY_DEAD_LETTER_CAUSE,
     PROPERTY_DELAY,
@@ -42,17 +38,11 @@ from librmq.message.record import (
     PROPERTY_TRANSACTION_PREPARED,
 )
 from librmq.protocol import (
-    ConsumerData,
-    Endpoint,
     MessageModel,
-    QueryOffset,
     Request,
-    Route,
     SendBack,
     SendMessage,
     SentBack,
-    Subscription,
-    TopicGroups,
 )
 from librmq.protocol.client_requests import INNER_PRODUCER, MAX_SIZE_WITH_CAUSE
 from librmq.runtime.runner import Step
@@ -330,95 +320,3 @@ class Rests:
                 del self._times[key]
         self._resumed(now_ms)
         return min((end for _, end in self._times.values()), default=None)
-
-
-# ---- what became of a message
-
-
-class TrackType(enum.Enum):
-    """Whether a group has consumed a message."""
-
-    CONSUMED = "CONSUMED"
-    """The group's progress is past it; a redelivery can still be waiting."""
-    CONSUMED_BUT_FILTERED = "CONSUMED_BUT_FILTERED"
-    """The group's progress is past it, but its subscription excludes it."""
-    NOT_CONSUME_YET = "NOT_CONSUME_YET"
-    """The group's progress has not reached it."""
-    PULL = "PULL"
-    """The instances are pull consumers; the broker does not know their results."""
-    CONSUME_BROADCASTING = "CONSUME_BROADCASTING"
-    """Each instance has progress of its own."""
-    NOT_ONLINE = "NOT_ONLINE"
-    """The group has progress in the topic, but no running instance."""
-
-
-class MessageTrack(NamedTuple):
-    """A group, and whether it has consumed a message."""
-
-    group: str
-    """The consumer group."""
-    type: TrackType
-    """Whether the group has consumed the message."""
-
-
-def message_tracks(route: Route, message: StoredMessage, broker_name: str | None = None) -> list[MessageTrack]:
-    """Return each group of the message's topic with its state, sorted by group.
-
-    A route with several brokers needs ``broker_name`` unless ``message`` has it. As in 4.9, a message that was sent
-    back, or that the group's current subscription excludes, counts as consumed.
-    """
-    endpoint = _endpoint(route, message, broker_name)
-    topic = message.topic
-    return [
-        MessageTrack(name, _track(endpoint, message, name, data))
-        for name, data in sorted(endpoint.call(TopicGroups(topic)).items())
-    ]
-
-
-def _endpoint(route: Route, message: StoredMessage, broker_name: str | None) -> Endpoint:
-    if broker_name is None and isinstance(message, DeliveredMessage):
-        broker_name = message.broker_name
-    if broker_name is None:
-        names = route.broker_names()
-        if len(names) != 1:
-            raise NoRouteError(f"broker_name: expected the message's broker, one of {', '.join(names) or 'none'}")
-        broker_name = names[0]
-    return route.endpoint(broker_name)
-
-
-def _track(endpoint: Endpoint, message: StoredMessage, group: str, data: ConsumerData | None) -> TrackType:
-    if data is None:
-        return TrackType.NOT_ONLINE
-    if data.kind == "pull":
-        return TrackType.PULL
-    if data.model is MessageModel.BROADCASTING:
-        return TrackType.CONSUME_BROADCASTING
-    progress = endpoint.call(QueryOffset(group, message.topic, message.queue_id))
-    if progress is None or progress <= message.queue_offset:
-        return TrackType.NOT_CONSUME_YET
-    subscription = data.subscriptions.get(message.topic)
-    if subscription is not None and not _selects(subscription, message):
-        return TrackType.CONSUMED_BUT_FILTERED
-    return TrackType.CONSUMED
-
-
-def _selects(subscription: Subscription, message: StoredMessage) -> bool:
-    if subscription.expression_type in ("", TAG):
-        return TagFilter(subscription.expression).matches(message.tags)
-    try:
-        return SqlFilter(subscription.expression).evaluate(message.properties) is True
-    except FilterEvaluationError:
-        return False
-
-
-def resend_dead_letters(route: Route, letters: Iterable[StoredMessage], broker_name: str | None = None) -> int:
-    """Send dead letters to their groups again, with all their retries; return their number.
-
-    Each goes to the retry topic of the group that gave up on it, so only that group gets it, and is delivered
-    immediately. The dead letter itself stays.
-    """
-    count = 0
-    for letter in letters:
-        _endpoint(route, letter, broker_name).call(retry_of(letter))
-        count += 1
-    return count
