@@ -3,6 +3,7 @@
 `Registrations` makes the bitmap of a message, from the filters of all groups on its topic.
 """
 
+from librmq.filter.bloom import BROKER_BLOOM, BloomFilter, BloomPositions
 from librmq.filter.filters import (
     FilterWarning,
     Policy,
@@ -14,11 +15,8 @@ from librmq.filter.filters import (
 )
 from librmq.filter.interpreter import Explanation, Lint
 from librmq.filter.registrations import (
-    BROKER_BLOOM,
     SQL92,
     TAG,
-    BloomFilter,
-    BloomPositions,
     Registration,
     Registrations,
 )

@@ -33,7 +33,7 @@ from librmq.errors import (
 )
 from librmq.filter.filters import compiled
 from librmq.filter.parser import Dialect, refuse_rest
-from librmq.filter.registrations import BloomFilter
+from librmq.filter.bloom import BloomFilter
 from librmq.java.lang import long_hash
 from librmq.message.message import Message, MessageQueue
 

@@ -232,7 +232,8 @@ class BrokerTables:
         Raises:
             ConfigError: A filter is malformed.
         """
-        from librmq.filter.registrations import Registrations, bloom_of  # loads a grammar that few callers need
+        from librmq.filter.bloom import bloom_of
+        from librmq.filter.registrations import Registrations  # loads a grammar that few callers need
 
         registrations = Registrations(bloom_of(self.filters) if bloom is None else bloom)
         registrations.load({"filterDataByTopic": self.filters}, now_ms)
