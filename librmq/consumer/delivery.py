@@ -15,18 +15,26 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any, Final
 
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.failures import REDELIVERY_MS, Rests, Retries, cause_of, is_requested, outcome
-from librmq.consumer.instance import BlockedQueue, ConsumeContext, ConsumerCounts, PushInstance
+from librmq.consumer.instance import (
+    BlockedQueue,
+    ConsumeContext,
+    ConsumerCounts,
+    PushInstance,
+    RunningCalls,
+    listener_calls,
+)
 from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.consumer.rebalancing import next_from_first
 from librmq.errors import ClientStateError
 from librmq.listener import DownstreamDown
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics
-from librmq.protocol import ConsumeDirectly, DirectlyConsumed, DirectResult, MessageModel
+from librmq.protocol import ConsumeDirectly, DirectlyConsumed, DirectResult, ListenerCall, MessageModel
 from librmq.runtime.runner import Step, Work
 
 
@@ -38,6 +46,8 @@ class Delivery:
         self.config = consumer.config
         """The present settings."""
         self.runner = consumer.runner
+        self.calls: RunningCalls = {}
+        """The listeners that run now, by thread."""
         self.running = 0
         """The listeners that run or are about to."""
         self.started_ms = 0
@@ -156,10 +166,26 @@ class Delivery:
         """Apply the result or the exception of a listener, and begin what waits for a free thread."""
         raise NotImplementedError
 
+    def listener_calls(self) -> tuple[ListenerCall, ...]:
+        """Return the listeners that threads run now, and where each stands."""
+        return listener_calls(self.calls, Delivery._call_with_hooks.__code__)
+
     def _call(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
         """Call the listener, without the lock."""
         if assigned.released:
             return None  # the result would be ignored
+        calls, thread = self.calls, get_ident()
+        outer = calls.get(thread)  # of a listener that moves time in a test, for example
+        calls[thread] = assigned, messages
+        try:
+            return self._call_with_hooks(listener, assigned, messages)
+        finally:
+            if outer is None:
+                del calls[thread]
+            else:
+                calls[thread] = outer
+
+    def _call_with_hooks(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
         consumer = self.consumer
         if consumer.recorder is not None:
             consumer.recorder.begins(assigned.queue, messages)

@@ -194,22 +194,25 @@ def _held_queue(assigned: AssignedQueue) -> HeldQueue:
     )
 
 
-def listener_calls(call: CodeType, delivery: object) -> tuple[ListenerCall, ...]:
-    """Return the listeners that threads are running. Threads are examined here only, so delivery has no cost.
+RunningCalls = dict[int, tuple[AssignedQueue, Sequence[DeliveredMessage]]]
+"""The queue and the messages of each listener that is running, by the thread that runs it."""
 
-    ``call`` is the code of the method that calls a listener with the arguments ``self`` (``delivery``), ``assigned``
-    and ``messages``.
+
+def listener_calls(running: RunningCalls, caller: CodeType) -> tuple[ListenerCall, ...]:
+    """Return the listeners that threads are running, and where each stands.
+
+    ``caller`` is the code that calls listeners; a stack is shown from there on.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
     calls = []
-    for ident, top in sys._current_frames().items():
-        frame: FrameType | None = top
-        while frame is not None and not (frame.f_code is call and frame.f_locals.get("self") is delivery):
+    for ident, (assigned, messages) in running.copy().items():  # threads begin and end calls meanwhile
+        top: FrameType | None = frames.get(ident)
+        frame = top
+        while frame is not None and frame.f_code is not caller:
             frame = frame.f_back
-        if frame is None or frame is top:
+        if top is None or frame is None or frame is top:  # the call has ended, or not begun
             continue
-        messages: list[DeliveredMessage] = frame.f_locals["messages"]
-        assigned: AssignedQueue = frame.f_locals["assigned"]
         stack = [
             f"{entry.filename}:{entry.lineno} {entry.name}"
             for entry in traceback.extract_stack(top, limit=_depth(top, frame))

@@ -24,7 +24,6 @@ from librmq.consumer.instance import (
     BlockedQueue,
     ConsumeHook,
     instance_state,
-    listener_calls,
     show_gauges,
 )
 from librmq.consumer.listeners import (
@@ -597,7 +596,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         return instance_state(
             self,
             self.kind,
-            listeners=listener_calls(Delivery._call.__code__, delivery),
+            listeners=delivery.listener_calls(),
             running=delivery.running,
             is_paused=self.is_paused,
             started_ms=self._started_ms,
