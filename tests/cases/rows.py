@@ -31,9 +31,9 @@ from librmq.errors import (
     FilterSyntaxError,
     InputError,
 )
+from librmq.filter.bloom import BloomFilter
 from librmq.filter.filters import compiled
 from librmq.filter.parser import Dialect, refuse_rest
-from librmq.filter.bloom import BloomFilter
 from librmq.java.lang import long_hash
 from librmq.message.message import Message, MessageQueue
 
