@@ -174,22 +174,29 @@ class Clients:
 
     def _register(self, request: Heartbeat) -> list[str]:
         """Register a client's groups in place of its former ones; return the consumer groups that changed."""
-        client_id = request.client_id
+        client_id, client = request.client_id, request.client
+        # Another client of this id, such as the producer of a consumer's process, stays in its own groups.
+        producing = [name for name, clients in self.producers.items() if clients.get(client_id) is client]
+        consuming = [name for name, group in self.consumers.items() if group.clients.get(client_id) is client]
         for name in request.producer_groups:
             self.producers.setdefault(name, {})[client_id] = request.client
             if request.checking_groups is not None:
                 self._answers_checks.setdefault(name, {})[client_id] = name in request.checking_groups
                 self._warn_of_ordinary_producer(name)
-        self._leave_producers(client_id, self.producers.keys() - request.producer_groups)
+        self._leave_producers(client_id, [name for name in producing if name not in request.producer_groups])
         joined = [data.group for data in request.consumers if self._join(client_id, request.client, data)]
         groups = {data.group for data in request.consumers}
-        return joined + self._leave_consumers(client_id, [name for name in self.consumers if name not in groups])
+        return joined + self._leave_consumers(client_id, [name for name in consuming if name not in groups])
 
     def _warn_of_same_id(self, request: Heartbeat) -> None:
-        """Log once that two clients use one id and therefore count as one."""
+        """Log once that two clients of one id are in one group, and therefore count as one."""
         client_id = request.client_id
-        registered = self.endpoint(client_id)
-        if registered is not None and registered is not request.client and client_id not in self.shared_ids:
+        registered = [self.producers.get(name, {}).get(client_id) for name in request.producer_groups]
+        for data in request.consumers:
+            group = self.consumers.get(data.group)
+            registered.append(None if group is None else group.clients.get(client_id))
+        is_shared = any(client is not None and client is not request.client for client in registered)
+        if is_shared and client_id not in self.shared_ids:
             self.shared_ids.add(client_id)
             _log.warning(
                 "%(broker)s: two clients use the id %(client)s. They count as one, and consume the same queues: "
@@ -304,12 +311,13 @@ class Clients:
         If it is alive, its next heartbeat registers it again, as in 4.9. Its pulls continue until then.
         """
         client_id = request.client_id
-        client = self.endpoint(client_id)
+        by_group = (*self.producers.values(), *(group.clients for group in self.consumers.values()))
+        lost = list(dict.fromkeys(clients[client_id] for clients in by_group if client_id in clients))
         self.shared_ids.discard(client_id)
         self._leave_producers(client_id, list(self.producers))
         changed = self._leave_consumers(client_id, list(self.consumers))
         self._held.remove_client(client_id)
-        if client is not None:
+        for client in lost:
             self._call(client, ClientRemoved(self._broker_name))
         self._notify_members(changed)
 

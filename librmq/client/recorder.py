@@ -15,7 +15,7 @@ from librmq.message import record
 from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
 from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.properties import PROPERTY_SHARDING_KEY
-from librmq.message.topics import RETRY_PREFIX
+from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 from librmq.protocol import (
     Acknowledge,
     CancelMessage,
@@ -97,6 +97,8 @@ class Recorder:
         """The progress that a broker saved last, by group and queue."""
         self._running: dict[int, tuple[Event, StoredMessage]] = {}  # by identity of the message
         self._returned: dict[int, int] = {}  # the end of such deliveries whose outcome is open
+        self._earlier_attempts: dict[tuple[str, str], int] = {}
+        """The attempts of other groups that a dead letter's record counts, by group that reads it and message."""
         self._flights: dict[str, tuple[Event, int]] = {}  # of receives: by receipt, with the end of its time
 
     def add_event(self, kind: str, /, **fields: object) -> Event:
@@ -332,11 +334,16 @@ class Recorder:
         attempt: int,
     ) -> Event:
         read_topic, broker_name, queue_id = queue
+        name = id_of(message)
+        if read_topic.startswith(DEAD_LETTER_PREFIX):  # its record counts the attempts of the group that gave it up
+            self._earlier_attempts.setdefault((group, name), attempt)
+        if read_topic.startswith((DEAD_LETTER_PREFIX, RETRY_PREFIX)):
+            attempt -= self._earlier_attempts.get((group, name), 0)
         event: Event = {
             "event": "deliver",
             "process": process,
             "group": group,
-            "id": id_of(message),
+            "id": name,
             "topic": topic,
             "broker": broker_name,
             "queue_id": queue_id,

@@ -410,8 +410,8 @@ class Kit:
 
     def _unregister_clients(self, process: Process) -> None:
         for broker in self.brokers():
-            for client_id in () if broker.dead else process.clients:
-                broker.remove_client(client_id)
+            for client in () if broker.dead else process.clients:
+                broker.remove_client(client.client_id)
 
     def crash_broker(self, name: str | None = None, *, down: float | timedelta = 0) -> None:
         """Let a broker die and open it again after ``down`` seconds, with all acknowledged messages."""
@@ -436,7 +436,7 @@ class Kit:
         self.note("fault", f"{label} {'joins' if is_new else 'is back'}")
         self.observer.clear_pulls()
         for process in self.processes:
-            for client in [] if process.dead else process.clients.values():
+            for client in [] if process.dead else process.clients:
                 client.removed_by(name)
 
     def _watch_resets(self) -> None:
@@ -474,8 +474,8 @@ class Kit:
         """Cut the link between two ends, and return the number of the cut; see `Faults.cut`."""
         number, lost = self.network.cut(end, other, self.processes)
         for process, broker in lost:
-            for client_id in process.clients:
-                broker.remove_client(client_id)
+            for client in process.clients:
+                broker.remove_client(client.client_id)
         self.network.table.changed()
         return number
 

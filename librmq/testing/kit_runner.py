@@ -469,7 +469,7 @@ class ProcessTable:
     def process_of(self, work: Work) -> Process | None:
         """Return the process that runs this code."""
         for process in self.processes:
-            if work.owner is process or any(work.owner is client for client in process.clients.values()):
+            if work.owner is process or any(work.owner is client for client in process.clients):
                 return process
         return None
 

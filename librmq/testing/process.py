@@ -156,7 +156,8 @@ class Process:
         self.skew_ms = 0
         """Milliseconds by which its clock is ahead."""
         self.factory = factory
-        self.clients: dict[str, Client] = {}
+        self.clients: dict[Client, None] = {}
+        """Its clients that brokers know, in order; two can have one id."""
         self.consumers: list[PushConsumer] = []
         """The consumers made by `consumer`."""
         self.made: list[Consumer[Any]] = []
@@ -266,12 +267,12 @@ class Process:
     def die(self) -> None:
         """End all its turns, and make its calls raise `ProcessDied`."""
         self.dead = True
-        for client in (*self.clients.values(), *(consumer.client for consumer in self.consumers)):
+        for client in (*self.clients, *(consumer.client for consumer in self.consumers)):
             client.dead = True
 
     def shut_down(self) -> None:
         """Shut its clients down, like an application that ends cleanly."""
-        for client in list(self.clients.values()):
+        for client in list(self.clients):
             for member in client.members():
                 cast(Any, member).shutdown()
         self.die()
@@ -332,7 +333,7 @@ class _Connection:
             return cast(R, self._send(request, broker))
         if isinstance(request, Heartbeat):
             if isinstance(request.client, Client):
-                process.clients[request.client_id] = request.client
+                process.clients[request.client] = None
             kit.observer.noted_heartbeat(process, request)
         elif isinstance(request, PullMessage):
             if not self._has_arrived(request):

@@ -15,6 +15,7 @@ import pytest
 
 from librmq.broker import BrokerConfig
 from librmq.cli import main
+from librmq.client.producer import Producer
 from librmq.client.transactions import CheckedMessage, TransactionProducer
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer, SimpleConsumer
@@ -813,6 +814,43 @@ def test_work_that_does_not_end_is_reported() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("kind", ["concurrent", "orderly", "receive"])
+def test_a_group_that_reads_dead_letters(rmq: Kit, kind: str) -> None:
+    """Its attempts are its own, and not those of the group that gave the message up."""
+
+    def fails(message: DeliveredMessage) -> None:
+        raise ReconsumeLater
+
+    rmq.consumer("billing", max_reconsume_times=2).subscribe("orders")(fails)
+    rmq.producer().send("orders", b"x")
+    rmq.advance(minutes=5)
+    assert [message.body for message in rmq.dead_letters("billing")] == [b"x"]
+    seen: list[bytes] = []
+    if kind == "receive":
+        with SimpleConsumer(rmq.route, "ops") as reader:
+            reader.subscribe("%DLQ%billing")
+            for message in reader.receive(wait=0):
+                seen.append(message.body)
+                reader.ack(message)
+        attempts = [0]
+    else:
+
+        def read(message: DeliveredMessage) -> None:
+            seen.append(message.body)
+            if kind == "orderly" and len(seen) < 3:
+                raise ReconsumeLater
+
+        consumer = rmq.consumer("ops", orderly=kind == "orderly", consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("%DLQ%billing")(read)
+        rmq.advance(minutes=20)
+        attempts = [0, 1, 2] if kind == "orderly" else [0]
+    assert seen == [b"x"] * len(attempts)
+    events = rmq.events()
+    ours = [event for event in events if event["event"] == "deliver" and event["group"] == "ops"]
+    assert [event["attempt"] for event in ours] == attempts
+    assert list(check_history(events)) == []
+
+
 @pytest.mark.parametrize("route", ["route", "broker", "app", "pull"])
 def test_broadcast_progress_stays_in_the_kit(route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -845,6 +883,36 @@ def test_broadcast_progress_stays_in_the_kit(route: str, tmp_path: Path, monkeyp
 
     assert [seen(), seen()] == [[b"x"], [b"x"]]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_producer_and_a_consumer_of_one_instance_name(rmq: Kit) -> None:
+    """As Java's clients of one process live: neither of them ends the other's registration."""
+    seen: list[bytes] = []
+
+    def start(process: Process) -> Producer:
+        consumer = PushConsumer(process, "billing", instance_name="app", consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("orders")(lambda message: seen.append(message.body))
+        consumer.start()
+        return Producer(process, "shop", instance_name="app").start()
+
+    app = rmq.app("shop", start)
+    app.state.send("orders", b"0")
+    rmq.run_until_idle()
+    assert seen == [b"0"]
+    (client,) = (client for client in rmq.broker.clients() if client.client_id.endswith("@app"))
+    assert (set(client.producer_groups), set(client.consumer_groups)) == ({"shop"}, {"billing"})
+    rmq.lose(app)
+    rmq.advance(minutes=1)
+    app.state.send("orders", b"1")
+    rmq.run_until_idle()
+    again = rmq.restart(app)
+    again.state.send("orders", b"2")
+    rmq.advance(minutes=1)
+    assert seen == [b"0", b"1", b"2"]
+    rmq.crash(again)
+    rmq.producer().send("orders", b"3")
+    rmq.advance(minutes=1)
+    assert seen[3:][-1:] == [b"3"]
 
 
 # ---- forgotten by a test

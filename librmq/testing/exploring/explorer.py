@@ -372,7 +372,7 @@ class Explorer(KitRunner):
 
     @staticmethod
     def _belongs_to(work: Work, process: Process) -> bool:
-        return work.owner is process or any(work.owner is client for client in process.clients.values())
+        return work.owner is process or any(work.owner is client for client in process.clients)
 
     # ---- user code that can pause
 
