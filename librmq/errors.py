@@ -14,7 +14,8 @@
     │   ├── ClientStateError          the state of a client forbids the call; names the state
     │   ├── NoRouteError              no broker is known for a topic
     │   ├── BrokerUnreachableError    a broker cannot be reached, or its answer was lost (ConnectionError)
-    │   │   └── RequestNotSentError   the request was not sent whole, so no broker has carried it out
+    │   │   ├── RequestNotSentError   the request was not sent whole, so no broker has carried it out
+    │   │   └── LostAnswerError       the owner of a shared store ended before its answer; another one follows
     │   ├── SendTimeoutError          the time for all tries of a send is over (TimeoutError)
     │   ├── GroupBehindError          groups have not consumed all in time (TimeoutError)
     │   └── BrokerError               a broker refused a request; its code says why
@@ -238,6 +239,10 @@ class NoRouteError(ClientError):
 
 class BrokerUnreachableError(ClientError, ConnectionError):
     """A broker cannot be reached, or its answer was lost; it may have executed the request."""
+
+
+class LostAnswerError(BrokerUnreachableError):
+    """The owner of a shared store ended before it answered; the next owner has the same queues."""
 
 
 class SendTimeoutError(ClientError, TimeoutError):

@@ -537,9 +537,8 @@ class Broker(AsyncClosing):
             return dict(self._context.offsets.of_topic(group, topic))
 
     def messages(self, topic: str) -> Iterator[StoredMessage]:
-        """Yield all messages of a topic, queue by queue."""
-        for name, queue_id in sorted(name for name in self.store.queues if name[0] == topic):
-            yield from self.store.messages(name, queue_id)
+        """Yield all messages of a topic in the order of the log."""
+        return self.store.topic_messages(topic)
 
     @property
     def takes_any_delay(self) -> bool:

@@ -247,7 +247,7 @@ class Producer(Startable):
         if queue is not None:
             if selector is not None:
                 raise _both_queue_and_selector(prepared.topic)
-            return self._sender.send_to(prepared, self._routes.named_queue(prepared.topic, queue), timeout_ms)
+            return self._sender.send_bound(prepared, self._routes.named_queue(prepared.topic, queue), timeout_ms)
         if selector is not None:
             return self._send_selected(prepared, selector, arg, timeout_ms)
         return self._sender.send(prepared, timeout_ms)
@@ -264,7 +264,7 @@ class Producer(Startable):
         batch = tuple(self._prepare(message, None, {}) for message in map(_checked, messages))
         _check_batch(batch, self.config.max_message_size)
         if queue is not None:
-            return self._sender.send_to(
+            return self._sender.send_bound(
                 batch[0], self._routes.named_queue(batch[0].topic, queue), self._timeout_ms, batch
             )
         return self._sender.send(batch[0], self._timeout_ms, batch)

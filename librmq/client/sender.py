@@ -23,6 +23,7 @@ from librmq.errors import (
     BrokerBusyError,
     BrokerError,
     BrokerUnreachableError,
+    LostAnswerError,
     MessageIllegalError,
     NoRouteError,
     RmqError,
@@ -458,7 +459,22 @@ class Sender:
 
         if choice == "another":
             return self.send(message, timeout_ms, choose=choose)
-        return self.send_to(message, choose(()), timeout_ms)
+        return self.send_bound(message, choose(()), timeout_ms)
+
+    def send_bound(
+        self, message: Message, queue: MessageQueue, timeout_ms: float, batch: tuple[Message, ...] | None = None
+    ) -> SendResult:
+        """Send to one queue only. There is no other try, unless the store has another owner with the same queue now."""
+        begin_ms, rest_ms, attempt = self._now_ms(), timeout_ms, 0
+        while True:
+            try:
+                return self.send_to(message, queue, rest_ms, batch, attempt)
+            except LostAnswerError:
+                attempt, rest_ms = attempt + 1, begin_ms + timeout_ms - self._now_ms()
+                if attempt > self.config.retries or rest_ms <= 0:
+                    raise
+                if self._metrics is not None:
+                    self._metrics.count("send_retries", topic=queue.topic)
 
     def send(
         self,

@@ -90,10 +90,12 @@ class DiskFiles:
 
     is_shared = True
     fills_by_itself = True
+    # Here too, for a subclass that does not call the constructor, as it needed not before.
+    _follows = False
+    _roots: tuple[str, ...] = ()
 
     def __init__(self, *, follow_links: bool = False) -> None:
         self._follows = follow_links
-        self._roots: tuple[str, ...] = ()
 
     def confine(self, store: str, own: str, *folders: str) -> None:
         """Do as `interface.confine` says."""

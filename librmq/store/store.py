@@ -6,6 +6,7 @@ machine too. Queue entries and keys are derived from the log and can always be r
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -533,6 +534,17 @@ class MessageStore(Closing):
             )
         topics = directory.known_topics(self.path, self.files)
         return find_by_id(self._handle.with_index(), message_id, topics)
+
+    def topic_messages(self, topic: str) -> Iterator[StoredMessage]:
+        """Yield the messages of all queues of a topic in the order of the log, up to their ends now.
+
+        Messages that retention deletes in the meantime are skipped.
+
+        Raises:
+            CorruptionError: An entry leads to no record of its size.
+        """
+        queues = [self.messages(*queue) for queue in sorted(self.queues) if queue[0] == topic]
+        return heapq.merge(*queues, key=lambda message: message.physical_offset)
 
     def messages(
         self, topic: str, queue_id: int = 0, begin: int = 0, end: int | None = None

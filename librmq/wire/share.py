@@ -38,6 +38,7 @@ from librmq.config import StoreConfig, check_kind, to_seconds
 from librmq.errors import (
     BrokerUnreachableError,
     ConfigError,
+    LostAnswerError,
     NoRouteError,
     RmqError,
     StoreLockedError,
@@ -374,7 +375,7 @@ class SharedBroker(AsyncClosing):
             if not self._is_lost(link, until_s - SystemClock().monotonic()):
                 raise link.explained(error) from error
             if type(request) in _STORES and not isinstance(error, RequestNotSentError):
-                raise BrokerUnreachableError(f"the owner of the store has ended: {error}") from error
+                raise LostAnswerError(f"the owner of the store has ended: {error}") from error
             return self._call_next(request, until_s)
 
     def _call_next(self, request: Request[Any], until_s: float | None = None) -> object:
@@ -527,14 +528,13 @@ class SharedBroker(AsyncClosing):
         self.call(DeleteGroup(group, not keep_progress))
 
     def messages(self, topic: str) -> Iterator[StoredMessage]:
-        """Yield all messages of a topic, queue by queue."""
+        """Yield all messages of a topic in the order of the log."""
         link = self._link
         if isinstance(link, StoreOwner):
             yield from link.route.messages(topic)
             return
         with MessageStore.open(self.path, read_only=True) as store:
-            for name, queue_id in sorted(queue for queue in store.queues if queue[0] == topic):
-                yield from store.messages(name, queue_id)
+            yield from store.topic_messages(topic)
 
     def dead_letters(self, group: str) -> list[StoredMessage]:
         """Return a consumer group's dead letters."""

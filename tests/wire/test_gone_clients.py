@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from librmq import Broker, BrokerBusyError, CorruptionError, Producer
+from librmq import Broker, BrokerBusyError, ConfigError, CorruptionError, Producer
 from librmq.clock import SystemClock
 from librmq.protocol import EndTransaction, ResponseCode
 from librmq.testing import Kit
@@ -314,6 +314,22 @@ def test_times_out_of_range_are_refused(stub: Stub, caplog: pytest.LogCaptureFix
     sent.system_properties.delivery_timestamp.seconds = 1 << 60
     assert stub.send(sent).status.code == 40012
     assert caplog.records == []
+
+
+def test_the_calls_of_one_address_are_a_choice(broker: Broker) -> None:
+    """The refusal names the option; a server with a larger one answers."""
+    for bound in (0, "many"):
+        with pytest.raises(ConfigError, match="calls_of_address: expected 1 to"):
+            GrpcServer(broker, calls_of_address=bound)  # type: ignore[arg-type]
+    for bound in (1, 2):
+        with GrpcServer(broker, calls_of_address=bound) as server, ExitStack() as streams:
+            holder, other = (streams.enter_context(Stub(server.address, name)) for name in ("one", "two"))
+            assert next(holder.telemetry(producer_settings("t"))).status.code == OK
+            if bound == 2:
+                assert other.send(message("t")).status.code == OK
+                continue
+            with pytest.raises(grpc.RpcError, match=r"1 calls of .* are open already.*--grpc-calls, allows more"):
+                other.send(message("t"))
 
 
 def test_one_client_leaves_calls_for_others(server: GrpcServer) -> None:

@@ -43,6 +43,11 @@ def test_advertised_address_is_in_routes(broker: Broker) -> None:
         assert (address.host, address.port) == ("mq.example", 8081)
 
 
+def test_every_receipt_has_a_transaction_id(stub: Stub) -> None:
+    (entry,) = stub.send(message("t", b"body", "id-1")).entries
+    assert (entry.message_id, entry.transaction_id) == ("id-1", "id-1")
+
+
 def test_unknown_topic_where_none_is_made(broker: Broker) -> None:
     with GrpcServer(broker, auto_create=False) as server, Stub(server.address) as stub:
         assert stub.call("QueryRoute", topic=resource("t")).status.code == 40402
@@ -152,7 +157,7 @@ def test_priorities_cross_the_wire(stub: Stub, broker: Broker) -> None:
     broker.create_topic("t", 3, message_type="PRIORITY")
     for priority in (0, 9, 1):
         assert stub.send(message("t", str(priority).encode(), priority=priority)).status.code == OK
-    assert [(one.body, one.queue_id) for one in broker.messages("t")] == [(b"0", 0), (b"1", 1), (b"9", 2)]
+    assert [(one.body, one.queue_id) for one in broker.messages("t")] == [(b"0", 0), (b"9", 2), (b"1", 1)]
     refused = stub.send(message("t", priority=-1)).status
     assert (refused.code, "priority: expected 0 or more, found -1" in refused.message) == (40000, True)
     _, got = stub.receive("t")

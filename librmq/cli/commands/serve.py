@@ -224,6 +224,7 @@ def _grpc(
         tls=tls,
         auto_create=not arguments.no_auto_create,
         changed=changed,
+        calls_of_address=arguments.grpc_calls,
     )
 
 

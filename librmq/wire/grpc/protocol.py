@@ -518,8 +518,9 @@ def sum_up(status: Any, codes: list[Code]) -> None:  # noqa: ANN401
 class CallBounds:
     """Counts calls by connection, by address and in all. Thread-safe."""
 
-    def __init__(self, what: str, *, of_connection: int, of_address: int, in_all: int) -> None:
-        """Bound calls, which errors call ``what``, to these numbers at a time."""
+    def __init__(self, what: str, *, of_connection: int, of_address: int, in_all: int, option: str = "") -> None:
+        """Bound calls, which errors call ``what``, to these numbers at a time; ``option`` says how to allow more."""
+        self._advice = f"end some first{option and '; '}{option}"
         self._what = what
         self._bounds = of_connection, of_address, in_all
         self._held: Counter[str] = Counter()
@@ -538,7 +539,7 @@ class CallBounds:
                 if self._held[name] >= bound:
                     scope = "in all" if not name else f"of {name.rstrip(':')}"
                     raise Refusal(
-                        Code.TOO_MANY_REQUESTS, f"{bound} {self._what} {scope} are open already; end some first"
+                        Code.TOO_MANY_REQUESTS, f"{bound} {self._what} {scope} are open already; {self._advice}"
                     )
             self._held.update(names)
         try:

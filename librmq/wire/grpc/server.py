@@ -195,10 +195,9 @@ class SendCalls:
         if system.HasField("message_group"):
             queue_id = group_queue(system.message_group, max(self._routes.ensure_topic(topic).write_queues, 1))
         answer = self._endpoints(client_id).call(SendMessage(topic, message, queue_id, born_ms, _HOST))
-        entry.message_id = system.message_id
+        entry.message_id = entry.transaction_id = system.message_id  # 5.x has both in every receipt
         entry.offset = answer.queue_offset
         if system.message_type == MessageType.TRANSACTION:
-            entry.transaction_id = system.message_id
             session = self._sessions.get(client_id)
             self._sessions.sent_half(session, entry.transaction_id, topic, answer.queue_offset, answer.physical_offset)
         elif DELIVER_MS in message.properties:
@@ -358,11 +357,10 @@ except ImportError as error:  # pragma: no cover
 
 _log = EventLog("librmq.wire")
 
-_THREADS: Final = 384
-"""A held receive and an open stream take one each; calls beyond are refused."""
-_OF_CONNECTION: Final = 256
 _OF_ADDRESS: Final = 320
-"""The rest is for other addresses."""
+"""Calls of one address. A held receive and an open stream take a thread each; calls beyond are refused."""
+_FOR_OTHERS: Final = 64
+"""Further calls, for other addresses, and so many less for one connection."""
 _MAX_BYTES: Final = 8 << 20
 _OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
@@ -380,6 +378,7 @@ _METRICS_EXPORT: Final = "/opentelemetry.proto.collector.metrics.v1.MetricsServi
 
 
 _LAST_PORT: Final = 65_535
+_MOST_CALLS: Final = 16_384
 
 
 class GrpcServer(Closing):
@@ -401,6 +400,7 @@ class GrpcServer(Closing):
         changed: Callable[[str, str, bool], None] | None = None,
         endpoints: Callable[[str], Endpoint] | None = None,
         former: GrpcServer | None = None,
+        calls_of_address: int = _OF_ADDRESS,
     ) -> None:
         """Listen, and answer from now on.
 
@@ -418,6 +418,8 @@ class GrpcServer(Closing):
                 them.
             former: The closed server that this one replaces: until its clients are back, `missing` names them, and
                 `is_settled` is false.
+            calls_of_address: Open calls of one address; each takes a thread. A push consumer holds one for each queue
+                that it reads, and one more. One connection has 64 less, if that leaves any, and all have 64 more.
 
         Raises:
             ConfigError: The port is taken, or an argument is not what it should be.
@@ -426,6 +428,8 @@ class GrpcServer(Closing):
             raise ConfigError(f"GrpcServer: expected a Broker, found {broker!r:.80}")
         if type(port) is not int or not 0 <= port <= _LAST_PORT:  # gRPC takes the remainder of larger ones
             raise ConfigError(f"port: expected 0 to {_LAST_PORT}, found {port!r:.80}")
+        if type(calls_of_address) is not int or not 1 <= calls_of_address <= _MOST_CALLS:
+            raise ConfigError(f"calls_of_address: expected 1 to {_MOST_CALLS}, found {calls_of_address!r:.80}")
         if tls is not None:
             server_context(*tls)  # gRPC reports no error of a bad pair
         if advertise is not None and not advertise.rpartition(":")[2].isdecimal():
@@ -439,10 +443,10 @@ class GrpcServer(Closing):
             former=None if former is None else former._last_clients,
         )
         self._last_clients: dict[str, FormerClient] = {}
-        self._pool = ThreadPoolExecutor(_THREADS, "librmq grpc")
-        self._server = grpc.server(
-            self._pool, options=_OPTIONS, maximum_concurrent_rpcs=_THREADS, handlers=[_Handlers(self._service)]
-        )
+        in_all = calls_of_address + _FOR_OTHERS
+        self._pool = ThreadPoolExecutor(in_all, "librmq grpc")
+        handlers = [_Handlers(self._service, calls_of_address)]
+        self._server = grpc.server(self._pool, options=_OPTIONS, maximum_concurrent_rpcs=in_all, handlers=handlers)
         self.host = host
         place = format_host((host, port))
         try:
@@ -512,10 +516,16 @@ class GrpcServer(Closing):
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     """The calls by their names."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, calls_of_address: int) -> None:
         self._by_name: dict[str, Any] = {}
         self._called = service.sessions.called
-        self._calls = CallBounds("calls", of_connection=_OF_CONNECTION, of_address=_OF_ADDRESS, in_all=_THREADS)
+        self._calls = CallBounds(
+            "calls",
+            of_connection=max(calls_of_address - _FOR_OTHERS, 1),
+            of_address=calls_of_address,
+            in_all=calls_of_address + _FOR_OTHERS,
+            option="GrpcServer(calls_of_address=…), at `librmq serve` --grpc-calls, allows more",
+        )
         for name, call in (
             ("QueryRoute", service.routes.query_route),
             ("Heartbeat", service.heartbeat),
