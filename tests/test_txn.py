@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -773,3 +774,53 @@ def test_a_store_that_is_closed_is_reported(desk: Desk) -> None:
     desk.store.close()
     with pytest.raises(StoreClosedError):
         desk.transactions.run_due(START_MS + 60_000)
+
+
+# --- in turn with a broker of 4.9, over kills
+
+STEPS = ("check", "answer", "save", "kill and librmq", "kill and 4.9")
+
+
+def after_steps(steps: tuple[str, ...], is_original: bool) -> tuple[Desk, bool]:
+    """Return the store after a half whose end was lost, and these steps; and whether 4.9 had a turn."""
+    desk = Desk(original=is_original)
+    desk.prepare()
+    for step in steps:
+        if step == "check":
+            desk.check()
+        elif step == "answer" and desk.asked:
+            desk.commit(desk.asked[-1].half)
+        elif step == "save":
+            desk.offsets.persist(desk.clock.now_ms())
+        elif step.startswith("kill"):
+            desk = desk.after_crash(original=step.endswith("4.9"))
+            is_original |= step.endswith("4.9")
+    return desk, is_original
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", STEPS)
+@pytest.mark.parametrize("is_original", [False, True])
+def test_no_kill_in_turns_with_4_loses_a_commit(first: str, is_original: bool) -> None:
+    """The rules of 4.9 (``original``) and of librmq in turn, a kill between any two steps: the commit is delivered.
+
+    4.9 can deliver it several times; librmq never does so by itself.
+    """
+    for rest in itertools.product(STEPS, repeat=3):
+        desk, was_original = after_steps((first, *rest), is_original)
+        desk = desk.after_crash()
+        for _ in range(3):
+            for copy in desk.check():
+                desk.commit(copy)
+        assert desk.bodies() == [b"0"] or (was_original and set(desk.bodies()) == {b"0"}), (first, *rest)
+        assert desk.check() == []
+
+
+def test_a_lost_end_is_asked_for_a_minute_after_the_opening(desk: Desk) -> None:
+    """So 40 s after the last open of a store whose broker was killed such a commit is still being checked."""
+    desk.prepare()
+    desk = desk.after_crash()
+    assert desk.checks_to(59_999) == []
+    assert desk.asked == []
+    desk.checks_to(60_000)
+    assert len(desk.asked) == 1
