@@ -1,14 +1,11 @@
-"""Cost of reading a store as Arrow: header columns, all columns, two processes, export to Parquet.
+"""Cost of reading a store as Arrow: header columns, all columns, export to Parquet.
 
 A store of a million messages over 16 queues, bodies of 256 bytes, unique id, one key, tag, two user properties. Rates
-of one process are messages per CPU second. Two processes read four such stores, which share their files, so that
-starting the second one is a small part.
+of reading are messages per CPU second.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +16,6 @@ from benchmarks.frame import Bench, Case, Target, Timed, main
 from benchmarks.spark import HEADER, MESSAGES, store_of
 
 BODY_BYTES: Final = 256
-STORES: Final = 4
 NEEDS: Final = ("pyarrow",)
 EVERY: Final = (
     *("topic", "queueId", "queueOffset", "physicalOffset", "bornTimestamp", "storeTimestamp", "tags", "keys"),
@@ -40,25 +36,6 @@ def read(path: str, _: Path, *, columns: Sequence[str]) -> Timed:
     yield rows
 
 
-def stores(bench: Bench) -> Iterator[list[str]]:
-    """Yield the folders of four such stores."""
-    path = store_of(bench.count(MESSAGES), BODY_BYTES)
-    with bench.folder() as folder:
-        paths = [str(folder / str(number)) for number in range(STORES)]
-        for copy in paths:
-            shutil.copytree(path, copy, copy_function=os.link)
-        yield paths
-
-
-def read_stores(paths: list[str], _: Path, *, processes: int) -> Timed:
-    from librmq.columns import reader
-
-    yield
-    with reader(paths, processes=processes) as batches:
-        rows = sum(batch.num_rows for batch in batches)
-    yield rows
-
-
 def batches(bench: Bench) -> Iterator[Any]:
     """Yield a store, and its batches in memory."""
     from librmq.columns import reader
@@ -68,11 +45,11 @@ def batches(bench: Bench) -> Iterator[Any]:
     yield SimpleNamespace(path=path, count=bench.count(MESSAGES), schema=source.schema, batches=list(source))
 
 
-def export(given: Any, folder: Path, *, processes: int) -> Timed:
+def export(given: Any, folder: Path) -> Timed:
     from librmq.columns import export
 
     yield
-    export(given.path, folder / "out", processes=processes)
+    export(given.path, folder / "out")
     yield given.count
 
 
@@ -91,10 +68,7 @@ def cases() -> Iterator[Case]:
     for detail, columns, target in table:
         ours = partial(read, columns=columns)
         yield Case("reading", ours, detail, target=target, unit="msg/CPU s", setup=stored, cpu=True, needs=NEEDS)
-    two, one = partial(read_stores, processes=2), partial(read_stores, processes=1)
-    yield Case("two processes", two, f"all columns of {STORES * MESSAGES:,} messages", one, "one process", Target(1.8),
-               setup=stores, limit=True, needs=NEEDS)  # fmt: skip
-    yield Case("export to Parquet", partial(export, processes=2), "two processes", from_memory,
+    yield Case("export to Parquet", export, "one process", from_memory,
                "batches in memory to Parquet", Target(0.7), setup=batches, limit=True, needs=NEEDS)  # fmt: skip
 
 

@@ -48,10 +48,9 @@
         ├── ReplicaError              a folder can't copy this master; nothing was changed
         ├── FlushFailedError          a flush has failed; the store must be reopened
         ├── DataLossError             messages to read were deleted, by retention for example
-        ├── ReadingProcessError       a process that reads a part of a store ended too early
         └── StoreIOError              the operating system refused a call; names call and file (OSError)
 
-`librmq.columns` exports `DataLossError` and `ReadingProcessError`; catch `TimerRefusedError`, `BrokerDiskFullError` and
+`librmq.columns` exports `DataLossError`; catch `TimerRefusedError`, `BrokerDiskFullError` and
 `BrokerStoreFullError` by their bases.
 """
 

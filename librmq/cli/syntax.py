@@ -376,7 +376,6 @@ _FILES: Final = (
             *TIMES,
             option("--columns", metavar="A,B", type=names, help="only these columns"),
             option("--partition-by", metavar="A,B", type=names, help="with Parquet: folders by topic, queueId or date"),
-            option("--processes", metavar="N", default="1", help="number of reading processes (1)"),
             option("--skip-deleted", action="store_true", help="continue after messages that retention deleted"),
         ),
         output=(),

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from librmq.columns.exports import export as export
     from librmq.columns.options import DataLossError as DataLossError
     from librmq.columns.options import Part as Part
-    from librmq.columns.options import ReadingProcessError as ReadingProcessError
     from librmq.columns.options import ReadOptions as ReadOptions
     from librmq.columns.options import ReadSelection as ReadSelection
     from librmq.columns.planner import plan as plan
@@ -33,7 +32,7 @@ else:
             "librmq.columns.arrow_dataset": ("StoreDataset", "dataset"),
             "librmq.columns.decode": ("CORRUPT", "TYPES", "default_columns"),
             "librmq.columns.exports": ("Exported", "export"),
-            "librmq.columns.options": ("DataLossError", "Part", "ReadingProcessError", "ReadOptions", "ReadSelection"),
+            "librmq.columns.options": ("DataLossError", "Part", "ReadOptions", "ReadSelection"),
             "librmq.columns.planner": ("plan",),
             "librmq.columns.read": ("Reading",),
             "librmq.columns.record_batches": ("ReaderKeywords", "reader", "scan"),

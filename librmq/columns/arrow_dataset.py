@@ -29,7 +29,7 @@ class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
     def __init__(self, store: Stores, settings: ReaderKeywords) -> None:
         self._store = store
         self._settings = settings
-        _, schema, _, _ = selection(store, settings)
+        _, schema, _ = selection(store, settings)
         super().__init__(schema.empty_table())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -37,14 +37,14 @@ class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
 
     def scanner(self, columns: Any = None, filter: pc.Expression | None = None, **settings: Any) -> ds.Scanner:
         """Return a scanner of the rows that ``filter`` selects. It can be read once."""
-        options, schema, processes, files = selection(self._store, self._both(filter))
+        options, schema, files = selection(self._store, self._both(filter))
         if isinstance(columns, list) and set(columns) <= set(schema.names):
             # A batch without columns loses its number of rows, so read a cheap column, which the scanner drops.
             schema = pa.schema([schema.field(name) for name in columns or schema.names[:1]])
         scan_settings = {
             name: settings[name] for name in ("use_threads", "memory_pool", "batch_size") if name in settings
         }
-        scan = _Scan(batches_of(options, schema, processes, files))
+        scan = _Scan(batches_of(options, schema, files))
         return ds.Scanner.from_batches(scan, schema=schema, columns=columns, **scan_settings)
 
     def _both(self, expression: pc.Expression | None) -> ReaderKeywords:

@@ -109,7 +109,7 @@ def export(
     path = _local_path(out)
     form = _format_of(path, format)
     partition_by = _partitions(partition_by, form)
-    options, schema, processes, source_files = selection(store, settings)
+    options, schema, source_files = selection(store, settings)
     if isinstance(source_files, RemoteFiles):
         options = source_files.mirrored(options)
     else:
@@ -155,7 +155,7 @@ def export(
         total = left = _remaining(ends, starting)
         with closing(
             _Steps(
-                batches_of(options, columns, processes, source_files, is_busy=processes > 2),
+                batches_of(options, columns, source_files),
                 state,
                 pattern,
                 drops_damaged=drops,

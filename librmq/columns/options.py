@@ -169,10 +169,6 @@ class DataLossError(StoreError):
     """Requested messages were deleted; with ``fail_on_data_loss`` false the rest is read."""
 
 
-class ReadingProcessError(StoreError):
-    """A process that reads a part of a store ended before its work was done."""
-
-
 @dataclass(frozen=True, slots=True)
 class Slice:
     """Entries of a queue from ``begin`` to ``end``; those from ``inline_from`` on are in ``inline``, not in files."""

@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
-from typing import Any, Final, TypedDict, Unpack, cast, get_args
+from typing import Any, TypedDict, Unpack, cast, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,7 +28,6 @@ from librmq.columns.options import (
     check_filters,
 )
 from librmq.columns.planner import plan
-from librmq.columns.processes import SharedReader
 from librmq.columns.read import Reading
 from librmq.columns.remote import RemoteFiles, RemoteStore, check_storage_options, located
 from librmq.config import suggest, to_timestamp_ms
@@ -39,9 +37,6 @@ from librmq.files.interface import Files
 Store = str | os.PathLike[str] | RemoteStore
 Stores = Store | Sequence[Store]
 """The folder or URL of a store, or several."""
-_SHARED_PART_BYTES: Final = 8 << 20
-"""Bytes of the log in a part when several processes read: small enough to decode ahead."""
-_MOST_PROCESSES: Final = 256
 
 
 class ReaderKeywords(TypedDict, total=False):
@@ -74,8 +69,6 @@ class ReaderKeywords(TypedDict, total=False):
     view: View
     """``messages`` (those in queues), ``queues`` (their entries alone) or ``log`` (every record).
     Default: ``messages``."""
-    processes: int
-    """The number of reading processes; with 1 only this one. Default: 1."""
     mode: Mode
     """On damage ``FAILFAST`` raises, ``PERMISSIVE`` returns a row with the reason in a column ``_corrupt_record``,
     ``DROPMALFORMED`` skips the row. Default: ``FAILFAST``."""
@@ -128,8 +121,8 @@ def scan(options: ReadOptions, columns: Sequence[str] | None = None) -> Iterator
     yield from batches_of(options, schema)
 
 
-def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.Schema, int, Files | None]:
-    """Check the settings; return options, schema, number of processes and files."""
+def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.Schema, Files | None]:
+    """Check the settings; return options, schema and files."""
     for name in settings:
         if name not in ReaderKeywords.__annotations__:
             raise ConfigError(f"{name:.80}: unknown setting of reader; {suggest(name, ReaderKeywords.__annotations__)}")
@@ -138,12 +131,7 @@ def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.
     if (expression := settings.get("filter")) is not None:
         options = replace(options, predicate=_predicate_of(expression, options))
     schema = _schema(options, settings.get("columns"))
-    processes = settings.get("processes", 1)
-    if type(processes) is not int or not 1 <= processes <= _MOST_PROCESSES:
-        raise ConfigError(f"processes: expected a whole number from 1 to {_MOST_PROCESSES}, found {processes!r}")
-    if files is not None and not isinstance(files, RemoteFiles) and processes > 1:
-        raise ConfigError("processes: several processes read from the disk or a URL, not from files; use processes=1")
-    return options, schema, processes, files
+    return options, schema, files
 
 
 def _located_stores(store: Stores, settings: ReaderKeywords) -> tuple[tuple[str, ...], Files | None]:
@@ -191,16 +179,9 @@ def _schema(options: ReadOptions, columns: Sequence[str] | None) -> pa.Schema:
 def batches_of(
     options: ReadOptions,
     schema: pa.Schema,
-    processes: int = 1,
     files: Files | None = None,
-    *,
-    is_busy: bool = False,
 ) -> pa.RecordBatchReader:
-    """Plan a read, and return its batches as a stream; of several processes a busy caller's only receives them."""
-    if processes > 1:
-        shared = replace(options, min_partitions=processes)
-        planned = partial(plan, shared, files, bytes_a_part=_SHARED_PART_BYTES, is_portable=True)
-        return SharedReader(options, schema, planned, processes, is_busy=is_busy)
+    """Plan a read, and return its batches as a stream."""
     parts = plan(options, files)
 
     def batches() -> Iterator[pa.RecordBatch]:

@@ -147,7 +147,7 @@ class RemoteStore:
     def log(self) -> RemoteLog:
         """The store's log, for a process that reads a part of it."""
         if isinstance(self._system, _memory_system()):
-            raise ConfigError(f"{self.url}: memory:// is in this process only; read with processes=1")
+            raise ConfigError(f"{self.url}: memory:// is in this process only")
         sizes = {name: size for name, size in self._sizes.items() if _below(name, directory.COMMITLOG)}
         # Processes that are killed at the end of a read leave files, which go with this mirror.
         return RemoteLog(self.url, self.storage_options, sizes, os.path.dirname(self.path))

@@ -115,14 +115,13 @@ def test_the_past_is_shown_as_a_copy_shows_it(command: str, recorded: Recorded, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_an_export_ends_with_the_moment(processes: str, recorded: Recorded, shell: Shell, tmp_path: Path) -> None:
+def test_an_export_ends_with_the_moment(recorded: Recorded, shell: Shell, tmp_path: Path) -> None:
     for number, (folder, log_end, now_ms) in enumerate(recorded.moments):
         expected = tmp_path / f"{number}.jsonl"
         assert shell("export", folder, "--out", expected, "--all").status == 0
         for kind, moment in (("end", log_end), ("time", datetime.fromtimestamp(now_ms / 1000, UTC).isoformat())):
             out = tmp_path / f"{number}-{kind}.jsonl"
-            answer = shell("export", recorded.store, "--out", out, "--all", "--at", moment, "--processes", processes)
+            answer = shell("export", recorded.store, "--out", out, "--all", "--at", moment)
             assert answer.status == 0
             assert out.read_text("utf-8") == expected.read_text("utf-8")
 

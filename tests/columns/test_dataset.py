@@ -210,15 +210,6 @@ def test_a_dataset_is_read_repeatedly(path: Path, table: pa.Table) -> None:
     assert doubled.column("twice").to_pylist() == [2 * one for one in table.column("queueOffset").to_pylist()]
 
 
-@pytest.mark.slow
-def test_a_dataset_that_several_processes_read(path: Path, table: pa.Table) -> None:
-    """The read continues even when only Arrow or DuckDB still refers to it."""
-    shared = dataset(path, columns=COLUMNS, processes=2)
-    assert shared.to_table().equals(table)
-    duckdb = pytest.importorskip("duckdb")
-    assert duckdb.sql("SELECT count(*) FROM shared").fetchall() == [(table.num_rows,)]
-
-
 ENDS_EARLY = """
 import sys
 import duckdb

@@ -123,9 +123,9 @@ def test_a_store_with_a_damaged_queue(
     assert all(f"'n', '{number}'" in text or f'"{number}"' in text for number in range(60))
 
 
-@pytest.mark.parametrize(("name", "processes"), [("out.jsonl", 1), ("out.csv", 1), ("out", 2)])
+@pytest.mark.parametrize("name", OUTS)
 def test_a_repeated_export_adds_no_report_of_damage_twice(
-    store: Path, tmp_path: Path, name: str, processes: int, monkeypatch: pytest.MonkeyPatch
+    store: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither of a damaged queue, nor of a damaged record, nor after a kill at the first step."""
     (file,) = (store / "consumequeue" / "A" / "0").iterdir()
@@ -151,7 +151,7 @@ def test_a_repeated_export_adds_no_report_of_damage_twice(
         return sorted(row["_corrupt_record"].partition(": at ")[0] for row in found if row["_corrupt_record"])
 
     def again(count: int, **settings: Any) -> None:
-        made = export(store, out, columns=columns, processes=processes, **settings)
+        made = export(store, out, columns=columns, **settings)
         assert (made.rows, made.damaged) == (count, 1), settings
         assert made.files == (0 if not count else made.files)
         assert len(reports()) == 2
@@ -166,9 +166,9 @@ def test_a_repeated_export_adds_no_report_of_damage_twice(
 
     monkeypatch.setattr(ExportState, "write", killed)
     with pytest.raises(KeyboardInterrupt):
-        export(store, out, mode="PERMISSIVE", columns=columns, processes=processes)
+        export(store, out, mode="PERMISSIVE", columns=columns)
     monkeypatch.setattr(ExportState, "write", write)
-    made = export(store, out, mode="PERMISSIVE", columns=columns, processes=processes)
+    made = export(store, out, mode="PERMISSIVE", columns=columns)
     assert reports() == sorted([str(file), str(log_file)])
     assert made.damaged == 2
     again(0, mode="PERMISSIVE")
@@ -204,8 +204,8 @@ def test_damaged_records_are_reported_or_counted(store: Path, tmp_path: Path, na
     assert told == [places[number] for number in damaged]
 
 
-@pytest.mark.parametrize(("condition", "processes"), [({"filter": pc.field("tags") == "t1"}, 1), ({"grep": "^"}, 2)])
-def test_a_condition_hides_no_damage(store: Path, tmp_path: Path, condition: dict[str, Any], processes: int) -> None:
+@pytest.mark.parametrize("condition", [{"filter": pc.field("tags") == "t1"}, {"grep": "^"}])
+def test_a_condition_hides_no_damage(store: Path, tmp_path: Path, condition: dict[str, Any]) -> None:
     """A condition can't be decided for a record that can't be read, so the record is reported or counted."""
     place = reader(store, columns=["physicalOffset"]).read_all()["physicalOffset"][7].as_py()
     start = place % CONFIG.commitlog_file_size
@@ -214,7 +214,7 @@ def test_a_condition_hides_no_damage(store: Path, tmp_path: Path, condition: dic
         file.write(b"!")
     (queue,) = (store / "consumequeue" / "A" / "0").iterdir()
     os.truncate(queue, 30)
-    settings: dict[str, Any] = {"columns": ["body", "_corrupt_record"], "processes": processes, **condition}
+    settings: dict[str, Any] = {"columns": ["body", "_corrupt_record"], **condition}
     made = export(store, tmp_path / "dropped", mode="DROPMALFORMED", **settings)
     assert made.damaged == 2
     made = export(store, tmp_path / "told", mode="PERMISSIVE", **settings)
@@ -281,16 +281,6 @@ def test_an_export_reads_few_batches_ahead(
         export(store, tmp_path / "out", partition_by=partition_by)
     assert done == 24
     assert max(ahead) <= 8 + 2, "those ahead, the one being written, and the next"
-
-
-@pytest.mark.slow
-def test_several_processes_export_the_same(store: Path, tmp_path: Path) -> None:
-    """From three on, the calling process reads nothing."""
-    fill(store, range(60, 300))
-    for processes in (1, 2, 3):
-        export(store, tmp_path / f"{processes}.jsonl", processes=processes)
-    one, two, three = ((tmp_path / f"{processes}.jsonl").read_bytes() for processes in (1, 2, 3))
-    assert one == two == three
 
 
 def test_bodies_and_times_of_texts(store: Path, tmp_path: Path) -> None:
@@ -547,9 +537,7 @@ def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         "skipped": False,
     }
     assert len(out.read_text().splitlines()) == 10
-    assert (
-        main(["export", str(store), "-o", str(tmp_path / "lake"), "--partition-by", "topic", "--processes", "2"]) == 0
-    )
+    assert main(["export", str(store), "-o", str(tmp_path / "lake"), "--partition-by", "topic"]) == 0
     assert numbers(tmp_path / "lake") == list(range(60))
     assert main(["export", str(store), "-o", str(tmp_path / "none"), "--topic", "AA"]) == 0
     assert "note: topic 'AA' has no queue; did you mean 'A'?" in capsys.readouterr().err

@@ -7,8 +7,6 @@ import os
 import re
 import resource
 import shutil
-import signal
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -23,11 +21,11 @@ from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.columns.options import OffsetTimes, ReadOptions, ReadSelection, View
 from librmq.columns.planned_store import PlannedStore
 from librmq.consumequeue import ConsumeQueue
-from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAStoreError, StoreError
+from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAStoreError
 from librmq.files.disk import DiskFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from tests.budget import many, step
-from tests.programs import Process, environment, run_program, start_program
+from tests.budget import many
+from tests.programs import run_program
 from tests.stores import ROOT, CountingFiles, from_disk, in_memory
 
 pytest.importorskip("pyarrow")
@@ -35,7 +33,7 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from librmq.columns import DataLossError, ReadingProcessError, dataset, reader
+from librmq.columns import DataLossError, dataset, reader
 
 START_MS = 1_700_000_000_000
 COUNT = 400
@@ -146,7 +144,6 @@ def test_offsets_of_queues(path: Path) -> None:
         ({"offsets": {"A": 5}}, ConfigError, "a topic and a queue id like"),
         ({"view": "log", "offsets": {("A", 0): 5}}, ConfigError, "give a range"),
         ({"queue": "0"}, ConfigError, "queue ids"),
-        ({"processes": 0}, ConfigError, "from 1 to 256, found 0"),
         ({"mode": "fast"}, ConfigError, "FAILFAST"),
         ({"filter": "topic = 'A'"}, ConfigError, "filter: expected an expression such as"),
         ({"columns": []}, ConfigError, "columns: expected at least one name"),
@@ -251,8 +248,6 @@ def test_rows_are_filtered_before_bodies_are_read(path: Path, tmp_path: Path, ca
         assert reader(tmp_path / "s", **settings).read_all().num_rows
     with pytest.raises(CorruptionError, match="checksum"):
         reader(tmp_path / "s").read_all()
-    with pytest.raises(CorruptionError, match="checksum"):
-        reader(tmp_path / "s", processes=2).read_all()
     with caplog.at_level("WARNING", "librmq.columns"):
         assert reader(tmp_path / "s", mode="DROPMALFORMED").read_all().num_rows == len(USER) - 1
     (line,) = caplog.messages
@@ -284,22 +279,6 @@ def test_an_end_by_time_in_a_store_that_cannot_be_opened(path: Path, tmp_path: P
     with PlannedStore.open(str(tmp_path / "s"), options) as planned:
         end = planned.queues["A", 0].end
         assert planned.narrowed()["A", 0] == range(3, end)
-
-
-@pytest.mark.slow
-def test_lines_of_other_processes_reach_the_callers_log(
-    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(path, tmp_path / "s")
-    places = reader(path, columns=["physicalOffset"]).read_all()["physicalOffset"].to_pylist()
-    for place in places:
-        with open(tmp_path / "s" / "commitlog" / f"{place - place % 4096:020d}", "r+b") as file:
-            file.seek(place % 4096 + 90)
-            file.write(b"\xff")
-    with caplog.at_level("WARNING", "librmq.columns"):
-        assert not reader(tmp_path / "s", mode="DROPMALFORMED", processes=3).read_all().num_rows
-    assert sum(record.rmq_count for record in caplog.records) == len(places)  # type: ignore[attr-defined]
-    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.slow
@@ -380,161 +359,7 @@ def test_a_read_leaves_a_store_in_memory_as_it_was(path: Path) -> None:
         assert numbers(reader(ROOT, files=files, view="log")) == numbers(reader(path, view="log"))
 
 
-# ------------------------------------------------------------------------------------------------ several processes
-
-
-@pytest.mark.slow
-def test_processes_read_the_same_in_the_same_order(path: Path) -> None:
-    views: tuple[View, ...] = ("messages", "queues", "log")
-    for view in views[:: step()]:
-        one = reader(path, view=view).read_all()
-        assert reader(path, view=view, processes=3).read_all().equals(one)
-
-
-SCRIPT = """
-import sys
-from librmq.columns import reader
-batches = reader(sys.argv[1], processes=2, columns=["body"])
-print(sum(batch.num_rows for batch in batches), "pyspark" in sys.modules, flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_script_needs_no_guard_and_no_spark(path: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, script, path], env=environment(), capture_output=True, text=True, check=True)
-    assert (done.stdout.split(), done.stderr) == ([str(len(USER)), "False"], "")
-
-
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-
-
-def children_of(process: int) -> list[int]:
-    found = Path(f"/proc/{process}/task/{process}/children").read_text()
-    return [int(one) for one in found.split()]
-
-
-@pytest.mark.slow
-@linux
-@pytest.mark.platform
-def test_children_die_with_a_killed_parent(path: Path) -> None:
-    code = (
-        "import sys; from librmq.columns import reader; batches = reader(sys.argv[1], processes=2); "
-        "next(batches); print('reading', flush=True); sys.stdin.read()"
-    )
-    with start_program(code, path) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == "reading\n"
-        waits = [os.pidfd_open(child) for child in children_of(parent.pid)]
-        parent.send_signal(signal.SIGKILL)
-    import select
-
-    for wait in waits:
-        assert select.select([wait], [], [], 30)[0], "a child is still there"
-        os.close(wait)
-
-
-INTERRUPTED = """
-import os, sys
-from librmq.columns import reader
-try:
-    with reader(sys.argv[1], processes=3) as batches:
-        print("begun", flush=True)
-        for batch in batches:
-            sys.stdin.read()
-except KeyboardInterrupt:
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        print(file.read().split(), flush=True)
-"""
-
-
-@pytest.mark.slow
-@linux
-@pytest.mark.platform
-def test_an_interrupt_ends_the_children_quietly(path: Path) -> None:
-    """A terminal sends Ctrl-C to all processes, here while the children start."""
-    with Process(
-        [sys.executable, "-P", "-c", INTERRUPTED, path],
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as program:
-        assert program.stdout is not None
-        assert program.stdout.readline() == "begun\n"
-        os.killpg(program.pid, signal.SIGINT)
-        assert program.communicate() == ("[]\n", "")
-
-
-@linux
-@pytest.mark.platform
-def test_closing_ends_the_children_at_once(path: Path) -> None:
-    """`close` and the end of a ``with`` block end the children, even while the reader and a batch are still held."""
-    before = children_of(os.getpid())
-    batches = reader(path, processes=3)
-    kept = next(batches)
-    assert len(children_of(os.getpid())) == len(before) + 2
-    batches.close()
-    assert children_of(os.getpid()) == before
-    with pytest.raises(StoreError, match="closed"):
-        next(batches)
-    with reader(path, processes=2) as again:
-        assert next(again).slice(0, 1).equals(kept.slice(0, 1))
-    assert children_of(os.getpid()) == before
-
-
-@pytest.mark.slow
-@linux
-@pytest.mark.platform
-def test_no_read_leaves_anything_behind(path: Path, tmp_path: Path) -> None:
-    """No process and no open file is left by a read that ends, is dropped half-way, is never begun, or fails."""
-
-    def held() -> tuple[list[int], int]:
-        gc.collect()
-        return children_of(os.getpid()), len(os.listdir("/proc/self/fd"))
-
-    shutil.copytree(path, tmp_path / "damaged")
-    for file in (tmp_path / "damaged" / "commitlog").iterdir():
-        raw = bytearray(file.read_bytes())
-        raw[95] ^= 0xFF
-        file.write_bytes(raw)
-    reader(path, processes=2).read_all()
-    before = held()
-    for _ in range(3):
-        reader(path, processes=2).read_all()
-        next(reader(path, processes=3))
-        reader(path, processes=2)
-        with pytest.raises(CorruptionError):
-            reader(tmp_path / "damaged", processes=3).read_all()
-    assert held() == before
-
-
-@linux
-@pytest.mark.platform
-def test_a_reading_process_that_is_killed_is_an_error(path: Path) -> None:
-    before = children_of(os.getpid())
-    batches = reader(path, processes=2)
-    (child,) = set(children_of(os.getpid())) - set(before)
-    os.kill(child, signal.SIGKILL)
-    with pytest.raises(ReadingProcessError, match="ended with status -9"):
-        batches.read_all()
-    assert children_of(os.getpid()) == before
-
-
-@pytest.mark.slow
-def test_held_batches_stay_unchanged(tmp_path: Path) -> None:
-    """There are more batches than a child can share at a time, and some are too large to be shared at all."""
-    with MessageStore.open(tmp_path / "s", StoreConfig(commitlog_file_size=64 << 20)) as store:
-        for number in range(130):
-            store.append(Message("T", bytes([number]) * 900_000))
-    one = list(reader(tmp_path / "s"))
-    kept = [batch for _ in range(2) for batch in reader(tmp_path / "s", processes=2)]
-    assert pa.Table.from_batches(kept).equals(pa.Table.from_batches(one * 2))
-
-
 PEAK = """
 import re, sys
 from librmq.columns import reader
@@ -545,8 +370,7 @@ next(reader(store, columns=["queueOffset"]))
 before = peak()
 rows = sum(batch.num_rows for batch in reader(store))
 read = peak()
-rows += sum(batch.num_rows for batch in reader(store, processes=2))
-print(rows, read - before, peak() - before)
+print(rows, read - before)
 """
 
 

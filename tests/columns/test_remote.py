@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -203,23 +201,7 @@ def test_a_file_system_that_does_not_open(monkeypatch: pytest.MonkeyPatch) -> No
         reader("hdfs://host/store")
 
 
-@pytest.mark.slow
-def test_several_processes_read_a_url(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each fetches the blocks of its own parts, and leaves none; the order of rows and the names of stores stay."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    url = f"local://{path}"
-    found = reader([url, path], processes=2, columns=["store", "queueOffset", "body"]).read_all()
-    assert found.equals(reader([url, path], columns=["store", "queueOffset", "body"]).read_all())
-    log = reader(url, processes=2, view="log", topic="B", since=START_MS + 300_000).read_all()
-    assert log.equals(reader(path, view="log", topic="B", since=START_MS + 300_000).read_all())
-    gc.collect()
-    assert not list(tmp_path.iterdir())
-
-
 def test_settings_that_a_url_does_not_allow(url: str) -> None:
-    with pytest.raises(ConfigError, match="memory:// is in this process only; read with processes=1"):
-        reader(url, processes=2)
     wrong: Any
     for wrong in (5, {1: "key"}):
         with pytest.raises(ConfigError, match="storage_options: expected values by names of arguments, found"):

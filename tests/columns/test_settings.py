@@ -37,7 +37,6 @@ WRONG: Final[dict[str, tuple[Any, ...]]] = {
     "offsets": (*ODD, *NUMBERS, *TEXTS, range(5, 2), range(0, 9, 2), {("A", 0): None}, {("A", 0): range(9, 2)},
                 {("A", True): 3}, {("A", 0): True}, {("A", -1): 3}, {("A", 9): 3}),
     "view": (*ODD, *NUMBERS, *TEXTS),
-    "processes": (*ODD, *TEXTS, -1, 0, 257, True),
     "mode": (*ODD, *NUMBERS, *TEXTS),
     "fail_on_data_loss": (*ODD, *TEXTS, 0, 1),
     "checksums": (*ODD, *TEXTS, 0, 1),

@@ -39,7 +39,6 @@ def by_url(store: Path, **settings: Any) -> list[Any]:
 
 FORMS: dict[str, Callable[..., list[Any]]] = {
     "reader": lambda store, **settings: reader(store, **settings).read_all().to_pylist(),
-    "processes": lambda store, **settings: reader(store, processes=2, **settings).read_all().to_pylist(),
     "dataset": lambda store, **settings: dataset(store, **settings).to_table().to_pylist(),
     "duckdb": by_duckdb,
     "polars": by_polars,

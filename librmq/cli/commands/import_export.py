@@ -361,7 +361,6 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
         topic=re.compile("(?s).*") if arguments.all and not arguments.topic else arguments.topic,
         tags=arguments.tag,
         sql=arguments.sql,
-        processes=arguments.processes,
         fail_on_data_loss=not arguments.skip_deleted,
         as_recovered=arguments.as_recovered,
     )
