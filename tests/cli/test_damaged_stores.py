@@ -396,3 +396,24 @@ def test_queues_ahead_of_what_nothing_covers_are_as_recovery_leaves_them(shell: 
     assert 0 < reader(slow_orders).read_all().num_rows < MESSAGES
     with MessageStore.open(slow_orders, read_only=True) as store:
         assert store.condition.kind is StoreKind.AS_RECOVERED
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_killed_store_has_its_keys_though_an_older_index_file_is_missing(shell: Shell, lost: int) -> None:
+    config, path = StoreConfig.tiny(commitlog_file_size=4096, max_index_num=20), shell.folder / "keys"
+    with MessageStore.open(path, config, clock=ManualClock(START_MS), background=False) as store:
+        for number in range(60):
+            store.append(Message("T", b"body", keys=f"k{number}"))
+    sorted((path / "index").iterdir())[lost].unlink()
+    (path / "abort").touch()
+    with MessageStore.open(path, config, clock=ManualClock(START_MS), background=False) as store:
+        assert [len(list(store.find_by_key("T", f"k{number}"))) for number in range(60)] == [1] * 60
+    assert shell("verify", path).status == 0
+
+
+def test_tables_that_no_broker_can_open_are_unsound(shell: Shell, orders: Path) -> None:
+    for name in ("consumerOffset.json", "consumerOffset.json.bak"):
+        (orders / "config" / name).write_text('{"offsetTable":{')
+    answer = shell("verify", orders)
+    assert (answer.status, answer.rows[0]["sound"]) == (1, False)
+    assert "a broker can't open the store" in answer.rows[0]["damage"][0]["what"]

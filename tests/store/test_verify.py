@@ -147,12 +147,15 @@ def test_a_store_without_a_checkpoint(found: Contents) -> None:
     assert judged(found).sound
 
 
-def test_a_table_that_no_broker_can_read_is_noted(found: Contents) -> None:
-    """It is not damage of messages, but a broker refuses to start with it; a backup takes its place."""
+def test_a_table_that_no_broker_can_read_is_damage(found: Contents) -> None:
+    """A broker refuses to start with it; a backup takes its place."""
     unreadable = {**found, "config": None, "config/topics.json": b'{"a":'}
     verdict = judged(unreadable)
-    assert verdict.sound
-    assert [note for note in verdict.notes if "a broker can't open the store" in note and "topics.json" in note]
+    assert [
+        damage.kind
+        for damage in verdict.damage
+        if "a broker can't open" in damage.what and "topics.json" in damage.file
+    ] == ["config"]
     assert judged({**unreadable, "config/topics.json.bak": b"{}"}).notes == (UNKNOWABLE,)
 
 

@@ -29,7 +29,7 @@ from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
-from librmq.store.recovery.check import Scope, UncleanQueues, reconcile
+from librmq.store.recovery.check import Scope, UncleanQueues, missing_keys, reconcile
 from librmq.store.recovery.queue_check import GapError
 from librmq.store.recovery.state import Mark, MarkError
 
@@ -437,10 +437,20 @@ class Recovery:
             return self._begin, Scope(self._begin)
         else:
             self._drop_index(uncovered_index_files(self._parts), "the checkpoint")
+            self._drop_behind_gap()
             begin, scope = min(self._begin, index.end_physical_offset), Scope(self._begin)
         ahead = [file for file in index.files if file.header.end_physical_offset >= log.end]
         begin = min(begin, self._drop_index(ahead, "the log's end"))
         return max(begin, log.begin), scope
+
+    def _drop_behind_gap(self) -> None:
+        """Delete the index files behind a missing one, whose keys only a rebuild from there on returns."""
+        parts = self._parts
+        gap = missing_keys(parts.index, parts.log, parts.levels)
+        if gap is not None:
+            self._before_index()
+            behind = [file for file in parts.index.files if file.header.begin_physical_offset >= gap[1]]
+            self._drop_index(behind, "a missing one")
 
     def _before_index(self) -> None:
         """Prepare to rebuild the index."""

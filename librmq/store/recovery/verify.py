@@ -98,7 +98,8 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
         notes += map(compaction_note, sorted(topic for topic, row in tables.topics.rows.items() if is_compacted(row)))
     except CorruptionError as error:
-        notes.append(f"a broker can't open the store: {error}: restore the file from a copy, or move it away")
+        what = f"a broker can't open the store: {error.what}: restore the file from a copy, or move it away"
+        damage.append(Damage(error.file, error.offset, error.kind, what))
     if writer is not None:
         notes.append(f"{writer} is writing: queues and index may be behind the log")
         damage = [item for item in damage if item.kind not in ("missing", "ahead", "tail")]
