@@ -15,10 +15,11 @@ from librmq.broker.groups import Group
 from librmq.broker.handlers.in_flight import Flight, QueueKey, is_receive_retry
 from librmq.errors import BrokerError, ConfigError, CorruptionError
 from librmq.message import Message, StoredMessage, dead_letter_topic, record, retry_topic
+from librmq.message.dead_letters import record_cause
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, receive_retry_topic
 from librmq.protocol import LOCAL_HOST, PERM_WRITE, Endpoint, ResponseCode, SendBack, SendMessage, SentBack
-from librmq.protocol.client_requests import INNER_PRODUCER, MAX_SIZE_WITH_CAUSE
+from librmq.protocol.client_requests import INNER_PRODUCER
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.store import AppendResult, MessageStore
@@ -30,7 +31,6 @@ _log = EventLog("librmq.broker")
 _WAIT: Final = record.PROPERTY_WAIT
 _DELAY: Final = record.PROPERTY_DELAY
 _RETRY_TOPIC: Final = record.PROPERTY_RETRY_TOPIC
-_CAUSE: Final = record.PROPERTY_DEAD_LETTER_CAUSE
 _FIRST_RETRY_LEVEL: Final = 3
 _RESENT_TOGETHER: Final = 256
 """Dead letters that are sent between two notes."""
@@ -83,8 +83,7 @@ class FailedMessages:
         if is_dead:
             name, queue_id = self._dead_letters_of(group), 0
             properties[_DELAY] = "0"
-            if request.cause and len(message.properties_raw) < MAX_SIZE_WITH_CAUSE:
-                properties[_CAUSE] = request.cause
+            record_cause(properties, request.cause, len(message.properties_raw))
         else:
             properties[_DELAY] = str(request.delay_level or _FIRST_RETRY_LEVEL + times)
         properties.setdefault(record.PROPERTY_ORIGIN_MESSAGE_ID, message.offset_id)

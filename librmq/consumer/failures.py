@@ -27,9 +27,9 @@ from librmq.consumer.instance import ConsumerCounts, Instance, PushInstance
 from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.errors import RmqError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
+from librmq.message.dead_letters import record_cause
 from librmq.message.message import Message, MessageQueue, retry_topic
 from librmq.message.record import (
-    PROPERTY_DEAD_LETTER_CAUSE,
     PROPERTY_DELAY,
     PROPERTY_MAX_RECONSUME_TIMES,
     PROPERTY_ORIGIN_MESSAGE_ID,
@@ -44,7 +44,7 @@ from librmq.protocol import (
     SendMessage,
     SentBack,
 )
-from librmq.protocol.client_requests import INNER_PRODUCER, MAX_SIZE_WITH_CAUSE
+from librmq.protocol.client_requests import INNER_PRODUCER
 from librmq.runtime.runner import Step
 
 R = TypeVar("R")
@@ -192,8 +192,7 @@ class Retries:
         copy.properties.pop(PROPERTY_DELAY, None)
         if not at_once:
             copy.properties[PROPERTY_DELAY] = str(3 + times)
-        if len(message.properties_raw) < MAX_SIZE_WITH_CAUSE:
-            copy.properties[PROPERTY_DEAD_LETTER_CAUSE] = cause_of(error)
+        record_cause(copy.properties, cause_of(error), len(message.properties_raw))
         request = SendMessage(
             INNER_PRODUCER,
             copy,

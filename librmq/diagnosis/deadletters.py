@@ -9,20 +9,17 @@ from typing import Any, Final, NamedTuple
 
 from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence, grouped
 from librmq.diagnosis.view import Source, StoreView, View, viewed
-from librmq.java.lang import java_int
 from librmq.message import record
+from librmq.message.dead_letters import cause_of
 from librmq.message.message import StoredMessage, retry_topic
+from librmq.message.properties import PROPERTY_DEAD_LETTER_CAUSE
 from librmq.message.topics import DEAD_LETTER_PREFIX
 from librmq.runtime.event_log import counted
 from librmq.store.format.documents import LetterIdentity, letter_identity
 
-IN_ORDER: Final = "ordered, retries used up"
-AT_ONCE: Final = "never retried"
-USED_UP: Final = "retries used up"
-
 _CAUSES: Final = 5  # of a group and topic that have a finding each
 ORIGIN_TOPIC: Final = "DLQ_ORIGIN_TOPIC"
-OF_A_LETTER: Final = frozenset((ORIGIN_TOPIC, "DLQ_ORIGIN_MESSAGE_ID", record.PROPERTY_DEAD_LETTER_CAUSE))
+OF_A_LETTER: Final = frozenset((ORIGIN_TOPIC, "DLQ_ORIGIN_MESSAGE_ID", PROPERTY_DEAD_LETTER_CAUSE))
 """Properties of a dead letter that its message did not have, besides reserved ones."""
 VARIABLE_PARTS: Final = "0x[0-9a-fA-F]+|[0-9A-Fa-f]{8,}|[0-9]+"
 """What differs between causes that count as one: a regular expression of Python and Java."""
@@ -136,16 +133,6 @@ def origin_of(group: str, topic: str, properties: Mapping[str, str]) -> str:
     """Return the topic that a message of a group's topic of retries or dead letters was sent to."""
     origin = properties.get(record.PROPERTY_RETRY_TOPIC) or properties.get(ORIGIN_TOPIC) or topic
     return origin.removeprefix(f"{retry_topic(group)}_")  # of a message that a client of 5.x received again
-
-
-def cause_of(properties: Mapping[str, str], reconsume_times: int) -> str:
-    """Return why a group gave a message up: what a consumer recorded, else what the record shows."""
-    recorded = properties.get(record.PROPERTY_DEAD_LETTER_CAUSE)
-    if recorded:
-        return recorded
-    if java_int(properties.get(record.PROPERTY_RECONSUME_TIME, "")) is not None:
-        return IN_ORDER  # an orderly consumer sends the message itself, with its count as a property
-    return AT_ONCE if reconsume_times <= 1 else USED_UP
 
 
 # ------------------------------------------------------------------------------------------------------------ causes

@@ -34,6 +34,7 @@ from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.filter.filters import TagFilter
 from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type
 from librmq.message import record
+from librmq.message.dead_letters import recorded_cause
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import StoredMessage
 from librmq.message.topics import (
@@ -200,9 +201,7 @@ def _broker_event(view: StoreView, message: StoredMessage) -> tuple[EventKind, s
             f"after {counted(check_times(message), 'check')}",
         )
     if topic.startswith(DEAD_LETTER_PREFIX):
-        cause = (
-            properties.get(record.PROPERTY_DEAD_LETTER_CAUSE) or f"after {counted(message.reconsume_times, 'attempt')}"
-        )
+        cause = recorded_cause(properties) or f"after {counted(message.reconsume_times, 'attempt')}"
         return "dead", topic.removeprefix(DEAD_LETTER_PREFIX), cause
     if topic.startswith(RETRY_PREFIX):
         group = group_of_retries(topic, view.groups, view.topics)

@@ -19,8 +19,6 @@ REPLAY_PRODUCER: Final = "librmq-replay"
 """Producer group of `librmq replay`, which sends stored messages with their ids."""
 TOOL_PRODUCERS: Final = frozenset((INNER_PRODUCER, REPLAY_PRODUCER))
 """The groups whose messages repeat ids on purpose."""
-MAX_SIZE_WITH_CAUSE: Final = 30_000
-"""A failed message with fewer bytes of properties has room for the cause of its failure."""
 
 
 class CancelResult(NamedTuple):

@@ -10,9 +10,10 @@ from pyspark.sql import Window
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns.decode import LAST_MS
-from librmq.diagnosis.deadletters import AT_ONCE, IN_ORDER, OF_A_LETTER, ORIGIN_TOPIC, USED_UP, VARIABLE_PARTS
+from librmq.diagnosis.deadletters import OF_A_LETTER, ORIGIN_TOPIC, VARIABLE_PARTS
 from librmq.diagnosis.whatif import Consumption, estimate
 from librmq.errors import AllocationError
+from librmq.message.dead_letters import AT_ONCE, IN_ORDER, USED_UP
 from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import MessageQueue
 from librmq.message.record import (
