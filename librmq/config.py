@@ -332,7 +332,7 @@ class NamedConfig(Config):
         named = set(settings)
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
         if len(settings) == len(fields):
-            named = {field.name for field in fields if settings[field.name] != field.default}
+            named = {field.name for field in fields if settings[field.name] != _default_of(field)}
             named -= cls._unnamed(settings)
         return _name(super().__new__(cls), named)
 
@@ -346,6 +346,10 @@ class NamedConfig(Config):
 
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
         return _name(super().with_settings(settings), self.named | settings.keys())
+
+
+def _default_of(field: dataclasses.Field[Any]) -> object:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 _N = TypeVar("_N", bound=NamedConfig)

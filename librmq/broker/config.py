@@ -5,13 +5,16 @@ Mirrors the part of 4.9.4's ``BrokerConfig`` that clients notice. `librmq.config
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypedDict
 
-from librmq.config import Between, Config, Seconds, StoreConfig
+from librmq.config import Between, NamedConfig, Seconds, StoreConfig
 from librmq.delay import DelayConfig
+from librmq.errors import ConfigError
 from librmq.scheduling.timer_config import TimerConfig
+from librmq.store.format.documents import SETTINGS_FILE, read_document, write_document
 from librmq.txn import TransactionConfig
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerConfig(Config):
+class BrokerConfig(NamedConfig):
     """Settings of a broker for its clients."""
 
     auto_create_topic: bool = True
@@ -71,6 +74,103 @@ class BrokerConfig(Config):
     most 524,288 ids."""
     original_transactions: bool = False
     """End and check transactions exactly like 4.9, including its losses: see `librmq.txn.Transactions`."""
+
+
+_OF_STORE: Final = (
+    *("durability", "flush_interval_s", "flush_least_bytes", "flush_thorough_interval_s", "max_message_size"),
+    *("message_delay_level", "max_total_size", "file_reserved_hours", "delete_when", "keep_unconsumed"),
+)
+_OF_BROKER: Final = ("timers", "hops", "transactions", "drop_resends_within")
+
+
+@dataclass(frozen=True, slots=True)
+class Promises:
+    """The settings that bind what a shared store has accepted, as far as a process has named them."""
+
+    store: StoreConfig = field(default_factory=StoreConfig)
+    broker: BrokerConfig = field(default_factory=BrokerConfig)
+
+    @classmethod
+    def read(cls, path: str, files: Files) -> Self:
+        """Return the settings recorded in the store in ``path``; none are named without a record.
+
+        Raises:
+            ConfigError: A recorded value is refused; the error names the file.
+            CorruptionError: The file is unreadable.
+        """
+        place = os.path.join(path, SETTINGS_FILE)
+        if not files.size(place):
+            return cls()
+        document = read_document(place, files, {"store": (dict,), "broker": (dict,)})
+        store = {name: value for name, value in document["store"].items() if name in _OF_STORE}
+        broker = {name: value for name, value in document["broker"].items() if name in _OF_BROKER}
+        try:
+            for name, kind in (("timers", TimerConfig), ("transactions", TransactionConfig)):
+                if isinstance(broker.get(name), dict):
+                    broker[name] = kind().with_settings(broker[name])
+            # A total size below the default length of a log file is valid beside a shorter one.
+            shape: dict[str, Any] = {"commitlog_file_size": 256} if "max_total_size" in store else {}
+            config = StoreConfig(**shape, **store)
+            return cls(config, BrokerConfig(**broker))
+        except (ConfigError, TypeError) as error:
+            raise ConfigError(
+                f"{place}: {error}; delete the file, and the next process that shares the store names its settings"
+            ) from None
+
+    def write(self, path: str, files: Files) -> None:
+        """Record the named settings in the store in ``path``; durable when it returns."""
+        store, broker = self.named()
+        plain = {name: asdict(value) if is_dataclass(value) else value for name, value in broker.items()}  # type: ignore[arg-type]
+        write_document(os.path.join(path, SETTINGS_FILE), files, {"store": store, "broker": plain}, indent=1)
+
+    def named(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the named settings of the store, and those of the broker."""
+        return (
+            {name: getattr(self.store, name) for name in _OF_STORE if name in self.store.named},
+            {name: getattr(self.broker, name) for name in _OF_BROKER if name in self.broker.named},
+        )
+
+    def differences(self, path: str, other: Promises, *, owner: int | None = None) -> ConfigError | None:
+        """Return the error that lists what ``other`` names otherwise; None if it names nothing else.
+
+        While the process ``owner`` has the store, what no process has named has its default.
+        """
+        lines = []
+        for ours, theirs, base in zip(self.named(), other.named(), (StoreConfig(), BrokerConfig()), strict=True):
+            for name, value in theirs.items():
+                if name in ours:
+                    present = ours[name]
+                elif owner is not None and name not in _KEPT_ELSEWHERE:
+                    present = getattr(base, name)
+                else:
+                    continue
+                if value != present:
+                    lines.append(f"{name} is {present!r:.200}, and this process names {value!r:.200}")
+        if not lines:
+            return None
+        change = (
+            "share it with change_settings=True, while no other process does"
+            if owner is None
+            else f"end process {owner}, which owns it, and all others that share it, then use change_settings=True"
+        )
+        return ConfigError(
+            f"{path}: the shared store has other settings: {'; '.join(lines)}. Leave them out to take those of the "
+            f"store; to change them, {change}"
+        )
+
+    def over(self, other: Promises, *, opens: bool = False) -> Promises:
+        """Return the settings of ``other`` with those that are named here instead.
+
+        With ``opens`` those that `librmq/config.json` keeps are left out, because they fit the length of its files.
+        """
+        store, broker = self.named()
+        if opens:
+            store = {name: value for name, value in store.items() if name not in _KEPT_ELSEWHERE}
+        return Promises(other.store.with_settings(store), other.broker.with_settings(broker))
+
+
+_KEPT_ELSEWHERE: Final = ("message_delay_level", "max_total_size", "file_reserved_hours", "keep_unconsumed")
+"""Settings that `librmq/config.json` keeps, so that an owner that names none does not have the default."""
 
 
 class OpenKeywords(TypedDict, total=False):

@@ -33,6 +33,7 @@ from typing import Any, Final, TypedDict, TypeVar, Unpack, cast
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.broker.broker import check_settings
+from librmq.broker.config import Promises
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig, check_kind, to_seconds
 from librmq.errors import (
@@ -138,7 +139,13 @@ class _Settings:
     metrics: Metrics | None
     timeout_s: float
     take_over_stopped_s: float | None
+    changes: bool
     files: DiskFiles
+
+    @property
+    def promises(self) -> Promises:
+        """What this process names of the store's promises."""
+        return Promises(self.store_config or StoreConfig(), self.config or BrokerConfig())
 
 
 class SharedBroker(AsyncClosing):
@@ -222,6 +229,7 @@ class SharedBroker(AsyncClosing):
         link: StoreOwner | StorePeer
         try:
             link = StorePeer(self.path, settings.timeout_s, self.runner, settings.take_over_stopped_s, gives_up)
+            self._check_promises(link)
         except BrokerUnreachableError as unreachable:
             try:
                 link = self._own(unreachable)
@@ -239,6 +247,37 @@ class SharedBroker(AsyncClosing):
             raise
         return None
 
+    def _check_promises(self, link: StorePeer) -> None:
+        """Refuse to join a store whose promises are others than this process names.
+
+        Raises:
+            ConfigError: The error lists the differences.
+        """
+        if self._was_peer or self._thread is not None:  # it has joined
+            return
+        try:
+            recorded = Promises.read(self.path, self._settings.files)
+            error = recorded.differences(self.path, self._settings.promises, owner=link.process)
+            if error is not None:
+                raise error
+        except BaseException:
+            link.close()
+            raise
+
+    def _promises(self) -> tuple[Promises, Promises]:
+        """Return what the store has recorded, and what it records from now on, at the opening by an owner.
+
+        Raises:
+            ConfigError: This process names other settings, and does not say that it changes them.
+        """
+        recorded, mine = Promises.read(self.path, self._settings.files), self._settings.promises
+        if self._was_peer or self._thread is not None:  # a later owner takes what is recorded
+            return recorded, recorded.over(mine)
+        error = None if self._settings.changes else recorded.differences(self.path, mine)
+        if error is not None:
+            raise error
+        return recorded, mine.over(recorded)
+
     def _own(self, unreachable: BrokerUnreachableError) -> StoreOwner:
         """Open the store, and answer the others.
 
@@ -253,17 +292,22 @@ class SharedBroker(AsyncClosing):
             raise BrokerUnreachableError(f"{error}, which does not answer yet: {unreachable}") from error
         with ExitStack() as undo, named("share", self.path):
             undo.callback(lock.release)
+            recorded, promises = self._promises()
+            opened = promises.over(settings.promises, opens=True)
             broker = Broker.open(
                 self.path,
-                settings.config,
+                opened.broker,
                 name=self._name,
                 cluster_name=settings.cluster_name,
-                store_config=settings.store_config,
+                store_config=opened.store if opened.store.named else settings.store_config,
                 runner=self.runner,
                 metrics=settings.metrics,
                 files=settings.files,
             )
             undo.callback(broker.close)
+            if promises.named() != recorded.named():
+                promises.write(self.path, settings.files)
+                _log.info("share %(path)s: settings of the store: %(named)s", path=self.path, named=promises.named())
             if self._was_peer or os.path.exists(owner_socket(self.path)):  # there are peers of a former owner
                 broker.await_members(_MEMBERS_S)
             owner = StoreOwner(lock, broker)
@@ -599,6 +643,7 @@ class ShareKeywords(TypedDict, total=False):
     wait: float | timedelta
     take_over_stopped: float | timedelta | None
     follow_links: bool
+    change_settings: bool
 
 
 def share(  # noqa: PLR0913 (what a user may choose)
@@ -613,10 +658,12 @@ def share(  # noqa: PLR0913 (what a user may choose)
     wait: float | timedelta = 10,
     take_over_stopped: float | timedelta | None = None,
     follow_links: bool = False,
+    change_settings: bool = False,
 ) -> SharedBroker:
     """Open the store in ``path`` if no process of this machine owns it, else connect to the owner.
 
-    Every process that shares a store calls this with the same settings; those of the owner count. When the owner ends,
+    The store records what the first process names of its promises (durability, timers, relay, transactions, limits,
+    retention), and every later owner keeps it; a process that names none takes what is recorded. When the owner ends,
     another process takes over, and the clients of all processes continue there.
 
     Args:
@@ -631,13 +678,14 @@ def share(  # noqa: PLR0913 (what a user may choose)
         take_over_stopped: Time after which an owner that is stopped, by Ctrl-Z or a debugger, is ended by SIGKILL so
             that another process can take over; on Linux only. None leaves it alone: then sends end within their time
             limit by an error that names it, until it continues.
+        change_settings: Whether the store records what this process names otherwise; only while no other shares it.
         follow_links: Whether folders of the store may be symbolic links, such as a ``commitlog`` on another disk.
 
     Raises:
         StoreLockedError: A process that does not share has the store open for writing.
         BrokerUnreachableError: The owner does not answer.
-        ConfigError: A setting is invalid or contradicts the files, the folder is on a network file system, or the
-            system is Windows.
+        ConfigError: A setting is invalid, contradicts the files or is not what the store has recorded, the folder is on
+            a network file system, or the system is Windows.
         CorruptionError: A file of the store or of its configuration is damaged.
         NotAStoreError: The folder holds something else.
     """
@@ -653,6 +701,7 @@ def share(  # noqa: PLR0913 (what a user may choose)
         metrics=metrics,
         timeout_s=to_seconds("timeout", timeout),
         files=DiskFiles(follow_links=follow_links),
+        changes=change_settings,
         take_over_stopped_s=None if take_over_stopped is None else to_seconds("take_over_stopped", take_over_stopped),
     )
     if settings.timeout_s <= 0:

@@ -5,6 +5,8 @@
     librmq/config.json         {"version": 1, "commitlog_file_size", …, "message_delay_level", "max_total_size", …}
                                the settings of a store that its files do not show; "made_by_librmq": true in a store
                                that no broker made
+    librmq/settings.json       {"version": 1, "store": {…}, "broker": {…}}
+                               what processes that share the store have named of its promises (`librmq.broker.config`)
     librmq/replica.json        {"version": 1, "of": "broker-a", "folder": "/srv/broker-a"}
                                the mark of a store that copies another store's log
     librmq/spark/<job>.json    {"version": 1, "begin", "end", "first", "records", "done"}
@@ -49,6 +51,7 @@ OWN_FOLDER: Final = "librmq"
 CONFIG_FILE: Final = os.path.join(OWN_FOLDER, "config.json")
 CANCELLED_FILE: Final = os.path.join(OWN_FOLDER, "cancelled.json")
 CANCELLED_SINCE_FILE: Final = os.path.join(OWN_FOLDER, "cancelled-since.json")
+SETTINGS_FILE: Final = os.path.join(OWN_FOLDER, "settings.json")
 START_FILE: Final = os.path.join(OWN_FOLDER, "starts.json")
 MARK_FILE: Final = os.path.join(OWN_FOLDER, "replica.json")
 _log = EventLog("librmq.store")
