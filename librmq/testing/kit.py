@@ -355,10 +355,11 @@ class Kit:
 
     # ---- faults of processes and of the broker
 
-    def crash(self, process: Process, *, restart: bool = True) -> None:
+    def crash(self, process: Process, *, restart: bool = True) -> Process | None:
         """Let a process die without saving its state, and start it again with fresh state if ``restart`` is true.
 
-        Called within a listener of that process, it ends the listener, like a signal.
+        Return the new process, None without ``restart``. Called within a listener of that process, it ends the
+        listener, like a signal.
         """
         process = self.process_table.living(process)
         self.note("fault", f"{process.label} dies" + (" and starts again" if restart else ""))
@@ -366,15 +367,14 @@ class Kit:
         if self.process_table.runs_now(process):
             self.runner.die_here(process)
         process.die()
-        self.died(process)
+        return self.died(process)
 
-    def died(self, process: Process) -> None:
-        """Let the broker notice the death of a process, and restart the process unless it must stay dead."""
+    def died(self, process: Process) -> Process | None:
+        """Let the broker notice the death of a process; return its successor unless it must stay dead."""
         self.recorder.crashed(process.names())
         self.runner.unwind(process)
         self._unregister_clients(process)
-        if process.starts_again:
-            self._again(process)
+        return self._again(process) if process.starts_again else None
 
     def restart(self, process: Process) -> Process:
         """Shut a process down cleanly and start it again with fresh state; return the new one."""

@@ -909,7 +909,11 @@ def test_a_producer_and_a_consumer_of_one_instance_name(rmq: Kit) -> None:
     again.state.send("orders", b"2")
     rmq.advance(minutes=1)
     assert seen == [b"0", b"1", b"2"]
-    rmq.crash(again)
+    third = rmq.crash(again)
+    assert third is not None
+    assert (third.name, third.generation) == ("shop", 3)
+    assert rmq.crash(third, restart=False) is None
+    rmq.join(third)
     rmq.producer().send("orders", b"3")
     rmq.advance(minutes=1)
     assert seen[3:][-1:] == [b"3"]
