@@ -133,7 +133,6 @@ def write_kept_config(path: str, config: StoreConfig, files: Files, *, is_own: b
 
     ``is_own`` says that librmq made the store, not a broker.
 
-
     A full disk does not prevent opening the store; the next opening tries again. If retention deletes more than before,
     a warning says so once.
     """
