@@ -88,9 +88,12 @@ def existing(*parts: str) -> Path:
     return path
 
 
-def folders(prefix: str) -> list[ParameterSet]:
-    """Return every folder with this prefix as test parameters, or one skipped parameter if there are none."""
-    found = sorted(path for path in reference().folder.glob(f"{prefix}*") if path.is_dir())
+def folders(prefix: str, *, with_part: str = "") -> list[ParameterSet]:
+    """Return every folder with this prefix as test parameters, or one skipped parameter if there are none.
+
+    With ``with_part`` only folders that hold a file or folder of that name count.
+    """
+    found = sorted(path for path in reference().folder.glob(f"{prefix}*") if (path / with_part).is_dir())
     if not found:
         reason = f"{ABSENT}no {prefix}* in {reference().origin}"
         return [pytest.param(None, id=f"no-{prefix}", marks=pytest.mark.skip(reason=reason))]
@@ -102,7 +105,7 @@ def store_folders() -> list[ParameterSet]:
 
     Each holds ``store/``, ``expected.jsonl``, ``ops.jsonl`` and ``put_results.jsonl``.
     """
-    return folders("store-")
+    return folders("store-", with_part="store")  # others hold archives
 
 
 @cache

@@ -8,16 +8,17 @@ from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.broker.broker import Broker as Broker
-    from librmq.broker.clients import ConnectedClient as ConnectedClient
-    from librmq.broker.clients import GroupConnections as GroupConnections
     from librmq.broker.clients import QueueLocks as QueueLocks
     from librmq.broker.config import BrokerConfig as BrokerConfig
+    from librmq.protocol import ConnectedClient as ConnectedClient
+    from librmq.protocol import GroupConnections as GroupConnections
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "librmq.broker.broker": ("Broker",),
-            "librmq.broker.clients": ("ConnectedClient", "GroupConnections", "QueueLocks"),
+            "librmq.broker.clients": ("QueueLocks",),
             "librmq.broker.config": ("BrokerConfig",),
+            "librmq.protocol": ("ConnectedClient", "GroupConnections"),
         },
     )

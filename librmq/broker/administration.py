@@ -14,7 +14,7 @@ from librmq.broker.context import BrokerContext
 from librmq.broker.transactions import BrokerTransactions
 from librmq.config import suggest, to_timestamp_ms
 from librmq.delay import DelaySchedule
-from librmq.errors import BrokerError, ConfigError, CorruptionError, RmqError
+from librmq.errors import BrokerError, CorruptionError, RmqError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue, StoredMessage
@@ -31,15 +31,25 @@ from librmq.protocol import (
     ConsumeFrom,
     ConsumerData,
     ConsumerOffsets,
+    ConsumerOffsetsOf,
     CreateTopic,
     DeleteExpiredFiles,
     DeleteGroup,
     DeleteTopic,
+    DescribeGroups,
+    DescribeProgress,
+    DescribeQueues,
+    DescribeTopics,
+    GroupProgress,
+    GroupSettings,
     MaxOffset,
     MessageModel,
     MinOffset,
+    MoveGroup,
     QueryMessages,
     QueryOffset,
+    QueueBounds,
+    QueueData,
     QueueOffsetAt,
     ResetGroup,
     ResetOffsets,
@@ -72,6 +82,7 @@ class Administration:
         self._offsets = context.offsets
         self._topics = context.topics
         self._groups = context.groups
+        self._broker_name = context.name
         self._clients = context.clients
         self._locks = context.locks
         self._locks.noted_group = self._report_to_late_group
@@ -150,6 +161,19 @@ class Administration:
         """Delete expired log files at any hour, soon."""
         self._store.delete_expired()
         self._wake_housekeeping()
+
+    def describe_topics(self, request: DescribeTopics) -> dict[str, QueueData]:
+        """Return all topics."""
+        return {
+            name: QueueData(
+                self._broker_name, config.read_queues, config.write_queues, config.permission, config.message_type
+            )
+            for name, config in self._topics.by_name.items()
+        }
+
+    def describe_groups(self, request: DescribeGroups) -> dict[str, GroupSettings]:
+        """Return the settings of all groups."""
+        return dict(self._groups.by_name)
 
     def set_group(self, request: SetGroup) -> None:
         """Make a consumer group, or change it."""
@@ -238,6 +262,63 @@ class Progress:
         """Return the queue offset of the first message of a queue."""
         return self._store.queue_range(request.topic, request.queue_id)[0]
 
+    def describe_queues(self, request: DescribeQueues) -> dict[MessageQueue, QueueBounds]:
+        """Return the bounds of a topic's queues."""
+        return {
+            MessageQueue(request.topic, self._broker_name, queue_id): QueueBounds(
+                begin, end, max(self.stored_ms(request.topic, queue_id, end - 1), 0)
+            )
+            for queue_id, (begin, end) in self._ranges_of(request.topic).items()
+        }
+
+    def _ranges_of(self, topic: str) -> dict[int, tuple[int, int]]:
+        """Return the begin and end of each queue of a topic.
+
+        Raises:
+            BrokerError: There is no such topic.
+        """
+        config = self._topics.by_name.get(topic)
+        if config is None:
+            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic[{topic}] not exist")
+        return {queue_id: self._store.queue_range(topic, queue_id) for queue_id in range(config.queues)}
+
+    def stored_ms(self, topic: str, queue_id: int, queue_offset: int) -> int:
+        """Return the store time of a message; -1 if it is not there."""
+        begin, end = self._store.queue_range(topic, queue_id)
+        if not begin <= queue_offset < end:
+            return -1
+        message = next(self._store.messages(topic, queue_id, queue_offset, queue_offset + 1), None)
+        return -1 if message is None else message.store_timestamp_ms
+
+    def describe(self, request: DescribeProgress) -> dict[MessageQueue, GroupProgress]:
+        """Return a group's progress in a topic, or in all topics that it consumes or has progress in."""
+        group = request.group
+        topics = self.topics_of(group) if request.topic is None else [request.topic]
+        progress: dict[MessageQueue, GroupProgress] = {}
+        for topic in topics:
+            for queue_id, (begin, end) in self._ranges_of(topic).items():
+                offset = max(self._offsets.consumer_offset(topic, group, queue_id) or 0, 0)
+                last_ms = max(self.stored_ms(topic, queue_id, offset - 1), 0)
+                queue = MessageQueue(topic, self._broker_name, queue_id)
+                progress[queue] = GroupProgress(end, offset, last_ms, begin)
+        return progress
+
+    def topics_of(self, group: str) -> list[str]:
+        """Return the topics in which a group has progress, and those to which it subscribes, that exist."""
+        connections = self._clients.connections(group)
+        topics = set(() if connections is None else connections.subscriptions)
+        topics.update(topic for topic in self._topics.by_name if group in self._offsets.groups(topic))
+        return sorted(topic for topic in topics if topic in self._topics.by_name)
+
+    def stored(self, request: ConsumerOffsetsOf) -> dict[int, int]:
+        """Return a group's stored progress in a topic."""
+        return dict(self._offsets.of_topic(request.group, request.topic))
+
+    def moved(self, request: MoveGroup) -> dict[MessageQueue, int]:
+        """Move a group in a topic."""
+        offsets = self.move(request.group, request.topic, request.to, request.queue_id)
+        return {MessageQueue(request.topic, self._broker_name, queue_id): at for queue_id, at in offsets.items()}
+
     def queue_offset_at(self, request: QueueOffsetAt) -> int:
         """Return the queue offset of the message stored nearest to a time."""
         return self._store.queue_offset_at(request.topic, request.queue_id, request.timestamp_ms)
@@ -262,7 +343,6 @@ class Progress:
         """Move a group's progress in all queues of a topic, or in one; return the queue offsets by queue id.
 
         Raises:
-            ConfigError: ``to`` is none of these.
             BrokerError: The group, the topic or the queue does not exist.
         """
         topic_config = self._topics.by_name.get(topic)
@@ -307,15 +387,11 @@ class Progress:
 
     def _offset_of(self, topic: str, queue_id: int, to: str | datetime | int) -> int:
         begin, end = self._store.queue_range(topic, queue_id)
-        if isinstance(to, datetime) and to.tzinfo is not None:
+        if isinstance(to, datetime):
             return self._offset_from(topic, queue_id, to_timestamp_ms("to", to))
-        if type(to) is int and to >= 0:
+        if isinstance(to, int):
             return min(max(to, begin), end)
-        if to in ("begin", "end"):
-            return begin if to == "begin" else end
-        raise ConfigError(
-            f"to: expected 'begin', 'end', a time with a time zone or a queue offset of at least 0, found {to!r:.80}"
-        )
+        return begin if to == "begin" else end
 
     def _offset_from(self, topic: str, queue_id: int, timestamp_ms: int) -> int:
         """Return the queue offset of the first message stored at or after a time; the end if there is none."""

@@ -17,56 +17,40 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import partial
-from typing import Any, Final, Literal, Protocol, Self, TypeVar, Unpack, cast
+from typing import Any, Final, Self, TypeVar, Unpack
 
+from librmq.broker.administered_route import AdministeredRoute
 from librmq.broker.administration import ResetHook
-from librmq.broker.clients import ConnectedClient, GroupConnections
 from librmq.broker.config import BrokerConfig, OpenKeywords
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
-from librmq.broker.groups import group_settings
 from librmq.broker.handlers.parts import BrokerParts
 from librmq.broker.retries import note_resent_in_log, resend_letters
 from librmq.broker.transactions import DiscardHook
 from librmq.clock import Clock, SystemClock
-from librmq.config import Seconds, StoreConfig, check_kind, check_path, to_seconds
+from librmq.config import StoreConfig, check_kind, check_path, to_seconds
 from librmq.errors import (
     BrokerError,
-    BrokerUnreachableError,
     ConfigError,
-    GroupBehindError,
     NoRouteError,
     StoreError,
     StoreLockedError,
 )
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.interface import Files
-from librmq.lazy_exports import exported
 from librmq.message.message import StoredMessage, dead_letter_topic
-from librmq.message.topics import TopicType
 from librmq.metrics import Metrics
 from librmq.protocol import (
-    PERM_READ,
-    PERM_WRITE,
-    CancelMessage,
-    CancelResult,
     ChannelClosed,
-    CleanUnusedTopics,
     CopiedTables,
-    CreateTopic,
-    DeleteGroup,
-    DeleteTopic,
     Endpoint,
     InstanceState,
     QueueData,
     Request,
     ResponseCode,
-    Route,
-    SetGroup,
 )
-from librmq.protocol.client_requests import SentMessage, cancel_request
-from librmq.runtime.closing import AsyncClosing, opened_in_thread
+from librmq.runtime.closing import opened_in_thread
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
@@ -78,7 +62,7 @@ _LOCK_RETRY_S: Final = 0.05
 _JOIN_STEP_S: Final = 0.02
 
 
-class Broker(AsyncClosing):
+class Broker(AdministeredRoute):
     """A broker inside the process: an `Endpoint` that answers requests, and a `Route` to itself. Thread-safe.
 
     Created by `open` or `temporary`. As a context manager it closes at the end. A forked child cannot use the handle.
@@ -276,85 +260,15 @@ class Broker(AsyncClosing):
             self._life.check_open()
         return self._life.watch(changed)
 
-    # ---- administration
+    # ---- administration, where the store is at hand
 
-    def create_topic(
-        self,
-        topic: str,
-        queues: int = 8,
-        *,
-        write_queues: int | None = None,
-        permission: int = PERM_READ | PERM_WRITE,
-        message_type: TopicType | None = None,
-    ) -> None:
-        """Create a topic with ``queues`` queues, or change it; stored messages do not move.
-
-        ``message_type`` limits what official clients of 5.x may send. None keeps the topic's type: MIXED for a new
-        topic.
-        """
-        write = queues if write_queues is None else write_queues
-        self.call(CreateTopic(topic, queues, write, permission, message_type))
-
-    def delete_topic(self, topic: str) -> None:
-        """Delete a topic; its messages stay in the log until retention deletes them.
-
-        The files of its queues stay until `clean_unused_topics`.
-        """
-        self.call(DeleteTopic(topic))
-
-    def clean_unused_topics(self) -> list[tuple[str, int]]:
-        """Delete the queue files of topics that no longer exist and have no messages in the log.
-
-        The groups' progress in them is deleted too. Return the queues as topic and queue id.
-        """
-        queues: tuple[tuple[str, int], ...] = self.call(CleanUnusedTopics())
-        return list(queues)
-
-    def set_group(
-        self,
-        group: str,
-        *,
-        retry_max_times: int | None = None,
-        is_ordered: bool | None = None,
-        consumes: bool | None = None,
-        broadcasts: bool | None = None,
-        priority_factor: int | None = None,
-    ) -> None:
-        """Create a consumer group, or change the settings that are given. None keeps one as it is.
-
-        With ``is_ordered`` a `SimpleConsumer` of the group gets the messages of each queue in order: no further message
-        until the earlier ones are acknowledged or visible again. Without ``consumes`` the broker refuses every pull and
-        receive of the group, and without ``broadcasts`` the pulls of its broadcasting instances. ``priority_factor``,
-        100 by default, is the percentage of receives that begin with the highest priority in topics of type PRIORITY;
-        the others take the queues in turn, so that no priority starves. A new group retries 16 times, has no order,
-        consumes and broadcasts.
-
-        Raises:
-            BrokerError: A value is wrong, or the broker refuses.
-            MessageIllegalError: The name of the group is invalid.
-        """
-        self.call(SetGroup(group, group_settings(retry_max_times, is_ordered, consumes, broadcasts, priority_factor)))
-
-    def delete_group(self, group: str, *, keep_progress: bool = True) -> None:
-        """Delete a consumer group's settings, and its progress unless it is kept; a new instance makes it again.
-
-        Raises:
-            BrokerError: There is no such group.
-        """
-        self.call(DeleteGroup(group, not keep_progress))
-
-    def topics(self) -> dict[str, QueueData]:
-        """Return all topics by name, including the broker's own."""
-        return {name: data for name in sorted(self._context.topics.by_name) for data in self.topic_route(name)}
+    def _endpoints(self) -> Iterator[tuple[str, Endpoint]]:
+        yield self.name, self  # also a closed broker, whose refusal says so
 
     def is_ordered(self, group: str) -> bool:
         """Return whether a consumer group receives in order, as `set_group` says."""
         settings = self._parts.context.groups.by_name.get(group)
         return settings is not None and settings.is_ordered
-
-    def groups(self) -> dict[str, int]:
-        """Return the number of retries of all consumer groups, by name."""
-        return {name: group.retry_max_times for name, group in sorted(self._context.groups.by_name.items())}
 
     def find_by_id(self, message_id: str) -> StoredMessage | None:
         """Return the first record with an id, an offset id or a producer's unique id; None if there is none."""
@@ -365,25 +279,6 @@ class Broker(AsyncClosing):
         """Return the messages of a topic with ``key`` as unique id or among their keys, in log order."""
         with self._life.errors():
             return self.store.find_by_key(topic, key, max_messages=max_messages)
-
-    def cancel(self, receipt: SentMessage | str) -> CancelResult:
-        """Cancel the delivery of a message that waits in a delay level, the timer or the relay.
-
-        The answer says whether it is cancelled, or why not: most often it was delivered already. A second call gets
-        the same answer. An id stands for all messages sent with it so far: those that wait are cancelled, and if none
-        does, the answer is about the last. It holds after a restart and a kill; a broker of RocketMQ that opens the
-        store delivers a message of a delay level anyway. Half messages can't be cancelled. Thread-safe.
-
-        Args:
-            receipt: What `send` returned, or the message's unique id or offset id.
-
-        Raises:
-            MessageIllegalError: It is a batch, whose messages never wait.
-            BrokerError: The disk refuses, so the message can be delivered after a restart.
-            BrokerUnreachableError: The broker is closed.
-            TypeError: It is no receipt.
-        """
-        return self.call(CancelMessage(receipt) if isinstance(receipt, str) else cancel_request(receipt))
 
     def resend_dead_letters(self, group: str, letters: Iterable[StoredMessage] | None = None) -> int:
         """Send dead letters to their group again, with all their retries; return their number.
@@ -408,35 +303,6 @@ class Broker(AsyncClosing):
             letters = [letter for letter in self.dead_letters(group) if letter_identity(letter) not in times]
         return resend_letters(self, store, letters, group, self.runner.now_ms)
 
-    def reset_group(
-        self, group: str, topic: str, to: Literal["begin", "end"] | datetime | int, *, queue_id: int | None = None
-    ) -> dict[int, int]:
-        """Set the progress of a running or stopped group in a topic; return the queue offsets by queue id.
-
-        Args:
-            group: The consumer group.
-            topic: The topic.
-            to: ``"begin"``, ``"end"``, the first message stored at or after a time (with a time zone), or a queue
-                offset.
-            queue_id: The only queue to move; None means all.
-
-        Raises:
-            ConfigError: ``to`` is none of these.
-            BrokerError: The group, the topic or the queue does not exist.
-        """
-        with self._locked():
-            return self._parts.progress.move(group, topic, to, queue_id)
-
-    def clients(self) -> tuple[ConnectedClient, ...]:
-        """Return the clients that the broker knows, by id, with their groups."""
-        with self._locked():
-            return self._context.clients.connected()
-
-    def connections(self, group: str) -> GroupConnections | None:
-        """Return the running instances of a consumer group and their subscriptions; None if it has none."""
-        with self._locked():
-            return self._context.clients.connections(group)
-
     def instances(self, group: str) -> dict[str, InstanceState | None]:
         """Return what the running instances of a consumer group report about themselves, by client id.
 
@@ -449,61 +315,6 @@ class Broker(AsyncClosing):
         """Return the ids that two clients use, which count as one client and consume the same queues."""
         with self._locked():
             return frozenset(self._context.clients.shared_ids)
-
-    def join(self, timeout: float | timedelta = 30) -> None:
-        """Wait until all running groups have consumed the stored messages.
-
-        Delayed messages and retries that still wait do not count. On the loop of coroutine listeners, call
-        `join_async` instead.
-
-        Args:
-            timeout: Seconds. A manual clock is moved by at most this much.
-
-        Raises:
-            GroupBehindError: A group has unconsumed messages at the timeout; the error names the queues.
-        """
-        clock = self.runner.clock
-        deadline = clock.monotonic() + to_seconds("timeout", timeout)
-        while True:
-            with self._locked():
-                behind = self._parts.progress.behind()
-                if behind:  # by messages that no filter lets through, it may be
-                    self._context.held.answer_passed()
-            if not behind:
-                return
-            left = deadline - clock.monotonic()
-            if left <= 0:
-                raise GroupBehindError(f"{self.name}: not consumed in time: {'; '.join(behind[:8])}")
-            self.runner.pass_time(min(left, _JOIN_STEP_S))
-
-    async def join_async(self, timeout: float | timedelta = 30) -> None:
-        """Wait like `join` without blocking the event loop, on which coroutine listeners can run."""
-        await self.runner.offload(lambda: self.join(timeout))
-
-    def consume(
-        self,
-        topic: str,
-        *,
-        group: str,
-        tags: str | None = None,
-        sql: str | None = None,
-        timeout: float | timedelta = 5,
-    ) -> Iterator[StoredMessage]:
-        """Iterate over a topic as an instance of a consumer group, until no message arrives for ``timeout`` seconds.
-
-        A message counts as consumed when the loop asks for the next one. If the loop ends early, its last message is
-        delivered to the group again. `librmq.PullConsumer` offers more control.
-
-        Raises:
-            BrokerUnreachableError: The broker is closed.
-            ConfigError: Both ``tags`` and ``sql`` are given, or ``timeout`` is no time span of a year at most.
-            FilterSyntaxError: The expression does not compile.
-            MessageIllegalError: The name of the topic or the group is invalid.
-        """
-        with self._life.errors():
-            self._life.check_open()
-        seconds = to_seconds("timeout", timeout, maximum=Seconds().maximum)
-        return consume_topic(self, topic, group, tags, sql, seconds)
 
     def remove_client(self, client_id: str) -> None:
         """Remove a lost client from all its groups. Its queue locks expire by themselves."""
@@ -524,17 +335,13 @@ class Broker(AsyncClosing):
 
     def consumer_offset(self, group: str, topic: str, queue_id: int = 0) -> int | None:
         """Return a group's stored progress in a queue: the queue offset of its next message, None if there is none."""
+        # Without a request, because the wire and the kit ask for each queue.
         return self._context.offsets.consumer_offset(topic, group, queue_id)
 
     @property
     def tables(self) -> BrokerTables:
         """Topics, groups and progress as they are now; for reading, under the runner's lock."""
         return self._context.tables
-
-    def consumer_offsets(self, group: str, topic: str) -> dict[int, int]:
-        """Return a group's stored progress in a topic, by queue id."""
-        with self.runner.lock:
-            return dict(self._context.offsets.of_topic(group, topic))
 
     def messages(self, topic: str) -> Iterator[StoredMessage]:
         """Yield all messages of a topic in the order of the log."""
@@ -560,10 +367,6 @@ class Broker(AsyncClosing):
         with self._life.errors():
             self._life.check_open()
         return list(self.messages(dead_letter_topic(group)))
-
-    async def dead_letters_async(self, group: str) -> list[StoredMessage]:
-        """Return a consumer group's dead letters without blocking the event loop."""
-        return await self.runner.offload(lambda: self.dead_letters(group))
 
     # ---- replication
 
@@ -662,37 +465,3 @@ def check_settings(
     for what, value in (("name", name), ("cluster_name", cluster_name)):
         if not isinstance(value, str) or not value or not value.isprintable():
             raise ConfigError(f"{what}: expected text of printable characters, found {value!r:.80}")
-
-
-# ---- iteration over a topic
-
-
-class _Consumer(Protocol):
-    """The part of a pull consumer that `consume_topic` needs."""
-
-    def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
-
-    def __iter__(self) -> Iterator[StoredMessage]: ...
-
-
-def consume_topic(
-    route: Route, topic: str, group: str, tags: str | None, sql: str | None, timeout: float
-) -> Iterator[StoredMessage]:
-    """Subscribe immediately; yield messages until none arrives for ``timeout`` seconds."""
-    make = cast("Callable[..., _Consumer]", exported("librmq", "PullConsumer"))  # lazy: it uses brokers
-    consumer = make(route, group, poll_timeout=timeout)
-    consumer.subscribe(topic, tags=tags, sql=sql)
-
-    def messages() -> Iterator[StoredMessage]:
-        with consumer:  # leaving the loop early ends this block by an exception
-            yield from consumer
-            if not route.broker_names():
-                raise BrokerUnreachableError(
-                    f"topic {topic!r}, group {group!r}: the broker was closed during the iteration"
-                )
-
-    return messages()

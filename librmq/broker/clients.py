@@ -22,12 +22,14 @@ from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,
     ClientRemoved,
+    ConnectedClient,
     ConsumeFrom,
     ConsumerData,
     ConsumerIds,
     ConsumersChanged,
     DescribeInstance,
     Endpoint,
+    GroupConnections,
     GroupSubscriptions,
     Heartbeat,
     InstanceState,
@@ -46,38 +48,6 @@ if TYPE_CHECKING:
     from librmq.filter import Registrations
 
 _log = EventLog("librmq.broker")
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectedClient:
-    """A client that the broker knows from its heartbeats."""
-
-    client_id: str
-    """Id of the client."""
-    producer_groups: tuple[str, ...]
-    """Sorted."""
-    consumer_groups: tuple[str, ...]
-    """Sorted."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupConnections:
-    """The running instances of a consumer group."""
-
-    group: str
-    """Name of the group."""
-    kind: str
-    """``push`` or ``pull``."""
-    model: MessageModel
-    """Whether the instances share the messages, or each gets all."""
-    consume_from: ConsumeFrom
-    """Where a queue without progress begins."""
-    subscriptions: Mapping[str, Subscription]
-    """The group's subscriptions by topic."""
-    client_ids: tuple[str, ...]
-    """Client ids in the order in which the instances joined."""
-    subscriptions_by_client: Mapping[str, Mapping[str, Subscription]]
-    """The subscriptions of each instance, by topic."""
 
 
 @dataclass(slots=True)

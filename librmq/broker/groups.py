@@ -6,13 +6,12 @@ Mirrors ``SubscriptionGroupManager``. Clients use the second part too, without a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from librmq.errors import BrokerError
 from librmq.java.lang import utf16_order
 from librmq.message.topics import validate_group
-from librmq.protocol import ResponseCode, Subscription
+from librmq.protocol import GroupSettings, ResponseCode, Subscription
 from librmq.store.format.broker_tables import MOST_QUEUES, ConfigTable, group_row
 
 _BROKERS_OWN: Final = (
@@ -39,24 +38,6 @@ _BOUNDS: Final = {"retryMaxTimes": (-1, _MAX_INT), "retryQueueNums": (0, MOST_QU
 """Smallest and largest value of a numeric setting; others range from 0 to `_MAX_INT`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The settings of a group."""
-
-    name: str
-    retry_max_times: int
-    retry_queues: int
-    """0 means that failed messages are not delivered again."""
-    consumes: bool
-    """False: pulls are refused."""
-    broadcasts: bool
-    """False: pulls of broadcasting instances are refused."""
-    is_ordered: bool
-    """True: receives hand out each queue's messages in order. Pulls ignore it."""
-    priority_factor: int = 100
-    """Percentage of receives that take messages of the highest priority first; the others take the queues in turn."""
-
-
 def group_settings(
     retry_max_times: int | None,
     is_ordered: bool | None,
@@ -73,6 +54,19 @@ def group_settings(
         _ATTRIBUTES: None if priority_factor is None else {_PRIORITY_FACTOR: str(priority_factor)},
     }
     return {key: value for key, value in settings.items() if value is not None}
+
+
+def settings_in(name: str, row: Mapping[str, Any]) -> GroupSettings:
+    """Return the settings in a group's row of ``subscriptionGroup.json``; what it lacks has its default."""
+    return GroupSettings(
+        name,
+        row.get("retryMaxTimes", 16),
+        row.get("retryQueueNums", 1),
+        row.get("consumeEnable", True) is not False,
+        row.get("consumeBroadcastEnable", True) is not False,
+        row.get(_ORDERED) is True,
+        factor if (factor := _factor(row.get(_ATTRIBUTES))) >= 0 else 100,
+    )
 
 
 def _factor(attributes: object) -> int:
@@ -120,7 +114,7 @@ class Groups:
         self._now_ms = now_ms
         for name in _BROKERS_OWN:
             table.rows.setdefault(name, group_row(name))
-        self.by_name: dict[str, Group] = {name: self._group(name) for name in table.rows}
+        self.by_name: dict[str, GroupSettings] = {name: self._group(name) for name in table.rows}
         """By name."""
 
     def copy_rows(self, rows: Mapping[str, Any]) -> None:
@@ -131,23 +125,14 @@ class Groups:
                 del self.by_name[name]
             self._save(self._table, self._now_ms())
 
-    def _group(self, name: str) -> Group:
-        row = self._table.rows[name]
-        return Group(
-            name,
-            row.get("retryMaxTimes", 16),
-            row.get("retryQueueNums", 1),
-            row.get("consumeEnable", True) is not False,
-            row.get("consumeBroadcastEnable", True) is not False,
-            row.get(_ORDERED) is True,
-            factor if (factor := _factor(row.get(_ATTRIBUTES))) >= 0 else 100,
-        )
+    def _group(self, name: str) -> GroupSettings:
+        return settings_in(name, self._table.rows[name])
 
     def of_users(self) -> list[str]:
         """Return the names of all groups but the broker's own."""
         return [name for name in self.by_name if name not in _BROKERS_OWN]
 
-    def get_or_create(self, name: str) -> Group:
+    def get_or_create(self, name: str) -> GroupSettings:
         """Return the group, made on demand; `BrokerError` if that is switched off."""
         group = self.by_name.get(name)
         if group is not None:
@@ -160,7 +145,7 @@ class Groups:
             )
         return self.change_group(name, {})
 
-    def consuming(self, name: str) -> Group:
+    def consuming(self, name: str) -> GroupSettings:
         """Return the group of a pull or receive, made on demand; `BrokerError` if it may not consume."""
         group = self.by_name.get(name) or self.get_or_create(name)
         if not group.consumes:
@@ -171,7 +156,7 @@ class Groups:
             )
         return group
 
-    def change_group(self, name: str, settings: Mapping[str, object]) -> Group:
+    def change_group(self, name: str, settings: Mapping[str, object]) -> GroupSettings:
         """Make a group, or change some of its settings, by their names in ``subscriptionGroup.json``.
 
         Settings that no row of 4.9 has are ignored, as there, and so is a name: ``name`` is the group's.

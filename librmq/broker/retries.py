@@ -11,14 +11,22 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from librmq.broker.context import BrokerContext
-from librmq.broker.groups import Group
 from librmq.broker.handlers.in_flight import Flight, QueueKey, is_receive_retry
 from librmq.errors import BrokerError, ConfigError, CorruptionError
 from librmq.message import Message, StoredMessage, dead_letter_topic, record, retry_topic
 from librmq.message.dead_letters import record_cause
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, receive_retry_topic
-from librmq.protocol import LOCAL_HOST, PERM_WRITE, Endpoint, ResponseCode, SendBack, SendMessage, SentBack
+from librmq.protocol import (
+    LOCAL_HOST,
+    PERM_WRITE,
+    Endpoint,
+    GroupSettings,
+    ResponseCode,
+    SendBack,
+    SendMessage,
+    SentBack,
+)
 from librmq.protocol.client_requests import INNER_PRODUCER
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.earlier_copies import EarlierCopies
@@ -178,7 +186,7 @@ class FailedMessages:
             message.reconsume_times + 1,
         )
 
-    def _dead_letters_of(self, group: Group) -> str:
+    def _dead_letters_of(self, group: GroupSettings) -> str:
         with self._runner.lock:
             return self._topics.ensure(dead_letter_topic(group.name)).name
 
@@ -192,7 +200,7 @@ class FailedMessages:
         return message
 
 
-def _max_retries(group: Group, request: SendBack | SendMessage) -> int:
+def _max_retries(group: GroupSettings, request: SendBack | SendMessage) -> int:
     """Return the number of redeliveries before a message becomes a dead letter."""
     return group.retry_max_times if request.max_reconsume_times is None else request.max_reconsume_times
 

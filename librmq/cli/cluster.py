@@ -15,13 +15,14 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from librmq.cli.selection import MessageQuery
-from librmq.diagnosis.view import QueueProgress, groups_of_topics, is_listed, kind_of_topic
+from librmq.diagnosis.view import QueueProgress, groups_of_topics, is_listed
 from librmq.errors import BrokerError, InputError
 from librmq.message.delay_levels import DEFAULT_LEVELS
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.protocol import PullMessage, PullStatus, QueueOffsetAt, ResponseCode, Subscription
+from librmq.message.topics import kind_of_topic
+from librmq.protocol import PullMessage, PullStatus, QueueBounds, QueueOffsetAt, ResponseCode, Subscription
 from librmq.store.format.documents import LetterIdentity
-from librmq.wire.remote import ClusterAdmin, QueueBounds, RemoteRoute, connect
+from librmq.wire.remote import RemoteRoute, connect
 
 _PULLER: Final = "TOOLS_CONSUMER"
 """The group of ``mqadmin``, which brokers know."""
@@ -122,7 +123,6 @@ class ClusterView:
 
     def __init__(self, route: RemoteRoute) -> None:
         self.route = route
-        self.admin = ClusterAdmin(route)
         self._bounds: dict[str, dict[MessageQueue, QueueBounds]] = {}
 
     def broker_name(self, queue: MessageQueue) -> str:
@@ -133,7 +133,7 @@ class ClusterView:
 
     @cached_property
     def _permissions(self) -> dict[str, int]:
-        return {topic: max(data.permission for data in brokers) for topic, brokers in self.admin.topics().items()}
+        return {topic: data.permission for topic, data in self.route.topics().items()}
 
     @property
     def topics(self) -> list[str]:
@@ -149,7 +149,7 @@ class ClusterView:
     def _bounds_of(self, topic: str) -> dict[MessageQueue, QueueBounds]:
         """Return the queues of a topic as they were when first asked for."""
         if topic not in self._bounds:
-            self._bounds[topic] = self.admin.queues(topic)
+            self._bounds[topic] = self.route.queues(topic)
         return self._bounds[topic]
 
     def queues(self, topic: str) -> dict[MessageQueue, range]:
@@ -178,12 +178,12 @@ class ClusterView:
     @cached_property
     def groups(self) -> list[str]:
         """The groups that brokers know, with the groups that retry and dead-letter topics name, sorted."""
-        groups = self.admin.groups().keys()
+        groups = self.route.groups().keys()
         return sorted(groups | groups_of_topics(self.topics, groups))
 
     def consumed(self, group: str, topic: str | None = None) -> Iterator[tuple[str, dict[MessageQueue, QueueProgress]]]:
         """Yield the topics in which a group has progress, sorted, or one of them, each with its queues."""
-        progress = self.admin.progress(group, topic)
+        progress = self.route.progress(group, topic)
         for name, queues in groupby(progress, key=lambda queue: queue.topic):
             ranges = self.queues(name)
             yield (
@@ -221,7 +221,7 @@ class ClusterView:
         """Yield the selected messages, oldest first."""
         test = query.test()
         if query.id is not None:
-            message = self.admin.find_by_id(query.id, query.topic)
+            message = self.route.find_by_id(query.id)
             yield from filter(test, [] if message is None else [message])
         elif query.key is not None:
             topics = [query.topic] if query.topic is not None else self._of_users()
@@ -243,7 +243,7 @@ class ClusterView:
 
     def _with_key(self, topic: str, key: str) -> list[StoredMessage]:
         try:
-            return self.admin.find_by_key(topic, key)
+            return self.route.find_by_key(topic, key)
         except BrokerError as error:
             if error.code != ResponseCode.QUERY_NOT_FOUND:
                 raise

@@ -36,13 +36,15 @@ from librmq.protocol import (
     ResetGroup,
     SendMessage,
     SetGroup,
+    TopicDescription,
     UpdateOffset,
 )
 from librmq.protocol.client_requests import INNER_PRODUCER
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables, topic_type
 from librmq.store.format.directory import CONFIG
-from librmq.wire.remote import ClusterAdmin, RemoteRoute
+from librmq.wire.remote import RemoteRoute
+from librmq.wire.remote.administration import connections, tables
 from librmq.wire.share_links import connect_to_owner
 from librmq.wire.unix_sockets import share_folder
 
@@ -73,13 +75,13 @@ def owner_of(path: str, *, dry_run: bool = False) -> Iterator[OwnedStore | None]
 class OwnerTables(BrokerTables):
     """The tables of an owner, of which `persist` sends the changes to it. Not thread-safe."""
 
-    def __init__(self, path: str, admin: ClusterAdmin) -> None:
+    def __init__(self, path: str, route: RemoteRoute) -> None:
         """Ask the owner for them."""
         super().__init__(os.path.join(path, CONFIG), DiskFiles())
-        (name,) = admin.route.broker_names()
-        self._broker = admin.route.broker(name)
+        (name,) = route.broker_names()
+        self._broker = route.broker(name)
         self._moved: dict[tuple[str, str, int], int] = {}
-        topics, groups, offsets = admin.tables(name)
+        topics, groups, offsets = tables(self._broker)
         self.topics.replace(topics)
         self.groups.replace(groups)
         self.offsets.replace({key: {int(queue_id): at for queue_id, at in row.items()} for key, row in offsets.items()})
@@ -138,14 +140,17 @@ class OwnedStore:
 
     def __init__(self, path: str, route: RemoteRoute, opened: ExitStack, dry_run: bool) -> None:
         """Ask the owner for its tables; ``opened`` closes the store. With ``dry_run`` requests are left out."""
-        self.admin = ClusterAdmin(route)
         (self._name,) = route.broker_names()
         self._path, self._opened, self._dry_run = path, opened, dry_run
-        self._previewed: dict[str, QueueData] = {}  # topics that a dry run would create
+        self._previewed: dict[str, TopicDescription] = {}  # topics that a dry run would create
         self.route = route
         self.runner = route.runner
         self.call: Any = (lambda _: None) if dry_run else route.broker(self._name).call
-        self.tables = OwnerTables(path, self.admin)
+        self.tables = OwnerTables(path, route)
+
+    def connections(self) -> tuple[int, list[tuple[str, int]]]:
+        """Return when the owner began, and host and begin (ms) of each connection."""
+        return connections(self.route.broker(self._name))
 
     @cached_property
     def store(self) -> MessageStore:
@@ -172,15 +177,16 @@ class OwnedStore:
         queue_offset: int = self.call(send).queue_offset
         return queue_offset
 
-    def topics(self) -> dict[str, QueueData]:
+    def topics(self) -> dict[str, TopicDescription]:
         """Return all topics by name, including the broker's own."""
-        return {topic: data for topic, (data,) in self.admin.topics().items()} | self._previewed
+        return self.route.topics() | self._previewed
 
     def create_topic(self, topic: str, queues: int) -> None:
         """Create a topic."""
         validate_client_topic(topic)
         if self._dry_run:
-            self._previewed[topic] = QueueData(self._name, queues, queues, PERM_READ | PERM_WRITE)
+            data = QueueData(self._name, queues, queues, PERM_READ | PERM_WRITE)
+            self._previewed[topic] = TopicDescription(topic, (data,))
         self.call(CreateTopic(topic, queues, queues))
 
     def set_group(self, group: str) -> None:
@@ -190,8 +196,7 @@ class OwnedStore:
 
     def consumer_offsets(self, group: str, topic: str) -> dict[int, int]:
         """Return a group's stored progress in a topic, by queue id."""
-        row = self.admin.tables(self._name)[2].get(f"{topic}@{group}", {})  # as it is now: the group may be running
-        return {int(queue_id): queue_offset for queue_id, queue_offset in row.items()}
+        return self.route.consumer_offsets(group, topic)  # as it is now: the group may be running
 
     def reset_group(self, group: str, topic: str, to: Literal["end"] | int, *, queue_id: int) -> None:
         """Move a running or stopped group in a queue."""

@@ -473,7 +473,7 @@ def open_to_change(
 
     with shared_owner(arguments) as owner:
         if owner is not None:
-            if getattr(arguments, "with_retries", False) and owner.admin.clients(arguments.group) is not None:
+            if getattr(arguments, "with_retries", False) and owner.route.connections(arguments.group) is not None:
                 raise InputError(
                     f"--with-retries: group {arguments.group!r} runs, and its running consumers hold retries, which "
                     "would come to both groups: stop them first"

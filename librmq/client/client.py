@@ -188,13 +188,13 @@ class Client:
                 f"instance_name: expected printable characters, because it also names a file, "
                 f"found {instance_name!r:.80}"
             )
-        identity = getattr(route, "identity", None)  # a test's route gives its clients the same names in each run
+        identity = route.identity(instance_name)  # a test's route gives its clients the same names in each run
         maker_name = None
         if identity is not None:
-            host_of_route, maker_name = identity(instance_name)
+            host_of_route, maker_name = identity
             host, instance_name = host or host_of_route, instance_name or maker_name
-        host = host or (getattr(route, "own_host", None) or "127.0.0.1", 0)  # a remote route has clients elsewhere
-        self.site: str | None = site if site is not None else getattr(route, "site", None)
+        host = host or (route.own_host or "127.0.0.1", 0)  # a remote route has clients elsewhere
+        self.site: str | None = site if site is not None else route.site
         """The site of the client, with which its id begins."""
         if self.site is not None:
             check_site(self.site)

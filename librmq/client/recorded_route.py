@@ -11,11 +11,13 @@ from typing import Any, Final, TypeVar
 from librmq.client.recorder import Event, Recorder
 from librmq.config import check_path
 from librmq.errors import ConfigError
+from librmq.message.ids import Host
 from librmq.message.message import StoredMessage
 from librmq.protocol import Endpoint, QueueData, Request, Route
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
+from librmq.runtime.runner import Runner
 from librmq.store import MessageStore
 
 R = TypeVar("R")
@@ -27,8 +29,10 @@ _ROOM: Final = 96
 _PAGE: Final = 4096
 
 
-class RecordedRoute:
+class RecordedRoute(Route):
     """A route whose clients' requests and deliveries go to a recorder. Thread-safe if its sink is."""
+
+    runner: Runner
 
     def __init__(self, route: Route, recorder: Recorder, process: str) -> None:
         """``process`` is the name of the clients' process in the history."""
@@ -42,6 +46,38 @@ class RecordedRoute:
         if name == "_route":  # of a handle that was not made
             raise AttributeError(name)
         return getattr(self._route, name)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the route can wait for an answer."""
+        return self._route.is_remote
+
+    @property
+    def site(self) -> str | None:
+        """The site of the clients."""
+        return self._route.site
+
+    @property
+    def own_host(self) -> str | None:
+        """This machine's address towards the brokers."""
+        return self._route.own_host
+
+    @property
+    def lacks_receives(self) -> str | None:
+        """Why a `SimpleConsumer` refuses the route."""
+        return self._route.lacks_receives
+
+    def identity(self, instance_name: str | None) -> tuple[Host, str] | None:
+        """Return the host and name of the next client."""
+        return self._route.identity(instance_name)
+
+    def known_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return what is known of a topic's route."""
+        return self._route.known_route(topic)
+
+    def registered_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return all brokers that have a topic."""
+        return self._route.registered_route(topic)
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the brokers that have a topic."""

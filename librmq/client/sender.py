@@ -243,9 +243,7 @@ class PublishRoutes:
         topic = message.topic
         queues = self.queues(topic).queues
         if if_broker_down == "refuse":
-            registered: Callable[[str], tuple[QueueData, ...]] | None
-            registered = getattr(self._route, "registered_route", None)  # a single broker has nothing else to offer
-            queues = queues if registered is None else _writable(topic, registered(topic)) or queues
+            queues = _writable(topic, self._route.registered_route(topic)) or queues
         elif tried:
             queues = tuple(queue for queue in queues if queue.broker_name not in tried) or queues
         choice = selector(queues, message, arg)

@@ -20,6 +20,7 @@ from hashlib import blake2b
 from typing import Final, Self, TypeVar
 
 from librmq.broker import Broker, BrokerConfig
+from librmq.broker.administered_route import AdministeredRoute
 from librmq.cluster.sites import SiteRoute, check_site, site_of
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError
@@ -30,7 +31,6 @@ from librmq.message.message import StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import Endpoint, QueueData, Request
 from librmq.protocol.endpoint import Watchers
-from librmq.runtime.closing import Closing
 from librmq.runtime.runner import Runner, Step, next_on_grid
 from librmq.runtime.threads import ThreadRunner
 
@@ -70,7 +70,7 @@ class _Entry:
     """When they notice that this has changed."""
 
 
-class RouteTable:
+class RouteTable(AdministeredRoute):
     """A `Route` over several brokers that share a runner. Thread-safe."""
 
     def __init__(self, *brokers: Broker, poll_s: float = 30, expiry_s: float = 120) -> None:
@@ -273,7 +273,7 @@ _PORT: Final = 10911
 _NOT_IN_NAMES: Final = frozenset("/\\\0:")
 
 
-class Cluster(RouteTable, Closing):
+class Cluster(RouteTable):
     """A `RouteTable` that opens, crashes and reopens its brokers, and closes them as a context manager. Thread-safe."""
 
     name: str
@@ -371,12 +371,6 @@ class Cluster(RouteTable, Closing):
         broker = self._open_broker(name, self.runner)
         self.add(broker)
         return broker
-
-    def create_topic(self, topic: str, queues: int = 8) -> None:
-        """Create a topic with ``queues`` queues in each broker that is up."""
-        for broker in self.brokers():
-            if not broker.dead:
-                broker.create_topic(topic, queues)
 
     def crash(self, name: str) -> None:
         """Let a broker end without saving, like a killed process."""

@@ -6,7 +6,7 @@ Mirrors how clients of 4.9 choose between a master and its slaves (``PullAPIWrap
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from librmq.cluster.replica import Replica
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
@@ -109,7 +109,7 @@ class _Pair:
                 notify()
 
 
-class ReplicaRoute:
+class ReplicaRoute(Route):
     """A `Route` over brokers and their replicas. Thread-safe.
 
     Consumers read from a replica while its master is unreachable. They also do so after a pull for messages so old
@@ -144,7 +144,7 @@ class ReplicaRoute:
     @property
     def site(self) -> str | None:
         """The site of the clients on this route, if the route below belongs to a site."""
-        return getattr(self._route, "site", None)
+        return self._route.site
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the brokers that have ``topic``, by name; queues of a replica without its master are read-only."""
@@ -157,8 +157,7 @@ class ReplicaRoute:
 
     def registered_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return all brokers that have ``topic``, by name, including those that are down."""
-        registered: Any = getattr(self._route, "registered_route", self._route.topic_route)
-        return cast("tuple[QueueData, ...]", registered(topic))
+        return self._route.registered_route(topic)
 
     def broker_names(self) -> tuple[str, ...]:
         """Return the names of the brokers whose master or replica is reachable, sorted."""

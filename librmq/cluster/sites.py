@@ -6,10 +6,11 @@ The name of a site has letters and digits only. Names of another form, such as `
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from librmq.errors import BrokerUnreachableError, ConfigError
 from librmq.protocol import Endpoint, QueueData, Request, Route
+from librmq.runtime.runner import Runner
 
 
 def site_of(name: str) -> str | None:
@@ -33,10 +34,6 @@ def check_site(site: object) -> None:
 R = TypeVar("R")
 
 
-class _Table(Route, Protocol):
-    def registered_route(self, topic: str) -> tuple[QueueData, ...]: ...
-
-
 class _SiteLink:
     """A site's connection to one broker."""
 
@@ -55,17 +52,23 @@ class _SiteLink:
         return self._call(request)
 
 
-class SiteRoute:
+class SiteRoute(Route):
     """A `Route` for the clients of one site, whose ids begin with its name. Created by `RouteTable.at`. Thread-safe."""
 
-    def __init__(self, table: _Table, site: str) -> None:
-        self.site = site
-        """The name of the site, with which the ids of clients on this route begin."""
+    runner: Runner
+
+    def __init__(self, table: Route, site: str) -> None:
+        self._site = site
         self.cut: set[str] = set()
         """Names of the brokers that this site cannot reach."""
         self.runner = table.runner
         self._table = table
         self._links: dict[str, _SiteLink] = {}
+
+    @property
+    def site(self) -> str:
+        """The name of the site, with which the ids of clients on this route begin."""
+        return self._site
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the brokers that have ``topic``, by name, except brokers that clients have noticed to be down."""

@@ -92,8 +92,7 @@ class Consumer(Startable, Generic[C]):
         self._maximum_set_ms = 0
         self._maximum_of_group: int | None = None  # as a broker says; -1: the group's setting
         self._times_removed = self.client.times_removed
-        if (noted := getattr(route, "noted_consumer", None)) is not None:  # a route that records, or a test's
-            noted(self)
+        route.noted_consumer(self)
 
     # ---- settings
 
@@ -341,7 +340,7 @@ class Consumer(Startable, Generic[C]):
 
     def _learn_routes(self, topics: Iterable[str]) -> None:
         """Ask a remote route for topics, without the runner's lock, so that nothing waits for the answer under it."""
-        if not hasattr(self.route, "known_route"):
+        if not self.route.is_remote:
             return
         for topic in topics:
             with suppress(RmqError):  # it is asked for again, and the failure logged

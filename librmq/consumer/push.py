@@ -73,7 +73,7 @@ class Fetcher:
     def __init__(self, consumer: PushConsumer) -> None:
         self._consumer = consumer
         self._is_clustering = consumer.config.model is MessageModel.CLUSTERING
-        self._is_remote = hasattr(consumer.route, "known_route")
+        self._is_remote = consumer.route.is_remote
         self.share_limits()
 
     def start(self, assigned: AssignedQueue) -> None:

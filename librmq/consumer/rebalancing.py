@@ -91,8 +91,8 @@ class Rebalancing:
         self._started_ms = 0
         self._created_ms = member.runner.now_ms()
         route = member.route
-        self._route_of = getattr(route, "known_route", route.topic_route)  # a remote route must not wait here
-        self._is_remote = hasattr(route, "known_route")
+        self._route_of = route.known_route  # a remote route must not wait here
+        self._is_remote = route.is_remote
         self._is_incomplete = False
         self._has_others = False
         self._is_reported = False

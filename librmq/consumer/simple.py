@@ -147,7 +147,7 @@ class SimpleConsumer(Startable):
             TypeError: ``route`` is not a route.
         """
         validate_group(group)
-        reason = getattr(route, "lacks_receives", None)  # a route to brokers of 4.x says so
+        reason = route.lacks_receives
         if reason is not None:
             raise ConfigError(f"SimpleConsumer of group {group!r}: {reason}")
         self.client = client_of(route, type(self).__name__, client, instance_name)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
-from librmq.broker.clients import GroupConnections
+from librmq.broker import GroupConnections
 from librmq.broker.groups import TopicDifference, comparable, group_differences
 from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence, grouped, id_ranges, sample_evidence
 from librmq.diagnosis.formatting import duration

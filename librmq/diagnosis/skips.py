@@ -19,7 +19,7 @@ from librmq.message import record
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import RESERVED_PROPERTIES
 from librmq.message.topics import retry_topic
-from librmq.protocol import LOCAL_HOST, Endpoint, EndTransaction, QueueData, SendMessage, TransactionState
+from librmq.protocol import LOCAL_HOST, Endpoint, EndTransaction, SendMessage, TopicDescription, TransactionState
 from librmq.protocol.client_requests import INNER_PRODUCER
 from librmq.runtime.runner import Runner
 from librmq.store import MessageStore
@@ -53,7 +53,7 @@ class SkippingBroker(Endpoint, Protocol):
         """Has the time."""
         ...
 
-    def topics(self) -> dict[str, QueueData]:
+    def topics(self) -> dict[str, TopicDescription]:
         """Return all topics by name."""
         ...
 
@@ -268,7 +268,7 @@ def move_to(broker: SkippingBroker, plan: Skip, topic: str, *, queues: int | Non
     return set_aside(broker, plan, topic)
 
 
-def _other_topic(broker: SkippingBroker, plan: Skip, topic: str, queues: int | None = None) -> QueueData:
+def _other_topic(broker: SkippingBroker, plan: Skip, topic: str, queues: int | None = None) -> TopicDescription:
     """Return the topic that a plan's messages go to; create it if it is new, by default with the plan's queues."""
     if topic == plan.topic:
         raise ConfigError(f"topic {topic!r}: expected another one than the plan's")

@@ -24,20 +24,18 @@ from librmq.config import wrong_kind
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
-from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
+from librmq.message.delay_levels import DelayLevels
 from librmq.message.lag import queue_lag
 from librmq.message.message import StoredMessage
 from librmq.message.record import PROPERTY_REAL_TOPIC
 from librmq.message.topics import (
     DEAD_LETTER_PREFIX,
-    HALF_TOPIC,
-    OP_TOPIC,
     RETRY_PREFIX,
     REVIVE_PREFIX,
     TIMER_TOPIC,
     group_of_retries,
     is_own_group,
-    is_system_topic,
+    kind_of_topic,
 )
 from librmq.runtime.closing import Closing
 from librmq.store import MessageStore
@@ -53,7 +51,7 @@ Queue = TypeVar("Queue")
 """The name of a queue: topic and id, and in a cluster its broker."""
 
 _INHERITED: Final = 1
-_KINDS: Final = {SCHEDULE_TOPIC: "delay", HALF_TOPIC: "half", OP_TOPIC: "op"}
+_OWN_KINDS: Final = frozenset(("system", "delay", "half", "op"))
 
 
 def groups_of_topics(topics: Collection[str], groups: Collection[str] = ()) -> set[str]:
@@ -63,18 +61,9 @@ def groups_of_topics(topics: Collection[str], groups: Collection[str] = ()) -> s
     return (names | dead) - {""}
 
 
-def kind_of_topic(topic: str) -> str:
-    """Return the kind of a topic: user, retry, dead, delay, half, op or system."""
-    if topic.startswith(RETRY_PREFIX):
-        return "retry"
-    if topic.startswith(DEAD_LETTER_PREFIX):
-        return "dead"
-    return _KINDS.get(topic) or ("system" if is_system_topic(topic) else "user")
-
-
 def is_listed(topic: str, permission: int) -> bool:
     """Return whether a topic is listed though it has no messages: users have made it."""
-    is_own = kind_of_topic(topic) == "system" or topic in _KINDS or topic.endswith("_REPLY_TOPIC")
+    is_own = kind_of_topic(topic) in _OWN_KINDS or topic.endswith("_REPLY_TOPIC")
     return not is_own and not permission & _INHERITED
 
 

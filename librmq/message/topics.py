@@ -25,6 +25,7 @@ TopicType = Literal["NORMAL", "FIFO", "DELAY", "TRANSACTION", "PRIORITY", "MIXED
 TOPIC_TYPES: Final[tuple[TopicType, ...]] = get_args(TopicType)
 """What official clients of 5.x may send to a topic; to one of type MIXED all."""
 
+_KINDS: Final = {SCHEDULE_TOPIC: "delay", HALF_TOPIC: "half", OP_TOPIC: "op"}
 RETRY_PREFIX: Final = "%RETRY%"
 DEAD_LETTER_PREFIX: Final = "%DLQ%"
 LIGHT_PREFIX: Final = "%LMQ%"
@@ -127,6 +128,15 @@ def has_no_row(topic: str) -> bool:
 def is_own_group(group: str) -> bool:
     """Return whether a group is the broker's own."""
     return group.startswith("CID_") or group in _OWN_GROUPS
+
+
+def kind_of_topic(topic: str) -> str:
+    """Return the kind of a topic: user, retry, dead, delay, half, op or system."""
+    if topic.startswith(RETRY_PREFIX):
+        return "retry"
+    if topic.startswith(DEAD_LETTER_PREFIX):
+        return "dead"
+    return _KINDS.get(topic) or ("system" if is_system_topic(topic) else "user")
 
 
 def retry_topic(group: str) -> str:

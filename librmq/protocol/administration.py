@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
-from typing import Any, Final
+from dataclasses import field, replace
+from datetime import datetime
+from typing import Any, Final, Literal, NamedTuple
 
 from librmq.config import StoreConfig
+from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.message.topics import TopicType
+from librmq.message.topics import TopicType, kind_of_topic
 from librmq.protocol.client_requests import (
     ChannelClosed,
     CheckSubscription,
+    ConsumeFrom,
     ConsumerIds,
     GroupSubscriptions,
     Heartbeat,
@@ -21,11 +24,12 @@ from librmq.protocol.client_requests import (
     MinOffset,
     QueryOffset,
     QueueOffsetAt,
+    Subscription,
     TopicGroups,
     Unregister,
     UpdateOffset,
 )
-from librmq.protocol.endpoint import PERM_READ, PERM_WRITE, Request, value
+from librmq.protocol.endpoint import PERM_READ, PERM_WRITE, QueueData, Request, value
 
 
 @value
@@ -60,6 +64,201 @@ class CleanUnusedTopics(Request[tuple[tuple[str, int], ...]]):
 @value
 class DeleteExpiredFiles(Request[None]):
     """Delete log files that have expired, whatever the hours of deletion; the broker does so soon."""
+
+
+@value
+class DescribeTopics(Request[Mapping[str, QueueData]]):
+    """Return all topics of a broker by name, its own included."""
+
+
+@value
+class TopicDescription:
+    """A topic of a route: its queues in each broker that has it."""
+
+    name: str
+    brokers: tuple[QueueData, ...]
+    """By name of the broker."""
+
+    @property
+    def kind(self) -> str:
+        """What the topic is for: user, retry, dead, delay, half, op or system."""
+        return kind_of_topic(self.name)
+
+    @property
+    def read_queues(self) -> int:
+        """Queues that can be read, in all brokers."""
+        return sum(data.read_queues for data in self.brokers)
+
+    @property
+    def write_queues(self) -> int:
+        """Queues that can be written, in all brokers."""
+        return sum(data.write_queues for data in self.brokers)
+
+    @property
+    def permission(self) -> int:
+        """What at least one broker permits: the sum of `PERM_READ` and `PERM_WRITE`."""
+        permission = 0
+        for data in self.brokers:
+            permission |= data.permission
+        return permission
+
+    @property
+    def message_type(self) -> TopicType:
+        """What official clients of 5.x may send, by the first broker."""
+        return self.brokers[0].message_type
+
+
+class QueueBounds(NamedTuple):
+    """The messages of a queue at its broker."""
+
+    min_offset: int
+    max_offset: int
+    """The queue offset of the next message."""
+    last_timestamp_ms: int
+    """Store time of the last message; 0 if there is none."""
+
+
+@value
+class DescribeQueues(Request[Mapping[MessageQueue, QueueBounds]]):
+    """Return the queues of a topic with the bounds of their messages.
+
+    Raises:
+        BrokerError: There is no such topic (TOPIC_NOT_EXIST).
+    """
+
+    topic: str
+
+
+@value
+class GroupSettings:
+    """The settings of a consumer group at a broker."""
+
+    name: str
+    """Name of the group."""
+    retry_max_times: int
+    """Redeliveries before a message becomes a dead letter."""
+    retry_queues: int
+    """Queues of its retry topic; 0 means that failed messages are not delivered again."""
+    consumes: bool
+    """False: pulls and receives are refused."""
+    broadcasts: bool
+    """False: pulls of broadcasting instances are refused."""
+    is_ordered: bool
+    """True: receives hand out each queue's messages in order. Pulls ignore it."""
+    priority_factor: int = 100
+    """Percentage of receives that take messages of the highest priority first; the others take the queues in turn."""
+
+
+@value
+class DescribeGroups(Request[Mapping[str, GroupSettings]]):
+    """Return the settings of all consumer groups, by name."""
+
+
+class GroupProgress(NamedTuple):
+    """The progress of a group in a queue."""
+
+    max_offset: int
+    """The queue offset of the next message at the broker."""
+    queue_offset: int
+    """The queue offset of the next message for the group; 0 without stored progress."""
+    last_timestamp_ms: int
+    """Store time of the last consumed message; 0 if it is gone."""
+    min_offset: int = 0
+    """The queue offset of the first message, where the broker says it; a broker of RocketMQ does not."""
+
+    @property
+    def lag(self) -> int:
+        """Messages that the group has not consumed; those that are deleted count where ``min_offset`` is unknown."""
+        return queue_lag(self.queue_offset, self.min_offset, self.max_offset)
+
+
+@value
+class DescribeProgress(Request[Mapping[MessageQueue, GroupProgress]]):
+    """Return a group's progress in a topic, or in all topics that it consumes or has progress in."""
+
+    group: str
+    topic: str | None = None
+
+
+@value
+class ConsumerOffsetsOf(Request[Mapping[int, int]]):
+    """Return a group's stored progress in a topic, by queue id; queues without progress are omitted."""
+
+    group: str
+    topic: str
+
+
+@value
+class MoveGroup(Request[Mapping[MessageQueue, int]]):
+    """Move a running or stopped group in a topic, or in one queue of it; return the new offsets.
+
+    Raises:
+        BrokerError: The group, the topic or the queue does not exist.
+    """
+
+    group: str
+    topic: str
+    to: Literal["begin", "end"] | datetime | int
+    """A time is that of the first message stored at or after it, a number a queue offset."""
+    queue_id: int | None = None
+
+
+@value
+class GroupsBehind(Request[tuple[str, ...]]):
+    """Return a text for each queue with messages that a running group has not consumed."""
+
+
+@value
+class ConnectedClient:
+    """A client that a broker knows from its heartbeats."""
+
+    client_id: str
+    """Id of the client."""
+    producer_groups: tuple[str, ...]
+    """Sorted."""
+    consumer_groups: tuple[str, ...]
+    """Sorted."""
+
+
+@value
+class DescribeClients(Request[tuple[ConnectedClient, ...]]):
+    """Return the clients that a broker knows, by id."""
+
+
+@value
+class GroupConnections:
+    """The running instances of a consumer group."""
+
+    group: str
+    """Name of the group."""
+    kind: str
+    """``push`` or ``pull``."""
+    model: MessageModel
+    """Whether the instances share the messages, or each gets all."""
+    consume_from: ConsumeFrom
+    """Where a queue without progress begins."""
+    subscriptions: Mapping[str, Subscription]
+    """The group's subscriptions by topic."""
+    client_ids: tuple[str, ...]
+    """Client ids in the order in which the instances joined."""
+    subscriptions_by_client: Mapping[str, Mapping[str, Subscription]]
+    """The subscriptions of each instance, by topic; over TCP those of the group, since a broker says no more."""
+
+    def joined(self, other: GroupConnections) -> GroupConnections:
+        """Return these instances and those that another broker of the cluster knows."""
+        return replace(
+            self,
+            subscriptions={**other.subscriptions, **self.subscriptions},
+            client_ids=tuple(dict.fromkeys((*self.client_ids, *other.client_ids))),
+            subscriptions_by_client={**other.subscriptions_by_client, **self.subscriptions_by_client},
+        )
+
+
+@value
+class DescribeConnections(Request["GroupConnections | None"]):
+    """Return the running instances of a consumer group; None if it has none."""
+
+    group: str
 
 
 @value
@@ -260,6 +459,7 @@ REPLICA_READS: Final[frozenset[type[Request[Any]]]] = frozenset(
     (
         *(CheckSubscription, MaxOffset, MinOffset, QueueOffsetAt, QueryMessages, ViewMessage),
         *(QueryOffset, UpdateOffset, ConsumerIds, GroupSubscriptions, TopicGroups),
+        *(DescribeTopics, DescribeQueues, DescribeGroups, DescribeProgress, DescribeConnections, ConsumerOffsetsOf),
     )
 )
 """Requests that a replica answers while its master can't be reached; pulls have rules of their own."""

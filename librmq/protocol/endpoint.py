@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, Generic, Protocol, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar, dataclass_transform
 
 from librmq.message.ids import Host
 from librmq.message.topics import TopicType
@@ -88,14 +88,24 @@ class QueueData:
 class Route(Protocol):
     """The brokers, their topics, and the runner of their clients."""
 
-    @property
-    def runner(self) -> Runner:
-        """The runner of all users of the route."""
-        ...
+    if TYPE_CHECKING:  # at run time a property here would keep subclasses from having an attribute
+
+        @property
+        def runner(self) -> Runner:
+            """The runner of all users of the route."""
+            ...
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the brokers that have ``topic``, by name; empty if none does."""
         ...
+
+    def known_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return what is known of a topic's route without waiting, so also under the runner's lock."""
+        return self.topic_route(topic)
+
+    def registered_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return all brokers that have ``topic``, by name, including those that are down."""
+        return self.topic_route(topic)
 
     def broker_names(self) -> tuple[str, ...]:
         """Return the names of the brokers that can be reached, sorted."""
@@ -118,6 +128,34 @@ class Route(Protocol):
             BrokerUnreachableError: The route is a single broker, which is closed.
         """
         ...
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether `topic_route` can wait for an answer, so that consumers ask for `known_route` under the lock."""
+        return False
+
+    @property
+    def site(self) -> str | None:
+        """The site of the clients on this route, with which their ids begin; None without sites."""
+        return None
+
+    @property
+    def own_host(self) -> str | None:
+        """This machine's address towards the brokers, with which client ids begin; None for the loopback address."""
+        return None
+
+    @property
+    def lacks_receives(self) -> str | None:
+        """Why a `SimpleConsumer` refuses the route; None if the brokers have receives with an invisible time."""
+        return None
+
+    def identity(self, instance_name: str | None) -> tuple[Host, str] | None:
+        """Return the host and name of the next client, if the route gives its clients the same in each run."""
+        return None
+
+    def noted_consumer(self, consumer: object) -> None:
+        """Note a consumer that was made on this route, if the route records what its clients do."""
+        return None  # noqa: RET501 (without a statement a protocol's method counts as abstract)
 
 
 def watch_all(routes: Iterable[Route], changed: Callable[[], None]) -> Callable[[], None]:

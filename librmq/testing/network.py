@@ -56,8 +56,12 @@ class Peer(Protocol):
 
     name: str
     label: str
-    site: str | None
     dead: bool
+
+    @property
+    def site(self) -> str | None:
+        """Its site, if it has one."""
+        ...
 
 
 M = TypeVar("M", bound=Peer)

@@ -126,7 +126,7 @@ class _Kit(Protocol):
     def noted_async_call(self, call: Coroutine[Any, Any, SendResult], what: str) -> Coroutine[Any, Any, SendResult]: ...
 
 
-class Process:
+class Process(Route):
     """One process: a `Route` for the producers and consumers in it. Created by `Kit.app` and `Kit.consumer`."""
 
     def __init__(
@@ -139,8 +139,7 @@ class Process:
         site: str | None = None,
     ) -> None:
         self.name = name
-        self.site = site
-        """Its site, with which ids of its clients begin."""
+        self._site = site
         self.generation = generation
         """1 for the first, one more after each restart."""
         self.label: str = name if generation == 1 else f"{name}~{generation}"
@@ -205,6 +204,11 @@ class Process:
     # ---- Route
 
     @property
+    def site(self) -> str | None:
+        """Its site, with which ids of its clients begin."""
+        return self._site
+
+    @property
     def runner(self) -> Runner:
         """The runner of all processes."""
         return self._kit.runner
@@ -218,7 +222,7 @@ class Process:
         host = self._host if instance_name is None else self._first_host
         return host, self.label if self._named == 1 else f"{self.label}.{self._named}"
 
-    def noted_consumer(self, consumer: Consumer[Any]) -> None:
+    def noted_consumer(self, consumer: Any) -> None:  # noqa: ANN401 (any consumer)
         """Note a consumer that was made in the process."""
         self.made.append(consumer)
         consumer.recorder = self._kit.recorder.for_consumer(self.label, consumer)
@@ -278,7 +282,7 @@ class Process:
         self.die()
 
 
-class _Masters:
+class _Masters(Route):
     """The route of a process over the brokers alone."""
 
     def __init__(self, kit: _Kit, process: Process) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -32,8 +32,10 @@ from functools import partial
 from typing import Any, Final, TypedDict, TypeVar, Unpack, cast
 
 from librmq.broker import Broker, BrokerConfig
+from librmq.broker.administered_route import AdministeredRoute
 from librmq.broker.broker import check_settings
 from librmq.broker.config import Promises
+from librmq.broker.retries import resend_letters
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig, check_kind, to_seconds
 from librmq.errors import (
@@ -46,18 +48,10 @@ from librmq.errors import (
 )
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import named
-from librmq.message.message import StoredMessage, dead_letter_topic
-from librmq.message.topics import TopicType
+from librmq.message.message import StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import (
-    PERM_READ,
-    PERM_WRITE,
-    CancelMessage,
-    CancelResult,
     ChannelClosed,
-    CreateTopic,
-    DeleteGroup,
-    DeleteTopic,
     Endpoint,
     ForwardToDeadLetters,
     Heartbeat,
@@ -71,14 +65,14 @@ from librmq.protocol import (
     SendReply,
     Unregister,
 )
-from librmq.protocol.client_requests import SentMessage, cancel_request
 from librmq.protocol.endpoint import Watchers
-from librmq.runtime.closing import AsyncClosing, opened_in_thread
+from librmq.runtime.closing import opened_in_thread
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.locks import Inherited, Lock
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.format.directory import check_kind as check_store
+from librmq.store.format.documents import letter_identity, resent_times
 from librmq.wire.remote.connection import RequestNotSentError, is_held_here
 from librmq.wire.share_links import SharedEndpoint, StoreOwner, StorePeer
 from librmq.wire.unix_sockets import is_stopped, make_share_folder, network_file_system, owner_socket, share_folder
@@ -148,7 +142,7 @@ class _Settings:
         return Promises(self.store_config or StoreConfig(), self.config or BrokerConfig())
 
 
-class SharedBroker(AsyncClosing):
+class SharedBroker(AdministeredRoute):
     """A broker of all processes that share its store: an `Endpoint` and a `Route`, like a `Broker`. Thread-safe.
 
     Made by `librmq.share`. Close it after its producers and consumers, or use it as a context manager. A forked child
@@ -202,7 +196,7 @@ class SharedBroker(AsyncClosing):
 
     # ---- looking for an owner, and becoming it
 
-    def join(self, wait_s: float) -> None:
+    def attach(self, wait_s: float) -> None:
         """Look for an owner, or become it, and follow what happens to it.
 
         Raises:
@@ -514,6 +508,11 @@ class SharedBroker(AsyncClosing):
             return self._topics.get(topic, ())
         return link.route.known_route(topic) if isinstance(link, StorePeer) else link.route.topic_route(topic)
 
+    @property
+    def is_remote(self) -> bool:
+        """True: `topic_route` asks the owner."""
+        return True
+
     def broker_names(self) -> tuple[str, ...]:
         """Return the broker's name until the share is closed."""
         return () if self._closing.is_set() else (self._name,)
@@ -548,28 +547,7 @@ class SharedBroker(AsyncClosing):
         self._watch_in_child()
         return self._watchers.watch(changed)
 
-    # ---- administration
-
-    def create_topic(
-        self,
-        topic: str,
-        queues: int = 8,
-        *,
-        write_queues: int | None = None,
-        permission: int = PERM_READ | PERM_WRITE,
-        message_type: TopicType | None = None,
-    ) -> None:
-        """Create a topic with ``queues`` queues, or change it, as `Broker.create_topic`."""
-        write = queues if write_queues is None else write_queues
-        self.call(CreateTopic(topic, queues, write, permission, message_type))
-
-    def delete_topic(self, topic: str) -> None:
-        """Delete a topic; its messages stay in the log until retention deletes them."""
-        self.call(DeleteTopic(topic))
-
-    def delete_group(self, group: str, *, keep_progress: bool = True) -> None:
-        """Delete a consumer group's settings, and its progress unless it is kept."""
-        self.call(DeleteGroup(group, not keep_progress))
+    # ---- administration, where the store is at hand
 
     def messages(self, topic: str) -> Iterator[StoredMessage]:
         """Yield all messages of a topic in the order of the log."""
@@ -580,13 +558,16 @@ class SharedBroker(AsyncClosing):
         with MessageStore.open(self.path, read_only=True) as store:
             yield from store.topic_messages(topic)
 
-    def dead_letters(self, group: str) -> list[StoredMessage]:
-        """Return a consumer group's dead letters."""
-        return list(self.messages(dead_letter_topic(group)))
-
-    def cancel(self, receipt: SentMessage | str) -> CancelResult:
-        """Cancel the delivery of a message that waits for its time, as `Broker.cancel`."""
-        return self.call(CancelMessage(receipt) if isinstance(receipt, str) else cancel_request(receipt))
+    def resend_dead_letters(self, group: str, letters: Iterable[StoredMessage] | None = None) -> int:
+        """Send dead letters to their group again, as `Broker.resend_dead_letters`."""
+        link = self._link
+        if isinstance(link, StoreOwner):
+            return link.route.resend_dead_letters(group, letters)
+        with MessageStore.open(self.path, read_only=True) as store:
+            if letters is None:
+                times = resent_times(store.path, store.files)
+                letters = [letter for letter in self.dead_letters(group) if letter_identity(letter) not in times]
+            return resend_letters(self, store, letters, group, self.runner.now_ms)
 
     # ---- life
 
@@ -712,7 +693,7 @@ def share(  # noqa: PLR0913 (what a user may choose)
     make_share_folder(folder, settings.files)
     shared = SharedBroker(folder, settings)
     try:
-        shared.join(wait_s)
+        shared.attach(wait_s)
     except BaseException:
         shared.close()
         raise

@@ -34,10 +34,10 @@ from librmq.errors import (
     StoreLockedError,
 )
 from librmq.message import Message
+from librmq.message.message import MessageQueue
 from librmq.protocol import ResetGroup, TransactionState, UpdateOffset
 from librmq.runtime.runner import ManualRunner
 from librmq.testing import Kit
-from librmq.wire.remote.cluster_admin import ClusterAdmin
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
 from tests.broker.parties import send
@@ -314,11 +314,12 @@ def test_a_stopped_group_is_reset(rmq: Kit, broker: Broker) -> None:
         send(broker, "T")
         rmq.advance(ms=1_000)
     broker.set_group("g")
-    assert broker.reset_group("g", "T", to="end")[0] == 4
-    assert broker.reset_group("g", "T", to=times[2])[0] == 2
-    assert broker.reset_group("g", "T", to=times[2] + timedelta(milliseconds=1))[0] == 3
-    assert broker.reset_group("g", "T", to=times[-1] + timedelta(days=1))[0] == 4
-    assert broker.reset_group("g", "T", to=1, queue_id=0) == {0: 1}
+    first = MessageQueue("T", broker.name, 0)
+    assert broker.reset_group("g", "T", to="end")[first] == 4
+    assert broker.reset_group("g", "T", to=times[2])[first] == 2
+    assert broker.reset_group("g", "T", to=times[2] + timedelta(milliseconds=1))[first] == 3
+    assert broker.reset_group("g", "T", to=times[-1] + timedelta(days=1))[first] == 4
+    assert broker.reset_group("g", "T", to=1, queue_id=0) == {first: 1}
     assert broker.consumer_offset("g", "T") == 1
     for wrong in ("soon", -1, True, datetime(2020, 1, 1)):
         with pytest.raises(ConfigError, match="to: expected"):
@@ -444,7 +445,7 @@ def test_growth_that_moves_keys_of_an_orderly_group(
     queues = 8 if way == "no growth" else 9
     if over_tcp:
         with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as route:
-            ClusterAdmin(route).create_topic("T", queues)
+            route.create_topic("T", queues)
     else:
         broker.create_topic("T", queues)
     lines = [line for line in caplog.records if "grows from 8 to 9 queues" in line.getMessage()]

@@ -15,8 +15,8 @@ import pytest
 from librmq import Broker, ManualRunner, columns
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.diagnosis.view import kind_of_topic
 from librmq.message import Message
+from librmq.message.topics import kind_of_topic
 from librmq.store import MessageStore
 from tests.budget import many, some
 from tests.cli.stand import Shell

@@ -41,6 +41,7 @@ from librmq.protocol import (
     QueueData,
     Request,
     ResponseCode,
+    Route,
     SendBatch,
     SendMessage,
     SendStatus,
@@ -57,14 +58,16 @@ def broker() -> Iterator[Broker]:
         yield broker
 
 
-class Cluster:
+class Cluster(Route):
     """A route over brokers that can make sends fail: ``fail(broker_name)`` returns the error."""
+
+    runner: Runner
 
     def __init__(self, *brokers: Broker, fail: Callable[[str], Exception | None] = lambda name: None) -> None:
         self.brokers = {broker.name: broker for broker in brokers}
         self.fail = fail
         self.tried: list[str] = []
-        self.runner: Runner = brokers[0].runner
+        self.runner = brokers[0].runner
         self._named = count(1)
 
     def identity(self, instance_name: str | None) -> tuple[tuple[str, int], str]:

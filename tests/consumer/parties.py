@@ -9,19 +9,21 @@ from librmq.client.sender import SendResult
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
 from librmq.errors import BrokerUnreachableError
 from librmq.message.message import MessageQueue
-from librmq.protocol import Endpoint, QueueData, Request
+from librmq.protocol import Endpoint, QueueData, Request, Route
 from librmq.runtime.runner import Runner
 from librmq.testing import Kit, Process
 
 R = TypeVar("R")
 
 
-class Seam:
+class Seam(Route):
     """A process whose requests can fail: ``fail(request)`` may return an error for any request of its clients."""
+
+    runner: Runner
 
     def __init__(self, process: Process) -> None:
         self.inner = process
-        self.runner: Runner = process.runner
+        self.runner = process.runner
         self.fail: Callable[[Request[Any]], Exception | None] = lambda request: None
         self.answers: dict[type[Request[Any]], Any] = {}
         """Answers to give in place of the broker's, by kind of request."""

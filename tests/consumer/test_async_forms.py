@@ -64,7 +64,7 @@ def test_receives_are_acknowledged(make_runner: Callable[[], Runner]) -> None:
             await consumer.extend_async(second, 60)
             await consumer.ack_async(first, second)
             assert await consumer.receive_async(2, wait=0) == []
-            assert await broker.dead_letters_async("billing") == []
+            assert await broker.run_async(broker.dead_letters, "billing") == []
 
     asyncio.run(scenario())
 

@@ -189,7 +189,7 @@ EXPORTS = {
         "check_history",
         "explore",
     ],
-    "wire.remote": ["ClusterAdmin", "GroupProgress", "QueueBounds", "RemoteRoute", "connect"],
+    "wire.remote": ["RemoteRoute", "connect"],
 }
 
 

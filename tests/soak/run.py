@@ -32,7 +32,7 @@ from librmq.errors import ConfigError, InputError, RmqError
 from librmq.message.topics import dead_letter_topic, retry_topic
 from librmq.testing.histories.anomalies import Anomaly, find_anomalies
 from librmq.testing.histories.events import HistoryEvents
-from librmq.wire.remote import ClusterAdmin
+from librmq.wire.remote import RemoteRoute
 from tests.soak.worker import LOADS, ClusterAccess, Recording, SoakNames, recorded_kind
 
 PREFIX: Final = "librmq_soak_"
@@ -358,16 +358,16 @@ class Soak:
     # ---- topics and groups
 
     @contextmanager
-    def _administration(self) -> Iterator[Broker | ClusterAdmin]:
+    def _administration(self) -> Iterator[Broker | RemoteRoute]:
         if self._plan.store is not None:
             with Broker.open(self._plan.store) as broker:
                 self._broker_name = broker.name
                 yield broker
         else:
             with cast(ClusterAccess, self._plan.cluster).connect() as route:
-                yield ClusterAdmin(route)
+                yield route
 
-    def _create_topics(self, brokers: Broker | ClusterAdmin) -> None:
+    def _create_topics(self, brokers: Broker | RemoteRoute) -> None:
         """Create topics and groups, unless one of them exists."""
         topics, groups = [self.names.topic(load) for load in self._plan.loads], list(self.names.topics)
         for kind, names, existing in (("topic", topics, brokers.topics()), ("group", groups, brokers.groups())):
@@ -553,8 +553,5 @@ _COUNTED: Final = {
 """What is counted of sends and deliveries, by their outcome."""
 
 
-def _delete_group(brokers: Broker | ClusterAdmin, group: str) -> None:
-    if isinstance(brokers, Broker):
-        brokers.delete_group(group, keep_progress=False)
-    else:
-        brokers.delete_group(group, removes_progress=True)
+def _delete_group(brokers: Broker | RemoteRoute, group: str) -> None:
+    brokers.delete_group(group, keep_progress=False)

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 import librmq.testing.plugin  # noqa: F401 (an inner run of pytest forgets its imports)
 from librmq import Broker, ManualClock, ManualRunner, Producer
 from librmq.consumer import DeliveredMessage
-from librmq.diagnosis.view import kind_of_topic, viewed
+from librmq.diagnosis.view import viewed
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError
 from librmq.files.disk import TemporaryFolder
 from librmq.message.batch import BatchItem
 from librmq.message.message import StoredMessage
 from librmq.message.record import Record, encode_properties
+from librmq.message.topics import kind_of_topic
 from librmq.store import snapshot, verify
 from librmq.testing import Kit, ProcessStateError, explore
 from librmq.testing.from_store import DEFAULT_NOW_MS, Progress, StoreStart, shrink

@@ -31,7 +31,7 @@ from librmq.protocol import (
     ResetOffsets,
     ResponseCode,
 )
-from librmq.wire.remote import ClusterAdmin, RemoteRoute
+from librmq.wire.remote import RemoteRoute
 from librmq.wire.remote.connection import AccessKeys
 from librmq.wire.remoting.bodies import heartbeat_of
 from librmq.wire.remoting.frames import Frame, answer_to, encode
@@ -47,7 +47,7 @@ DIFFERENT_REQUESTS: Final = {
     ("PULL_MESSAGE", "suspendTimeoutMillis"): "as above",
     ("PULL_MESSAGE", "commitOffset"): "as above: without the flag it has no meaning",
     ("PULL_MESSAGE", "subVersion"): "the subscription of the heartbeats counts",
-    ("QUERY_MESSAGE", "_UNIQUE_KEY_QUERY"): "ClusterAdmin adds it",
+    ("QUERY_MESSAGE", "_UNIQUE_KEY_QUERY"): "RemoteRoute adds it",
 }
 """Fields that differ from those of the recorded requests, with the reason."""
 SIGNATURE: Final = {"AccessKey", "Signature", "SecurityToken"}
@@ -281,15 +281,15 @@ def clients_in(answer: Side) -> tuple[str, set[str], set[str]]:
     return body["messageModel"], ids, set(body["subscriptionTable"])
 
 
-def clients(admin: ClusterAdmin, group: str) -> object:
-    found = admin.clients(group)
-    return found and (found[0].model.value, set(found[1]), set(found[0].subscriptions))
+def clients(admin: RemoteRoute, group: str) -> object:
+    found = admin.connections(group)
+    return found and (found.model.value, set(found.client_ids), set(found.subscriptions))
 
 
-TOOLS: Final[dict[str, tuple[Callable[[ClusterAdmin, Mapping[str, str]], Any], Callable[[Side], Any], Any]]] = {
+TOOLS: Final[dict[str, tuple[Callable[[RemoteRoute, Mapping[str, str]], Any], Callable[[Side], Any], Any]]] = {
     "GET_ALL_TOPIC_CONFIG": (
         lambda admin, _: {
-            topic: [(one.read_queues, one.write_queues, one.permission) for one in found]
+            topic: [(one.read_queues, one.write_queues, one.permission) for one in found.brokers]
             for topic, found in admin.topics().items()
         },
         topics_in,
@@ -308,7 +308,9 @@ TOOLS: Final[dict[str, tuple[Callable[[ClusterAdmin, Mapping[str, str]], Any], C
         {17: {}},
     ),
     "GET_CONSUME_STATS": (
-        lambda admin, fields: admin.progress(fields["consumerGroup"], fields.get("topic")),
+        lambda admin, fields: {
+            queue: row[:3] for queue, row in admin.progress(fields["consumerGroup"], fields.get("topic")).items()
+        },
         lambda answer: rows_of(answer, "brokerOffset", "consumerOffset", "lastTimestamp"),
         {17: {}},
     ),
@@ -327,7 +329,7 @@ TOOLS: Final[dict[str, tuple[Callable[[ClusterAdmin, Mapping[str, str]], Any], C
 
 
 def test_answers_to_tools(replay: Replay, route: RemoteRoute) -> None:
-    admin = ClusterAdmin(route)
+    admin = route
     compared: Counter[str] = Counter()
     for recording in recordings():
         for one, answer in to_client(recording, ("broker", "slave")):

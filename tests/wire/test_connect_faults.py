@@ -39,7 +39,7 @@ from librmq.protocol import (
 from librmq.runtime.threads import ThreadRunner
 from librmq.testing import Anomaly, check_history
 from librmq.wire.certificates import self_signed
-from librmq.wire.remote import ClusterAdmin, RemoteRoute
+from librmq.wire.remote import RemoteRoute
 from librmq.wire.remote.connection import Connections, _Connection
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting.bodies import write_body
@@ -176,7 +176,7 @@ def test_progress_is_reset_from_outside(served: Served) -> None:
         assert [message.body for message in consumer.poll(WAIT_S)] == [b"1"]
         consumer.commit()
         (queue,) = consumer.queues("orders")
-        assert ClusterAdmin(served.route).reset("g", "orders", 0) == {queue: 0}
+        assert served.route.reset_group("g", "orders", "begin") == {queue: 0}
         assert [message.body for message in consumer.poll(WAIT_S)] == [b"1"]
 
 
@@ -249,16 +249,16 @@ def test_answers_without_a_meaning_are_client_errors() -> None:
     [
         (lambda route: route.endpoint("fake").call(TopicGroups("orders")), b'{"groupList":7}'),
         (lambda route: route.endpoint("fake").call(TopicGroups("orders")), b"{"),
-        (lambda route: ClusterAdmin(route).groups_of("orders"), b'{"groupList":7}'),
-        (lambda route: ClusterAdmin(route).find_by_key("orders", "k"), b"no records"),
-        (lambda route: ClusterAdmin(route).topics(), b'{"topicConfigTable":{"t":{"perm":6}}}'),
-        (lambda route: ClusterAdmin(route).groups(), b'{"subscriptionGroupTable":{"g":{}}}'),
+        (lambda route: route.groups_of("orders"), b'{"groupList":7}'),
+        (lambda route: route.find_by_key("orders", "k"), b"no records"),
+        (lambda route: route.topics(), b'{"topicConfigTable":{"t":{"perm":6}}}'),
+        (lambda route: route.groups(), b'{"subscriptionGroupTable":{"g":{}}}'),
         (
-            lambda route: ClusterAdmin(route).queues("t"),
+            lambda route: route.queues("t"),
             b'{"offsetTable":{{"brokerName":"b","queueId":0,"topic":"t"}:7}}',
         ),
         (
-            lambda route: ClusterAdmin(route).clients("g"),
+            lambda route: route.connections("g"),
             b'{"subscriptionTable":{"t":{"topic":"t","subVersion":1e999}}}',
         ),
     ],

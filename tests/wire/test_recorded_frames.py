@@ -37,7 +37,6 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
-from librmq.wire.remote import ClusterAdmin
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting.bodies import messages_of
 from librmq.wire.remoting.codec import FORMS, heartbeat_frame, send_frame
@@ -255,7 +254,7 @@ def test_the_client_reads_the_answers_of_a_broker() -> None:
         assert route.broker_names() == ("broker-a",)
         (data,) = route.topic_route("TBW102")
         assert (data.broker_name, data.read_queues, data.write_queues, data.permission) == ("broker-a", 8, 8, 7)
-        call, admin = route.endpoint("broker-a").call, ClusterAdmin(route)
+        call, admin = route.endpoint("broker-a").call, route
         sent = call(SendMessage("p", Message("TJ", b"x"), 0, 1, ("127.0.0.1", 1)))
         assert sent.status is librmq.SendStatus.SEND_OK
         assert len(call(SendBatch("p", (Message("TJ", b"x"),), 0, 1, ("127.0.0.1", 1))).offset_ids) == 2
@@ -268,9 +267,9 @@ def test_the_client_reads_the_answers_of_a_broker() -> None:
         assert admin.find_by_key("TJ", "KEY9") != []
         assert {queue.topic for queue in admin.queues("TJ")} == {"TJ"}
         assert {queue.broker_name for queue in admin.progress("CID-x")} == {"broker-a"}
-        known = admin.clients("CID-j")
+        known = admin.connections("CID-j")
         assert known is not None
-        assert (known[0].kind, set(known[0].subscriptions)) == ("push", {"TJ", "%RETRY%CID-j"})
+        assert (known.kind, set(known.subscriptions)) == ("push", {"TJ", "%RETRY%CID-j"})
         assert admin.groups_of("T4") == ("CID-x",)
         assert {queue.topic for queue in call(ResetGroup("CID-j", "TJ", -1, True))} == {"TJ"}
 

@@ -59,7 +59,6 @@ from librmq.protocol import (
     SetGroup,
 )
 from librmq.testing import check_history
-from librmq.wire.remote import ClusterAdmin
 from librmq.wire.remote.connection import EndedTogether, GiveUp, _Connection
 from librmq.wire.remoting.codec import frame_of
 from librmq.wire.remoting.frames import Frame, FrameSocket, encode
@@ -457,7 +456,7 @@ def test_a_command_reaches_the_owner(tmp_path: Path) -> None:
     with pytest.raises(BrokerUnreachableError, match="can't be reached"):
         connect_to_owner(tmp_path / "store")
     with librmq.share(tmp_path / "store") as shared, connect_to_owner(tmp_path / "store") as route:
-        ClusterAdmin(route).create_topic("orders", 3)
+        route.create_topic("orders", 3)
         assert shared.topic_route("orders")[0].read_queues == 3
 
 

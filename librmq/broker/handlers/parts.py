@@ -34,21 +34,30 @@ from librmq.protocol import (
     CheckSubscription,
     CleanUnusedTopics,
     ConsumerIds,
+    ConsumerOffsetsOf,
     CopyTables,
     CreateTopic,
     DeleteExpiredFiles,
     DeleteGroup,
     DeleteTopic,
+    DescribeClients,
+    DescribeConnections,
+    DescribeGroups,
     DescribeLog,
+    DescribeProgress,
+    DescribeQueues,
+    DescribeTopics,
     EndTransaction,
     FollowLog,
     ForwardToDeadLetters,
+    GroupsBehind,
     GroupSubscriptions,
     Heartbeat,
     LeaveLog,
     LockQueues,
     MaxOffset,
     MinOffset,
+    MoveGroup,
     PullMessage,
     QueryMessages,
     QueryOffset,
@@ -80,7 +89,7 @@ Q = TypeVar("Q", bound=Request[Any])
 
 _WRITES: Final = (
     *(SendMessage, SendTogether, SendBatch, SendReply, SendBack),
-    *(CancelMessage, EndTransaction, LockQueues, UnlockQueues, ResetGroup, StartGroup),
+    *(CancelMessage, EndTransaction, LockQueues, UnlockQueues, MoveGroup, ResetGroup, StartGroup),
     *(Receive, CancelReceive, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
     *(CreateTopic, DeleteTopic, CleanUnusedTopics, DeleteExpiredFiles, SetGroup),
     *(DescribeLog, FollowLog, LeaveLog, CopyTables),
@@ -210,6 +219,15 @@ class BrokerParts:
         answer(ResetGroup, locked(progress.reset))
         answer(StartGroup, self._replicated(durable(progress.start)))
         answer(TopicGroups, locked(progress.groups))
+        answer(DescribeTopics, locked(administration.describe_topics))
+        answer(DescribeGroups, locked(administration.describe_groups))
+        answer(DescribeQueues, locked(progress.describe_queues))
+        answer(DescribeProgress, locked(progress.describe))
+        answer(DescribeClients, locked(lambda request: clients.connected()))
+        answer(DescribeConnections, locked(lambda request: clients.connections(request.group)))
+        answer(ConsumerOffsetsOf, locked(progress.stored))
+        answer(MoveGroup, locked(progress.moved))
+        answer(GroupsBehind, locked(self._groups_behind))
         answer(CreateTopic, durable(administration.create_topic))
         answer(DeleteTopic, durable(administration.delete_topic))
         answer(CleanUnusedTopics, locked(administration.clean_unused_topics))
@@ -226,6 +244,13 @@ class BrokerParts:
         if master is not None:
             for kind in _WRITES:
                 self.by_request[kind] = partial(_refuse, context.name, master)
+
+    def _groups_behind(self, request: GroupsBehind) -> tuple[str, ...]:
+        """Return the queues with messages that a running group has not consumed."""
+        behind = self.progress.behind()
+        if behind:  # by messages that no filter lets through, it may be
+            self.context.held.answer_passed()
+        return tuple(behind)
 
     def _set_handler(self, kind: type[Q], handler: Callable[[Q], object]) -> None:
         self.by_request[kind] = handler

@@ -20,7 +20,6 @@ from typing import Final
 
 from librmq.broker.administration import Progress
 from librmq.broker.context import BrokerContext
-from librmq.broker.groups import Group
 from librmq.broker.handlers.in_flight import (
     Flight,
     QueueFlights,
@@ -44,6 +43,7 @@ from librmq.protocol import (
     ChangeInvisible,
     CheckSubscription,
     ForwardToDeadLetters,
+    GroupSettings,
     QueryOffset,
     Receive,
     Received,
@@ -172,7 +172,7 @@ class ReceiveHandler:
 
     # ---- checks
 
-    def _check_receive(self, request: Receive) -> tuple[Group, list[tuple[str, int]], Selection]:
+    def _check_receive(self, request: Receive) -> tuple[GroupSettings, list[tuple[str, int]], Selection]:
         """Refuse an invalid receive; return the group, the queues in turn, and the selection."""
         _check_number("max_messages", request.max_messages, 1, MAX_RECEIVED)
         _check_number("invisible_ms", request.invisible_ms, 1, MAX_INVISIBLE_MS)
@@ -216,7 +216,7 @@ class ReceiveHandler:
             kind=members.kind,
         )
 
-    def _queues_in_turn(self, group: Group, topic: Topic) -> list[tuple[str, int]]:
+    def _queues_in_turn(self, group: GroupSettings, topic: Topic) -> list[tuple[str, int]]:
         """Return a receive's queues, from the next one in turn; retries come last, and first in every fifth receive.
 
         In a topic of priorities the last queue comes first, and retries always last, in the percentage of receives that
@@ -236,7 +236,7 @@ class ReceiveHandler:
     # ---- reads
 
     def _read_queues(
-        self, request: Receive, group: Group, queues: list[tuple[str, int]], selection: Selection
+        self, request: Receive, group: GroupSettings, queues: list[tuple[str, int]], selection: Selection
     ) -> tuple[list[Received], bool]:
         """Take messages from the queues in turn, up to the requested number; return also whether a queue has more."""
         received: list[Received] = []
@@ -265,7 +265,7 @@ class ReceiveHandler:
         return received, has_more
 
     def _read_queue(
-        self, request: Receive, group: Group, key: QueueKey, room: int, selection: Selection
+        self, request: Receive, group: GroupSettings, key: QueueKey, room: int, selection: Selection
     ) -> tuple[list[Received], bool]:
         """Take messages of one queue; return also whether more are unread although no read found a match."""
         now_ms = self._runner.now_ms()

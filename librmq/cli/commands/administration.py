@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
@@ -257,16 +258,17 @@ def _reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
     group, topic = arguments.group, arguments.topic
     with open_cluster(arguments) as cluster:
         queues = _selected_queues(arguments, cluster)
-        before = cluster.admin.progress(group, topic)
+        before = cluster.route.progress(group, topic)
         after = {
             queue: _target(arguments, offsets, partial(cluster.queue_offset_at, queue))
             for queue, offsets in queues.items()
         }
         if not arguments.dry_run:
             if arguments.to is not None and arguments.queue is None:
-                time_ms = {"begin": 0, "end": -1}.get(arguments.to, arguments.to)
-                after |= cluster.admin.reset(group, topic, time_ms)
-            elif cluster.admin.clients(group) is not None:
+                is_time = not isinstance(arguments.to, str)
+                to = datetime.fromtimestamp(arguments.to / 1000, UTC) if is_time else arguments.to
+                after.update(cluster.route.reset_group(group, topic, to))
+            elif cluster.route.connections(group) is not None:
                 raise InputError(
                     f"group {group!r} has running consumers, which would overwrite the progress of single queues: stop "
                     "them first, or reset the whole topic to a time, of which the broker notifies them"

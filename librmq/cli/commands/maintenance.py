@@ -313,7 +313,7 @@ def _sharing(path: str) -> list[Row]:
         with owner_of(path) as store:
             if store is None:
                 return []
-            begin_ms, connections = store.admin.connections()
+            begin_ms, connections = store.connections()
     except BrokerUnreachableError as error:
         complain(f"note: the owner does not answer, so that its peers are unknown: {error}")
         return [_process_row("owner", owner, None)]

@@ -16,12 +16,12 @@ from librmq.cli.rows import entry_rows, queue_row
 from librmq.cli.selection import TOPICS, MessageQuery, near, note_topic_of, select
 from librmq.cli.stores import open_source, open_store, open_view
 from librmq.diagnosis.findings import id_ranges
-from librmq.diagnosis.view import StoreView, kind_of_topic, topic_summaries
+from librmq.diagnosis.view import StoreView, topic_summaries
 from librmq.errors import InputError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.record import tags_code
-from librmq.message.topics import is_own_group
+from librmq.message.topics import is_own_group, kind_of_topic
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.format import directory

@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.wire.remote.cluster_admin import ClusterAdmin as ClusterAdmin
-    from librmq.wire.remote.cluster_admin import GroupProgress as GroupProgress
-    from librmq.wire.remote.cluster_admin import QueueBounds as QueueBounds
     from librmq.wire.remote.remote_route import RemoteRoute as RemoteRoute
     from librmq.wire.remote.remote_route import connect as connect
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.wire.remote.cluster_admin": ("ClusterAdmin", "GroupProgress", "QueueBounds"),
             "librmq.wire.remote.remote_route": ("RemoteRoute", "connect"),
         },
     )

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
+from librmq.clock import Clock
 from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
@@ -64,6 +65,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner, Step
 from librmq.scheduling.timer_config import time_properties
+from librmq.wire.remote.administration import ANSWERS
 from librmq.wire.remote.client_requests import ClientRequests
 from librmq.wire.remote.connection import Connections, Transport
 from librmq.wire.remote.long_pulls import HeldReceives, LongPulls
@@ -183,6 +185,11 @@ class RemoteBroker:
     def _run_at(self, call: Callable[[], None], due_ms: int) -> None:
         self._runner.wake(Step(f"{self.name} pulls again", lambda now_ms: call()), due_ms)
 
+    @property
+    def clock(self) -> Clock:
+        """The clock of the route."""
+        return self._runner.clock
+
     def __repr__(self) -> str:
         return f"<RemoteBroker {self.name} at {self.address}>"
 
@@ -204,6 +211,8 @@ class RemoteBroker:
         if kind is Heartbeat:
             self._note_heartbeat(cast("Heartbeat", request))
             return cast("R", None)
+        if (answers := ANSWERS.get(kind)) is not None:
+            return cast("R", answers(self, request))
         form = FORMS.get(kind)
         if form is None or kind is TopicGroups or (kind in _OF_RECEIVES and not self.has_receives):
             return cast("R", self._call_otherwise(request))

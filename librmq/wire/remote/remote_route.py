@@ -17,15 +17,16 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from librmq.broker.administered_route import AdministeredRoute
 from librmq.clock import moves_by_itself
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError, RmqError
-from librmq.protocol import PERM_WRITE, Endpoint, QueueData, ResponseCode
+from librmq.protocol import PERM_WRITE, Endpoint, QueueData, ResponseCode, SetGroup
 from librmq.protocol.endpoint import Watchers
-from librmq.runtime.closing import AsyncClosing
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.threads import ThreadRunner
+from librmq.wire.remote.administration import group_rows
 from librmq.wire.remote.connection import (
     AccessKeys,
     Connections,
@@ -41,7 +42,7 @@ from librmq.wire.remote.remote_broker import MASTER, BrokerGroup, RemoteBroker
 from librmq.wire.remoting.bodies import broker_addresses, read_body, route_of
 from librmq.wire.remoting.codec import frame_of, refusal
 from librmq.wire.remoting.frames import Frame
-from librmq.wire.remoting.headers import RequestCode, RouteOfTopicHeader
+from librmq.wire.remoting.headers import RequestCode, RouteOfTopicHeader, TopicOfClusterHeader
 
 _log = EventLog("librmq.wire")
 
@@ -228,7 +229,7 @@ class Notices:
             self._thread.join()
 
 
-class RemoteRoute(AsyncClosing):
+class RemoteRoute(AdministeredRoute):
     """A `Route` to the brokers of a cluster over TCP, made by `librmq.connect`. Thread-safe.
 
     Producers and consumers take it like a `Broker`. Close it after them.
@@ -264,10 +265,8 @@ class RemoteRoute(AsyncClosing):
             BrokerError: The server is no name server.
         """
         self.runner: Runner = runner
-        self.own_host: str | None = None
-        """This machine's address towards the cluster, with which the ids of clients begin."""
-        self.lacks_receives: str | None = None if is_shared else _LACKS_RECEIVES
-        """Why a `SimpleConsumer` refuses the route, unless None."""
+        self._own_host: str | None = None
+        self._lacks_receives = None if is_shared else _LACKS_RECEIVES
         self._later = later
         self._timeout_s = timeout_s
         self._at_close = at_close
@@ -309,6 +308,21 @@ class RemoteRoute(AsyncClosing):
         return f"<RemoteRoute {';'.join(self.name_servers.addresses)}, brokers: {len(self._links)}{state}>"
 
     # ---- route
+
+    @property
+    def is_remote(self) -> bool:
+        """True: `topic_route` asks a name server."""
+        return True
+
+    @property
+    def own_host(self) -> str | None:
+        """This machine's address towards the cluster, with which the ids of clients begin."""
+        return self._own_host
+
+    @property
+    def lacks_receives(self) -> str | None:
+        """Why a `SimpleConsumer` refuses the route, unless None."""
+        return self._lacks_receives
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the brokers that have ``topic``, by name; empty if none does. An unknown topic is asked for.
@@ -401,6 +415,21 @@ class RemoteRoute(AsyncClosing):
     def _check_open(self) -> None:
         if self._is_closed:
             raise BrokerUnreachableError("the route was closed; make a new one with librmq.connect")
+
+    # ---- administration
+
+    def _complete(self, broker_name: str, request: SetGroup) -> SetGroup:
+        row = group_rows(self.broker(broker_name)).get(request.group, {})
+        return SetGroup(request.group, {**row, **request.settings})
+
+    def groups_of(self, topic: str) -> tuple[str, ...]:
+        """Return the groups that consume a topic or have progress in it, sorted, without asking who they are."""
+        return tuple(sorted({group for name in self.broker_names() for group in self.broker(name).groups_of(topic)}))
+
+    def delete_topic(self, topic: str) -> None:
+        """Delete a topic at all brokers and name servers. Its messages stay until retention deletes them."""
+        super().delete_topic(topic)
+        self.name_servers.request_all(frame_of(RequestCode.DELETE_TOPIC_IN_NAMESRV, TopicOfClusterHeader(topic)))
 
     # ---- name servers
 
@@ -644,7 +673,7 @@ def connect(
             prepare=names.resolve_all,
             at_close=opened,
         )
-        route.own_host = _own_host(addresses, names)
+        route._own_host = _own_host(addresses, names)
         opened.push(stack.pop_all())
     return route
 

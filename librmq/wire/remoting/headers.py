@@ -122,6 +122,7 @@ class RequestCode(enum.IntEnum):
     CANCEL_MESSAGE = 31_007
     LIST_CONNECTIONS = 31_008
     START_GROUP = 31_009
+    GROUPS_BEHIND = 31_010
 
 
 @value

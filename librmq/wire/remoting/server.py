@@ -29,7 +29,9 @@ from librmq.protocol import (
     CreateTopic,
     DeleteGroup,
     DeleteTopic,
+    DescribeTopics,
     Endpoint,
+    GroupsBehind,
     QueueData,
     ResponseCode,
 )
@@ -153,7 +155,7 @@ class NameServer:
         if header.broker_name != self._broker.name:
             return 0
         changed = 0
-        for topic, data in self._broker.topics().items():
+        for topic, data in self._broker.call(DescribeTopics()).items():
             permission = data.permission | PERM_WRITE if is_writable else data.permission & ~PERM_WRITE
             changed += self._set_permission(topic, data, permission)
         return changed
@@ -490,7 +492,11 @@ class RemotingServer(Closing):
     def _of_processes(self, broker: Broker) -> Handlers:
         """Answer processes that share the broker: changes of its tables raise its own errors, not those of 4.x."""
         changes = served(broker.call, CreateTopic, DeleteTopic, DeleteGroup)
-        return {RequestCode.LIST_CONNECTIONS: self._budgets.list_connections, **changes}
+        return {
+            RequestCode.LIST_CONNECTIONS: self._budgets.list_connections,
+            RequestCode.GROUPS_BEHIND: partial(_behind, broker),
+            **changes,
+        }
 
     @property
     def address(self) -> str:
@@ -698,3 +704,8 @@ def _host(address: Any) -> Host:  # noqa: ANN401
     """Return the host of a socket's address; one of IPv4 is not shown as one of IPv6."""
     host = str(address[0])
     return (host[7:] if host.startswith("::ffff:") and "." in host else host), int(address[1])
+
+
+def _behind(broker: Broker, call: RemotingCall) -> bytes:
+    behind = broker.call(GroupsBehind())
+    return call.answer(body=write_body({"behind": list(behind)}))

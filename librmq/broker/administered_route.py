@@ -1,0 +1,533 @@
+"""Administration: topics, groups, progress and messages of all brokers of a route, by the same names everywhere.
+
+`Broker.open`, `librmq.share`, `librmq.connect` and `Cluster.open` return routes of this kind. Each call is one request,
+or a few, to `Endpoint.call` of each broker. A class overrides a call only where it has the store at hand. Mirrors
+``DefaultMQAdminExt``.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Final, Literal, ParamSpec, Protocol, Self, TypeVar, cast
+
+from librmq.broker.groups import group_settings
+from librmq.config import Seconds, suggest, to_seconds, to_timestamp_ms
+from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, GroupBehindError, MalformedError
+from librmq.lazy_exports import exported
+from librmq.message.ids import parse_offset_message_id
+from librmq.message.message import MessageQueue, StoredMessage, dead_letter_topic
+from librmq.message.topics import TopicType, is_system_topic
+from librmq.protocol import (
+    PERM_READ,
+    PERM_WRITE,
+    CancelMessage,
+    CancelResult,
+    CleanUnusedTopics,
+    ConnectedClient,
+    ConsumerOffsetsOf,
+    CreateTopic,
+    DeleteGroup,
+    DeleteTopic,
+    DescribeClients,
+    DescribeConnections,
+    DescribeGroups,
+    DescribeProgress,
+    DescribeQueues,
+    DescribeTopics,
+    Endpoint,
+    GroupConnections,
+    GroupProgress,
+    GroupsBehind,
+    GroupSettings,
+    MoveGroup,
+    PullMessage,
+    PullStatus,
+    QueryMessages,
+    QueueBounds,
+    QueueData,
+    Request,
+    ResponseCode,
+    Route,
+    SetGroup,
+    Subscription,
+    TopicDescription,
+    TopicGroups,
+    ViewMessage,
+)
+from librmq.protocol.client_requests import SentMessage, cancel_request
+from librmq.runtime.closing import AsyncClosing
+from librmq.runtime.runner import Runner
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_JOIN_STEP_S: Final = 0.02
+_PULLER: Final = "TOOLS_CONSUMER"
+"""The group of ``mqadmin``, which every broker lets read."""
+_AT_ONCE: Final = 32
+
+
+class AdministeredRoute(Route, AsyncClosing):
+    """A `Route` whose brokers can be administered, wherever they run. Thread-safe.
+
+    Each call raises `BrokerUnreachableError` if a broker can't be reached or is closed, and `BrokerError` if a broker
+    refuses. From a coroutine, run any of them by `run_async`.
+    """
+
+    runner: Runner
+
+    async def run_async(self, call: Callable[P, R], *arguments: P.args, **keywords: P.kwargs) -> R:
+        """Run a call of this route without blocking the event loop: ``await broker.run_async(broker.topics)``."""
+        return await self.runner.offload(partial(call, *arguments, **keywords))
+
+    def _endpoints(self) -> Iterator[tuple[str, Endpoint]]:
+        names = self.broker_names()
+        if not names:
+            raise BrokerUnreachableError(f"{self!r}: no broker can be reached")
+        for name in names:
+            yield name, self.endpoint(name)
+
+    # ---- topics
+
+    def topics(self) -> dict[str, TopicDescription]:
+        """Return all topics by name, sorted, including the brokers' own."""
+        parts: dict[str, list[QueueData]] = {}
+        for _, broker in self._endpoints():
+            for topic, data in broker.call(DescribeTopics()).items():
+                parts.setdefault(topic, []).append(data)
+        return {topic: TopicDescription(topic, tuple(parts[topic])) for topic in sorted(parts)}
+
+    def queues(self, topic: str) -> dict[MessageQueue, QueueBounds]:
+        """Return the queues of a topic, sorted, with the bounds of their messages; empty if there is no such topic."""
+        queues: dict[MessageQueue, QueueBounds] = {}
+        for _, broker in self._endpoints():
+            queues.update(_unless_absent(broker, DescribeQueues(topic)))
+        return dict(sorted(queues.items()))
+
+    def create_topic(
+        self,
+        topic: str,
+        queues: int = 8,
+        *,
+        write_queues: int | None = None,
+        permission: int = PERM_READ | PERM_WRITE,
+        message_type: TopicType | None = None,
+        broker_name: str | None = None,
+    ) -> None:
+        """Create a topic with ``queues`` queues, or change it; stored messages do not move.
+
+        ``message_type`` limits what official clients of 5.x may send. None keeps the topic's type: MIXED for a new
+        topic. With ``broker_name`` only that broker of a cluster has the topic.
+        """
+        write = queues if write_queues is None else write_queues
+        brokers = self._endpoints() if broker_name is None else [(broker_name, self.endpoint(broker_name))]
+        for _, broker in brokers:
+            broker.call(CreateTopic(topic, queues, write, permission, message_type))
+
+    def delete_topic(self, topic: str) -> None:
+        """Delete a topic; its messages stay in the log until retention deletes them.
+
+        The files of its queues stay until `clean_unused_topics`.
+        """
+        self._delete(DeleteTopic(topic), ResponseCode.TOPIC_NOT_EXIST)
+
+    def _delete(self, request: DeleteTopic | DeleteGroup, absent: ResponseCode) -> None:
+        """Delete at all brokers that have the topic or group, and refuse if none has."""
+        refusals, deleted = [], 0
+        for _, broker in self._endpoints():
+            try:
+                broker.call(request)
+                deleted += 1
+            except BrokerError as error:
+                if error.code != absent:
+                    raise
+                refusals.append(error)
+        if not deleted:
+            raise refusals[0]
+
+    def clean_unused_topics(self) -> list[tuple[str, int]]:
+        """Delete the queue files of topics that no longer exist and have no messages in the log.
+
+        The groups' progress in them is deleted too. Return the queues as topic and queue id; brokers of RocketMQ do not
+        name them.
+        """
+        return [queue for _, broker in self._endpoints() for queue in broker.call(CleanUnusedTopics())]
+
+    # ---- groups
+
+    def groups(self) -> dict[str, int]:
+        """Return the number of retries of all consumer groups, by name, sorted."""
+        return {name: settings.retry_max_times for name, settings in self._all_settings().items()}
+
+    def _all_settings(self) -> dict[str, GroupSettings]:
+        settings: dict[str, GroupSettings] = {}
+        for _, broker in self._endpoints():
+            part = broker.call(DescribeGroups())
+            settings = {**part, **settings}
+        return dict(sorted(settings.items()))
+
+    def group_settings(self, group: str) -> GroupSettings:
+        """Return the settings of a consumer group, which `set_group` changes.
+
+        Raises:
+            BrokerError: There is no such group.
+        """
+        settings = self._all_settings()
+        if group not in settings:
+            near = suggest(str(group), settings)
+            raise BrokerError(
+                ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
+                f"group {group!r} does not exist; {near} (set_group creates a group)",
+            )
+        return settings[group]
+
+    def set_group(
+        self,
+        group: str,
+        *,
+        retry_max_times: int | None = None,
+        is_ordered: bool | None = None,
+        consumes: bool | None = None,
+        broadcasts: bool | None = None,
+        priority_factor: int | None = None,
+    ) -> None:
+        """Create a consumer group, or change the settings that are given. None keeps one as it is.
+
+        With ``is_ordered`` a `SimpleConsumer` of the group gets the messages of each queue in order: no further message
+        until the earlier ones are acknowledged or visible again. Without ``consumes`` the broker refuses every pull and
+        receive of the group, and without ``broadcasts`` the pulls of its broadcasting instances. ``priority_factor``,
+        100 by default, is the percentage of receives that begin with the highest priority in topics of type PRIORITY;
+        the others take the queues in turn, so that no priority starves. A new group retries 16 times, has no order,
+        consumes and broadcasts.
+
+        Raises:
+            BrokerError: A value is wrong, or the broker refuses.
+            MessageIllegalError: The name of the group is invalid.
+        """
+        changes = group_settings(retry_max_times, is_ordered, consumes, broadcasts, priority_factor)
+        for name, broker in self._endpoints():
+            broker.call(self._complete(name, SetGroup(group, changes)))
+
+    def _complete(self, broker_name: str, request: SetGroup) -> SetGroup:
+        """Return the request with the settings that it leaves out, where a broker would give them their defaults."""
+        return request
+
+    def delete_group(self, group: str, *, keep_progress: bool = True) -> None:
+        """Delete a consumer group's settings, and its progress unless it is kept; a new instance makes it again.
+
+        Raises:
+            BrokerError: There is no such group.
+        """
+        self._delete(DeleteGroup(group, not keep_progress), ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST)
+
+    def clients(self) -> tuple[ConnectedClient, ...]:
+        """Return the clients that the brokers know, by id, with their groups."""
+        producers: dict[str, set[str]] = {}
+        consumers: dict[str, set[str]] = {}
+        for _, broker in self._endpoints():
+            for client in broker.call(DescribeClients()):
+                producers.setdefault(client.client_id, set()).update(client.producer_groups)
+                consumers.setdefault(client.client_id, set()).update(client.consumer_groups)
+        return tuple(
+            ConnectedClient(client_id, tuple(sorted(producers[client_id])), tuple(sorted(consumers[client_id])))
+            for client_id in sorted(producers)
+        )
+
+    def connections(self, group: str) -> GroupConnections | None:
+        """Return the running instances of a consumer group and their subscriptions; None if it has none."""
+        merged: GroupConnections | None = None
+        for _, broker in self._endpoints():
+            if (part := broker.call(DescribeConnections(group))) is not None:
+                merged = part if merged is None else merged.joined(part)
+        return merged
+
+    def groups_of(self, topic: str) -> tuple[str, ...]:
+        """Return the groups that consume a topic or have progress in it, sorted."""
+        return tuple(sorted({group for _, broker in self._endpoints() for group in broker.call(TopicGroups(topic))}))
+
+    # ---- progress
+
+    def consumer_offset(self, group: str, topic: str, queue_id: int = 0) -> int | None:
+        """Return a group's stored progress in a queue: the queue offset of its next message, None if there is none."""
+        return self.consumer_offsets(group, topic).get(queue_id)
+
+    def consumer_offsets(self, group: str, topic: str) -> dict[int, int]:
+        """Return a group's stored progress in a topic of one broker, by queue id.
+
+        Raises:
+            ConfigError: The group has progress in the topic at several brokers, whose queue ids are the same: ask
+                `progress`.
+        """
+        offsets: dict[int, int] = {}
+        named = ""
+        for name, broker in self._endpoints():
+            if part := broker.call(ConsumerOffsetsOf(group, topic)):
+                if offsets:
+                    raise ConfigError(
+                        f"topic {topic!r} is at brokers {named} and {name}, whose queues have the same ids: ask "
+                        f"progress({group!r}, {topic!r}), which names the broker of each queue"
+                    )
+                offsets, named = dict(part), name
+        return offsets
+
+    def progress(self, group: str, topic: str | None = None) -> dict[MessageQueue, GroupProgress]:
+        """Return a group's progress by queue, in one topic or in all that it consumes, sorted."""
+        progress: dict[MessageQueue, GroupProgress] = {}
+        for _, broker in self._endpoints():
+            progress.update(_unless_absent(broker, DescribeProgress(group, topic)))
+        return dict(sorted(progress.items()))
+
+    def lag(self, group: str, topic: str | None = None) -> int:
+        """Return how many messages a group has not consumed, in one topic or in all that it consumes."""
+        return sum(queue.lag for queue in self.progress(group, topic).values())
+
+    def reset_group(
+        self, group: str, topic: str, to: Literal["begin", "end"] | datetime | int, *, queue_id: int | None = None
+    ) -> dict[MessageQueue, int]:
+        """Set the progress of a running or stopped group in a topic; return the queue offset of each queue.
+
+        Args:
+            group: The consumer group.
+            topic: The topic.
+            to: ``"begin"``, ``"end"``, the first message stored at or after a time (with a time zone), or a queue
+                offset.
+            queue_id: The only queue to move; None means all.
+
+        Raises:
+            ConfigError: ``to`` is none of these.
+            BrokerError: The group, the topic or the queue does not exist, or a broker of RocketMQ can't move a running
+                group there.
+        """
+        target = _target(to)
+        moved: dict[MessageQueue, int] = {}
+        refusals: list[BrokerError] = []
+        for _, broker in self._endpoints():
+            try:
+                part = broker.call(MoveGroup(group, topic, target, queue_id))
+            except BrokerError as error:
+                if error.code != ResponseCode.TOPIC_NOT_EXIST:
+                    raise
+                refusals.append(error)
+                continue
+            moved.update(part)
+        if not moved and refusals:
+            raise refusals[0]
+        return dict(sorted(moved.items()))
+
+    def join(self, timeout: float | timedelta = 30) -> None:
+        """Wait until all running groups have consumed the stored messages.
+
+        Delayed messages and retries that still wait do not count. On the loop of coroutine listeners, call
+        `join_async` instead.
+
+        Args:
+            timeout: Seconds. A manual clock is moved by at most this much.
+
+        Raises:
+            GroupBehindError: A group has unconsumed messages at the timeout; the error names the queues.
+        """
+        clock = self.runner.clock
+        deadline = clock.monotonic() + to_seconds("timeout", timeout)
+        while True:
+            behind = [text for _, broker in self._endpoints() for text in broker.call(GroupsBehind())]
+            if not behind:
+                return
+            left = deadline - clock.monotonic()
+            if left <= 0:
+                raise GroupBehindError(f"{self!r}: not consumed in time: {'; '.join(behind[:8])}")
+            self.runner.pass_time(min(left, _JOIN_STEP_S))
+
+    async def join_async(self, timeout: float | timedelta = 30) -> None:
+        """Wait like `join` without blocking the event loop, on which coroutine listeners can run."""
+        await self.run_async(self.join, timeout)
+
+    # ---- messages
+
+    def messages(self, topic: str) -> Iterator[StoredMessage]:
+        """Yield the messages that a topic has now, in the order in which each broker stored them."""
+        queues = self.queues(topic)
+        parts = [self._messages_in(queue, bounds) for queue, bounds in queues.items()]
+        yield from heapq.merge(*parts, key=lambda message: (message.store_timestamp_ms, message.physical_offset))
+
+    def _messages_in(self, queue: MessageQueue, bounds: QueueBounds) -> Iterator[StoredMessage]:
+        broker, at = self.endpoint(queue.broker_name), bounds.min_offset
+        everything = Subscription(queue.topic, "*")
+        while at < bounds.max_offset:
+            count = min(_AT_ONCE, bounds.max_offset - at)
+            answer = broker.call(PullMessage("", _PULLER, queue.topic, queue.queue_id, at, count, everything))
+            if answer.status is PullStatus.FOUND:
+                yield from (message for message in answer.messages if message.queue_offset < bounds.max_offset)
+            if answer.next_offset <= at:
+                return
+            at = answer.next_offset
+
+    def find_by_id(self, message_id: str) -> StoredMessage | None:
+        """Return the first record with an id, an offset id or a producer's unique id; None if there is none."""
+        try:
+            _, physical_offset = parse_offset_message_id(message_id)
+        except MalformedError:
+            pass
+        else:
+            for _, broker in self._endpoints():
+                message = broker.call(ViewMessage(physical_offset))
+                if message is not None and message.offset_id == message_id.upper():
+                    return message
+        found = [
+            message
+            for topic in self.topics()
+            if not is_system_topic(topic)
+            for message in self.find_by_key(topic, message_id, max_messages=1)
+        ]
+        return min(found, key=lambda message: message.store_timestamp_ms, default=None)
+
+    def find_by_key(self, topic: str, key: str, *, max_messages: int = 64) -> list[StoredMessage]:
+        """Return the messages of a topic with ``key`` as unique id or among their keys, oldest first, at most 64."""
+        request = QueryMessages(topic, key, max_messages)
+        messages = [message for _, broker in self._endpoints() for message in broker.call(request)]
+        messages.sort(key=lambda message: (message.store_timestamp_ms, message.physical_offset))
+        return messages[:max_messages]
+
+    def dead_letters(self, group: str) -> list[StoredMessage]:
+        """Return a consumer group's dead letters, oldest first."""
+        return list(self.messages(dead_letter_topic(group)))
+
+    def resend_dead_letters(self, group: str, letters: Iterable[StoredMessage] | None = None) -> int:
+        """Send dead letters to their group again, with all their retries; return their number.
+
+        Each goes to the group's retry topic and is delivered immediately; the dead letter itself stays. A broker of
+        RocketMQ notes nowhere which were sent again, so there ``letters`` must name them.
+
+        Args:
+            group: The consumer group.
+            letters: Some of `dead_letters`, which are sent even if they were sent before. None means all that were not
+                sent yet.
+
+        Raises:
+            ConfigError: A message is not a dead letter of the group, or ``letters`` is None at a broker of RocketMQ.
+        """
+        from librmq.broker.retries import retry_of
+
+        if letters is None:
+            raise ConfigError(
+                f"group {group!r}: brokers do not note which dead letters were sent again: name them, such as "
+                f"letters=route.dead_letters({group!r})"
+            )
+        requests = [retry_of(letter, group) for letter in letters]
+        endpoints = dict(self._endpoints())
+        for request in requests:
+            names = [data.broker_name for data in self.topic_route(request.message.topic)]
+            name = next((name for name in names if name in endpoints), next(iter(endpoints)))
+            endpoints[name].call(request)
+        return len(requests)
+
+    def cancel(self, receipt: SentMessage | str) -> CancelResult:
+        """Cancel the delivery of a message that waits in a delay level, the timer or the relay.
+
+        The answer says whether it is cancelled, or why not: most often it was delivered already. A second call gets
+        the same answer. An id stands for all messages sent with it so far: those that wait are cancelled, and if none
+        does, the answer is about the last. It holds after a restart and a kill; a broker of RocketMQ that opens the
+        store delivers a message of a delay level anyway. Half messages can't be cancelled.
+
+        Args:
+            receipt: What `send` returned, or the message's unique id or offset id.
+
+        Raises:
+            MessageIllegalError: It is a batch, whose messages never wait.
+            BrokerError: The disk refuses, so the message can be delivered after a restart; or the broker has no cancel.
+            TypeError: It is no receipt.
+        """
+        request = CancelMessage(receipt) if isinstance(receipt, str) else cancel_request(receipt)
+        queue = None if isinstance(receipt, str) else getattr(receipt, "queue", None)
+        results = [
+            broker.call(request)
+            for name, broker in self._endpoints()
+            if queue is None or queue.broker_name in ("", name)
+        ]
+        return next((result for result in results if result.cancelled), results[-1])
+
+    def consume(
+        self,
+        topic: str,
+        *,
+        group: str,
+        tags: str | None = None,
+        sql: str | None = None,
+        timeout: float | timedelta = 5,
+    ) -> Iterator[StoredMessage]:
+        """Iterate over a topic as an instance of a consumer group, until no message arrives for ``timeout`` seconds.
+
+        A message counts as consumed when the loop asks for the next one. If the loop ends early, its last message is
+        delivered to the group again. `librmq.PullConsumer` offers more control.
+
+        Raises:
+            ConfigError: Both ``tags`` and ``sql`` are given, or ``timeout`` is no time span of a year at most.
+            FilterSyntaxError: The expression does not compile.
+            MessageIllegalError: The name of the topic or the group is invalid.
+        """
+        seconds = to_seconds("timeout", timeout, maximum=Seconds().maximum)
+        self.watch(lambda: None)()  # which a closed route refuses
+        return _consume_topic(self, topic, group, tags, sql, seconds)
+
+
+T = TypeVar("T")
+
+
+def _unless_absent(broker: Endpoint, request: Request[Mapping[MessageQueue, T]]) -> Mapping[MessageQueue, T]:
+    """Return a table with a row for each queue; a broker that lacks the topic has none."""
+    try:
+        return broker.call(request)
+    except BrokerError as error:
+        if error.code != ResponseCode.TOPIC_NOT_EXIST:
+            raise
+        return {}
+
+
+def _target(to: object) -> Literal["begin", "end"] | datetime | int:
+    """Return where a group moves to.
+
+    Raises:
+        ConfigError: It is no place in a queue.
+    """
+    if isinstance(to, datetime) and to.tzinfo is not None:
+        to_timestamp_ms("to", to)
+        return to
+    if type(to) is int and to >= 0:
+        return to
+    if to == "begin" or to == "end":
+        return to
+    raise ConfigError(
+        f"to: expected 'begin', 'end', a time with a time zone or a queue offset of at least 0, found {to!r:.80}"
+    )
+
+
+class _Consumer(Protocol):
+    """The part of a pull consumer that `_consume_topic` needs."""
+
+    def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
+
+    def __iter__(self) -> Iterator[StoredMessage]: ...
+
+
+def _consume_topic(
+    route: Route, topic: str, group: str, tags: str | None, sql: str | None, timeout: float
+) -> Iterator[StoredMessage]:
+    """Subscribe immediately; yield messages until none arrives for ``timeout`` seconds."""
+    make = cast("Callable[..., _Consumer]", exported("librmq", "PullConsumer"))  # lazy: it uses brokers
+    consumer = make(route, group, poll_timeout=timeout)
+    consumer.subscribe(topic, tags=tags, sql=sql)
+
+    def messages() -> Iterator[StoredMessage]:
+        with consumer:  # leaving the loop early ends this block by an exception
+            yield from consumer
+            if not route.broker_names():
+                raise BrokerUnreachableError(
+                    f"topic {topic!r}, group {group!r}: the broker was closed during the iteration"
+                )
+
+    return messages()

@@ -1,0 +1,318 @@
+"""Requests of operators to one broker over TCP, which no single request of 4.x answers.
+
+`ANSWERS` has them by class. Mirrors ``MQAdminImpl`` and ``DefaultMQAdminExtImpl``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from librmq.broker.groups import settings_in
+from librmq.config import to_timestamp_ms
+from librmq.errors import BrokerError, BrokerUnreachableError, MalformedError
+from librmq.message.lag import queue_lag
+from librmq.message.message import MessageQueue
+from librmq.protocol import (
+    ConnectedClient,
+    ConsumerOffsetsOf,
+    DescribeClients,
+    DescribeConnections,
+    DescribeGroups,
+    DescribeProgress,
+    DescribeQueues,
+    DescribeTopics,
+    GroupConnections,
+    GroupProgress,
+    GroupsBehind,
+    GroupSettings,
+    MessageModel,
+    MoveGroup,
+    PullMessage,
+    PullStatus,
+    QueueBounds,
+    QueueData,
+    QueueOffsetAt,
+    ResetGroup,
+    ResponseCode,
+    Subscription,
+    UpdateOffset,
+)
+from librmq.wire.remoting.bodies import by_queue, number_in, queue_data_of, read_body, rows_in, table_in, text_in
+from librmq.wire.remoting.codec import check, frame_of
+from librmq.wire.remoting.frames import Frame
+from librmq.wire.remoting.headers import GroupAndTopicHeader, RequestCode, TopicNameHeader
+
+if TYPE_CHECKING:
+    from librmq.wire.remote.remote_broker import RemoteBroker
+
+T = TypeVar("T")
+Rows = Mapping[str, Mapping[str, Any]]
+_PULLER: Final = "TOOLS_CONSUMER"
+_NO_PROGRESS: Final = "consumer group"
+"""In the reason of a broker that has no progress of a group; another one names the topic."""
+_SAVED_WITHIN_S: Final = 20.0
+"""Clients save their first progress within 10 s from their start."""
+_LOOK_S: Final = 1.0
+
+
+def read_answer(broker: RemoteBroker, frame: Frame, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
+    """Ask a broker, and read the body of its answer.
+
+    Raises:
+        BrokerError: It refuses.
+        BrokerUnreachableError: It does not answer, or its answer can't be read.
+    """
+    answer = check(broker.request(frame))
+    try:
+        return parse(read_body(answer.body, what))
+    except MalformedError as error:
+        raise BrokerUnreachableError(f"{broker.name}: {what} can't be read: {error}") from error
+
+
+# ---- topics
+
+
+def _describe_topics(broker: RemoteBroker, request: DescribeTopics) -> dict[str, QueueData]:
+    def parse(body: Mapping[str, Any]) -> dict[str, QueueData]:
+        return {topic: queue_data_of(broker.name, row) for topic, row in table_in(body, "topicConfigTable").items()}
+
+    return read_answer(broker, frame_of(RequestCode.GET_ALL_TOPIC_CONFIG), "the topics", parse)
+
+
+def _describe_queues(broker: RemoteBroker, request: DescribeQueues) -> dict[MessageQueue, QueueBounds]:
+    frame = frame_of(RequestCode.GET_TOPIC_STATS_INFO, TopicNameHeader(request.topic))
+    names = ("minOffset", "maxOffset", "lastUpdateTimestamp")
+    return read_answer(broker, frame, "the queues of a topic", partial(_rows_by_queue, QueueBounds, names))
+
+
+def _rows_by_queue(
+    kind: Callable[[int, int, int], T], names: tuple[str, str, str], body: Mapping[str, Any]
+) -> dict[MessageQueue, T]:
+    rows = by_queue(body.get("offsetTable") or {})
+    return {queue: kind(*(number_in(row, name) for name in names)) for queue, row in rows}
+
+
+# ---- groups
+
+
+def group_rows(broker: RemoteBroker) -> Rows:
+    """Return a broker's rows of all groups."""
+    frame = frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)
+    return read_answer(broker, frame, "the groups", partial(table_in, name="subscriptionGroupTable"))
+
+
+def _describe_groups(broker: RemoteBroker, request: DescribeGroups) -> dict[str, GroupSettings]:
+    def parse(body: Mapping[str, Any]) -> dict[str, GroupSettings]:
+        rows = table_in(body, "subscriptionGroupTable")
+        for row in rows.values():
+            number_in(row, "retryMaxTimes")
+        return {name: settings_in(name, row) for name, row in rows.items()}
+
+    return read_answer(broker, frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG), "the groups", parse)
+
+
+def _describe_connections(broker: RemoteBroker, request: DescribeConnections) -> GroupConnections | None:
+    members = broker.clients_of(request.group)
+    if members is None:
+        return None
+    data, ids = members
+    subscriptions = dict(data.subscriptions)
+    return GroupConnections(
+        data.group, data.kind, data.model, data.consume_from, subscriptions, ids, dict.fromkeys(ids, subscriptions)
+    )
+
+
+def _describe_clients(broker: RemoteBroker, request: DescribeClients) -> tuple[ConnectedClient, ...]:
+    """Return the clients of all groups, with a request for each consumer group."""
+    producers = read_answer(
+        broker, frame_of(RequestCode.GET_ALL_PRODUCER_INFO), "the producers", lambda body: _producers_in(body)
+    )
+    consumers: dict[str, set[str]] = {}
+    for group in group_rows(broker):
+        members = broker.clients_of(group)
+        for client_id in () if members is None else members[1]:
+            consumers.setdefault(client_id, set()).add(group)
+    return tuple(
+        ConnectedClient(
+            client_id, tuple(sorted(producers.get(client_id, ()))), tuple(sorted(consumers.get(client_id, ())))
+        )
+        for client_id in sorted(producers.keys() | consumers.keys())
+    )
+
+
+def _producers_in(body: Mapping[str, Any]) -> dict[str, set[str]]:
+    producers: dict[str, set[str]] = {}
+    table = body.get("data") or {}
+    if not isinstance(table, dict):
+        raise MalformedError(f"data: expected an object, found {table!r:.80}")
+    for group in table:
+        for row in rows_in(table, group):
+            producers.setdefault(text_in(row, "clientId"), set()).add(str(group))
+    return producers
+
+
+# ---- progress
+
+
+def _describe_progress(broker: RemoteBroker, request: DescribeProgress) -> dict[MessageQueue, GroupProgress]:
+    frame = frame_of(RequestCode.GET_CONSUME_STATS, GroupAndTopicHeader(request.group, request.topic))
+    names = ("brokerOffset", "consumerOffset", "lastTimestamp")
+    return read_answer(broker, frame, "the progress of a group", partial(_rows_by_queue, GroupProgress, names))
+
+
+def all_offsets(broker: RemoteBroker) -> Rows:
+    """Return a broker's rows of the progress of all groups, by ``topic@group``."""
+    frame = frame_of(RequestCode.GET_ALL_CONSUMER_OFFSET)
+    return read_answer(broker, frame, "the progress of all groups", partial(table_in, name="offsetTable"))
+
+
+def _offsets_of(broker: RemoteBroker, request: ConsumerOffsetsOf) -> dict[int, int]:
+    row = all_offsets(broker).get(f"{request.topic}@{request.group}", {})
+    return {int(queue_id): queue_offset for queue_id, queue_offset in row.items()}
+
+
+def _groups_behind(broker: RemoteBroker, request: GroupsBehind) -> tuple[str, ...]:
+    """Compare stored progress with the queues: clients report it with each pull, so it follows within seconds."""
+    if broker.has_receives:
+        frame = frame_of(RequestCode.GROUPS_BEHIND)
+        return read_answer(broker, frame, "the groups that are behind", lambda body: tuple(map(str, body["behind"])))
+    behind = []
+    for group in group_rows(broker):
+        members = broker.clients_of(group)
+        if members is None or members[0].model is MessageModel.BROADCASTING:
+            continue
+        for topic in members[0].subscriptions:
+            try:
+                progress = _describe_progress(broker, DescribeProgress(group, topic))
+                bounds = _describe_queues(broker, DescribeQueues(topic))
+            except BrokerError as error:
+                if error.code != ResponseCode.TOPIC_NOT_EXIST:
+                    raise
+                continue
+            for queue, (begin, end, _) in bounds.items():
+                at = None if queue not in progress else progress[queue].queue_offset
+                if lag := queue_lag(at, begin, end):
+                    behind.append(f"group {group}: {lag} messages of {topic}/{queue.queue_id}")
+    return tuple(behind)
+
+
+def _move_group(broker: RemoteBroker, request: MoveGroup) -> dict[MessageQueue, int]:
+    """Move a group: a running one by its broker, which orders its instances to continue there."""
+    group, topic = request.group, request.topic
+    is_running = not broker.has_receives and broker.clients_of(group) is not None
+    if is_running and request.queue_id is None and not isinstance(request.to, int):
+        timestamp_ms = to_timestamp_ms("to", request.to) if isinstance(request.to, datetime) else 0
+        return _reset_running(broker, ResetGroup(group, topic, -1 if request.to == "end" else timestamp_ms))
+    if is_running:
+        raise BrokerError(
+            ResponseCode.SYSTEM_ERROR,
+            f"{broker.name}: group {group!r} runs, and a broker moves a running group only in all queues of a topic, "
+            "to 'begin', 'end' or a time: stop its instances first, or name one of these",
+        )
+    bounds = _describe_queues(broker, DescribeQueues(topic))
+    if request.queue_id is not None:
+        bounds = {queue: part for queue, part in bounds.items() if queue.queue_id == request.queue_id}
+        if not bounds:
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"topic {topic!r} has no queue {request.queue_id}")
+    if broker.has_receives:
+        return _move_at_owner(broker, request, bounds)
+    if group not in group_rows(broker) and group not in broker.groups_of(topic):
+        raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"group {group!r} does not exist")
+    offsets = {queue: _offset_of(broker, queue, part, request.to) for queue, part in bounds.items()}
+    for queue, queue_offset in offsets.items():
+        broker.call(UpdateOffset(group, topic, queue.queue_id, queue_offset))
+    return offsets
+
+
+def _move_at_owner(
+    broker: RemoteBroker, request: MoveGroup, bounds: Mapping[MessageQueue, QueueBounds]
+) -> dict[MessageQueue, int]:
+    moved: dict[MessageQueue, int] = {}
+    for queue, part in bounds.items():
+        target = _offset_of(broker, queue, part, request.to)
+        reset = ResetGroup(request.group, request.topic, -1, queue_id=queue.queue_id, queue_offset=target)
+        offsets = broker.call(reset)
+        moved.update(offsets)
+    return moved
+
+
+def _offset_of(broker: RemoteBroker, queue: MessageQueue, bounds: QueueBounds, to: str | datetime | int) -> int:
+    begin, end = bounds.min_offset, bounds.max_offset
+    if isinstance(to, int):
+        return min(max(to, begin), end)
+    if not isinstance(to, datetime):
+        return begin if to == "begin" else end
+    timestamp_ms = to_timestamp_ms("to", to)
+    first = max(broker.call(QueueOffsetAt(queue.topic, queue.queue_id, timestamp_ms)), begin)
+    if first >= end:
+        return end
+    everything = Subscription(queue.topic, "*")
+    answer = broker.call(PullMessage("", _PULLER, queue.topic, queue.queue_id, first, 1, everything))
+    if answer.status is PullStatus.FOUND and answer.messages[0].store_timestamp_ms < timestamp_ms:
+        return first + 1  # a broker answers with the nearest message, which can be older
+    return first
+
+
+def _reset_running(broker: RemoteBroker, request: ResetGroup) -> dict[MessageQueue, int]:
+    """Move a running group; wait for instances that have just started, until they have saved progress."""
+    clock, never = broker.clock, threading.Event()
+    deadline = clock.monotonic() + _SAVED_WITHIN_S
+    while True:
+        try:
+            offsets = broker.call(request)
+            return dict(offsets)
+        except BrokerError as error:
+            if error.code != ResponseCode.SYSTEM_ERROR or _NO_PROGRESS not in str(error):
+                raise
+            is_online = broker.clients_of(request.group) is not None
+            if is_online and clock.monotonic() < deadline:
+                clock.wait(never, _LOOK_S)
+                continue
+            what_next = "try again when they have" if is_online else "start a consumer of the group first"
+            subject = "its clients have" if is_online else "the group has"
+            raise BrokerError(
+                error.code,
+                f"{broker.name}: group {request.group!r} can't be reset in {request.topic!r}, because {subject} "
+                f"not saved progress of each queue: {what_next}",
+            ) from error
+
+
+# ---- a shared store
+
+
+def connections(broker: RemoteBroker) -> tuple[int, list[tuple[str, int]]]:
+    """Return when the owner of a shared store began, and host and begin (ms) of each connection, the first first.
+
+    `librmq.wire.unix_sockets.process_of_host` has the process of a host.
+    """
+
+    def parse(body: Mapping[str, Any]) -> tuple[int, list[tuple[str, int]]]:
+        rows = rows_in(body, "connections")
+        return number_in(body, "beginMs"), [(text_in(row, "host"), number_in(row, "beginMs")) for row in rows]
+
+    return read_answer(broker, frame_of(RequestCode.LIST_CONNECTIONS), "the connections", parse)
+
+
+def tables(broker: RemoteBroker) -> tuple[Rows, Rows, Rows]:
+    """Return a broker's rows of topics, of groups, and of offsets by ``topic@group``, as its slaves get them."""
+    topics = frame_of(RequestCode.GET_ALL_TOPIC_CONFIG)
+    rows: Rows = read_answer(broker, topics, "the topics", partial(table_in, name="topicConfigTable"))
+    return rows, group_rows(broker), all_offsets(broker)
+
+
+ANSWERS: Final[Mapping[type[Any], Callable[[RemoteBroker, Any], Any]]] = {
+    DescribeTopics: _describe_topics,
+    DescribeQueues: _describe_queues,
+    DescribeGroups: _describe_groups,
+    DescribeConnections: _describe_connections,
+    DescribeClients: _describe_clients,
+    DescribeProgress: _describe_progress,
+    ConsumerOffsetsOf: _offsets_of,
+    GroupsBehind: _groups_behind,
+    MoveGroup: _move_group,
+}
+"""What asks a broker, by class of request."""
