@@ -227,7 +227,8 @@ def retry_of(letter: StoredMessage, group: str | None = None) -> SendMessage:
     for name in _DELIVERY_PROPERTIES:
         retry.properties.pop(name, None)
     host = letter.born_host or LOCAL_HOST
-    return SendMessage(INNER_PRODUCER, retry, 0, letter.born_timestamp_ms, host)
+    # With one redelivery allowed, also in a group that allows none, whose retry would become a dead letter at once.
+    return SendMessage(INNER_PRODUCER, retry, 0, letter.born_timestamp_ms, host, max_reconsume_times=1)
 
 
 def note_resent_in_log(store: MessageStore, group: str, now_ms: int) -> int:

@@ -63,6 +63,7 @@ from librmq.protocol import (
     SendLater,
     SendMessage,
     SendReply,
+    SetGroup,
     Unregister,
 )
 from librmq.protocol.endpoint import Watchers
@@ -73,6 +74,7 @@ from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.format.directory import check_kind as check_store
 from librmq.store.format.documents import letter_identity, resent_times
+from librmq.wire.remote.administration import group_rows
 from librmq.wire.remote.connection import RequestNotSentError, is_held_here
 from librmq.wire.share_links import SharedEndpoint, StoreOwner, StorePeer
 from librmq.wire.unix_sockets import is_stopped, make_share_folder, network_file_system, owner_socket, share_folder
@@ -557,6 +559,13 @@ class SharedBroker(AdministeredRoute):
             return
         with MessageStore.open(self.path, read_only=True) as store:
             yield from store.topic_messages(topic)
+
+    def _complete(self, broker_name: str, request: SetGroup) -> SetGroup:
+        link = self._link
+        if not isinstance(link, StorePeer):
+            return request
+        row = group_rows(link.route.broker(broker_name)).get(request.group, {})
+        return SetGroup(request.group, {**row, **request.settings})
 
     def resend_dead_letters(self, group: str, letters: Iterable[StoredMessage] | None = None) -> int:
         """Send dead letters to their group again, as `Broker.resend_dead_letters`."""

@@ -1,0 +1,225 @@
+"""Every administrative call at every place: in the process, between processes, over TCP, in a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+import librmq
+from librmq.broker.administered_route import AdministeredRoute
+from librmq.errors import BrokerError, ConfigError, GroupBehindError
+from librmq.wire.remoting import RemotingServer
+from librmq.wire.share_links import connect_to_owner
+
+
+@contextlib.contextmanager
+def in_process(folder: Path) -> Iterator[AdministeredRoute]:
+    with librmq.Broker.open(folder) as broker:
+        yield broker
+
+
+@contextlib.contextmanager
+def as_owner(folder: Path) -> Iterator[AdministeredRoute]:
+    with librmq.share(folder) as shared:
+        yield shared
+
+
+@contextlib.contextmanager
+def as_peer(folder: Path) -> Iterator[AdministeredRoute]:
+    with librmq.share(folder), librmq.share(folder) as peer:
+        assert not peer.is_owner
+        yield peer
+
+
+@contextlib.contextmanager
+def to_owner(folder: Path) -> Iterator[AdministeredRoute]:
+    with librmq.share(folder), connect_to_owner(folder) as route:
+        yield route
+
+
+@contextlib.contextmanager
+def over_tcp(folder: Path) -> Iterator[AdministeredRoute]:
+    with (
+        librmq.Broker.open(folder) as broker,
+        RemotingServer(broker) as server,
+        librmq.connect(server.address) as route,
+    ):
+        yield route
+
+
+@contextlib.contextmanager
+def in_cluster(folder: Path) -> Iterator[AdministeredRoute]:
+    with librmq.Cluster.open(folder, ["a", "b"]) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def of_one(folder: Path) -> Iterator[AdministeredRoute]:
+    with librmq.Cluster.open(folder, ["a"]) as cluster:
+        yield cluster
+
+
+PLACES = [in_process, as_peer, as_owner, to_owner, over_tcp, in_cluster, of_one]
+Place = Callable[[Path], contextlib.AbstractContextManager[AdministeredRoute]]
+everywhere = pytest.mark.parametrize("place", PLACES)
+
+
+@everywhere
+def test_topics_and_queues(place: Place, tmp_path: Path) -> None:
+    with place(tmp_path / "store") as route:
+        brokers = len(route.broker_names())
+        route.create_topic("orders", 3)
+        topic = route.topics()["orders"]
+        assert (topic.kind, topic.read_queues, topic.write_queues, topic.permission) == (
+            "user",
+            3 * brokers,
+            3 * brokers,
+            6,
+        )
+        assert [bounds.max_offset for bounds in route.queues("orders").values()] == [0] * 3 * brokers
+        assert route.queues("unknown") == {}
+        route.create_topic("one", 2, broker_name=route.broker_names()[0])
+        assert route.topics()["one"].read_queues == 2
+        route.delete_topic("orders")
+        assert "orders" not in route.topics()
+        assert route.clean_unused_topics() == []
+
+
+@everywhere
+def test_settings_of_groups(place: Place, tmp_path: Path) -> None:
+    with place(tmp_path / "store") as route:
+        route.set_group("billing", retry_max_times=3, consumes=False)
+        route.set_group("billing", is_ordered=True)
+        assert route.groups()["billing"] == 3
+        settings = route.group_settings("billing")
+        assert (settings.retry_max_times, settings.consumes, settings.is_ordered) == (3, False, True)
+        with pytest.raises(BrokerError, match="group 'bilings' does not exist; did you mean billing"):
+            route.group_settings("bilings")
+        route.delete_group("billing")
+        assert "billing" not in route.groups()
+
+
+@everywhere
+def test_messages_are_found(place: Place, tmp_path: Path) -> None:
+    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
+        route.create_topic("orders", 2)
+        sent = [producer.send("orders", b"%d" % number, keys="k1") for number in range(4)]
+        bodies = [message.body for message in route.messages("orders")]
+        assert (sorted(bodies) if place is in_cluster else bodies) == [b"0", b"1", b"2", b"3"]
+        assert {message.body for message in route.find_by_key("orders", "k1")} == {b"0", b"1", b"2", b"3"}
+        for message_id in (sent[2].message_id, sent[2].offset_id):
+            message = route.find_by_id(message_id)
+            assert message is not None
+            assert message.body == b"2"
+        assert route.find_by_id("0" * 32) is None
+        assert sum(bounds.max_offset - bounds.min_offset for bounds in route.queues("orders").values()) == 4
+
+
+@everywhere
+def test_a_group_consumes_and_is_reset(place: Place, tmp_path: Path) -> None:
+    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
+        route.create_topic("orders", 1)
+        begin = datetime(2020, 1, 1, tzinfo=UTC)
+        for number in range(3):
+            producer.send("orders", b"%d" % number)
+        bodies = [message.body for message in route.consume("orders", group="billing", timeout=1)]
+        assert sorted(bodies) == [b"0", b"1", b"2"]
+        assert route.lag("billing", "orders") == 0
+        assert "billing" in route.groups_of("orders")
+        end = {queue: bounds.max_offset for queue, bounds in route.queues("orders").items()}
+        assert {queue: row.queue_offset for queue, row in route.progress("billing", "orders").items()} == end
+        zero = dict.fromkeys(end, 0)
+        assert route.reset_group("billing", "orders", "begin") == zero
+        assert route.lag("billing", "orders") == 3
+        assert route.reset_group("billing", "orders", "end") == end
+        assert route.reset_group("billing", "orders", begin) == zero
+        assert set(route.reset_group("billing", "orders", 1).values()) <= {0, 1}
+        with pytest.raises(ConfigError, match="to: expected 'begin'"):
+            route.reset_group("billing", "orders", "soon")  # type: ignore[arg-type]
+        with pytest.raises(BrokerError):
+            route.reset_group("billing", "unknown", "end")
+        with pytest.raises(BrokerError):
+            route.reset_group("unknown", "orders", "end")
+
+
+@everywhere
+def test_join_waits_for_running_groups(place: Place, tmp_path: Path) -> None:
+    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
+        route.create_topic("orders", 2)
+        consumer = librmq.PushConsumer(route, "billing", consume_from=librmq.ConsumeFrom.FIRST)
+        bodies: list[bytes] = []
+        consumer.subscribe("orders", lambda message: bodies.append(message.body))
+        producer.send("orders", b"1")
+        with consumer:
+            route.join(timeout=20)
+            assert bodies == [b"1"]
+            connections = route.connections("billing")
+            assert connections is not None
+            assert connections.client_ids == (consumer.client.client_id,)
+            assert {"billing"} <= {group for client in route.clients() for group in client.consumer_groups}
+        assert route.connections("billing") is None
+        pulling = librmq.PullConsumer(route, "late", consume_from=librmq.ConsumeFrom.FIRST)
+        pulling.subscribe("orders")
+        with pulling, pytest.raises(GroupBehindError, match="group late: 1 messages"):
+            route.join(timeout=0.1)
+
+
+@everywhere
+def test_dead_letters_are_listed_and_sent_again(place: Place, tmp_path: Path) -> None:
+    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
+        route.create_topic("orders", 1)
+        route.set_group("billing", retry_max_times=0)
+        fails = True
+        seen: list[bytes] = []
+
+        def charge(message: librmq.StoredMessage) -> None:
+            if fails:
+                raise ValueError("no such customer")
+            seen.append(message.body)
+
+        consumer = librmq.PushConsumer(route, "billing", consume_from=librmq.ConsumeFrom.FIRST, max_reconsume_times=0)
+        consumer.subscribe("orders", charge)
+        producer.send("orders", b"1")
+        with consumer:
+            route.join(timeout=20)
+            for _ in range(100):
+                if letters := route.dead_letters("billing"):
+                    break
+                route.runner.pass_time(0.05)
+            assert [letter.body for letter in letters] == [b"1"]
+            fails = False
+            assert route.resend_dead_letters("billing", letters) == 1
+            for _ in range(100):
+                if seen:
+                    break
+                route.runner.pass_time(0.05)
+        assert seen == [b"1"]
+        if place in (in_process, as_owner, as_peer):
+            assert route.resend_dead_letters("billing") == 0  # it is noted
+
+
+@everywhere
+def test_a_waiting_message_is_cancelled(place: Place, tmp_path: Path) -> None:
+    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
+        receipt = producer.send("orders", b"1", delay_level=18)
+        assert route.cancel(receipt).cancelled
+        assert route.cancel(receipt.message_id).cancelled
+
+
+@everywhere
+@pytest.mark.anyio
+async def test_any_call_runs_beside_an_event_loop(place: Place, tmp_path: Path, anyio_backend: str) -> None:
+    with place(tmp_path / "store") as route:
+        await route.run_async(route.create_topic, "orders", 2)
+        assert "orders" in await route.run_async(route.topics)
+        assert await route.run_async(route.dead_letters, "billing") == []
+        await route.join_async(timeout=5)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
