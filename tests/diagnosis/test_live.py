@@ -126,15 +126,17 @@ def test_instances_of_different_models_or_strategies(rmq: Kit) -> None:
     assert {("model-differs", "group G"), ("strategy-differs", "group H")} <= found
 
 
-def test_two_clients_of_one_id(rmq: Kit) -> None:
+@pytest.mark.parametrize(("groups", "expected"), [("GG", ["same"]), ("GH", [])])
+def test_two_clients_of_one_id(rmq: Kit, groups: str, expected: list[str]) -> None:
+    """In one group they count as one; in two groups, such as those of one process, each is a client of its own."""
     rmq.broker.create_topic("T", 4)
-    for group in ("G", "H"):
+    for group in groups:
         consumer = PushConsumer(rmq.broker, group, client=Client(rmq.broker, instance_name="same"))
         consumer.subscribe("T", nothing)
         consumer.start()
     rmq.advance(seconds=60)
     found = [one for one in diagnose(rmq.broker, LIMITS) if one.kind == "shared-client-id"]
-    assert [one.subject.rpartition("@")[2] for one in found] == ["same"]
+    assert [one.subject.rpartition("@")[2] for one in found] == expected
 
 
 def four_instances(rmq: Kit, listener: Callable[[object], None] = nothing, **settings: object) -> list[PushConsumer]:

@@ -286,6 +286,7 @@ def test_every_example_is_run() -> None:
         "broadcast_cache.py",
         "embed_broker.py",
         "fastapi_app.py",
+        "large_bodies.py",
         "order_stock.py",
         "order_timeout.py",
         "ordered_orders.py",
