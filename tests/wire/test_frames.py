@@ -131,24 +131,27 @@ def test_a_wrong_field_is_named(fields: dict[str, str], error: str) -> None:
 
 
 @given(
-    names=st.tuples(TEXT, TEXT),
+    names=st.tuples(TEXT, TEXT, TEXT),
     numbers=st.tuples(*[st.integers(-1, 1 << 40)] * 6),
     properties=st.dictionaries(TEXT, TEXT.filter(lambda text: "\2" not in text), max_size=3),
     is_one_way=st.booleans(),
 )
 def test_the_template_of_a_send_gives_the_bytes_of_its_fields(
-    names: tuple[str, str], numbers: tuple[int, ...], properties: dict[str, str], is_one_way: bool
+    names: tuple[str, str, str], numbers: tuple[int, ...], properties: dict[str, str], is_one_way: bool
 ) -> None:
     """A frame whose fields were asked for, as by a signature, is encoded by them, with what was added."""
     queue_id, born_ms, sys_flag, default_queues, times, flag = numbers
     properties = {name: value for name, value in properties.items() if "\1" not in name and "\2" not in name}
     message = Message._from_parts(names[1], b"body", flag, properties)
-    send = SendMessage(names[0], message, queue_id, born_ms, LOCAL_HOST, sys_flag, default_queues, times)
+    send = SendMessage(
+        names[0], message, queue_id, born_ms, LOCAL_HOST, sys_flag, default_queues, times, default_topic=names[2]
+    )
     frame = send_frame(send)
     frame.opaque = 7
     if is_one_way:
         frame.one_way()
     raw = encode(frame)
+    assert frame.fields["c"] == names[2]
     usual = Frame(frame.code, dict(frame.fields), frame.body, 7, flag=frame.flag)
     assert raw == encode(usual) == encode(frame)
     frame.fields["Signature"] = usual.fields["Signature"] = "s"

@@ -29,7 +29,7 @@ from librmq.errors import (
 )
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.ids import parse_offset_message_id
-from librmq.message.message import Message, MessageQueue, StoredMessage
+from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.properties import PROPERTY_WAIT, encode_properties
 from librmq.message.topics import AUTO_CREATE_TOPIC, TopicType
 from librmq.protocol import (
@@ -116,6 +116,7 @@ from librmq.wire.remoting.headers import (
     ReceiveHeader,
     RequestCode,
     SendBackHeader,
+    SendHeader,
     SentHeader,
     StartedHeader,
 )
@@ -615,19 +616,34 @@ def send_frame(request: SendMessage | SendBatch | SendReply) -> Frame:
         items = [
             BatchItem(message.body, message.flag, encode_properties(message.properties)) for message in request.messages
         ]
-        first = request.messages[0]
-        wait = {name: value for name, value in first.properties.items() if name == PROPERTY_WAIT}
-        fields = _send_fields(request, first, encode_properties(wait).decode(), 0, 0)
-        fields["m"] = "true"
-        return Frame(RequestCode.SEND_BATCH_MESSAGE, fields, encode_batch(items))
+        wait = {name: text for name, text in request.messages[0].properties.items() if name == PROPERTY_WAIT}
+        header = _send_header(request, encode_properties(wait).decode())
+        return frame_of(RequestCode.SEND_BATCH_MESSAGE, header, encode_batch(items))
     if type(request) is SendMessage and request.max_reconsume_times is None:
         return MessageFrame(request)
     send = request.send if isinstance(request, SendReply) else request
-    fields = _message_fields(send, encode_properties(send.message.properties).decode())
-    if send.max_reconsume_times is not None:
-        fields["l"] = str(send.max_reconsume_times)
     code = RequestCode.SEND_MESSAGE_V2 if send is request else RequestCode.SEND_REPLY_MESSAGE_V2
-    return Frame(code, fields, send.message.body)
+    header = _send_header(send, encode_properties(send.message.properties).decode())
+    return frame_of(code, header, send.message.body)
+
+
+def _send_header(send: SendMessage | SendBatch, properties: str) -> SendHeader:
+    is_batch = isinstance(send, SendBatch)
+    message = send.messages[0] if isinstance(send, SendBatch) else send.message
+    return SendHeader(
+        send.group,
+        message.topic,
+        send.default_topic,
+        send.default_queues,
+        send.queue_id,
+        0 if isinstance(send, SendBatch) else send.sys_flag,
+        send.born_timestamp_ms,
+        message.flag,
+        properties,
+        0 if isinstance(send, SendBatch) else send.reconsume_times,
+        max_reconsume_times=None if isinstance(send, SendBatch) else send.max_reconsume_times,
+        batch=is_batch,
+    )
 
 
 class MessageFrame(Frame):
@@ -645,7 +661,7 @@ class MessageFrame(Frame):
     def fields(self) -> dict[str, str]:  # type: ignore[override]
         """The fields, which may be changed."""
         if self._fields is None:
-            self._fields = _message_fields(self._send, self._properties)
+            self._fields = to_fields(_send_header(self._send, self._properties), by_letters=True)
         return self._fields
 
     def json_header(self) -> bytes:
@@ -653,52 +669,40 @@ class MessageFrame(Frame):
         if self._fields is not None or self.flag:
             return Frame.json_header(self)
         send = self._send
-        message, shared = send.message, (send.group, send.message.topic, send.default_queues)
-        return (
-            f'{_heads.get(shared) or _head_of(shared)}{send.queue_id}","f":"{send.sys_flag}",'
-            f'"g":"{send.born_timestamp_ms}","h":"{message.flag}","i":{encode_basestring(self._properties)},'
-            f'"j":"{send.reconsume_times}","k":"false","m":"false"}},"flag":0,"language":"PYTHON",'
-            f'"opaque":{self.opaque},"serializeTypeCurrentRPC":"JSON","version":{VERSION}}}'
-        ).encode("utf-8", "replace")
+        message, shared = send.message, (send.group, send.message.topic, send.default_topic, send.default_queues)
+        template = _templates.get(shared) or _template_of(shared)
+        text = template % (
+            send.queue_id,
+            send.sys_flag,
+            send.born_timestamp_ms,
+            message.flag,
+            encode_basestring(self._properties),
+            send.reconsume_times,
+            self.opaque,
+        )
+        return text.encode("utf-8", "replace")
 
 
 _SEND: Final = int(RequestCode.SEND_MESSAGE_V2)
-_heads: Final[dict[tuple[str, str, int], str]] = {}
-_MOST_HEADS: Final = 256
+_templates: Final[dict[tuple[str, str, str, int], str]] = {}
+_MOST_TEMPLATES: Final = 256
 
 
-def _head_of(shared: tuple[str, str, int]) -> str:
-    """Return the header of sends of one group to one topic, up to the queue id."""
-    group, topic, default_queues = shared
-    names = f'"a":{encode_basestring(group)},"b":{encode_basestring(topic)},"c":"{AUTO_CREATE_TOPIC}"'
-    head = f'{{"code":{_SEND},"extFields":{{{names},"d":"{default_queues}","e":"'
-    if len(_heads) < _MOST_HEADS:
-        _heads[shared] = head
-    return head
-
-
-def _message_fields(send: SendMessage, properties: str) -> dict[str, str]:
-    return _send_fields(send, send.message, properties, send.sys_flag, send.reconsume_times)
-
-
-def _send_fields(
-    request: SendMessage | SendBatch, message: Message, properties: str, sys_flag: int, reconsume_times: int
-) -> dict[str, str]:
-    # By hand, because a small send spends much of its time here; the letters number the fields of `SendHeader`.
-    return {
-        "a": request.group,
-        "b": message.topic,
-        "c": AUTO_CREATE_TOPIC,
-        "d": str(request.default_queues),
-        "e": str(request.queue_id),
-        "f": str(sys_flag),
-        "g": str(request.born_timestamp_ms),
-        "h": str(message.flag),
-        "i": properties,
-        "j": str(reconsume_times),
-        "k": "false",
-        "m": "false",
-    }
+def _template_of(shared: tuple[str, str, str, int]) -> str:
+    """Return the header of sends of one group to one topic, to be filled by ``%`` with what differs."""
+    numbers = (*range(10101010, 50505051, 10101010), 60606060)
+    queue_id, sys_flag, born_ms, flag, reconsume_times, opaque = numbers
+    mark = "the properties\x01"  # the escape occurs in no name
+    header = SendHeader(*shared, queue_id, sys_flag, born_ms, flag, mark, reconsume_times)
+    frame = Frame(_SEND, to_fields(header, by_letters=True), opaque=opaque)
+    text = frame.json_header().decode().replace("%", "%%").replace(encode_basestring(mark), "%s")
+    head, at, tail = text.partition('"e":')  # the names before it may contain the numbers
+    for number in numbers:
+        tail = tail.replace(str(number), "%d")
+    template = head + at + tail
+    if len(_templates) < _MOST_TEMPLATES:
+        _templates[shared] = template
+    return template
 
 
 def sent_reply(response: SendResponse, code: int = 0, remark: str | None = None) -> Reply:
