@@ -371,6 +371,16 @@ def test_retention_runs_at_the_start_and_when_it_asks(subject: Subject) -> None:
     assert subject.expired == [0, 3]
 
 
+def test_files_that_waited_for_a_flush_of_queues_go_with_it(subject: Subject) -> None:
+    subject.expire_next = 45_000
+    subject.append(1)
+    subject.run_until(50)
+    assert subject.expired == [0, 45]
+    subject.run_until(60)
+    subject.run()
+    assert (subject.derived, subject.expired) == ([60], [0, 45, 60])
+
+
 def test_a_failure_of_retention_is_logged_and_retried(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
     subject.expire_error = io_error("delete")
     subject.append(ENOUGH)

@@ -383,9 +383,12 @@ class Housekeeping(AlarmState):
         log_due, log_alarm = self._flush_log(now_ms)
         if self._commit.failure is not None:
             return None  # the store accepts nothing more
+        derived_at_ms = self._derived_at_ms
         queues_due = self._flush_queues(now_ms)
         if log.sequence.end > self._expired_end:  # a new log file can exceed the total size
             self._expired_end, self._expire_at_ms = log.sequence.end, now_ms
+        if self._expire_at_ms is not None and self._derived_at_ms > derived_at_ms:
+            self._expire_at_ms = now_ms  # files that waited for this flush of queues can go, not a second later
         if self._expire_at_ms is not None and now_ms >= self._expire_at_ms:
             try:
                 self._expire_at_ms = self._expire(now_ms)
