@@ -273,7 +273,8 @@ _MOST_STEPS_AT_ONCE: Final = 1_000_000
 _PATIENCE_S: Final = 10
 """Seconds of real time in which one of the waiting coroutines has to end."""
 _LOOP_PASSES: Final = 20
-"""Turns of the event loop that other tasks get when coroutines of listeners have ended."""
+"""Turns of the event loop that other tasks get before time moves."""
+_MOST_ROUNDS_AT_ONCE: Final = 100_000
 
 
 class ManualRunner(Runner):
@@ -342,18 +343,54 @@ class ManualRunner(Runner):
     async def advance_async(self, ms: int = 0) -> None:
         """Like `advance`; coroutines run on the calling event loop, and time stands while one of them runs.
 
+        Before time moves, other tasks of the loop go on, which may wait for what a turn has done.
+
         Raises:
+            EndlessLoopError: Turns and tasks follow each other without time passing.
             NotIdleError: No running coroutine ends within 10 seconds of real time.
         """
         until = self.now_ms() + ms
-        self._take_turns(until)
-        while self._tasks:
-            await self.run_tasks()
-            self._take_turns(until)
+        await self.take_turns_async(until, self._take_turns)
         self.manual_clock.move_to(max(until, self.now_ms()))
 
-    async def run_tasks(self) -> None:
-        """Wait until a coroutine has ended, and let other tasks of the loop go on, which may wait for its effects.
+    async def take_turns_async(self, until_ms: int, take: Callable[[int], object]) -> None:
+        """Take all turns up to a time by ``take(until_ms)``; time moves when nothing else in the loop goes on.
+
+        Raises:
+            EndlessLoopError: Turns and tasks follow each other without time passing.
+            NotIdleError: No running coroutine ends within 10 seconds of real time.
+        """
+        take(self.now_ms())
+        rounds, at = 0, self.now_ms()
+        while True:
+            rounds = rounds + 1 if self.now_ms() == at else 0
+            at = self.now_ms()
+            if rounds > _MOST_ROUNDS_AT_ONCE:
+                raise EndlessLoopError(
+                    f"tasks of the event loop have caused turns {rounds:,} times without time passing: do messages "
+                    "that one of them sends come back to it?"
+                )
+            if self._tasks:
+                await self._wait_for_task()
+                take(self.now_ms())
+            elif await self._other_tasks_cause_turns():
+                take(self.now_ms())
+            elif (due := self.next_due_ms()) is not None and due <= until_ms:
+                take(max(due, self.now_ms()))
+            else:
+                return
+
+    async def _other_tasks_cause_turns(self) -> bool:
+        """Let other tasks of the loop go on; return whether there is something to do now."""
+        for _ in range(_LOOP_PASSES):
+            await asyncio.sleep(0)
+            due = self.next_due_ms()
+            if self.ready or (due is not None and due <= self.now_ms()):
+                return True
+        return False
+
+    async def _wait_for_task(self) -> None:
+        """Wait until a coroutine has ended.
 
         Raises:
             NotIdleError: No coroutine ends within 10 seconds of real time.
@@ -366,8 +403,6 @@ class ManualRunner(Runner):
                 f"still running after {_PATIENCE_S} s of real time: {', '.join(labels[:5])}, waiting at "
                 f"{', '.join(places[:5])}: time stands until listeners end, so they can't wait for later messages"
             )
-        for _ in range(_LOOP_PASSES):
-            await asyncio.sleep(0)
 
     def next_due_ms(self) -> int | None:
         """Return when the next step is due, None if nothing is scheduled."""

@@ -324,10 +324,11 @@ class Driver:
         self._check_awaited()
         begin = self.clock.now_ms()
         self._start()
+        has_others = _has_other_tasks()  # they may wait for what a listener does, and go on before time moves
         while True:
             at = until()
-            self.take_turns(at)
-            if self.runner.has_tasks:
+            self.take_turns(self.clock.now_ms() if has_others else at)
+            if has_others or self.runner.has_tasks:
                 resume = partial(self._resume, until, at, begin, again)
                 self._unawaited = Elapsed(timedelta(0), resume, _place_of_caller())
                 return self._unawaited
@@ -339,14 +340,11 @@ class Driver:
         """Finish `run` in the test's event loop, where coroutines of listeners continue."""
         self._unawaited = None
         while True:
-            while self.runner.has_tasks:
-                await self.runner.run_tasks()
-                self.take_turns(at)
+            await self.runner.take_turns_async(at, self.take_turns)
             self.clock.move_to(max(at, self.clock.now_ms()))
             at = until() if again else at
             if not again or at <= self.clock.now_ms():
                 return timedelta(milliseconds=self.clock.now_ms() - begin)
-            self.take_turns(at)
 
     def take_turns(self, until_ms: int) -> None:
         """Take all turns up to a time; raise a listener's error, with a traceback of the user's code only."""
@@ -392,9 +390,17 @@ class Driver:
         elapsed, self._unawaited = self._unawaited, None
         if elapsed is not None:
             raise NotAwaitedError(
-                f"the call that moves time at {elapsed.place} was not awaited, so that coroutines of listeners did not "
-                "end: write `await` before it"
+                f"the call that moves time at {elapsed.place} was not awaited, so that coroutines did not go on: write "
+                "`await` before it"
             )
+
+
+def _has_other_tasks() -> bool:
+    """Return whether the caller runs in an event loop beside other tasks."""
+    try:
+        return len(asyncio.all_tasks()) > 1
+    except RuntimeError:  # no event loop
+        return False
 
 
 def _place_of_caller() -> str:

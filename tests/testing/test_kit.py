@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import selectors
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -276,6 +277,42 @@ def test_time_stands_while_coroutine_listeners_run(way: str) -> None:
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("call", ["advance", "run_for", "advance_async"])
+def test_time_stands_while_tasks_of_the_test_run(call: str) -> None:
+    """A listener that is a function hands its message to a task, whose messages come before time moves."""
+
+    async def test() -> None:
+        orders, receipts = asyncio.Queue[bytes](), asyncio.Queue[bytes]()
+        with Kit() as rmq:
+            begin = rmq.clock.now_ms()
+
+            @rmq.consumer("billing", max_reconsume_times=3).subscribe("orders")
+            def charge(message: DeliveredMessage) -> None:
+                orders.put_nowait(message.body)
+                raise ReconsumeLater
+
+            async def work() -> None:
+                while True:
+                    await orders.get()
+                    await asyncio.sleep(0)
+                    await rmq.producer().send_async("receipts", b"%d" % ((rmq.clock.now_ms() - begin) // 1000))
+
+            working = asyncio.create_task(work())
+            rmq.consumer("mail").subscribe("receipts")(lambda message: receipts.put_nowait(message.body))
+            await rmq.producer().send_async("orders", b"x")
+            if call == "advance":
+                await rmq.advance(hours=1)
+            elif call == "run_for":
+                await rmq.run_for(hours=1)
+            else:
+                await rmq.runner.advance_async(3_600_000)
+            assert [receipts.get_nowait() for _ in range(4)] == [b"0", b"10", b"40", b"100"]
+            assert [one.began_ms // 1000 for one in rmq.delivered("mail")] == [0, 10, 40, 100]
+            working.cancel()
+
+    asyncio.run(test())
+
+
 def test_run_for_waits_for_coroutines() -> None:
     async def test() -> None:
         with Kit() as rmq:
@@ -295,8 +332,18 @@ def test_run_for_waits_for_coroutines() -> None:
     asyncio.run(test())
 
 
+class _FastSelector(selectors.DefaultSelector):
+    """Waits a thousandth of the time."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        return super().select(timeout and timeout / 1000)
+
+
 class _FastLoop(asyncio.SelectorEventLoop):
     """Waits a thousandth of the time."""
+
+    def __init__(self) -> None:
+        super().__init__(_FastSelector())
 
     def time(self) -> float:
         return 1000 * super().time()
