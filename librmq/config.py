@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 import math
 import os
 import types
@@ -164,6 +165,29 @@ def check_kind(name: str, value: object, kind: type, example: str = "") -> None:
     if value is not None and not isinstance(value, kind):
         such_as = f" such as {example}" if example else ""
         raise wrong_kind(name, value, f"a {kind.__name__}{such_as}")
+
+
+def check_arguments(what: str, function: Callable[..., object], *arguments: str) -> None:
+    """Refuse a function that can't take the positional ``arguments`` that it will be called with.
+
+    What has no signature, such as some builtins, passes. The signature is the one of a wrapper itself, because a
+    decorator can add arguments to those of the function that it wraps.
+
+    Raises:
+        ConfigError: The function takes fewer arguments, or requires more.
+    """
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        parameters = ", ".join(map(str, signature.parameters.values()))
+        raise ConfigError(
+            f"{what} {function!r:.100} takes ({parameters:.100}), but it is called with {' and '.join(arguments)} "
+            f"({error}): change its parameters, or wrap it in one that takes these"
+        ) from None
 
 
 def check_path(name: str, path: object, expected: str) -> None:

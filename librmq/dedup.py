@@ -33,7 +33,7 @@ from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict, Unpack
 
 from librmq.clock import Clock, SystemClock
-from librmq.config import Config, Seconds
+from librmq.config import Config, Seconds, check_arguments
 from librmq.consumer import OrderlyResult
 from librmq.consumer.listeners import refuse_generator
 from librmq.errors import ConfigError, DedupStoreError
@@ -195,6 +195,8 @@ class DedupListener:
             if not callable(function):
                 raise ConfigError(f"{name}: expected a function of a message, found {function!r:.80}")
         refuse_generator(listener)
+        check_arguments("listener: the function", listener, "one message, or a list")
+        check_arguments("key: the function", key, "one message")
         self.listener = listener
         self.store = store
         self.counts = DedupCounts()

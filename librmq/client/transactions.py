@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
 from librmq.client.producer import Producer, ProducerArguments
 from librmq.client.sender import SendResult
+from librmq.config import check_arguments
 from librmq.errors import ClientError, ConfigError, MessageIllegalError
 from librmq.message import record
 from librmq.message.message import Message, MessageQueue, StoredMessage, delayed_transaction, transaction_with_priority
@@ -142,6 +143,9 @@ class TransactionProducer(Producer):
         super().__init__(route, group, **settings)
         if not callable(check):
             raise ConfigError(f"check: expected a function of a message, found {check!r}")
+        check_arguments("check: the function", check, "one message")
+        if execute is not None:
+            check_arguments("execute: the function", execute, "a message", "arg")
         self._check = check
         self._execute = execute
         self._check_pool = check_pool

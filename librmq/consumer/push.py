@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Final, TypeVar, Unpack, cast, overload
 
 from librmq.client.client import Client
-from librmq.config import check_kind
+from librmq.config import check_arguments, check_kind
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
@@ -305,11 +305,15 @@ class PushConsumer(Consumer[ConsumerConfig]):
             **settings: Single settings of `ConsumerConfig`, in place of those in ``config``.
 
         Raises:
-            ConfigError: There is no such setting, or its value is refused.
+            ConfigError: There is no such setting, its value is refused, or a function can't take its argument.
             TypeError: ``route`` is no route.
         """
         super().__init__(route, group, ConsumerConfig.of(config, settings), client, instance_name)
         self.hooks: list[ConsumeHook] = list(hooks)
+        for hook in self.hooks:
+            check_arguments("hooks: the function", hook, "a ConsumeContext")
+        if before_last_attempt is not None:
+            check_arguments("before_last_attempt: the function", before_last_attempt, "one message")
         self.before_last_attempt = before_last_attempt
         check_kind("metrics", metrics, Metrics)
         self.metrics = metrics
@@ -413,7 +417,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
         Raises:
             ConfigError: Both ``tags`` and ``sql`` are given, a message could match both this listener and another one,
-                the listener is a generator, or an orderly consumer gets a weight.
+                the listener is a generator or can't take its argument, or an orderly consumer gets a weight.
             FilterSyntaxError: The expression does not compile.
         """
         if batch is False and self.config.batch_size > 1:
@@ -434,6 +438,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
             if not callable(function):
                 raise ConfigError(f"topic {topic!r}: expected a function as listener, found {function!r:.80}")
             refuse_generator(function, f"topic {topic!r}: ")
+            given = "a list of messages" if as_list else "one message"
+            check_arguments(f"topic {topic!r}: the listener", function, given)
             called: Callable[..., Any] = function
             if predicate is not None:
                 own = TopicPredicate(topic, self.group, predicate, self.runner.clock, self.metrics)

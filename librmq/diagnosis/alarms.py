@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal, NamedTuple
 
 from librmq.broker import Broker
-from librmq.config import to_seconds
+from librmq.config import check_arguments, to_seconds
 from librmq.diagnosis.checks import diagnose
 from librmq.diagnosis.findings import Finding, Thresholds, grouped, worst_first
 from librmq.diagnosis.formatting import duration
@@ -238,6 +238,7 @@ def watch(
     """
     if not callable(callback):
         raise ConfigError(f"callback: expected a function of an alarm, found {callback!r:.80}")
+    check_arguments("callback: the function", callback, "one alarm")
     seconds = to_seconds("every", every)
     if seconds <= 0:
         raise ConfigError(f"every: expected seconds above 0, found {every!r}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import pickle
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -721,6 +723,75 @@ def test_a_listener_that_is_a_generator_is_refused(one_queue: Kit, listener: Cal
     with pytest.raises(ConfigError, match=r"topic 't': the listener .* is a generator.*remove `yield`"):
         consumer.subscribe("t", listener)
     consumer.subscribe("t", lambda message: None)
+
+
+class _Shop:
+    def ship(self, message: DeliveredMessage) -> None: ...
+
+    def ship_with(self, message: DeliveredMessage, carrier: str) -> None: ...
+
+    async def __call__(self, message: DeliveredMessage) -> None: ...
+
+
+def _with_connection(function: Callable[[DeliveredMessage, str], None]) -> Callable[[DeliveredMessage], None]:
+    """A decorator that adds an argument, as an application's does that opens a database connection."""
+
+    @functools.wraps(function)
+    def connected(message: DeliveredMessage) -> None:
+        function(message, "connection")
+
+    return connected
+
+
+async def _no_argument() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("listener", "takes"),
+    [
+        (lambda: None, r"\(\)"),
+        (_no_argument, r"\(\)"),
+        (_Shop().ship_with, r"\(message: .*, carrier: .*\)"),
+        (_Shop.ship, r"\(self, message: .*\)"),
+    ],
+)
+def test_a_listener_that_cannot_take_a_message_is_refused(
+    one_queue: Kit, listener: Callable[..., object], takes: str
+) -> None:
+    """Otherwise every delivery would fail, up to the dead letters."""
+    consumer = PushConsumer(one_queue.broker, "g")
+    with pytest.raises(ConfigError, match=rf"topic 't': the listener <.*> takes {takes}, but it is called with one me"):
+        consumer.subscribe("t", listener)
+    with pytest.raises(ConfigError, match="called with a list of messages"):
+        consumer.subscribe("t", listener, batch=True)
+    assert not consumer.subscriptions
+
+
+@pytest.mark.parametrize(
+    "listener",
+    [
+        _Shop(),
+        _Shop().ship,
+        functools.partial(_Shop().ship_with, carrier="post"),
+        _with_connection(_Shop().ship_with),
+        print,
+        [].append,
+        type,
+        Mock(),
+        lambda *arguments: None,
+        lambda message, attempt=1, **rest: None,
+    ],
+)
+def test_a_listener_that_can_take_a_message_passes(one_queue: Kit, listener: Callable[..., object]) -> None:
+    PushConsumer(one_queue.broker, "g").subscribe("t", listener)
+
+
+def test_functions_that_a_consumer_calls_take_their_argument(one_queue: Kit) -> None:
+    make: Any = PushConsumer
+    with pytest.raises(ConfigError, match=r"hooks: the function .* is called with a ConsumeContext"):
+        make(one_queue.broker, "g", hooks=[lambda: None])
+    with pytest.raises(ConfigError, match=r"before_last_attempt: the function .* is called with one message"):
+        make(one_queue.broker, "g", before_last_attempt=lambda: None)
 
 
 def test_hooks_see_each_delivery(one_queue: Kit) -> None:

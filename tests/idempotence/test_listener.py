@@ -650,6 +650,10 @@ def test_what_is_no_function_is_refused_before_a_message_comes() -> None:
         make(None, MemoryDedupStore(), group="g")
     with pytest.raises(ConfigError, match="key: expected a function of a message, found 'order'"):
         make(print, MemoryDedupStore(), group="g", key="order")
+    with pytest.raises(ConfigError, match=r"listener: the function .* is called with one message, or a list"):
+        make(lambda: None, MemoryDedupStore(), group="g")
+    with pytest.raises(ConfigError, match=r"key: the function .* is called with one message"):
+        make(print, MemoryDedupStore(), group="g", key=lambda: "order")
 
 
 def test_a_listener_that_is_a_generator_cannot_be_guarded() -> None:
