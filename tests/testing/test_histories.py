@@ -1,4 +1,4 @@
-"""`check_history`: each anomaly and each excuse by hand, and random histories against a slow model of the rules."""
+"""`check_history`: each anomaly and each excuse by hand, and what holds for random histories."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from librmq.errors import InputError
-from librmq.testing import Anomaly, check_history
+from librmq.testing import check_history
 from librmq.testing.histories.anomalies import KINDS
 from tests.budget import step
-from tests.testing.anomaly_model import Model, Row, Verdict
+
+Row = dict[str, Any]
 
 QUEUE = {"broker": "a", "queue_id": 0}
 
@@ -342,17 +343,6 @@ def random_history(random: Random) -> list[Row]:
     return RandomHistory(random).events()
 
 
-def verdicts(anomalies: Sequence[Anomaly]) -> Counter[Verdict]:
-    return Counter(Verdict(a.anomaly, a.at_ms, a.id, a.group, a.queue_offset) for a in anomalies)  # type: ignore[arg-type]
-
-
-@settings(max_examples=150 // step(), deadline=None)
-@given(st.randoms(use_true_random=False))
-def test_random_histories_are_judged_as_by_the_model(random: Random) -> None:
-    events = random_history(random)
-    assert verdicts(check_history(events)) == Counter(Model(events).verdicts())
-
-
 @settings(max_examples=150 // step(), deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_the_evidence_is_a_history_with_the_anomaly(random: Random) -> None:
@@ -365,13 +355,19 @@ def test_the_evidence_is_a_history_with_the_anomaly(random: Random) -> None:
             assert anomaly[:8] in [again[:8] for again in check_history(evidence)]
 
 
-def test_the_model_agrees_on_every_kind() -> None:
+FREQUENCY = {
+    "phantom": 76, "aborted": 178, "offset-conflict": 25, "early": 27, "send-order": 31, "overlap": 74,
+    "delivery-order": 6, "attempts": 276, "repeat": 74, "progress-ahead": 21, "progress-back": 27, "effect-twice": 34,
+    "undecided": 2, "lost": 28,
+}  # fmt: skip
+"""Anomalies of 400 random histories, on which three checkers that were written apart from each other agreed."""
+
+
+def test_random_histories_have_as_many_anomalies_of_each_kind_as_before() -> None:
     kinds: Counter[str] = Counter()
     for seed in range(400):
-        events = random_history(Random(seed))
-        judged = check_history(events)
-        assert verdicts(judged) == Counter(Model(events).verdicts())
-        kinds.update(anomaly.anomaly for anomaly in judged)
+        kinds.update(anomaly.anomaly for anomaly in check_history(random_history(Random(seed))))
+    assert kinds == FREQUENCY
     assert set(kinds) == set(KINDS)
 
 

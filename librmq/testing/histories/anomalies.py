@@ -1,46 +1,26 @@
 """Anomalies of a history: what contradicts the promises of RocketMQ, with the events that show it.
 
 `docs/histories.md` lists them. A message that one kind names is left out of the kinds after it, so that a fault has one
-name. Each rule first finds its rows with arrays, and then describes only these.
+name. Each rule is said as plainly as it can be, over rows that are in order.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
 from librmq.testing.histories.events import (
-    ABSENT,
-    COMMIT,
-    ENDED_DIED,
-    ENDED_OK,
-    ENDED_RETRY,
     ENDLESS,
-    FAILED,
-    OK,
-    ROLLBACK,
+    Commit,
+    Delivery,
     HistoryEvents,
-    Integers,
-    Table,
+    MessageId,
+    Queue,
+    Send,
 )
-from librmq.testing.histories.rows import (
-    HistoryRows,
-    Marks,
-    Mask,
-    RowsByKey,
-    distinct,
-    eras,
-    highest_before,
-    highest_earlier,
-    is_first_of_kind,
-    is_in,
-    take,
-)
+from librmq.testing.histories.rows import HistoryRows, Marks, by_key, falls
 
 KINDS: Final = (
     "phantom",
@@ -60,7 +40,6 @@ KINDS: Final = (
 )
 """The kinds of anomalies, in the order in which they are looked for."""
 
-_NONE: Final = np.zeros(0, np.int64)
 _LARGEST_SHRUNK: Final = 60
 """Deliveries of a message up to which the evidence of a repeat is made as small as possible."""
 
@@ -123,30 +102,39 @@ class _Check:
 
     def __init__(self, history: HistoryEvents) -> None:
         self._history = HistoryRows(history)
-        self._ids, self._texts = self._history.ids, self._history.texts
-        self._groups, self._effects = self._history.groups, self._history.effects
-        self._left_out = np.zeros(len(self._ids), bool)
-        """Messages that a kind has named, by the number of their ids."""
+        self._groups = self._history.groups
+        self._left_out: set[MessageId] = set()
+        """Messages that a kind has named."""
+        self._is_half: set[MessageId] = set()
+        """Messages of which only halves may be stored."""
+        self._scopes: dict[str, dict[MessageId, list[Delivery]]] = defaultdict(dict)
+        """The deliveries of each message in each group."""
+        self._letters: dict[tuple[str, MessageId], int] = {}
+        """When a message was in the dead-letter topic of a group."""
+        for at_ms, _, event in self._history.marks["dead_letter"]:
+            key = (event["group"], event["id"])
+            self._letters[key] = min(self._letters.get(key, at_ms), at_ms)
+        self._ahead: dict[tuple[str, MessageId], tuple[int, Send, Commit]] = {}
+        """What progress has passed, by group and message: when, its send and the commit."""
 
     def anomalies(self) -> Iterator[Anomaly]:
         """Yield the anomalies by their kinds."""
         for rule in (self._phantoms, self._aborted, self._offset_conflicts, self._early):
             named: list[Anomaly] = list(rule())
             yield from named
-        self._live_sends = take(self._history.sends, ~self._left_out[self._history.sends["id"]])
-        self._live = take(self._history.deliveries, ~self._left_out[self._history.deliveries["id"]])
+        self._sends = [send for send in self._history.sends if send.id not in self._left_out]
+        self._deliveries = [row for row in self._history.deliveries if row.id not in self._left_out]
+        for row in self._deliveries:
+            self._scopes[row.group].setdefault(row.id, []).append(row)
         yield from self._send_order()
         yield from self._order_of_deliveries()
         yield from self._attempts_and_repeats()
-        yield from self._progress()
+        yield from self._progress_ahead()
+        yield from self._progress_back()
         yield from self._effects_twice()
         yield from self._undecided_and_lost()
 
     # ---- descriptions
-
-    def _queue_text(self, table: Table, row: int, topic: str = "topic") -> str:
-        names = (self._texts["topic"][table[topic][row]], self._texts["broker"][table["broker"][row]])
-        return "/".join((*names, str(table["queue_id"][row])))
 
     def _anomaly(
         self,
@@ -155,642 +143,413 @@ class _Check:
         events: Iterable[int],
         what: str,
         *,
-        message: int | None = None,
-        group: int | None = None,
-        place: tuple[Table, int] | None = None,
+        message: MessageId | None = None,
+        group: str | None = None,
+        place: Send | Delivery | Commit | None = None,
     ) -> Anomaly:
-        """Return an anomaly; ``place`` is the row of a table with the queue, and the offset where one applies."""
+        """Return an anomaly; ``place`` is the row with the queue, and the offset where one applies."""
         topic = broker = queue_id = queue_offset = None
-        if place is not None:
-            table, row = place
-            topic = self._texts["topic"][table["read_topic" if "read_topic" in table else "topic"][row]]
-            if table["queue"][row] >= 0:
-                broker = self._texts["broker"][table["broker"][row]]
-                queue_id, queue_offset = int(table["queue_id"][row]), int(table["queue_offset"][row])
-        return Anomaly(
-            kind,
-            int(at_ms),
-            None if message is None else self._ids[message],
-            None if group is None else self._texts["group"][group],
-            topic,
-            broker,
-            queue_id,
-            queue_offset,
-            tuple(sorted(self._history.with_crashes(kind, events))),
-            what,
-        )
+        if place is not None and place.queue:
+            (topic, broker, queue_id), queue_offset = place.queue, place.queue_offset
+        elif isinstance(place, Send):
+            topic = place.topic
+        lines = tuple(sorted(self._history.with_crashes(kind, events)))
+        return Anomaly(kind, at_ms, message, group, topic, broker, queue_id, queue_offset, lines, what)
 
-    def _of_delivery(self, kind: str, row: int, events: Iterable[int], what: str, rows: Table | None = None) -> Anomaly:
-        """Return an anomaly of a delivery, with ``{group}`` and ``{id}`` of the sentence filled in."""
-        rows = self._history.deliveries if rows is None else rows
-        message, group = int(rows["id"][row]), int(rows["group"][row])
-        return self._anomaly(
-            kind,
-            int(rows["begin_ms"][row]),
-            [*events, int(rows["line"][row])],
-            what,
-            message=message,
-            group=group,
-            place=(rows, row),
-        )
+    def _of_delivery(self, kind: str, row: Delivery, events: Iterable[int], what: str) -> Anomaly:
+        """Return an anomaly of a delivery."""
+        lines = [*events, row.line]
+        return self._anomaly(kind, row.begin_ms, lines, what, message=row.id, group=row.group, place=row)
 
     # ---- messages that should not be there
 
     def _phantoms(self) -> Iterator[Anomaly]:
-        is_sent = np.zeros(len(self._ids), bool)
-        is_sent[self._history.sends["id"]] = True
-        rows, letters = self._history.deliveries, self._history.tables["dead_letter"]
-        first: dict[int, tuple[int, int, int, int]] = {}
-        for row in (~is_sent[rows["id"]]).nonzero()[0].tolist():
-            first.setdefault(int(rows["id"][row]), (int(rows["begin_ms"][row]), 0, row, 0))
-        for row in (~is_sent[letters["id"]]).nonzero()[0].tolist():
-            message = int(letters["id"][row])
-            letter = (int(letters["at_ms"][row]), 1, int(letters["group"][row]), row)
-            first[message] = min(first.get(message, letter), letter)
-        for message, (at_ms, is_letter, row, letter_row) in first.items():
-            self._left_out[message] = True
-            if not is_letter:
-                what = f"Group {self._group(rows, row)} got {self._ids[message]}, which was never sent."
-                yield self._of_delivery("phantom", row, (), what)
+        is_sent = self._history.sends_by_id
+        first: dict[MessageId, Delivery] = {}
+        for row in self._history.deliveries:
+            if row.id not in is_sent:
+                first.setdefault(row.id, row)
+        letters: dict[MessageId, tuple[int, str, int]] = {}
+        for at_ms, line, event in self._history.marks["dead_letter"]:
+            if (message := event["id"]) not in is_sent:
+                letter = (at_ms, event["group"], line)
+                letters[message] = min(letters.get(message, letter), letter)
+        for message in {**first, **letters}:
+            self._left_out.add(message)
+            if message in first and (message not in letters or first[message].begin_ms <= letters[message][0]):
+                row = first[message]
+                yield self._of_delivery("phantom", row, (), f"Group {row.group} got {message}, which was never sent.")
                 continue
-            what = f"{self._ids[message]} is a dead letter of group {self._texts['group'][row]}, but was never sent."
-            events = [int(letters["line"][letter_row])]
-            yield self._anomaly("phantom", at_ms, events, what, message=message, group=row)
+            at_ms, group, line = letters[message]
+            what = f"{message} is a dead letter of group {group}, but was never sent."
+            yield self._anomaly("phantom", at_ms, [line], what, message=message, group=group)
 
     def _aborted(self) -> Iterator[Anomaly]:
-        sends, rows, ends = self._history.sends, self._history.deliveries, self._history.tables["end_transaction"]
-        size = len(self._ids)
-        first = np.full(size, -1)
-        first[rows["id"][::-1]] = np.arange(len(rows["id"]))[::-1]
-        is_sent, is_stored, is_plain, is_rolled_back = (np.zeros(size, bool) for _ in range(4))
-        is_sent[sends["id"]] = True
-        is_stored[sends["id"][sends["outcome"] != FAILED]] = True
-        is_plain[sends["id"][(sends["outcome"] != FAILED) & (sends["half"] != 1)]] = True
-        self._is_half = is_stored & ~is_plain
-        commit_ms = np.full(size, ENDLESS)
-        commits = (ends["decision"] == COMMIT) & (ends["outcome"] != FAILED)
-        np.minimum.at(commit_ms, ends["id"][commits], ends["begin_ms"][commits])
-        is_rolled_back[ends["id"][(ends["decision"] == ROLLBACK) & (ends["outcome"] == OK)]] = True
-        begin_ms = np.where(first >= 0, rows["begin_ms"][first], ENDLESS) if len(rows["id"]) else commit_ms
-        is_delivered = (first >= 0) & ~self._left_out
-        is_refused = is_delivered & is_sent & ~is_stored
-        is_early = is_delivered & self._is_half & (begin_ms < commit_ms)
-        for message in (is_refused | is_early).nonzero()[0].tolist():
-            self._left_out[message] = True
-            row = int(first[message])
-            got = f"Group {self._group(rows, row)} got {self._ids[message]}"
+        plain = {send.id for send in self._history.sends if send.outcome != "failed" and not send.is_half}
+        stored = {send.id for send in self._history.sends if send.outcome != "failed"}
+        self._is_half = stored - plain
+        first: dict[MessageId, Delivery] = {}
+        for row in self._history.deliveries:
+            if row.id not in plain and row.id not in self._left_out:
+                first.setdefault(row.id, row)
+        for message, row in first.items():
+            ends = [end for end in self._history.ends_by_id.get(message, ()) if end.outcome != "failed"]
+            commit_ms = min((end.begin_ms for end in ends if end.decision == "commit"), default=ENDLESS)
+            rollbacks = [end.line for end in ends if end.decision == "rollback" and end.outcome == "ok"]
+            got = f"Group {row.group} got {message}"
             events = self._history.support(message)[:1]
-            if is_refused[message]:
+            if message not in stored:
                 what = f"{got}, although every send of it failed."
-            elif commit_ms[message] != ENDLESS:
-                what = f"{got} {commit_ms[message] - begin_ms[message]} ms before its transaction began to commit."
-            elif is_rolled_back[message]:
+            elif row.begin_ms >= commit_ms:
+                continue
+            elif commit_ms != ENDLESS:
+                what = f"{got} {commit_ms - row.begin_ms} ms before its transaction began to commit."
+            elif rollbacks:
                 what = f"{got}, although its transaction was rolled back."
-                events += [
-                    int(ends["line"][end])
-                    for end in self._history.ends_by_id(message)
-                    if ends["decision"][end] == ROLLBACK and ends["outcome"][end] == OK
-                ][:1]
+                events += rollbacks[:1]
             else:
                 what = f"{got}, although nothing committed its transaction."
+            self._left_out.add(message)
             yield self._of_delivery("aborted", row, events, what)
 
     def _offset_conflicts(self) -> Iterator[Anomaly]:
-        sends = take(
-            self._history.sends, (self._history.sends["queue"] >= 0) & ~self._left_out[self._history.sends["id"]]
-        )
-        rows = take(self._history.deliveries, ~self._left_out[self._history.deliveries["id"]])
-        count = len(sends["id"])
-        queue, offset, ids = (np.concatenate((sends[name], rows[name])) for name in ("queue", "queue_offset", "id"))
-        order = np.lexsort((offset, queue))
-        queue, offset, ids = queue[order], offset[order], ids[order]
-        is_same = (queue[1:] == queue[:-1]) & (offset[1:] == offset[:-1])
-        conflicts = (is_same & (ids[1:] != ids[:-1])).nonzero()[0]
-        if not len(conflicts):
-            return
-        places = np.concatenate(([0], np.cumsum(~is_same)))
-        named: dict[int, tuple[int, int, tuple[int, int]]] = {}
-
-        def coming(holder: int) -> tuple[int, int, int, str]:
-            if holder < count:
-                return (
-                    0,
-                    int(sends["end_ms"][holder]),
-                    int(sends["begin_ms"][holder]),
-                    str(self._ids[sends["id"][holder]]),
-                )
-            return 1, holder, 0, ""
-
-        for place in distinct(places[conflicts]).tolist():
-            begin, end = places.searchsorted((place, place + 1))
-            holders = sorted(order[begin:end].tolist(), key=coming)
-            messages: dict[int, int] = {}
-            for holder in holders:
-                messages.setdefault(
-                    int((sends["id"] if holder < count else rows["id"])[holder - count * (holder >= count)]), holder
-                )
-            (first_message, first_holder), *later = messages.items()
-            self._left_out[first_message] = True
-            for message, holder in later:
-                self._left_out[message] = True
-                at_ms = int(sends["end_ms"][holder]) if holder < count else int(rows["begin_ms"][holder - count])
+        holders = self._holders_of_conflicts()
+        named: dict[MessageId, tuple[int, Send | Delivery, Send | Delivery]] = {}
+        for rows in holders.values():
+            messages: dict[MessageId, Send | Delivery] = {}
+            for row in rows:
+                messages.setdefault(row.id, row)
+            (_, first), *later = messages.items()
+            self._left_out |= messages.keys()
+            for message, row in later:
+                at_ms = row.end_ms if isinstance(row, Send) else row.begin_ms
                 if message not in named or at_ms < named[message][0]:
-                    named[message] = (at_ms, holder, (first_message, first_holder))
-        for message, (at_ms, holder, (first_message, first_holder)) in named.items():
-            table, row = (sends, holder) if holder < count else (rows, holder - count)
-            lines = [int(table["line"][row])]
-            if holder >= count:
-                lines += self._history.support(message)
-            if first_holder < count:
-                lines.append(int(sends["line"][first_holder]))
-            else:
-                lines += [int(rows["line"][first_holder - count]), *self._history.support(first_message)]
-            verb = "stored" if holder < count else "read"
+                    named[message] = (at_ms, row, first)
+        for message, (at_ms, row, first) in named.items():
+            lines = [row.line, first.line]
+            for holder in (row, first):
+                lines += self._history.support(holder.id) if isinstance(holder, Delivery) else ()
+            verb = "stored" if isinstance(row, Send) else "read"
             what = (
-                f"{self._ids[message]} was {verb} at offset {table['queue_offset'][row]} of "
-                f"{self._queue_text(table, row, 'topic' if holder < count else 'read_topic')}, "
-                f"where {self._ids[first_message]} was before."
+                f"{message} was {verb} at offset {row.queue_offset} of {_queue_text(row)}, where {first.id} was before."
             )
-            group = None if holder < count else int(rows["group"][row])
-            yield self._anomaly("offset-conflict", at_ms, lines, what, message=message, group=group, place=(table, row))
+            group = row.group if isinstance(row, Delivery) else None
+            yield self._anomaly("offset-conflict", at_ms, lines, what, message=message, group=group, place=row)
+
+    def _holders_of_conflicts(self) -> dict[tuple[Queue | tuple[()], int], list[Send | Delivery]]:
+        """Return the places that hold two messages, with their sends by the ends, and then their deliveries."""
+        rows: list[Send | Delivery] = [send for send in self._history.sends if send.queue]
+        rows += self._history.deliveries
+        if self._left_out:
+            rows = [row for row in rows if row.id not in self._left_out]
+        messages: dict[Queue | tuple[()], dict[int, MessageId]] = defaultdict(dict)
+        conflicts = set()
+        for row in rows:
+            if messages[row.queue].setdefault(row.queue_offset, row.id) != row.id:
+                conflicts.add((row.queue, row.queue_offset))
+        if not conflicts:
+            return {}
+        holders = by_key(
+            (row for row in rows if (row.queue, row.queue_offset) in conflicts),
+            lambda row: (row.queue, row.queue_offset),
+        )
+        for place_rows in holders.values():
+            place_rows.sort(
+                key=lambda row: (0, row.end_ms, row.begin_ms, str(row.id)) if isinstance(row, Send) else (1,)
+            )
+        return dict(sorted(holders.items()))
 
     def _early(self) -> Iterator[Anomaly]:
-        sends, rows = self._history.sends, self._history.deliveries
-        is_asked = sends["not_before_ms"] != ABSENT
-        if not is_asked.any():
+        asked = {send.id for send in self._history.sends if send.not_before_ms is not None} - self._left_out
+        if not asked:
             return
-        due_ms = np.full(len(self._ids), ENDLESS)
-        is_stored = sends["outcome"] != FAILED
-        asked_ms = np.where(is_asked, sends["not_before_ms"], 0)
-        np.minimum.at(due_ms, sends["id"][is_stored], asked_ms[is_stored])
-        is_early = (rows["begin_ms"] < due_ms[rows["id"]]) & ~self._left_out[rows["id"]]
-        early = (is_early & is_in(rows["id"], sends["id"][is_asked])).nonzero()[0]
-        for row in early.tolist():
-            message = int(rows["id"][row])
-            if not self._left_out[message]:
-                self._left_out[message] = True
-                wait_ms = due_ms[message] - rows["begin_ms"][row]
-                what = f"Group {self._group(rows, row)} got {self._ids[message]} {wait_ms} ms before its delivery time."
-                yield self._of_delivery("early", row, self._history.support(message), what)
-
-    def _group(self, table: Table, row: int) -> str:
-        name: str = self._texts["group"][table["group"][row]]
-        return name
+        due_ms = {
+            message: min((send.not_before_ms or 0 for send in self._history.stored(message)), default=0)
+            for message in asked
+        }
+        for row in self._history.deliveries:
+            if row.id in due_ms and row.begin_ms < due_ms[row.id] and row.id not in self._left_out:
+                self._left_out.add(row.id)
+                wait_ms = due_ms[row.id] - row.begin_ms
+                what = f"Group {row.group} got {row.id} {wait_ms} ms before its delivery time."
+                yield self._of_delivery("early", row, self._history.support(row.id), what)
 
     # ---- order
 
     def _send_order(self) -> Iterator[Anomaly]:
-        sends = take(self._live_sends, self._live_sends["queue"] >= 0)
-        keys, offset = sends["process"] * self._history.queues + sends["queue"], sends["queue_offset"]
-        highest = highest_earlier(keys, offset)
-        suspects = is_in(keys, keys[(highest >= 0) & (offset[highest] >= offset)])
-        if not suspects.any():
-            return
-        sends = take(sends, suspects)
-        crashes = take(self._history.tables["crash"], self._history.tables["crash"]["broker"] >= 0)
-        mark = (crashes["broker"], crashes["at_ms"])
-        ended = eras(*mark, sends["broker"], sends["end_ms"], after=False)
-        begun = eras(*mark, sends["broker"], sends["begin_ms"], after=True)
-        for row, first in self._falls(keys[suspects], sends, "queue_offset", ended, begun, is_equal_a_fall=True):
-            what = (
-                f"Process {self._texts['process'][sends['process'][row]]} sent {self._ids[sends['id'][row]]} after "
-                f"{self._ids[sends['id'][first]]} to {self._queue_text(sends, row)}, but it has offset "
-                f"{sends['queue_offset'][row]}, not above {sends['queue_offset'][first]}."
-            )
-            yield self._anomaly(
-                "send-order",
-                int(sends["end_ms"][row]),
-                (sends["line"][first], sends["line"][row]),
-                what,
-                message=int(sends["id"][row]),
-                place=(sends, row),
-            )
-
-    def _falls(
-        self,
-        keys: Integers,
-        rows: Table,
-        value: str,
-        ended: Integers,
-        begun: Integers,
-        counts: Mask | None = None,
-        *,
-        is_equal_a_fall: bool = False,
-    ) -> Iterator[tuple[int, int]]:
-        """Yield rows that begin after a row of their key and era had ended with a larger value, with that row."""
-        span = 1 + max(int(ended.max(initial=0)), int(begun.max(initial=0)))
-        counted = np.arange(len(keys)) if counts is None else counts.nonzero()[0]
-        highest = highest_before(
-            (keys * span + ended)[counted],
-            rows["end_ms"][counted],
-            rows[value][counted],
-            keys * span + begun,
-            rows["begin_ms"],
-        )
-        first = counted[highest] if len(counted) else highest
-        fall = rows[value][first] - rows[value]
-        for row in ((highest >= 0) & (fall >= (not is_equal_a_fall))).nonzero()[0].tolist():
-            yield row, int(first[row])
+        crashes = self._history.crashes("broker")
+        queues = by_key((send for send in self._sends if send.queue), lambda send: (send.process, send.queue))
+        for (process, queue), sends in queues.items():
+            marks = crashes.get(queue[1], [])
+            for send, first in falls(sends, [at_ms for at_ms, _ in marks], is_equal_a_fall=True):
+                what = (
+                    f"Process {process} sent {send.id} after {first.id} to {_queue_text(send)}, but it has offset "
+                    f"{send.queue_offset}, not above {first.queue_offset}."
+                )
+                lines = (first.line, send.line)
+                yield self._anomaly("send-order", send.end_ms, lines, what, message=send.id, place=send)
 
     def _order_of_deliveries(self) -> Iterator[Anomaly]:
-        ordered = [number for number, rules in self._groups.items() if rules.ordered]
-        if not ordered:
-            return
-        rows = take(self._live, is_in(self._live["group"], ordered))
-        keys = rows["group"] * self._history.queues + rows["queue"]
-        longest = highest_earlier(keys, rows["end_ms"])
-        for row in ((longest >= 0) & (rows["end_ms"][longest] > rows["begin_ms"])).nonzero()[0].tolist():
-            first = int(longest[row])
-            what = (
-                f"In the ordered group {self._group(rows, row)} a delivery of {self._ids[rows['id'][row]]} began while "
-                f"one of {self._ids[rows['id'][first]]} ran in the same queue."
+        ordered = {name for name, rules in self._groups.items() if rules.ordered}
+        queues = by_key((row for row in self._deliveries if row.group in ordered), lambda row: (row.group, row.queue))
+        for (group, queue), rows in queues.items():
+            longest: Delivery = rows[0]
+            for row in rows[1:]:
+                if longest.end_ms > row.begin_ms:
+                    what = (
+                        f"In the ordered group {group} a delivery of {row.id} began while one of {longest.id} ran in "
+                        "the same queue."
+                    )
+                    yield self._of_delivery("overlap", row, self._ordered_pair(longest, row), what)
+                longest = max(row, longest, key=lambda one: one.end_ms)
+            marks = (
+                *self._history.crashes_ms,
+                *self._history.assigns_ms.get((group, queue), ()),
+                *self._history.resets_ms.get((group, queue[0]), ()),
             )
-            yield self._of_delivery("overlap", row, self._ordered_pair(rows, first, row), what, rows)
-        highest = highest_earlier(keys, rows["queue_offset"])
-        suspects = is_in(keys, keys[(highest >= 0) & (rows["queue_offset"][highest] > rows["queue_offset"])])
-        if not suspects.any():
-            return
-        rows = take(rows, suspects)
-        ended, begun = (
-            self._delivery_eras(rows, "end_ms", after=False),
-            self._delivery_eras(rows, "begin_ms", after=True),
-        )
-        is_ok = rows["outcome"] == ENDED_OK
-        for row, first in self._falls(keys[suspects], rows, "queue_offset", ended, begun, is_ok):
-            what = (
-                f"In the ordered group {self._group(rows, row)} {self._ids[rows['id'][row]]} at offset "
-                f"{rows['queue_offset'][row]} was delivered after {self._ids[rows['id'][first]]} at offset "
-                f"{rows['queue_offset'][first]} of the same queue."
-            )
-            yield self._of_delivery("delivery-order", row, self._ordered_pair(rows, first, row), what, rows)
+            for row, first in falls(rows, marks, lambda row: row.is_ok):
+                what = (
+                    f"In the ordered group {group} {row.id} at offset {row.queue_offset} was delivered after "
+                    f"{first.id} at offset {first.queue_offset} of the same queue."
+                )
+                yield self._of_delivery("delivery-order", row, self._ordered_pair(first, row), what)
 
-    def _ordered_pair(self, rows: Table, first: int, second: int) -> list[int]:
+    def _ordered_pair(self, first: Delivery, second: Delivery) -> list[int]:
         """Return the lines that show two deliveries of an ordered group."""
-        lines = [self._groups[int(rows["group"][first])].line, int(rows["line"][first])]
-        for row in (first, second):
-            lines += self._history.support(int(rows["id"][row]))
-        return lines
-
-    def _delivery_eras(self, rows: Table, time: str, *, after: bool) -> Integers:
-        """Return numbers that rise with each assignment of a queue, reset of its topic, or crash."""
-        assigns, resets, crashes = (self._history.tables[event] for event in ("assign", "reset", "crash"))
-        topics = len(self._texts["topic"])
-        numbers = eras(
-            np.zeros_like(crashes["at_ms"]), crashes["at_ms"], np.zeros_like(rows["line"]), rows[time], after=after
-        )
-        numbers = numbers + eras(
-            assigns["group"] * self._history.queues + self._history.queue(assigns, assigns["topic"]),
-            assigns["at_ms"],
-            rows["group"] * self._history.queues + rows["queue"],
-            rows[time],
-            after=after,
-        )
-        return numbers + eras(
-            resets["group"] * topics + resets["topic"],
-            resets["at_ms"],
-            rows["group"] * topics + rows["read_topic"],
-            rows[time],
-            after=after,
-        )
+        supports = (*self._history.support(first.id), *self._history.support(second.id))
+        return [self._groups[first.group].line, first.line, *supports]
 
     # ---- repeats
 
     def _attempts_and_repeats(self) -> Iterator[Anomaly]:
-        size = len(self._ids)
-        scopes = self._live["group"] * size + self._live["id"]
-        order = scopes.argsort(kind="stable")
-        rows, scopes = take(self._live, order), scopes[order]
-        attempt = np.minimum(rows["attempt"], len(scopes) + 2)
-        highest = highest_earlier(scopes, attempt)
-        last = np.where(highest >= 0, attempt[highest], -1)
-        allowed = np.full(len(self._texts["group"]) + 1, ENDLESS)
-        for group, rules in self._groups.items():
-            allowed[group] = ENDLESS if rules.max_attempts is None else rules.max_attempts
-        is_skipped = attempt > last + 1
-        is_wrong = is_skipped | (rows["attempt"] >= allowed[rows["group"]])
-        wrong = distinct(scopes[is_wrong])
-        for row in is_wrong.nonzero()[0][scopes[is_wrong].searchsorted(wrong)].tolist():
-            got = f"Group {self._group(rows, row)} got {self._ids[rows['id'][row]]} with attempt {rows['attempt'][row]}"
-            events = self._history.support(int(rows["id"][row]))
-            if is_skipped[row]:
-                what = f"{got} after attempt {last[row]}." if last[row] >= 0 else f"{got} first."
+        marks: Marks | None = None
+        for group, messages in self._scopes.items():
+            rules = self._groups.get(group)
+            allowed = ENDLESS if rules is None or rules.max_attempts is None else rules.max_attempts
+            is_broadcast = rules is not None and rules.broadcast
+            for rows in messages.values():
+                if (wrong := self._wrong_attempt(rows, allowed)) is not None:
+                    yield wrong
+                    continue
+                if len(rows) == 1:
+                    continue
+                for part in by_key(rows, lambda row: row.process).values() if is_broadcast else (rows,):
+                    if not any(row.is_ok for row in part[:-1]):
+                        continue
+                    marks = marks or Marks(self._history)
+                    for row in self._unexplained(part, rows[0].begin_ms, marks):
+                        yield self._repeat(part, row, rows[0].begin_ms, marks)
+
+    def _wrong_attempt(self, rows: Sequence[Delivery], allowed: int) -> Anomaly | None:
+        """Return the anomaly of the first delivery whose attempt skips one, or is one too many."""
+        last = -1
+        for row in rows:
+            if row.attempt <= last + 1 and row.attempt < allowed:
+                last = max(last, row.attempt)
+                continue
+            got = f"Group {row.group} got {row.id} with attempt {row.attempt}"
+            events = self._history.support(row.id)
+            if row.attempt > last + 1:
+                what = f"{got} after attempt {last}." if last >= 0 else f"{got} first."
             else:
-                what = f"{got}, but its attempts end with {allowed[rows['group'][row]] - 1}."
-                events.append(self._groups[int(rows["group"][row])].line)
-            yield self._of_delivery("attempts", row, events, what, rows)
-        self._ended_scopes(rows, scopes)
-        if len(wrong):
-            is_left = ~is_in(scopes, wrong)
-            rows, scopes = take(rows, is_left), scopes[is_left]
-        broadcast = [group for group, rules in self._groups.items() if rules.broadcast]
-        parts = scopes
-        if broadcast:
-            is_shared = is_in(rows["group"], broadcast)
-            parts = scopes * (len(self._texts["process"]) + 1) + np.where(is_shared, rows["process"] + 1, 0)
-        again = highest_earlier(parts, np.arange(len(parts)), rows["outcome"] == ENDED_OK) >= 0
-        if not again.any():
-            return
-        marks = Marks(self._history)
-        parts_of, scopes_of = RowsByKey(parts), RowsByKey(scopes)
-        for part in distinct(parts[again]).tolist():
-            messages = parts_of(part)
-            first_ms = int(rows["begin_ms"][scopes_of(int(scopes[messages[0]]))[0]])
-            for row in self._unexplained(rows, messages, first_ms, marks):
-                yield self._repeat(rows, messages, row, first_ms, marks)
+                what = f"{got}, but its attempts end with {allowed - 1}."
+                events.append(self._groups[row.group].line)
+            return self._of_delivery("attempts", row, events, what)
+        return None
 
     def _unexplained(
-        self, rows: Table, part: Sequence[int], first_ms: int, marks: Marks, sends: Sequence[int] | None = None
-    ) -> list[int]:
+        self, part: Sequence[Delivery], first_ms: int, marks: Marks, sends_ms: Sequence[int] | None = None
+    ) -> list[Delivery]:
         """Return those deliveries of a message in a group that nothing explains."""
-        message = int(rows["id"][part[0]])
-        if sends is None:
-            sends = [
-                int(self._history.sends["begin_ms"][row])
-                for row in self._history.sends_by_id(message)
-                if self._history.sends["outcome"][row] != FAILED
-            ]
+        if sends_ms is None:
+            sends_ms = [send.begin_ms for send in self._history.stored(part[0].id)]
         retries: dict[int, list[int]] = defaultdict(list)
-        for row in part:
-            if rows["outcome"][row] in (ENDED_RETRY, ENDED_DIED):
-                retries[int(rows["attempt"][row]) + 1].append(int(rows["end_ms"][row]))
-        for times in retries.values():
-            times.sort()
+        for row in sorted(part, key=lambda row: row.end_ms):
+            if row.outcome in ("retry", "died"):
+                retries[row.attempt + 1].append(row.end_ms)
         repeats = []
+        queues: set[Queue] = set()
         resends, is_ended = 0, False
         for number, row in enumerate(part):
-            begin_ms, times = int(rows["begin_ms"][row]), retries[int(rows["attempt"][row])]
-            if number and times and times[0] <= begin_ms:
+            queues.add(row.queue)
+            times = retries[row.attempt]
+            if number and times and times[0] <= row.begin_ms:
                 times.pop(0)
-            elif number and not marks.lies_between(rows, row, part[:number], first_ms):
-                if sum(sent_ms <= begin_ms for sent_ms in sends) > resends + 1:
+            elif number and not marks.lies_between(row, queues, first_ms):
+                if sum(sent_ms <= row.begin_ms for sent_ms in sends_ms) > resends + 1:
                     resends += 1
                 elif is_ended:
                     repeats.append(row)
-            is_ended = is_ended or rows["outcome"][row] == ENDED_OK
+            is_ended = is_ended or row.is_ok
         return repeats
 
-    def _repeat(self, rows: Table, part: Sequence[int], row: int, first_ms: int, marks: Marks) -> Anomaly:
+    def _repeat(self, part: Sequence[Delivery], row: Delivery, first_ms: int, marks: Marks) -> Anomaly:
         """Return the anomaly of a repeat, with the fewest of the deliveries before it that show it."""
         evidence = [before for before in part if before <= row]
 
-        def shows(deliveries: Sequence[int]) -> bool:
+        def shows(deliveries: Sequence[Delivery]) -> bool:
             highest = -1
             for delivery in deliveries:
-                attempt = int(rows["attempt"][delivery])
-                if attempt > highest + 1:
+                if delivery.attempt > highest + 1:
                     return False
-                highest = max(highest, attempt)
-            return row in self._unexplained(rows, deliveries, first_ms, marks, [-ENDLESS])
+                highest = max(highest, delivery.attempt)
+            return row in self._unexplained(deliveries, first_ms, marks, [-ENDLESS])
 
         is_smaller = len(evidence) <= _LARGEST_SHRUNK
         while is_smaller:
             is_smaller = False
             for delivery in evidence[:-1]:
-                fewer = [other for other in evidence if other != delivery]
+                fewer = [other for other in evidence if other is not delivery]
                 if shows(fewer):
                     evidence, is_smaller = fewer, True
-        message = int(rows["id"][row])
-        lines = [int(rows["line"][delivery]) for delivery in evidence]
+        lines = [*(delivery.line for delivery in evidence), *self._history.support(row.id)]
         what = (
-            f"Group {self._group(rows, row)} got {self._ids[message]} again with attempt {rows['attempt'][row]} after "
-            "a delivery that ended ok, and no retry, resend, rebalance, crash or reset explains it."
+            f"Group {row.group} got {row.id} again with attempt {row.attempt} after a delivery that ended ok, and no "
+            "retry, resend, rebalance, crash or reset explains it."
         )
-        return self._of_delivery("repeat", row, [*lines, *self._history.support(message)], what, rows)
-
-    def _ended_scopes(self, rows: Table, scopes: Integers) -> None:
-        """Note when a delivery of each message in a group first ended with ``ok`` or ``retry``, and which ended ok."""
-        is_over = (rows["outcome"] == ENDED_OK) | (rows["outcome"] == ENDED_RETRY)
-        ended, end_ms = scopes[is_over], rows["end_ms"][is_over]
-        starts = is_first_of_kind(ended).nonzero()[0]
-        self._over = (ended[starts], np.minimum.reduceat(end_ms, starts) if len(starts) else end_ms)
-        self._consumed = scopes[rows["outcome"] == ENDED_OK]
-
-    def _done_ms(self, group: int) -> Integers:
-        """Return by message when a delivery in a group had ended with ``ok`` or ``retry``, or it was a dead letter."""
-        size = len(self._ids)
-        done_ms = np.full(size, ENDLESS)
-        scopes, end_ms = self._over
-        first, end = scopes.searchsorted((group * size, (group + 1) * size))
-        done_ms[scopes[first:end] - group * size] = end_ms[first:end]
-        letters = take(self._history.tables["dead_letter"], self._history.tables["dead_letter"]["group"] == group)
-        np.minimum.at(done_ms, letters["id"], letters["at_ms"])
-        return done_ms
-
-    def _takes(self, group: int) -> Mask | None:
-        """Return which messages the filter of a group takes; None for all."""
-        selects = self._groups[group].selects if group in self._groups else None
-        if selects is None:
-            return None
-        takes = np.zeros(len(self._ids), bool)
-        takes[[self._history.id_numbers[name] for name in selects if name in self._history.id_numbers]] = True
-        return takes
-
-    def _resets(self, choose: Callable[[int, int], int]) -> dict[tuple[int, int], int]:
-        """Return the first (``min``) or last (``max``) reset of groups and topics."""
-        resets: dict[tuple[int, int], int] = {}
-        table = self._history.tables["reset"]
-        for group, topic, at_ms in zip(*(table[name].tolist() for name in ("group", "topic", "at_ms")), strict=True):
-            resets[group, topic] = choose(resets.get((group, topic), at_ms), at_ms)
-        return resets
+        return self._of_delivery("repeat", row, lines, what)
 
     # ---- progress
 
-    def _progress(self) -> Iterator[Anomaly]:
-        commits = dict(self._history.tables["commit"])
-        commits["queue"] = self._history.queue(commits, commits["topic"])
-        order = np.lexsort([commits[name] for name in ("queue_offset", "at_ms", "queue", "group")])
-        commits = dict(take(commits, order))
-        yield from self._progress_ahead(commits)
-        keys = commits["group"] * self._history.queues + commits["queue"]
-        commits["begin_ms"] = commits["end_ms"] = commits["at_ms"]
-        highest = highest_earlier(keys, commits["queue_offset"])
-        suspects = is_in(keys, keys[(highest >= 0) & (commits["queue_offset"][highest] > commits["queue_offset"])])
-        if not suspects.any():
-            return
-        commits = dict(take(commits, suspects))
-        ended, begun = (self._progress_eras(commits, after=after) for after in (False, True))
-        for row, first in self._falls(keys[suspects], commits, "queue_offset", ended, begun):
-            what = (
-                f"Progress of group {self._group(commits, row)} in {self._queue_text(commits, row)} fell from "
-                f"{commits['queue_offset'][first]} to {commits['queue_offset'][row]} without a crash or a reset."
-            )
-            events = (commits["line"][first], commits["line"][row])
-            group = int(commits["group"][row])
-            yield self._anomaly("progress-back", commits["at_ms"][row], events, what, group=group, place=(commits, row))
+    def _takes(self, group: str, message: MessageId) -> bool:
+        """Return whether the filter of a group takes a message."""
+        rules = self._groups.get(group)
+        return rules is None or rules.selects is None or message in rules.selects
 
-    def _progress_eras(self, commits: Table, *, after: bool) -> Integers:
-        resets, crashes = self._history.tables["reset"], self._history.tables["crash"]
-        topics = len(self._texts["topic"])
-        zeros = np.zeros_like(commits["line"])
-        return eras(np.zeros_like(crashes["at_ms"]), crashes["at_ms"], zeros, commits["at_ms"], after=after) + eras(
-            resets["group"] * topics + resets["topic"],
-            resets["at_ms"],
-            commits["group"] * topics + commits["topic"],
-            commits["at_ms"],
-            after=after,
+    def _progress_ahead(self) -> Iterator[Anomaly]:
+        sends_by_queue = by_key((send for send in self._sends if send.queue), lambda send: send.queue)
+        for sends in sends_by_queue.values():
+            sends.sort(key=lambda send: send.queue_offset)
+        commits = by_key(self._history.commits, lambda commit: (commit.group, commit.queue))
+        for (group, queue), rows in sorted(commits.items()):
+            resets_ms = self._history.resets_ms.get((group, queue[0]), (ENDLESS,))
+            passing = iter(rows)
+            commit = next(passing, None)
+            for send in sends_by_queue.get(queue, ()):
+                while commit is not None and commit.queue_offset <= send.queue_offset:
+                    commit = next(passing, None)
+                if commit is None:
+                    break
+                at_ms, key = commit.begin_ms, (group, send.id)
+                is_ahead = at_ms < resets_ms[0] and self._takes(*key) and not self._is_done(*key, at_ms)
+                if is_ahead and (key not in self._ahead or at_ms < self._ahead[key][0]):
+                    self._ahead[key] = (at_ms, send, commit)
+        for (group, message), (at_ms, send, commit) in self._ahead.items():
+            what = (
+                f"Group {group} saved progress {commit.queue_offset} in {_queue_text(commit)}, past {message} at "
+                f"offset {send.queue_offset}, before a delivery of it had ended."
+            )
+            lines = (send.line, commit.line)
+            yield self._anomaly("progress-ahead", at_ms, lines, what, message=message, group=group, place=send)
+
+    def _is_done(self, group: str, message: MessageId, at_ms: int) -> bool:
+        """Return whether a message had ended a delivery in a group by then, or was a dead letter."""
+        rows = self._scopes[group].get(message, ())
+        return any(row.end_ms <= at_ms and row.outcome in ("ok", "retry") for row in rows) or (
+            self._letters.get((group, message), ENDLESS) <= at_ms
         )
 
-    def _progress_ahead(self, commits: Table) -> Iterator[Anomaly]:
-        ahead: dict[tuple[int, int], tuple[int, int, int]] = {}
-        sends = take(self._live_sends, self._live_sends["queue"] >= 0)
-        order = np.lexsort((sends["queue_offset"], sends["queue"]))
-        sends = take(sends, order)
-        resets = self._resets(min)
-        queues = commits["group"] * self._history.queues + commits["queue"]
-        begins = is_first_of_kind(queues).nonzero()[0].tolist()
-        group, done_ms, takes = -1, _NONE, None
-        for begin, end in pairwise((*begins, len(queues))):
-            if commits["group"][begin] != group:
-                group = int(commits["group"][begin])
-                done_ms = self._done_ms(group)
-                takes = self._takes(group)
-            first, last = sends["queue"].searchsorted((commits["queue"][begin], commits["queue"][begin] + 1))
-            passed = np.maximum.accumulate(commits["queue_offset"][begin:end])
-            at = passed.searchsorted(sends["queue_offset"][first:last], side="right")
-            rows = first + (at < len(passed)).nonzero()[0]
-            at = begin + at[at < len(passed)]
-            passed_ms = commits["at_ms"][at]
-            is_ahead = (passed_ms < done_ms[sends["id"][rows]]) & (
-                passed_ms < resets.get((group, int(commits["topic"][begin])), ENDLESS)
-            )
-            if takes is not None:
-                is_ahead &= takes[sends["id"][rows]]
-            for row, commit in zip(rows[is_ahead].tolist(), at[is_ahead].tolist(), strict=True):
-                passing = (int(commits["at_ms"][commit]), row, commit)
-                key = (group, int(sends["id"][row]))
-                ahead[key] = min(ahead.get(key, passing), passing)
-        self._ahead = set(ahead)
-        for (group, message), (at_ms, row, commit) in ahead.items():
-            what = (
-                f"Group {self._texts['group'][group]} saved progress {commits['queue_offset'][commit]} in "
-                f"{self._queue_text(commits, commit)}, past {self._ids[message]} at offset "
-                f"{sends['queue_offset'][row]}, before a delivery of it had ended."
-            )
-            events = (sends["line"][row], commits["line"][commit])
-            yield self._anomaly("progress-ahead", at_ms, events, what, message=message, group=group, place=(sends, row))
+    def _progress_back(self) -> Iterator[Anomaly]:
+        commits = by_key(self._history.commits, lambda commit: (commit.group, commit.queue))
+        for (group, queue), rows in commits.items():
+            marks = (*self._history.crashes_ms, *self._history.resets_ms.get((group, queue[0]), ()))
+            for row, first in falls(rows, marks):
+                what = (
+                    f"Progress of group {group} in {_queue_text(row)} fell from {first.queue_offset} to "
+                    f"{row.queue_offset} without a crash or a reset."
+                )
+                lines = (first.line, row.line)
+                yield self._anomaly("progress-back", row.begin_ms, lines, what, group=group, place=row)
 
     def _effects_twice(self) -> Iterator[Anomaly]:
-        effects = self._history.tables["effect"]
-        if not len(effects["line"]):
-            return
-        effects = take(effects, np.lexsort((effects["process"], effects["at_ms"])))
-        keys = effects["name"] * (len(self._effects["key"]) + 1) + effects["key"]
-        before = highest_earlier(keys, np.arange(len(keys)))
-        rows_of = RowsByKey(keys)
-        for row in (before >= 0).nonzero()[0].tolist():
-            first = rows_of(int(keys[row]))[0]
-            name, key = (
-                self._effects["name"][effects["name"][row]],
-                self._effects["key"][effects["key"][row]],
-            )
+        first: dict[tuple[str, str | int], tuple[int, int]] = {}
+        marks = self._history.marks["effect"]
+        for at_ms, line, event in sorted(marks, key=lambda mark: (mark.at_ms, mark.event["process"], mark.line)):
+            key = (event["name"], event["key"])
+            if key not in first:
+                first[key] = (at_ms, line)
+                continue
+            first_ms, first_line = first[key]
             what = (
-                f"Effect {name} of {key} happened again, in process {self._texts['process'][effects['process'][row]]}, "
-                f"{effects['at_ms'][row] - effects['at_ms'][first]} ms after the first time."
+                f"Effect {key[0]} of {key[1]} happened again, in process {event['process']}, {at_ms - first_ms} ms "
+                "after the first time."
             )
-            events = (effects["line"][first], effects["line"][row])
-            yield self._anomaly("effect-twice", effects["at_ms"][row], events, what)
+            yield self._anomaly("effect-twice", at_ms, (first_line, line), what)
 
     # ---- what never came
 
     def _undecided_and_lost(self) -> Iterator[Anomaly]:
-        drained: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        table = self._history.tables["drained"]
-        for group, at_ms, line in zip(*(table[name].tolist() for name in ("group", "at_ms", "line")), strict=True):
-            if group in self._groups:
-                drained[group].append((at_ms, line))
-        sends = take(self._live_sends, self._live_sends["outcome"] == OK)
-        rows_of = RowsByKey(sends["topic"])
-        topics = {name: number for number, name in enumerate(self._texts["topic"])}
-        rows_by_group = {
-            group: np.sort(
-                np.array(
-                    [
-                        row
-                        for name in set(self._groups[group].topics)
-                        if name in topics
-                        for row in rows_of(topics[name])
-                    ],
-                    np.int64,
-                )
-            )
+        drained: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for at_ms, line, event in self._history.marks["drained"]:
+            if event["group"] in self._groups:
+                drained[event["group"]].append((at_ms, line))
+        if not drained:
+            return
+        by_topic = by_key((send for send in self._sends if send.outcome == "ok"), lambda send: send.topic)
+        sends = {
+            group: sorted(send for topic in set(self._groups[group].topics) for send in by_topic.get(topic, ()))
             for group in drained
         }
         for times in drained.values():
             times.sort()
-        undecided = dict(self._undecided(sends, rows_by_group, drained))
+        undecided = dict(self._undecided(sends, drained))
         yield from undecided.values()
-        self._left_out[list(undecided)] = True
-        last_resets = self._resets(max)
-        commit_ms = np.full(len(self._ids), ENDLESS)
-        ends = self._history.tables["end_transaction"]
-        is_commit = (ends["decision"] == COMMIT) & (ends["outcome"] == OK)
-        np.minimum.at(commit_ms, ends["id"][is_commit], ends["end_ms"][is_commit])
-        for group, rows in rows_by_group.items():
-            yield from self._lost(group, take(sends, rows), drained[group], last_resets, commit_ms)
+        self._left_out |= undecided.keys()
+        for group, times in drained.items():
+            yield from self._lost(group, sends[group], times)
 
     def _undecided(
-        self, sends: Table, rows_by_group: Mapping[int, Integers], drained: Mapping[int, list[tuple[int, int]]]
-    ) -> Iterator[tuple[int, Anomaly]]:
+        self, sends: Mapping[str, Sequence[Send]], drained: Mapping[str, Sequence[tuple[int, int]]]
+    ) -> Iterator[tuple[MessageId, Anomaly]]:
         """Yield half messages without an end, and their anomalies."""
-        is_open = self._is_half & ~self._left_out
-        ends = self._history.tables["end_transaction"]
-        is_open[ends["id"][ends["outcome"] == OK]] = False
-        is_open[self._history.tables["discard"]["id"]] = False
-        first: dict[int, tuple[int, str, int, int, int]] = {}
-        for group, rows in rows_by_group.items():
-            takes = self._takes(group)
-            for row in rows[is_open[sends["id"][rows]]].tolist():
-                message = int(sends["id"][row])
-                after = bisect_left(drained[group], (int(sends["end_ms"][row]) + 1, 0))
-                if after < len(drained[group]) and (takes is None or takes[message]):
+        is_open = self._is_half - self._left_out
+        is_open -= {end.id for end in self._history.ends if end.outcome == "ok"}
+        is_open -= {mark.event["id"] for mark in self._history.marks["discard"]}
+        first: dict[MessageId, tuple[int, str, Send, int]] = {}
+        for group, group_sends in sends.items() if is_open else ():
+            for send in group_sends:
+                if send.id not in is_open or not self._takes(group, send.id):
+                    continue
+                after = bisect_left(drained[group], (send.end_ms + 1, 0))
+                if after < len(drained[group]):
                     at_ms, line = drained[group][after]
-                    drain = (at_ms, self._texts["group"][group], row, line, group)
-                    first[message] = min(first.get(message, drain), drain)
-        for message, (at_ms, name, row, line, group) in first.items():
-            what = (
-                f"Group {name} drained, but the half message {self._ids[message]} has neither a decision nor a discard."
-            )
-            events = (self._groups[group].line, int(sends["line"][row]), line)
-            place = (sends, row)
-            yield message, self._anomaly("undecided", at_ms, events, what, message=message, group=group, place=place)
+                    drain = (at_ms, group, send, line)
+                    first[send.id] = min(first.get(send.id, drain), drain)
+        for message, (at_ms, group, send, line) in first.items():
+            what = f"Group {group} drained, but the half message {message} has neither a decision nor a discard."
+            lines = (self._groups[group].line, send.line, line)
+            yield message, self._anomaly("undecided", at_ms, lines, what, message=message, group=group, place=send)
 
-    def _lost(
-        self,
-        group: int,
-        sends: Table,
-        drained: Sequence[tuple[int, int]],
-        last_resets: Mapping[tuple[int, int], int],
-        commit_ms: Integers,
-    ) -> Iterator[Anomaly]:
-        size, takes = len(self._ids), self._takes(group)
-        is_due = ~self._left_out if takes is None else takes & ~self._left_out
-        first, end = self._consumed.searchsorted((group * size, (group + 1) * size))
-        is_due[self._consumed[first:end] - group * size] = False
-        letters = self._history.tables["dead_letter"]
-        is_due[letters["id"][letters["group"] == group]] = False
-        is_due[[message for ahead_group, message in self._ahead if ahead_group == group]] = False
-        sends = take(sends, is_due[sends["id"]])
-        visible_ms = np.where(sends["half"] == 1, np.maximum(sends["end_ms"], commit_ms[sends["id"]]), sends["end_ms"])
-        lost: set[int] = set()
+    def _lost(self, group: str, sends: Sequence[Send], drained: Sequence[tuple[int, int]]) -> Iterator[Anomaly]:
+        scopes, lost = self._scopes[group], set()
         drained_ms = [at_ms for at_ms, _ in drained]
-        for row in (visible_ms < drained_ms[-1]).nonzero()[0].tolist():
-            message = int(sends["id"][row])
-            after = bisect_left(drained_ms, max(int(visible_ms[row]) + 1, int(sends["not_before_ms"][row])))
-            reset_ms = last_resets.get((group, int(sends["topic"][row])), -ENDLESS)
-            if message in lost or after == len(drained) or reset_ms >= sends["begin_ms"][row]:
+        for send in sends:
+            message, key = send.id, (group, send.id)
+            if any(row.is_ok for row in scopes.get(message, ())) or key in self._letters or key in self._ahead:
+                continue
+            if message in self._left_out or message in lost or not self._takes(*key):
+                continue
+            commits = [
+                end
+                for end in self._history.ends_by_id.get(message, ())
+                if end.decision == "commit" and end.outcome == "ok"
+            ]
+            visible_ms = send.end_ms
+            if send.is_half:
+                visible_ms = max(visible_ms, min((end.end_ms for end in commits), default=ENDLESS))
+            due_ms = visible_ms + 1 if send.not_before_ms is None else max(visible_ms + 1, send.not_before_ms)
+            after = bisect_left(drained_ms, due_ms)
+            resets_ms = self._history.resets_ms.get((group, send.topic), (-ENDLESS,))
+            if after == len(drained) or resets_ms[-1] >= send.begin_ms:
                 continue
             lost.add(message)
             at_ms, line = drained[after]
-            events = [self._groups[group].line, int(sends["line"][row]), line]
-            if sends["half"][row] == 1:
-                ends = self._history.tables["end_transaction"]
-                events += [
-                    int(ends["line"][end])
-                    for end in self._history.ends_by_id(message)
-                    if ends["decision"][end] == COMMIT and ends["outcome"][end] == OK and ends["end_ms"][end] < at_ms
-                ][:1]
-            what = (
-                f"Group {self._texts['group'][group]} drained, but {self._ids[message]} has neither a delivery that "
-                "ended ok nor a dead letter."
-            )
-            yield self._anomaly("lost", at_ms, events, what, message=message, group=group, place=(sends, row))
+            lines = [self._groups[group].line, send.line, line]
+            if send.is_half:
+                lines += [end.line for end in commits if end.end_ms < at_ms][:1]
+            what = f"Group {group} drained, but {message} has neither a delivery that ended ok nor a dead letter."
+            yield self._anomaly("lost", at_ms, lines, what, message=message, group=group, place=send)
+
+
+def _queue_text(row: Send | Delivery | Commit) -> str:
+    return "/".join(map(str, row.queue))

@@ -1,7 +1,7 @@
-"""Events of a history: what a line may hold, and columns of the events for the checker.
+"""Events of a history: what a line may hold, and the rows that the rules judge.
 
-`docs/histories.md` describes the events. A million of them as dicts would take more than a GiB, so each batch that is
-read goes into arrays of integers at once: a name is its number in `Names`, `ABSENT` a field that is not there.
+`docs/histories.md` describes the events. The ones that are frequent become tuples, because a million dicts would take
+more than a GiB.
 """
 
 from __future__ import annotations
@@ -11,34 +11,21 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Final, NamedTuple, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from sys import intern
+from typing import Any, Final, NamedTuple
 
 from librmq.config import nearest
 from librmq.errors import InputError
 
-Integers = NDArray[np.int64]
-Table = Mapping[str, Integers]
-"""The columns of a kind of event by their names; ``line`` has the numbers of the lines."""
+Queue = tuple[str, str, int]
+"""The topic that is read or written, the broker, and the number of a queue."""
+MessageId = str | int
 
-ABSENT: Final = -(1 << 63)
-"""In place of a number that an event does not have; the number of an absent name is -1."""
-ENDLESS: Final = (1 << 63) - 1
-"""The end of what does not end."""
+ENDLESS: Final = 1 << 63
+"""The end of what does not end; no time of an event is as late."""
 _BATCH: Final = 512
 """Lines that are parsed together: few enough for the processor's cache."""
-
-OK, FAILED, UNKNOWN = range(3)
-"""Outcomes of sends and of ends of transactions."""
-ENDED_OK, ENDED_RETRY, ENDED_DIED, RUNNING = range(4)
-"""Outcomes of deliveries."""
-COMMIT, ROLLBACK = range(2)
-"""Decisions of transactions."""
-
 _PLACE: Final = ("broker", "queue_id", "queue_offset")
-_OUTCOMES: Final = {"ok": OK, "failed": FAILED, "unknown": UNKNOWN}
 
 
 class _Schema(NamedTuple):
@@ -46,11 +33,12 @@ class _Schema(NamedTuple):
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    words: Mapping[str, Mapping[str, int]] = {}
+    words: Mapping[str, Sequence[str]] = {}
     """The values of fields that take one of a few words."""
 
 
 _QUEUE_MARK: Final = _Schema(("process", "group", "topic", "broker", "queue_id", "at_ms"))
+_OUTCOMES: Final = ("ok", "failed", "unknown")
 _SCHEMAS: Final[Mapping[str, _Schema]] = {
     "send": _Schema(
         ("process", "id", "topic", "begin_ms", "end_ms", "outcome"),
@@ -59,13 +47,13 @@ _SCHEMAS: Final[Mapping[str, _Schema]] = {
     ),
     "end_transaction": _Schema(
         ("process", "id", "begin_ms", "end_ms", "decision", "outcome"),
-        words={"outcome": _OUTCOMES, "decision": {"commit": COMMIT, "rollback": ROLLBACK}},
+        words={"outcome": _OUTCOMES, "decision": ("commit", "rollback")},
     ),
     "discard": _Schema(("id", "at_ms")),
     "deliver": _Schema(
         ("process", "group", "id", "topic", *_PLACE, "attempt", "begin_ms"),
         ("end_ms", "outcome", "stored_in"),
-        {"outcome": {"ok": ENDED_OK, "retry": ENDED_RETRY, "died": ENDED_DIED}},
+        {"outcome": ("ok", "retry", "died")},
     ),
     "assign": _QUEUE_MARK,
     "revoke": _QUEUE_MARK,
@@ -78,16 +66,88 @@ _SCHEMAS: Final[Mapping[str, _Schema]] = {
     "drained": _Schema(("group", "at_ms")),
 }
 _NAMES: Final = frozenset(("process", "id", "topic", "broker", "group", "stored_in", "name", "key", "sharding_key"))
-_OF_TOPICS: Final = {"stored_in": "topic"}
 _COUNTS: Final = frozenset(("queue_id", "queue_offset", "attempt", "max_attempts"))
-_TIMES: Final = frozenset(("begin_ms", "end_ms", "at_ms", "not_before_ms"))
 _FLAGS: Final = frozenset(("half", "ordered", "broadcast"))
+_LISTS: Final = {"topics": frozenset((str,)), "selects": frozenset((str, int))}
+"""Types of the items of lists."""
 _INTEGERS_TOO: Final = frozenset(("id", "key"))
 """Names that may be integers."""
 _LARGEST: Final = 1 << 62
-_NONE: Final = np.zeros(0, np.int64)
-_REQUIRED: Final = 0
-"""In place of the number of an absent field: it must be there."""
+_WITH_SPANS: Final = frozenset(("send", "deliver", "end_transaction"))
+"""Kinds of events that have a begin and an end."""
+
+
+# ---- rows: their fields begin with those that order them
+
+
+class Send(NamedTuple):
+    """One try to send a message. Sends compare in the order in which the rules count them."""
+
+    begin_ms: int
+    end_ms: int
+    queue: Queue | tuple[()]
+    """Where the message is stored, if that is known."""
+    queue_offset: int
+    line: int
+    id: MessageId
+    process: str
+    topic: str
+    outcome: str
+    is_half: bool
+    not_before_ms: int | None
+
+
+class Delivery(NamedTuple):
+    """One call of a listener. Deliveries compare in the order in which the rules count them."""
+
+    begin_ms: int
+    end_ms: int
+    queue_offset: int
+    attempt: int
+    is_ok: bool
+    """Whether it ended well: of what is equal in all that counts, this comes last."""
+    group: str
+    process: str
+    queue: Queue
+    line: int
+    id: MessageId
+    topic: str
+    outcome: str | None
+    """None while it runs."""
+
+
+class Commit(NamedTuple):
+    """Progress that a group has saved. The rows of a queue compare in the order of time."""
+
+    begin_ms: int
+    queue_offset: int
+    line: int
+    group: str
+    queue: Queue
+
+    @property
+    def end_ms(self) -> int:
+        """The same time: a commit takes none."""
+        return self.begin_ms
+
+
+class TransactionEnd(NamedTuple):
+    """One try to decide a transaction."""
+
+    line: int
+    id: MessageId
+    begin_ms: int
+    end_ms: int
+    decision: str
+    outcome: str
+
+
+class Mark(NamedTuple):
+    """Any event of the other kinds, which have one time."""
+
+    at_ms: int
+    line: int
+    event: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,83 +158,22 @@ class GroupRules:
     topics: tuple[str, ...]
     ordered: bool
     max_attempts: int | None
-    selects: tuple[str | int, ...] | None
+    selects: frozenset[MessageId] | None
     broadcast: bool
 
 
-class Names(dict[Any, int]):
-    """Numbers of names, in the order in which they occur. A name of another type raises `TypeError`."""
-
-    def __init__(self, *types: type) -> None:
-        self._types = types
-
-    def __missing__(self, name: object) -> int:
-        if type(name) not in self._types:
-            raise TypeError
-        self[name] = number = len(self)
-        return number
-
-
-class _Field(NamedTuple):
-    """How the values of a field become a column."""
-
-    name: str
-    names: str | None
-    """The names whose numbers stand in the column."""
-    words: Mapping[str, int] | None
-    """The numbers of words; None for numbers and flags, which are of ``types``."""
-    types: frozenset[type]
-    absent: int
-
-    @classmethod
-    def of(cls, name: str, schema: _Schema) -> Self:
-        types: frozenset[type] = frozenset((bool if name in _FLAGS else int,))
-        absent = _REQUIRED
-        if name in schema.optional:
-            absent = ABSENT if name in _COUNTS or name in _TIMES else -1
-            types |= {type(None)}
-        names = _OF_TOPICS.get(name, name) if name in _NAMES else None
-        return cls(name, names, schema.words.get(name), types, absent)
-
-    def column(self, values: list[Any], names: Mapping[str, Names]) -> Integers:
-        """Return the numbers of values.
-
-        Raises:
-            KeyError, TypeError, OverflowError: A value has the wrong type, or is out of range.
-        """
-        absent = values.count(None) if self.absent != _REQUIRED else 0
-        if absent == len(values):
-            return np.full(absent, self.absent)
-        numbers = self.words if self.names is None else names[self.names]
-        if numbers is None:
-            if not self.types.issuperset(map(type, values)):
-                raise TypeError
-            present = [value for value in values if value is not None] if absent else values
-            if min(present) < _smallest(self.name) or max(present) > _LARGEST:
-                raise OverflowError
-        if absent:
-            encode = int if numbers is None else numbers.__getitem__
-            values = [self.absent if value is None else encode(value) for value in values]
-        elif numbers is not None:
-            values = [*map(numbers.__getitem__, values)]
-        return np.array(values, np.int64)
-
-
-_FIELDS: Final = {
-    event: tuple(_Field.of(name, schema) for name in (*schema.required, *schema.optional))
-    for event, schema in _SCHEMAS.items()
-    if event != "group"
-}
-
-
 class HistoryEvents:
-    """The events of one history: add all of them, then take ``tables()``."""
+    """The events of one history: add all of them, then judge the rows."""
 
     def __init__(self) -> None:
-        self.names = {
-            name: Names(str, int) if name in _INTEGERS_TOO else Names(str)
-            for name in ("process", "id", "topic", "broker", "group", "name", "key", "sharding_key")
+        self.sends: list[Send] = []
+        self.deliveries: list[Delivery] = []
+        self.commits: list[Commit] = []
+        self.ends: list[TransactionEnd] = []
+        self.marks: dict[str, list[Mark]] = {
+            kind: [] for kind, schema in _SCHEMAS.items() if "at_ms" in schema.required
         }
+        """The other events by their kinds."""
         self.groups: dict[str, GroupRules] = {}
         """What is said of groups, by their names."""
         self.lines = 0
@@ -182,9 +181,7 @@ class HistoryEvents:
         self._place: Callable[[int], str] = "line {}".format
         self._groups_of_others: frozenset[str] = frozenset()
         """Groups that earlier files describe: each process of a group does."""
-        self._columns: dict[str, dict[str, list[Integers]]] = {}
-        """The parts of columns, by the kinds of events that there are."""
-        self._checked: dict[str, int] = {}
+        self._queues: dict[Queue, Queue] = {}
 
     def add(self, events: Iterable[object]) -> None:
         """Add events, one a line.
@@ -193,12 +190,9 @@ class HistoryEvents:
             InputError: One is not an event of a history; the error names its line.
         """
         self._place = "line {}".format
-        remaining = iter(events)
-        while batch := list(islice(remaining, _BATCH)):
-            numbers = range(self.lines + 1, self.lines + len(batch) + 1)
-            self.lines += len(batch)
-            self._extend(batch, numbers)
-        self._flush()
+        for event in events:
+            self.lines += 1
+            self._add(event, self.lines)
 
     def read(self, file: Iterator[bytes], name: str) -> bool:
         """Add the lines of a file. Return whether it ends in an incomplete line, which is left out.
@@ -220,74 +214,73 @@ class HistoryEvents:
             is_line_each = all(line.lstrip().startswith(b"{") and line.rstrip().endswith(b"}") for line in lines)
             if events is None or len(events) != len(lines) or not is_line_each:
                 events, numbers, is_cut = _parse_lines(lines, numbers, self._place)
-            self._extend(events, numbers)
-        self._flush()
+            for number, event in zip(numbers, events, strict=True):
+                self._add(event, number)
         return is_cut
 
-    def tables(self) -> dict[str, Table]:
-        """Return the events by their kinds, once. Names other than ids and keys get numbers in alphabetical order."""
-        ranks = {}
-        for field in ("process", "topic", "broker", "group"):
-            names = self.names[field]
-            ranks[field] = np.full(len(names) + 1, -1)  # the last one is that of the number -1
-            for rank, name in enumerate(sorted(names)):
-                ranks[field][names[name]] = rank
-                names[name] = rank
-        tables: dict[str, Table] = {}
-        for event, fields in _FIELDS.items():
-            if event not in self._columns:
-                tables[event] = dict.fromkeys(("line", *(field.name for field in fields)), _NONE)
-                continue
-            table = self._table(event, 0)
-            for name, column in table.items():
-                if (field := _OF_TOPICS.get(name, name)) in ranks:
-                    table[name] = ranks[field][column]
-            tables[event] = table
-        return tables
+    def _add(self, event: Any, line: int) -> None:  # noqa: ANN401 (what a caller has)
+        if (problem := problem_of(event)) is not None:
+            raise InputError(f"{self._place(line)}: {problem}")
+        kind = event["event"]
+        if kind == "send":
+            self.sends.append(self._send(event, line))
+        elif kind == "deliver":
+            self.deliveries.append(self._delivery(event, line))
+        elif kind == "commit":
+            queue = self._queue(event, event["topic"])
+            self.commits.append(Commit(event["at_ms"], event["queue_offset"], line, intern(event["group"]), queue))
+        elif kind == "end_transaction":
+            times = event["begin_ms"], event["end_ms"]
+            self.ends.append(TransactionEnd(line, event["id"], *times, event["decision"], event["outcome"]))
+        elif kind == "group":
+            self._add_group(event, line)
+        else:
+            self.marks[kind].append(Mark(event["at_ms"], line, event))
 
-    def _table(self, kind: str, begin: int) -> dict[str, Integers]:
-        """Return the rows of a kind of event from the part ``begin`` on, which become one part."""
-        table = {}
-        for name, parts in self._columns[kind].items():
-            if len(parts) - begin != 1:
-                parts[begin:] = [np.concatenate(parts[begin:])]
-            table[name] = parts[begin]
-        return table
+    def _queue(self, event: Mapping[str, Any], topic: str) -> Queue:
+        """Return the queue of an event, as one object for all events of it."""
+        queue = (topic, event["broker"], event["queue_id"])
+        return self._queues.setdefault(queue, queue)
 
-    def _extend(self, events: Sequence[Any], numbers: Sequence[int]) -> None:
-        kinds: dict[str, tuple[list[Any], list[int]]] = {event: ([], []) for event in _SCHEMAS}
-        try:
-            for number, event in zip(numbers, events, strict=True):
-                rows, lines = kinds[event["event"]]
-                rows.append(event)
-                lines.append(number)
-            for kind, fields in _FIELDS.items():
-                rows, lines = kinds[kind]
-                if not rows:
-                    continue
-                columns = self._columns.setdefault(kind, {"line": [], **{field.name: [] for field in fields}})
-                columns["line"].append(np.array(lines))
-                for field in fields:
-                    name = field.name
-                    if field.absent == _REQUIRED:
-                        values = [event[name] for event in rows]
-                    else:
-                        values = [event.get(name) for event in rows]
-                    columns[name].append(field.column(values, self.names))
-        except (KeyError, TypeError, AttributeError, OverflowError):
-            self._refuse(zip(numbers, events, strict=True))
-            raise
-        for group, number in zip(*kinds["group"], strict=True):
-            self._add_group(group, number)
+    def _send(self, event: Mapping[str, Any], line: int) -> Send:
+        is_half, not_before_ms = event.get("half") is True, event.get("not_before_ms")
+        topic, offset = intern(event["topic"]), -1
+        queue: Queue | tuple[()] = ()
+        if event["outcome"] == "ok" and not is_half and not_before_ms is None:
+            queue, offset = self._queue(event, topic), event["queue_offset"]
+        return Send(
+            event["begin_ms"],
+            event["end_ms"],
+            queue,
+            offset,
+            line,
+            event["id"],
+            intern(event["process"]),
+            topic,
+            intern(event["outcome"]),
+            is_half,
+            not_before_ms,
+        )
 
-    def _refuse(self, events: Iterable[tuple[int, object]]) -> None:
-        """Raise the error of the first event that is wrong."""
-        for number, event in events:
-            if (problem := problem_of(event)) is not None:
-                raise InputError(f"{self._place(number)}: {problem}")
+    def _delivery(self, event: Mapping[str, Any], line: int) -> Delivery:
+        end_ms, outcome, stored_in = event.get("end_ms"), event.get("outcome"), event.get("stored_in")
+        topic = intern(event["topic"])
+        return Delivery(
+            event["begin_ms"],
+            ENDLESS if end_ms is None else end_ms,
+            event["queue_offset"],
+            event["attempt"],
+            outcome == "ok",
+            intern(event["group"]),
+            intern(event["process"]),
+            self._queue(event, topic if stored_in is None else stored_in),
+            line,
+            event["id"],
+            topic,
+            None if outcome is None else intern(outcome),
+        )
 
     def _add_group(self, group: Mapping[str, Any], line: int) -> None:
-        self._refuse([(line, group)])
         name = group["group"]
         selects = group.get("selects")
         rules = GroupRules(
@@ -295,7 +288,7 @@ class HistoryEvents:
             tuple(group["topics"]),
             group.get("ordered") is True,
             group.get("max_attempts"),
-            None if selects is None else tuple(selects),
+            None if selects is None else frozenset(selects),
             group.get("broadcast") is True,
         )
         if name in self.groups:
@@ -306,49 +299,6 @@ class HistoryEvents:
                 "or the same in the file of each process"
             )
         self.groups[name] = rules
-        self.names["group"][name]
-
-    def _flush(self) -> None:
-        """Check the numbers of what was added, and fields against each other.
-
-        Raises:
-            InputError: An event is wrong; the error names the first one.
-        """
-        problems = []
-        for kind, columns in self._columns.items():
-            begin = self._checked.get(kind, 0)
-            if len(columns["line"]) == begin:
-                continue  # nothing was added
-            table = self._table(kind, begin)
-            self._checked[kind] = len(columns["line"])
-            problems += [(int(table["line"][row]), f"{kind}: {problem}") for row, problem in _problems(kind, table)]
-        if problems:
-            line, problem = min(problems)
-            raise InputError(f"{self._place(line)}: {problem}")
-
-
-def _problems(kind: str, table: Table) -> Iterator[tuple[int, str]]:
-    """Yield for each check the first row that it refuses, and why."""
-    checks: list[tuple[NDArray[np.bool_], str]] = []
-    if "end_ms" in table:
-        is_over = table["end_ms"] != ABSENT
-        checks.append(
-            (is_over & (table["end_ms"] < table["begin_ms"]), "time runs backwards: end_ms is before begin_ms")
-        )
-        if kind == "deliver":
-            problem = "end_ms and outcome belong together: a delivery that still runs has neither"
-            checks.append((is_over != (table["outcome"] >= 0), problem))
-    if kind == "send":
-        needs_place = (table["outcome"] == OK) & (table["half"] != 1) & (table["not_before_ms"] == ABSENT)
-        checks += [
-            (needs_place & (table[name] < 0), f"the outcome is 'ok', but the field {name!r} is missing")
-            for name in _PLACE
-        ]
-    if kind == "crash":
-        checks.append(((table["process"] < 0) & (table["broker"] < 0), "expected a process or a broker"))
-    for is_wrong, problem in checks:
-        if is_wrong.any():
-            yield int(np.argmax(is_wrong)), problem
 
 
 # ---- lines
@@ -384,61 +334,109 @@ def _parse_lines(
 
 def span_of(event: Mapping[str, Any]) -> tuple[int, int | None]:
     """Return begin and end of an event that has a time; the end of a delivery that still runs is None."""
-    if "begin_ms" in _SCHEMAS[event["event"]].required:
+    if event["event"] in _WITH_SPANS:
         return event["begin_ms"], event.get("end_ms")
     return event["at_ms"], event["at_ms"]
 
 
+class _Field(NamedTuple):
+    """What may stand in a field of an event."""
+
+    name: str
+    is_required: bool
+    types: frozenset[type]
+    smallest: int | None
+    """The smallest of the numbers that may stand there."""
+    words: Sequence[str] | None
+
+    def takes(self, value: Any) -> bool:  # noqa: ANN401 (what JSON holds)
+        """Return whether a value may stand here."""
+        if type(value) not in self.types:
+            return False
+        if self.words is not None:
+            return value in self.words
+        if self.smallest is not None:
+            return bool(self.smallest <= value <= _LARGEST)
+        return self.name not in _LISTS or all(type(item) in _LISTS[self.name] for item in value)
+
+    def expected(self, value: object) -> str:
+        """Return what should stand here in place of a value."""
+        if self.words is not None:
+            return " or ".join(self.words)
+        if self.name in _LISTS:
+            return "a list of texts"
+        if self.name in _FLAGS:
+            return "true or false"
+        if self.name in _NAMES:
+            return "a text"
+        return "a whole number" if type(value) is not int else f"a number from {self.smallest} to {_LARGEST}"
+
+
+def _field(name: str, schema: _Schema) -> _Field:
+    kinds: set[type] = {int}
+    if name in schema.words:
+        kinds = {str}
+    elif name in _LISTS:
+        kinds = {list, tuple}
+    elif name in _FLAGS:
+        kinds = {bool}
+    elif name in _NAMES:
+        kinds = {str, int} if name in _INTEGERS_TOO else {str}
+    is_number = kinds == {int}
+    smallest = (0 if name in _COUNTS else -_LARGEST) if is_number else None
+    return _Field(name, name in schema.required, frozenset(kinds), smallest, schema.words.get(name))
+
+
+_FIELDS: Final = {
+    kind: tuple(_field(name, schema) for name in (*schema.required, *schema.optional))
+    for kind, schema in _SCHEMAS.items()
+}
+
+
 def problem_of(event: object) -> str | None:
     """Return what is wrong with an event; None if nothing is."""
-    if not isinstance(event, dict):
+    if type(event) is not dict and not isinstance(event, Mapping):
         return "expected a JSON object"
     kind = event.get("event")
-    schema = _SCHEMAS.get(kind) if isinstance(kind, str) else None
-    if schema is None or not isinstance(kind, str):
+    fields = _FIELDS.get(kind) if isinstance(kind, str) else None
+    if fields is None:
         if "event" not in event:
             return "the field 'event' is missing"
         near = nearest(kind, _SCHEMAS) if isinstance(kind, str) else None
         hint = f"did you mean {near!r}?" if near is not None else f"expected one of {', '.join(_SCHEMAS)}"
         return f"unknown event {kind!r:.80}; {hint}"
-    for name in (*schema.required, *schema.optional):
-        value = event.get(name)
-        if value is None and name not in schema.required:
-            continue
-        if name not in event:
-            return f"{kind}: the field {name!r} is missing"
-        if (expected := _expected(name, value, schema)) is not None:
-            return f"{kind}: {name}: expected {expected}, found {value!r:.80}"
+    for field in fields:
+        value = event.get(field.name)
+        if value is None:
+            if not field.is_required:
+                continue
+            if field.name not in event:
+                return f"{kind}: the field {field.name!r} is missing"
+        if not field.takes(value):
+            return f"{kind}: {field.name}: expected {field.expected(value)}, found {value!r:.80}"
+    problem = _contradiction(event)
+    return None if problem is None else f"{kind}: {problem}"
+
+
+def _contradiction(event: Mapping[str, Any]) -> str | None:
+    """Return how fields of an event contradict each other; None if they do not."""
+    kind, end_ms, outcome = event["event"], event.get("end_ms"), event.get("outcome")
+    if kind in _WITH_SPANS and end_ms is not None and end_ms < event["begin_ms"]:
+        return "time runs backwards: end_ms is before begin_ms"
+    if kind == "deliver" and (end_ms is None) != (outcome is None):
+        return "end_ms and outcome belong together: a delivery that still runs has neither"
+    if kind == "send" and outcome == "ok" and event.get("half") is not True and event.get("not_before_ms") is None:
+        for name in _PLACE:
+            if event.get(name) is None:
+                return f"the outcome is 'ok', but the field {name!r} is missing"
+    if kind == "crash" and event.get("process") is None and event.get("broker") is None:
+        return "expected a process or a broker"
     return None
-
-
-def _expected(name: str, value: object, schema: _Schema) -> str | None:
-    """Return what should stand in a field in place of ``value``; None if ``value`` may."""
-    if name in schema.words:
-        return None if isinstance(value, str) and value in schema.words[name] else " or ".join(schema.words[name])
-    if name in ("topics", "selects"):
-        types = (str, int) if name == "selects" else (str,)
-        is_list = isinstance(value, list | tuple) and all(type(item) in types for item in value)
-        return None if is_list else "a list of texts"
-    if name in _FLAGS:
-        return None if isinstance(value, bool) else "true or false"
-    if name in _NAMES:
-        is_name = type(value) is str or (name in _INTEGERS_TOO and type(value) is int)
-        return None if is_name else "a text"
-    if type(value) is not int:
-        return "a whole number"
-    smallest = _smallest(name)
-    return None if smallest <= value <= _LARGEST else f"a number from {smallest} to {_LARGEST}"
-
-
-def _smallest(name: str) -> int:
-    """Return the smallest number that may stand in a field."""
-    return 0 if name in _COUNTS else -_LARGEST
 
 
 # ---- queues that two processes read
 
-_Queue = tuple[str, str, str, int]
+_GroupQueue = tuple[str, str, str, int]
 """A group, and a queue that it reads."""
 
 
@@ -453,7 +451,7 @@ class SharedQueues:
 
         Queues of ordered groups, which ``is_ordered(group)`` tells, have locks.
         """
-        moves: dict[_Queue, list[tuple[int, str, str]]] = defaultdict(list)
+        moves: dict[_GroupQueue, list[tuple[int, str, str]]] = defaultdict(list)
         crashes = []
         for event in events:
             kind = event["event"]
@@ -461,7 +459,7 @@ class SharedQueues:
                 moves[_queue_of(event)].append((event["at_ms"], kind, event["process"]))
             elif kind == "crash" and "process" in event:
                 crashes.append((event["at_ms"], kind, event["process"]))
-        self._times: dict[_Queue, list[tuple[int, float]]] = {}
+        self._times: dict[_GroupQueue, list[tuple[int, float]]] = {}
         for queue, queue_moves in moves.items():
             times = _times_shared(sorted([*queue_moves, *crashes]))
             if times and not is_ordered(queue[0]):
@@ -492,5 +490,5 @@ def _times_shared(moves: Sequence[tuple[int, str, str]]) -> list[int]:
     return times
 
 
-def _queue_of(event: Mapping[str, Any]) -> _Queue:
+def _queue_of(event: Mapping[str, Any]) -> _GroupQueue:
     return event["group"], event.get("stored_in") or event["topic"], event["broker"], event["queue_id"]

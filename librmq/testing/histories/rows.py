@@ -1,242 +1,187 @@
-"""Rows of a history in the order in which rules count them, and searches over their columns.
+"""Rows of a history in the order in which rules count them, with the lines that support them.
 
-`HistoryRows` also finds the lines that support a delivery, and `Marks` what lies between two deliveries.
+`HistoryRows` also knows which message is in which row, and `Marks` what lies between two deliveries.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Protocol, TypeVar
 
 from librmq.testing.histories.events import (
-    ABSENT,
-    COMMIT,
-    ENDED_DIED,
-    ENDED_OK,
-    ENDLESS,
-    FAILED,
-    OK,
-    RUNNING,
+    Commit,
+    Delivery,
     HistoryEvents,
-    Integers,
-    Table,
+    MessageId,
+    Queue,
+    Send,
+    TransactionEnd,
 )
 
-Mask = NDArray[np.bool_]
 
-# ---- searches over columns
+class _Span(Protocol):
+    """A row with two times and an offset."""
 
+    @property
+    def begin_ms(self) -> int:
+        """When it began."""
 
-class RowsByKey:
-    """The rows of a table by a key."""
+    @property
+    def end_ms(self) -> int:
+        """When it had ended."""
 
-    def __init__(self, keys: Integers) -> None:
-        self._order = keys.argsort(kind="stable")
-        self._keys = keys[self._order]
-
-    def __call__(self, key: int) -> list[int]:
-        """Return the rows of a key, in their order."""
-        first, end = self._keys.searchsorted((key, key + 1))
-        rows: list[int] = self._order[first:end].tolist()
-        return rows
+    @property
+    def queue_offset(self) -> int:
+        """Its offset."""
 
 
-def take(table: Table, rows: Integers | Mask) -> Table:
-    """Return some rows of a table, in this order."""
-    if rows.dtype == np.bool_ and rows.all():
-        return table
-    return {name: column[rows] for name, column in table.items()}
+_Row = TypeVar("_Row", bound=_Span)
 
 
-def distinct(values: Integers) -> Integers:
-    """Return values in order, each once."""
-    values = np.sort(values)
-    return values[is_first_of_kind(values)]
+def falls(
+    rows: Sequence[_Row],
+    marks_ms: Iterable[int],
+    counts: Callable[[_Row], bool] = lambda row: True,
+    *,
+    is_equal_a_fall: bool = False,
+) -> Iterator[tuple[_Row, _Row]]:
+    """Yield rows that begin after one had ended with a larger offset, with that row, where no mark lies between.
 
-
-def is_first_of_kind(values: Integers) -> Mask:
-    """Return which of values in order are the first of their kind."""
-    is_first = np.ones(len(values), bool)
-    is_first[1:] = values[1:] != values[:-1]
-    return is_first
-
-
-def is_in(values: Integers, chosen: Sequence[int] | Integers) -> Mask:
-    """Return which values are among the chosen ones."""
-    unique = distinct(np.asarray(chosen, np.int64))
-    if not len(unique):
-        return np.zeros(len(values), bool)
-    nearest: Integers = unique[np.minimum(unique.searchsorted(values), len(unique) - 1)]
-    return np.equal(nearest, values)
-
-
-def highest_earlier(keys: Integers, values: Integers, counts: Mask | None = None) -> Integers:
-    """Return for each row the earlier row of the same key with the largest value, -1 for none.
-
-    Only rows in ``counts`` are returned; among equal values the later row is.
+    Args:
+        rows: The rows of one queue, by their begins.
+        marks_ms: The times of the marks.
+        counts: Whether a row that has ended counts.
+        is_equal_a_fall: Whether the same offset is wrong too.
     """
-    size = len(keys)
-    by_value = values.argsort(kind="stable")
-    ranks = np.empty(size, np.int64)
-    ranks[by_value] = np.arange(1, size + 1)
-    if counts is not None:
-        ranks[~counts] = 0
-    order = keys.argsort(kind="stable")
-    is_first = is_first_of_kind(keys[order])
-    base = (np.cumsum(is_first) - 1) * (size + 1)
-    highest = np.maximum.accumulate(ranks[order] + base) - base
-    earlier = np.zeros(size, np.int64)
-    earlier[1:] = highest[:-1]
-    earlier[is_first] = 0
-    rows = np.full(size, -1)
-    rows[order] = np.where(earlier > 0, by_value[earlier - 1], -1)
-    return rows
+    highest = -1
+    for row in rows:
+        if row.queue_offset < highest + is_equal_a_fall:
+            break
+        highest = row.queue_offset
+    else:
+        return
+    marks = sorted(marks_ms)
+    ended = sorted(filter(counts, rows), key=lambda row: row.end_ms)
+    done, era, best = 0, 0, None
+    for row in rows:
+        while done < len(ended) and ended[done].end_ms < row.begin_ms:
+            first, done = ended[done], done + 1
+            first_era = bisect_left(marks, first.end_ms)
+            if best is None or first_era > era or first.queue_offset >= best.queue_offset:
+                era, best = first_era, first
+        is_fall = best is not None and best.queue_offset + is_equal_a_fall > row.queue_offset
+        if best is not None and is_fall and bisect_right(marks, row.begin_ms) == era:
+            yield row, best
 
 
-def highest_before(
-    keys: Integers, end_ms: Integers, values: Integers, query_keys: Integers, query_ms: Integers
-) -> Integers:
-    """Return for each query the row of its key that ended before, with the largest value; -1 for none."""
-    every_ms = np.concatenate((query_ms, end_ms))
-    is_row = np.repeat((False, True), (len(query_ms), len(end_ms)))
-    every_key = np.concatenate((query_keys, keys))
-    order = np.lexsort((is_row, every_ms))  # at the same time a query comes first
-    every_value = np.concatenate((np.zeros_like(query_ms), values))
-    highest = highest_earlier(every_key[order], every_value[order], is_row[order])
-    rows = np.full(len(order), -1)
-    rows[order] = np.where(highest >= 0, order[highest] - len(query_ms), -1)
-    return rows[: len(query_ms)]
-
-
-def eras(mark_keys: Integers, mark_ms: Integers, keys: Integers, at_ms: Integers, *, after: bool) -> Integers:
-    """Return numbers that rise with each mark of a key; ``after`` says whether marks at the same time come before."""
-    if not len(mark_ms):
-        return np.zeros(len(keys), np.int64)
-    rank = np.concatenate((np.ones(len(mark_ms), np.int64), np.full(len(at_ms), 2 * after)))
-    order = np.lexsort((rank, np.concatenate((mark_ms, at_ms)), np.concatenate((mark_keys, keys))))
-    numbers = np.empty(len(order), np.int64)
-    numbers[order] = np.cumsum(rank[order] == 1)
-    return numbers[len(mark_ms) :]
-
-
-# ---- rows
+def by_key(rows: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    """Return rows by a key, in their order."""
+    groups: dict[Any, list[Any]] = defaultdict(list)
+    for row in rows:
+        groups[key(row)].append(row)
+    return groups
 
 
 class HistoryRows:
-    """The tables of a history, with sends and deliveries in order."""
+    """The rows of a history, with sends and deliveries in order."""
 
     def __init__(self, history: HistoryEvents) -> None:
-        tables = history.tables()
-        self.ids: list[Any] = list(history.names["id"])
-        self.id_numbers = history.names["id"]
-        self.texts = {field: sorted(history.names[field]) for field in ("process", "topic", "broker", "group")}
-        self.effects = {field: list(history.names[field]) for field in ("name", "key")}
-        self.groups = {self.texts["group"].index(name): rules for name, rules in history.groups.items()}
-        """What is said of groups, by their numbers."""
-        self.tables = tables
-        self._queue_ids = distinct(
-            np.concatenate([tables[event]["queue_id"] for event in ("send", "deliver", "assign", "revoke", "commit")])
-        )
-        self.queues = len(self._queue_ids) * max(1, len(self.texts["broker"])) * max(1, len(self.texts["topic"]))
-        """No number of a queue is as large."""
+        self.groups, self.marks = history.groups, history.marks
+        self.ends: list[TransactionEnd] = history.ends
+        self.sends: list[Send] = sorted(history.sends)
+        self.commits: list[Commit] = sorted(history.commits)
         self._crash_lines: dict[int, tuple[int, int]] = {}
         """Begin, and line of the crash, of deliveries that end by it, by their lines."""
-        self.sends = self._ordered_sends()
-        self.deliveries = self._ordered_deliveries()
-
-    @cached_property
-    def sends_by_id(self) -> RowsByKey:
-        """The rows of sends by messages."""
-        return RowsByKey(self.sends["id"])
-
-    @cached_property
-    def ends_by_id(self) -> RowsByKey:
-        """The rows of ends of transactions by messages."""
-        return RowsByKey(self.tables["end_transaction"]["id"])
-
-    def queue(self, table: Table, topic: Integers) -> Integers:
-        """Return the numbers of queues, which rise by topic, broker and queue id."""
-        ranks = self._queue_ids.searchsorted(table["queue_id"])
-        return (topic * len(self.texts["broker"]) + table["broker"]) * len(self._queue_ids) + ranks
-
-    def _ordered_sends(self) -> Table:
-        sends = dict(self.tables["send"])
-        is_placed = (sends["outcome"] == OK) & (sends["half"] != 1) & (sends["not_before_ms"] == ABSENT)
-        sends["queue"] = np.where(is_placed, self.queue(sends, sends["topic"]), -1)
-        keys = [sends[name] for name in ("queue_offset", "queue", "end_ms", "begin_ms")]
-        return take(sends, np.lexsort(keys))
-
-    def _ordered_deliveries(self) -> Table:
-        rows = dict(self.tables["deliver"])
-        rows["read_topic"] = np.where(rows["stored_in"] >= 0, rows["stored_in"], rows["topic"])
-        rows["queue"] = self.queue(rows, rows["read_topic"])
-        rows["outcome"] = np.where(rows["outcome"] < 0, RUNNING, rows["outcome"])
-        rows["end_ms"] = np.where(rows["outcome"] == RUNNING, ENDLESS, rows["end_ms"])
         crashes = self.crashes("process")
-        for row in (rows["outcome"] == RUNNING).nonzero()[0].tolist():
-            crash_ms = crashes.get(int(rows["process"][row]), ())
-            begin = bisect_left(crash_ms, int(rows["begin_ms"][row]))
-            if begin < len(crash_ms):
-                rows["end_ms"][row] = crash_ms[begin]
-                rows["outcome"][row] = ENDED_DIED
-                self._crash_lines[int(rows["line"][row])] = (
-                    int(rows["begin_ms"][row]),
-                    self._crash_line(int(rows["process"][row]), crash_ms[begin]),
-                )
-        # What is equal in all that counts: deliveries that do not end well first, then by names.
-        tie = (rows["outcome"] == ENDED_OK) * len(self.texts["group"]) + rows["group"]
-        tie = (tie * len(self.texts["process"]) + rows["process"]) * self.queues + rows["queue"]
-        keys = [tie, *(rows[name] for name in ("attempt", "queue_offset", "end_ms", "begin_ms"))]
-        return take(rows, np.lexsort(keys))
+        self.deliveries: list[Delivery] = sorted(
+            row if row.outcome is not None else self._died(row, crashes.get(row.process, ()))
+            for row in history.deliveries
+        )
+        self.sends_by_id: dict[MessageId, list[Send]] = defaultdict(list)
+        for send in self.sends:
+            self.sends_by_id[send.id].append(send)
+        self.ends_by_id: dict[MessageId, list[TransactionEnd]] = defaultdict(list)
+        for end in self.ends:
+            self.ends_by_id[end.id].append(end)
 
-    def _crash_line(self, process: int, at_ms: int) -> int:
-        table = self.tables["crash"]
-        return int(table["line"][(table["process"] == process) & (table["at_ms"] == at_ms)][0])
+    def _died(self, row: Delivery, crashes: Sequence[tuple[int, int]]) -> Delivery:
+        """Return a delivery without an end, which a later crash of its process ends."""
+        number = bisect_left(crashes, (row.begin_ms, 0))
+        if number == len(crashes):
+            return row
+        at_ms, line = crashes[number]
+        self._crash_lines[row.line] = (row.begin_ms, line)
+        return row._replace(end_ms=at_ms, outcome="died")
 
-    def crashes(self, field: str) -> dict[int, list[int]]:
-        """Return the times of crashes by process or broker."""
-        crashes = defaultdict(list)
-        table = self.tables["crash"]
-        for number, at_ms in zip(table[field].tolist(), table["at_ms"].tolist(), strict=True):
-            if number >= 0:
-                crashes[number].append(at_ms)
-        return {number: sorted(times) for number, times in crashes.items()}
+    def crashes(self, field: str) -> dict[str, list[tuple[int, int]]]:
+        """Return the times and lines of crashes by process or broker, in order."""
+        crashes: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for at_ms, line, event in sorted(self.marks["crash"], key=lambda mark: mark[:2]):
+            if event.get(field) is not None:
+                crashes[event[field]].append((at_ms, line))
+        return crashes
 
-    def support(self, message: int) -> list[int]:
+    @cached_property
+    def crashes_ms(self) -> list[int]:
+        """The times of all crashes."""
+        return [mark.at_ms for mark in self.marks["crash"]]
+
+    @cached_property
+    def resets_ms(self) -> dict[tuple[str, str], list[int]]:
+        """The times of resets by group and topic, in order."""
+        resets: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for mark in self.marks["reset"]:
+            resets[mark.event["group"], mark.event["topic"]].append(mark.at_ms)
+        return {key: sorted(times) for key, times in resets.items()}
+
+    @cached_property
+    def assigns_ms(self) -> dict[tuple[str, Queue], list[int]]:
+        """The times of assignments by group and queue."""
+        return self.moves_ms("assign")
+
+    def moves_ms(self, *kinds: str) -> dict[tuple[str, Queue], list[int]]:
+        """Return the times of assignments or revocations by group and queue, in order."""
+        moves: dict[tuple[str, Queue], list[int]] = defaultdict(list)
+        for kind in kinds:
+            for at_ms, _, event in self.marks[kind]:
+                moves[event["group"], (event["topic"], event["broker"], event["queue_id"])].append(at_ms)
+        return {key: sorted(times) for key, times in moves.items()}
+
+    def stored(self, message: MessageId) -> list[Send]:
+        """Return the sends of a message that did not fail."""
+        return [send for send in self.sends_by_id.get(message, ()) if send.outcome != "failed"]
+
+    def support(self, message: MessageId) -> list[int]:
         """Return the lines without which a delivered message would be a phantom, aborted or early."""
-        sends = self.sends
-        rows = [row for row in self.sends_by_id(message) if sends["outcome"][row] != FAILED]
-        if not rows:
-            return [int(sends["line"][row]) for row in self.sends_by_id(message)[:1]]
-        first = min(rows, key=lambda row: (max(0, int(sends["not_before_ms"][row])), sends["half"][row], row))
-        lines = [int(sends["line"][first])]
-        if sends["half"][first] == 1:
-            plain = [row for row in rows if sends["half"][row] != 1]
-            ends = self.tables["end_transaction"]
+        stored = self.stored(message)
+        if not stored:
+            return [send.line for send in self.sends_by_id.get(message, ())[:1]]
+        first = min(stored, key=lambda send: (max(0, send.not_before_ms or 0), send.is_half))
+        lines = [first.line]
+        if first.is_half:
+            plain = [send for send in stored if not send.is_half]
             commits = [
-                row
-                for row in self.ends_by_id(message)
-                if ends["decision"][row] == COMMIT and ends["outcome"][row] != FAILED
+                end for end in self.ends_by_id.get(message, ()) if end.decision == "commit" and end.outcome != "failed"
             ]
             if plain:
-                lines.append(int(sends["line"][plain[0]]))
+                lines.append(plain[0].line)
             elif commits:
-                lines.append(int(ends["line"][min(commits, key=lambda row: int(ends["begin_ms"][row]))]))
+                lines.append(min(commits, key=lambda end: end.begin_ms).line)
         return lines
+
+    @cached_property
+    def _begins_ms(self) -> Mapping[int, int]:
+        return {row.line: row.begin_ms for row in self.deliveries}
 
     def with_crashes(self, kind: str, lines: Iterable[int]) -> set[int]:
         """Return lines with the crashes that end a delivery among them, where its end counts."""
-        evidence = {int(line) for line in lines}
+        evidence = set(lines)
         if self._crash_lines.keys().isdisjoint(evidence):
             return evidence
-        rows = self.deliveries
-        begins = rows["begin_ms"][np.isin(rows["line"], list(evidence))].tolist()
+        begins = [self._begins_ms[line] for line in evidence if line in self._begins_ms]
         for line in evidence & self._crash_lines.keys():
             begin_ms, crash_line = self._crash_lines[line]
             if kind == "repeat" or begins.count(begin_ms) > 1:
@@ -248,42 +193,32 @@ class Marks:
     """Assignments, revocations, crashes and resets, which explain repeats, with sorted times."""
 
     def __init__(self, history: HistoryRows) -> None:
-        tables = history.tables
-        self._queues: dict[tuple[int, int], list[int]] = defaultdict(list)
-        processes: dict[int, set[int]] = defaultdict(set)
-        for event in ("assign", "revoke"):
-            table = tables[event]
-            queues = history.queue(table, table["topic"])
-            for group, queue, at_ms in zip(
-                table["group"].tolist(), queues.tolist(), table["at_ms"].tolist(), strict=True
-            ):
-                self._queues[group, queue].append(at_ms)
-        span = len(history.texts["process"]) + 1
-        for event in ("assign", "deliver"):
-            for pair in distinct(tables[event]["group"] * span + tables[event]["process"]).tolist():
-                processes[pair // span].add(pair % span)
+        self._queues = history.moves_ms("assign", "revoke")
+        self._resets = history.resets_ms
+        members: dict[str, set[str]] = defaultdict(set)
+        for mark in history.marks["assign"]:
+            members[mark.event["group"]].add(mark.event["process"])
+        for row in history.deliveries:
+            members[row.group].add(row.process)
         crashes = history.crashes("process")
         self._processes = {
-            group: sorted(at_ms for process in members for at_ms in crashes.get(process, ()))
-            for group, members in processes.items()
+            group: sorted(at_ms for process in processes for at_ms, _ in crashes.get(process, ()))
+            for group, processes in members.items()
         }
-        self._brokers = history.crashes("broker")
-        self._resets: dict[tuple[int, int], list[int]] = defaultdict(list)
-        table = tables["reset"]
-        for group, topic, at_ms in zip(*(table[name].tolist() for name in ("group", "topic", "at_ms")), strict=True):
-            self._resets[group, topic].append(at_ms)
-        for times in (*self._queues.values(), *self._resets.values()):
-            times.sort()
+        self._brokers = {broker: [at_ms for at_ms, _ in times] for broker, times in history.crashes("broker").items()}
 
-    def lies_between(self, rows: Table, row: int, earlier: Iterable[int], first_ms: int) -> bool:
-        """Return whether one lies between the first delivery of a message in a group and the one in a row."""
-        begin_ms, group = int(rows["begin_ms"][row]), int(rows["group"][row])
-        places = [*earlier, row]
+    def lies_between(self, row: Delivery, queues: Iterable[Queue], first_ms: int) -> bool:
+        """Return whether one lies between the first delivery of a message in a group and ``row``.
+
+        ``queues`` are those that the message was delivered from until then.
+        """
         times = [
-            self._processes.get(group, ()),
-            *(self._queues.get((group, int(rows["queue"][place])), ()) for place in places),
-            *(self._brokers.get(int(rows["broker"][place]), ()) for place in places),
-            self._resets.get((group, int(rows["topic"][row])), ()),
-            self._resets.get((group, int(rows["read_topic"][row])), ()),
+            self._processes.get(row.group, ()),
+            *(self._queues.get((row.group, queue), ()) for queue in queues),
+            *(self._brokers.get(queue[1], ()) for queue in queues),
+            self._resets.get((row.group, row.topic), ()),
+            self._resets.get((row.group, row.queue[0]), ()),
         ]
-        return any((after := bisect_left(every, first_ms)) < len(every) and every[after] <= begin_ms for every in times)
+        return any(
+            (after := bisect_left(every, first_ms)) < len(every) and every[after] <= row.begin_ms for every in times
+        )
