@@ -344,6 +344,11 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
         "dead_letters:int groups:int log_bytes:int log_files:int min_phy_offset:int max_phy_offset:int "
         "min_timestamp_ms:int? max_timestamp_ms:int?",
     ),
+    "disk": (
+        "type:str log_bytes:int queue_bytes:int index_bytes:int timer_bytes:int other_bytes:int allocated_bytes:int "
+        "used_ratio:num thresholds:[obj]",
+        "librmq.diagnosis.disk_use.TopicUse type:str",
+    ),
     "whatif": (
         "librmq.diagnosis.whatif.Estimate scenario:str speed_up:num? lag:int queues:int clients:int threads:int "
         "batch_size:int handler_s:num stored_per_s:num advice:str",

@@ -145,6 +145,11 @@ _LOOK: Final = (
     ),
     Command("stats", "topics", "print how much the store holds, in one row", "store", note=_ENTRIES, output=OUTPUT),
     Command(
+        "disk", "topics", "print what fills the disk, by kind of file and by topic", "store", (AS_RECOVERED,),
+        note="What happens at each share of the disk; when the log's growth reaches it, and why old files stay, on "
+        "standard error.",
+    ),
+    Command(
         "whatif", "groups", "estimate the time to drain a backlog",
         "store --group CG_order --topic OrderTopic --handler 20ms",
         (
@@ -512,10 +517,11 @@ SECTIONS: Final[dict[str, tuple[Command, ...]]] = {"Look": _LOOK, "Change": _CHA
 """The commands by the headings of the help."""
 COMMANDS: Final[dict[str, Command]] = {command.name: command for section in SECTIONS.values() for command in section}
 """The commands by name."""
-READING: Final = frozenset((*(command.name for command in _LOOK), "dump", "export", "queue", "timers"))
+READING: Final = frozenset((*(command.name for command in _LOOK), "dump", "export", "queue", "timers")) - {"disk"}
 """Commands that read the messages of a store, or what is known about them."""
 _NO_PROGRESS: Final = "the progress that groups had then is not kept"
 UNDATED: Final = {
+    "disk": "it shows the files and the disk as they are",
     "expiring": _NO_PROGRESS,
     "timers": "the timer's files hold only what waits now; librmq pending --at lists the messages that waited then",
     "verify": "it compares the files as they are",

@@ -141,7 +141,7 @@ _STYLES: Final = {
 }  # fmt: skip
 """Colours of whole cells; NO_COLOR switches all styles off."""
 # Rows whose main content is a list: shown as a heading, then the list's rows.
-_LISTS: Final = {"verify": ("damage", "damage"), "store": ("queues", "queue")}
+_LISTS: Final = {"disk": ("thresholds", "threshold"), "verify": ("damage", "damage"), "store": ("queues", "queue")}
 
 
 class _Console(rich.console.Console):

@@ -475,15 +475,7 @@ class Retention:
     # ------------------------------------------------------------------------------------------------- scheduling
 
     def _next_hour(self, at_ms: int) -> int | None:
-        """Return the first moment from ``at_ms`` on in one of the hours, None if that is too far away."""
-        for _ in range(_HOURS_TRIED):
-            if at_ms >= _LAST_MOMENT:
-                return None
-            moment = datetime.fromtimestamp(at_ms // 1000, self._timezone)
-            if moment.hour in self._hours:
-                return at_ms
-            at_ms += _HOUR_MS - 1000 * (60 * moment.minute + moment.second) - at_ms % 1000
-        return None
+        return next_hour(self._hours, at_ms, self._timezone)
 
     def _next_due(self, now_ms: int) -> int | None:
         watched = self.used_ratio > 0 if self._watch_disk else self.refuses_writes
@@ -589,6 +581,21 @@ class Retention:
         for path in deleted:
             _log.info("deleted %(file)s: the log begins at %(begin)d", file=path, begin=begin)
         return deleted
+
+
+def next_hour(hours: Container[int], at_ms: int, timezone: tzinfo | None = None) -> int | None:
+    """Return the first moment from ``at_ms`` on in one of the hours, None if that is too far away.
+
+    ``timezone`` is that of the hours, by default the machine's.
+    """
+    for _ in range(_HOURS_TRIED):
+        if at_ms >= _LAST_MOMENT:
+            return None
+        moment = datetime.fromtimestamp(at_ms // 1000, timezone)
+        if moment.hour in hours:
+            return at_ms
+        at_ms += _HOUR_MS - 1000 * (60 * moment.minute + moment.second) - at_ms % 1000
+    return None
 
 
 def first_behind(log: CommitLog, start: int) -> int | None:

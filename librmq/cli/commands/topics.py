@@ -1,4 +1,4 @@
-"""``topics``, ``stats``, ``queues``, ``queue``, ``count``: how much of what a store holds."""
+"""``topics``, ``stats``, ``disk``, ``queues``, ``queue``, ``count``: how much of what a store holds."""
 
 from __future__ import annotations
 
@@ -73,6 +73,23 @@ def stats(arguments: argparse.Namespace, output: Output) -> int:
                 "max_timestamp_ms": max(times, default=None),
             }
         )
+    return 0
+
+
+def disk(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the bytes of a store and its disk in a row, then a row for each topic."""
+    from librmq.diagnosis.disk_use import disk_notes, disk_use, topic_uses
+
+    with open_view(arguments) as view:
+        config = view.store.config
+        use = disk_use(view.store.path, config)
+        thresholds = [threshold._asdict() for threshold in use.thresholds]
+        output.row({"type": "disk", **use._asdict(), "thresholds": thresholds})
+        for topic in topic_uses(view):
+            output.row({"type": "topic", **topic._asdict()})
+        output.close()
+        for note in disk_notes(view, use, config):
+            complain(f"note: {note}")
     return 0
 
 

@@ -1,0 +1,315 @@
+"""What fills the disk of a store, what happens when it is full, and why its old files stay.
+
+::
+
+    log  queues  index  timers  others     lengths of files; together the length of all files of the store
+    allocated                              what they take on the disk: less, since files are made in full length
+    used ratio                             of the fullest disk of the store, counted as ``df`` and a broker count it
+    a topic's bytes                        its records in the log, by the entries of its queues
+    unread of them                         from the progress of the group that is furthest behind
+
+Mirrors the limits of 4.9.4's ``CleanCommitLogService``; `librmq.store.retention` acts on them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from librmq.config import StoreConfig, parse_hours
+from librmq.consumequeue import HOLE_SIZE
+from librmq.diagnosis.formatting import duration, moment, number, percent, size
+from librmq.diagnosis.group_lag import lag
+from librmq.diagnosis.view import StoreView
+from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.topics import TIMER_TOPIC, kind_of_topic
+from librmq.store.format import directory
+from librmq.store.retention import Unread, UnreadInFile, first_behind, next_hour, unread_between
+
+_KINDS: Final = {
+    directory.COMMITLOG: "log_bytes",
+    directory.CONSUMEQUEUE: "queue_bytes",
+    directory.CONSUMEQUEUE_EXT: "queue_bytes",
+    directory.CONSUMEQUEUE_ROCKSDB: "queue_bytes",
+    directory.BATCHCONSUMEQUEUE: "queue_bytes",
+    directory.INDEX: "index_bytes",
+    directory.TIMERLOG: "timer_bytes",
+}
+"""The field in which the files of a folder, or a file, of a store count."""
+_BLOCK: Final = 512  # bytes of the unit in which a system counts what is allocated
+_BROKER_HOURS: Final = 72  # 4.9's ``fileReservedTime``, which no file of a broker shows
+_DAY_MS: Final = 86_400_000
+_HOUR_MS: Final = 3_600_000
+_NAMED: Final = 3
+
+
+class DiskThreshold(NamedTuple):
+    """A share of the disk at which a broker acts."""
+
+    ratio: float
+    """Used fraction of the disk above which it acts."""
+    free_bytes: int
+    """Bytes that can be written until then; 0 if it acts already."""
+    effect: str
+    """What it does."""
+
+
+class DiskUse(NamedTuple):
+    """The bytes of a store by kind of file, and those of its disk."""
+
+    log_bytes: int
+    """Length of the log's files."""
+    queue_bytes: int
+    """Length of the files of queues, with their extension."""
+    index_bytes: int
+    """Length of the files of the key index."""
+    timer_bytes: int
+    """Length of the timer's log and wheel."""
+    other_bytes: int
+    """Length of all other files."""
+    allocated_bytes: int
+    """Bytes that all files take on the disk: less than their lengths where nothing is written yet."""
+    used_ratio: float
+    """Used fraction of the disk, 0.0 to 1.0; of the fullest one if folders of the store are on several."""
+    thresholds: list[DiskThreshold]
+    """What a broker does when the disk is fuller, the lowest share first."""
+
+
+class TopicUse(NamedTuple):
+    """The bytes of a topic in the log."""
+
+    topic: str
+    """Name of the topic."""
+    kind: str
+    """Its kind: user, retry, dead, delay, half, op or system."""
+    messages: int
+    """Number of its messages."""
+    bytes: int
+    """Size of their records."""
+    unread_bytes: int | None
+    """Size of those that a group, the schedule or the timer has not consumed; all of them in a topic that no group has
+    progress in; None if progress is unknown."""
+
+
+def disk_use(path: str, config: StoreConfig) -> DiskUse:
+    """Return the bytes of the store in ``path`` and of its disk.
+
+    Raises:
+        OSError: The disk can't be asked.
+    """
+    sums: defaultdict[str, int] = defaultdict(int)
+    for place, length, allocated in _files(path):
+        first = place.split(os.sep, 1)[0]
+        is_wheel = first.startswith(directory.TIMERWHEEL)  # and its snapshots of later versions
+        sums["timer_bytes" if is_wheel else _KINDS.get(first, "other_bytes")] += length
+        sums["allocated_bytes"] += allocated
+    folders = (path, *(os.path.join(path, name) for name in (directory.COMMITLOG, directory.CONSUMEQUEUE)))
+    disks = [shutil.disk_usage(folder) for folder in folders if os.path.isdir(folder)]
+    # Space that is reserved for the superuser is neither used nor free.
+    used, within_reach = max(
+        ((disk.used, disk.used + disk.free) for disk in disks), key=lambda pair: pair[0] / (pair[1] or 1)
+    )
+    effects = (
+        (config.disk_max_used_ratio, "log files beyond the age limit are deleted at any hour"),
+        (config.disk_force_clean_ratio, "the oldest log files are deleted at any age" + _unless_kept(config)),
+        (config.disk_refuse_ratio, "messages are refused: CODE 14 of a RocketMQ broker, DiskFullError of librmq"),
+    )
+    return DiskUse(
+        log_bytes=sums["log_bytes"],
+        queue_bytes=sums["queue_bytes"],
+        index_bytes=sums["index_bytes"],
+        timer_bytes=sums["timer_bytes"],
+        other_bytes=sums["other_bytes"],
+        allocated_bytes=sums["allocated_bytes"],
+        used_ratio=used / within_reach if within_reach else 0.0,
+        thresholds=[
+            DiskThreshold(ratio / 100, max(0, ratio * within_reach // 100 - used), effect) for ratio, effect in effects
+        ],
+    )
+
+
+def _unless_kept(config: StoreConfig) -> str:
+    return ", unless keep_unconsumed keeps them for a group" if config.keep_unconsumed else ""
+
+
+def _files(path: str) -> Iterator[tuple[str, int, int]]:
+    """Yield place, length and allocated bytes of each file below a folder; links to its own folders are followed."""
+    links = [entry.path for entry in os.scandir(path) if entry.is_symlink() and entry.is_dir()]
+    for top in (path, *links):
+        for folder, _, names in os.walk(top):
+            for name in names:
+                place = os.path.join(folder, name)
+                with suppress(FileNotFoundError):  # its writer has just deleted it
+                    state = os.lstat(place)
+                    allocated = state.st_size if sys.platform == "win32" else state.st_blocks * _BLOCK
+                    yield os.path.relpath(place, path), state.st_size, allocated
+
+
+# ---- by topic
+
+
+def topic_uses(view: StoreView) -> list[TopicUse]:
+    """Return the bytes of each topic that has queues, the largest first.
+
+    Raises:
+        CorruptionError: A file is damaged.
+    """
+    unread = _unread_places(view)
+    read_topics = {topic for topic, _ in unread}
+    uses = []
+    for topic, queue_ids in view.topics.items():
+        messages = total = waiting = 0
+        for queue_id in queue_ids:
+            begin = unread.get((topic, queue_id), sys.maxsize if topic in read_topics else 0)
+            for first, block in view.store.queues[topic, queue_id].blocks():
+                sizes = block["size"]
+                is_message = sizes != HOLE_SIZE
+                messages += int(is_message.sum())
+                total += int(sizes[is_message].sum(dtype="i8"))
+                at = max(0, begin - first)
+                waiting += int(sizes[at:][is_message[at:]].sum(dtype="i8"))
+        uses.append(TopicUse(topic, kind_of_topic(topic), messages, total, _known(view, topic, waiting)))
+    return sorted(uses, key=lambda use: (-use.bytes, use.topic))
+
+
+def _known(view: StoreView, topic: str, waiting: int) -> int | None:
+    """Return the unread bytes of a topic; None if progress is unknown."""
+    if topic == TIMER_TOPIC:
+        from librmq.scheduling.timer_wheel import waiting_timers  # few stores have a timer
+
+        return sum(message.size for _, message in waiting_timers(view.store))
+    if (view.unknown_delays if topic == SCHEDULE_TOPIC else view.unknown_progress) is not None:
+        return None
+    return waiting
+
+
+def _readers(view: StoreView) -> Iterator[Unread]:
+    """Yield the progress of each group and delay level in each queue that exists."""
+    for row in lag(view, times=False):
+        if (row.topic, row.queue_id) in view.ranges:
+            yield Unread(row.group, row.topic, row.queue_id, row.next_offset)
+    for topic, queue_id in view.ranges:
+        if topic == SCHEDULE_TOPIC:
+            yield Unread("", topic, queue_id, view.tables.delay_offset(level_of_queue_id(queue_id)))
+
+
+def _unread_places(view: StoreView) -> dict[tuple[str, int], int]:
+    """Return the lowest queue offset that a reader still needs, by queue."""
+    places: dict[tuple[str, int], int] = {}
+    for reader in _readers(view):
+        queue = reader.topic, reader.queue_id
+        places[queue] = min(reader.queue_offset, places.get(queue, reader.queue_offset))
+    return places
+
+
+# ---- notes
+
+
+class _StoredProgress:
+    """The readers of a store by the progress that is stored."""
+
+    def __init__(self, view: StoreView) -> None:
+        self._readers = list(_readers(view))
+
+    def unread(self, before: int) -> Iterable[Unread]:
+        """Return the progress of all readers."""
+        return self._readers
+
+    def lost(self, unread: UnreadInFile) -> None:
+        """Ignore a loss; nothing is deleted here."""
+
+
+def disk_notes(view: StoreView, use: DiskUse, config: StoreConfig) -> Iterator[str]:
+    """Yield sentences: when the disk is full at the log's growth, and why its old files stay.
+
+    Raises:
+        CorruptionError: A file is damaged.
+    """
+    if SCHEDULE_TOPIC in view.topics and (why := view.unknown_delays) is not None:
+        yield why
+    log = view.store.log
+    first, now_ms = log.first_store_timestamp_ms(log.begin) if log.end > log.begin else None, view.now_ms
+    if first is None or now_ms is None:
+        return
+    if now_ms > first:
+        a_day = (log.end - log.begin) * _DAY_MS / (now_ms - first)
+        times = ", ".join(
+            f"{percent(threshold.ratio)} in {duration(threshold.free_bytes / a_day * _DAY_MS / 1000)}"
+            if threshold.free_bytes
+            else f"{percent(threshold.ratio)} is exceeded"
+            for threshold in use.thresholds
+        )
+        yield (
+            f"the log took {size(a_day)} a day since {moment(first)} UTC; at this rate, and if nothing is deleted, the "
+            f"disk, {percent(use.used_ratio)} full now, reaches {times}"
+        )
+    yield from _file_notes(view, use, config, now_ms)
+
+
+def _file_notes(view: StoreView, use: DiskUse, config: StoreConfig, now_ms: int) -> Iterator[str]:
+    """Yield why each of the oldest files stays: its age, its hour, its readers."""
+    log = view.store.log
+    old = [start for start in log.sequence.starts if start + log.file_size < log.end]
+    if not old:
+        yield "the log has one file; the file with the last record is never deleted"
+        return
+    is_own = directory.is_made_by_librmq(view.store.path, view.store.files)
+    hours = config.file_reserved_hours if is_own else config.file_reserved_hours or _BROKER_HOURS
+    readers = _StoredProgress(view)
+    for start in old[:_NAMED]:
+        last_ms = first_behind(log, start)
+        parts = [f"{os.path.basename(log.sequence.path(start))}: ended {_age(now_ms, last_ms)} before"]
+        parts.append(_next_time(use, config, hours, last_ms, now_ms, is_own=is_own))
+        holders = unread_between(readers, lambda *queue: view.store.queues.get(queue), start, start + log.file_size)
+        parts += _holders(list(holders), config)
+        yield "; ".join(parts)
+    if len(old) > _NAMED:
+        yield f"{number(len(old) - _NAMED)} further log files are newer, and follow these"
+
+
+def _age(now_ms: int, then_ms: int | None) -> str:
+    return "an unknown time" if then_ms is None else duration(max(0, now_ms - then_ms) / 1000)
+
+
+def _next_time(
+    use: DiskUse, config: StoreConfig, hours: int | None, last_ms: int | None, now_ms: int, *, is_own: bool
+) -> str:
+    """Return when a file that ended at a time can be deleted by its age."""
+    if use.used_ratio > config.disk_force_clean_ratio / 100:
+        return f"the disk is above {config.disk_force_clean_ratio} %, so it is deleted at any age"
+    if hours is None:
+        largest = "none" if config.max_total_size is None else size(config.max_total_size)
+        return f"no age limit (file_reserved_hours); it goes beyond max_total_size, {largest}"
+    limit = f"age limit {hours} h" + (
+        "" if is_own else " (a broker's fileReservedTime, unless its broker.conf differs)"
+    )
+    if last_ms is None:
+        return f"{limit}; its end is unreadable"
+    at_ms = max(now_ms, last_ms + hours * _HOUR_MS)
+    if use.used_ratio > config.disk_max_used_ratio / 100:
+        return (
+            f"{limit}, at any hour because the disk is above {config.disk_max_used_ratio} %: from {moment(at_ms)} UTC"
+        )
+    due_ms = next_hour(parse_hours(config.delete_when), at_ms)
+    return f"{limit}, in hour {config.delete_when}: next at {moment(due_ms)} UTC"
+
+
+def _holders(unread: list[UnreadInFile], config: StoreConfig) -> Iterator[str]:
+    """Yield who has not consumed messages of a file."""
+    by_reader: defaultdict[tuple[str, str], int] = defaultdict(int)
+    for part in unread:
+        by_reader[part.reader.group, part.reader.topic] += part.messages
+    if not by_reader:
+        return
+    named = [
+        f"{f'group {group}' if group else 'the schedule'} {number(messages)} of {topic}"
+        for (group, topic), messages in sorted(by_reader.items(), key=lambda item: -item[1])
+    ]
+    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    kept = "keep_unconsumed keeps it for them" if config.keep_unconsumed else "they are deleted with it"
+    yield f"unread there: {', '.join(named[:_NAMED])}{more}; {kept}"
