@@ -36,7 +36,7 @@ _MARKS_APART: Final = 8 * WORTH_A_MARK
 """Bytes of the log behind a mark from which it is an old one: a broker has gone on without it, and deleted files."""
 
 
-class StoreKind(enum.Enum):
+class Wholeness(enum.Enum):
     """How whole a store is."""
 
     SOUND = "sound"
@@ -47,7 +47,7 @@ class StoreKind(enum.Enum):
 class Condition(NamedTuple):
     """How whole a store is, and what is missing."""
 
-    kind: StoreKind
+    kind: Wholeness
     cut: Damage | None = None
     """Where the log ends although records follow or are missing there. Its ``bytes`` go up to the last nonzero one, and
     are 0 if nothing follows."""
@@ -67,15 +67,15 @@ def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, 
     """
     cut = _cut_before_records(parts)
     if is_written:
-        return Condition(StoreKind.SOUND if cut is None else StoreKind.SHORT, cut)
+        return Condition(Wholeness.SOUND if cut is None else Wholeness.SHORT, cut)
     was_closed = not has_abort(files, path)
     if cut is None:
         cut = _cut_before_entries(parts, config, files) if was_closed else None
     cut = cut or _cut_before_covered(path, parts, files)
     begin = _missing_begin(path, parts.log, files, was_closed=was_closed)
     if cut is not None or begin is not None:
-        return Condition(StoreKind.SHORT, cut, begin)
-    return Condition(StoreKind.SOUND if was_closed else StoreKind.AS_RECOVERED)
+        return Condition(Wholeness.SHORT, cut, begin)
+    return Condition(Wholeness.SOUND if was_closed else Wholeness.AS_RECOVERED)
 
 
 def _cut_before_records(parts: Parts) -> Damage | None:

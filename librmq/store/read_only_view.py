@@ -37,7 +37,7 @@ from librmq.files.interface import Damage, Files
 from librmq.files.memory import OverlayFiles
 from librmq.message.delay_levels import DelayLevels
 from librmq.runtime.locks import Lock
-from librmq.store.condition import Condition, StoreKind, condition_of
+from librmq.store.condition import Condition, Wholeness, condition_of
 from librmq.store.derived_queues import DerivedParts, DerivedQueue
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
@@ -251,7 +251,7 @@ class ReadOnlyView:
     def condition(self) -> Condition:
         """Return how whole the store is, and what is missing. An earlier moment lacks nothing."""
         if self._moment is not None:
-            return Condition(StoreKind.AS_RECOVERED)
+            return Condition(Wholeness.AS_RECOVERED)
         is_written = self._live is not None
         return condition_of(self._path, self.parts, self.config, self._files, is_written=is_written)
 

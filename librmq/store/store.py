@@ -25,7 +25,7 @@ from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE_STATE
-from librmq.store.condition import Condition, StoreKind
+from librmq.store.condition import Condition, Wholeness
 from librmq.store.engine.append import Appender, AppendFields, AppendResult, BatchFields
 from librmq.store.engine.copies import CopiedRecords, CopyWriter
 from librmq.store.engine.durability import Acknowledgement
@@ -257,7 +257,7 @@ class MessageStore(Closing):
         A writable one is sound, because opening has recovered it.
         """
         view = self._handle.view
-        return Condition(StoreKind.SOUND) if view is None else view.condition()
+        return Condition(Wholeness.SOUND) if view is None else view.condition()
 
     @property
     def cut_short(self) -> Damage | None:

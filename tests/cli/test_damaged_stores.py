@@ -11,7 +11,7 @@ import pytest
 
 from librmq import Broker, BrokerConfig, CorruptionError, ManualClock, Message, MessageStore, StoreConfig
 from librmq.columns import reader
-from librmq.store.condition import StoreKind
+from librmq.store.condition import Wholeness
 from tests.cli.stand import Shell
 from tests.stores import START_MS
 
@@ -375,9 +375,7 @@ def test_a_killed_store_is_short_of_what_its_checkpoint_covers(shell: Shell, slo
 
 
 @pytest.mark.parametrize("how", ["missing", "zeros"])
-def test_columns_do_not_leave_out_in_silence_what_a_killed_store_has_lost(
-    shell: Shell, slow_orders: Path, how: str
-) -> None:
+def test_columns_say_what_a_killed_store_has_lost(shell: Shell, slow_orders: Path, how: str) -> None:
     lose_last_file(slow_orders, how)
     (slow_orders / "abort").touch()
     with pytest.raises(CorruptionError, match="the checkpoint covers records up to"):
@@ -388,18 +386,18 @@ def test_columns_do_not_leave_out_in_silence_what_a_killed_store_has_lost(
     assert findings["damage"]["severity"] == "error"
 
 
-def test_queues_ahead_of_what_nothing_covers_are_as_recovery_leaves_them(shell: Shell, slow_orders: Path) -> None:
+def test_queues_ahead_of_what_nothing_covers_are_cut(shell: Shell, slow_orders: Path) -> None:
     lose_last_file(slow_orders, "missing")
     (slow_orders / "abort").touch()
     (slow_orders / "checkpoint").unlink()
     assert shell("count", slow_orders).status == 0
     assert 0 < reader(slow_orders).read_all().num_rows < MESSAGES
     with MessageStore.open(slow_orders, read_only=True) as store:
-        assert store.condition.kind is StoreKind.AS_RECOVERED
+        assert store.condition.kind is Wholeness.AS_RECOVERED
 
 
 @pytest.mark.parametrize("lost", [0, 2])
-def test_a_killed_store_has_its_keys_though_an_older_index_file_is_missing(shell: Shell, lost: int) -> None:
+def test_keys_of_a_missing_older_index_file_are_found(shell: Shell, lost: int) -> None:
     config, path = StoreConfig.tiny(commitlog_file_size=4096, max_index_num=20), shell.folder / "keys"
     with MessageStore.open(path, config, clock=ManualClock(START_MS), background=False) as store:
         for number in range(60):

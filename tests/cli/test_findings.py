@@ -315,7 +315,7 @@ def test_dead_letters_go_to_another_topic_without_their_past(broken: Shell) -> N
 
 
 @pytest.mark.parametrize("by_library", [False, True])
-def test_letters_that_a_killed_resend_has_not_noted_are_not_sent_twice(broken: Shell, by_library: bool) -> None:
+def test_unnoted_letters_of_a_killed_resend_go_once(broken: Shell, by_library: bool) -> None:
     words = ("dead-letters", "kit", "--group", "g", "--resend")
     assert len(broken(*words, "--limit", 2).rows) == 2
     (broken.folder / "kit/librmq/resent.json").unlink()  # as if SIGKILL had come before the note

@@ -130,6 +130,7 @@ def test_an_export_after_deleted_messages(shell: Shell) -> None:
         for _ in range(10):
             store.append(Message("T", bytes(1000)))
     min((shell.folder / "kept" / "commitlog").iterdir()).unlink()
+    (shell.folder / "kept" / "librmq" / "closed.json").unlink()  # as if a broker had deleted it
     (second,) = shell("export", "kept", "-o", "t.jsonl", "--skip-deleted").rows
     assert (first["skipped"], second["skipped"]) == (False, True)
 

@@ -511,7 +511,7 @@ class _Stopped(Exception):
 
 
 @pytest.mark.slow
-def test_asynchronous_sends_end_although_a_signals_handler_raises() -> None:
+def test_async_sends_end_although_a_handler_raises() -> None:
     """A handler's exception can end a callback of the event loop anywhere; no send waits beyond its time."""
 
     def stop(*_: object) -> None:

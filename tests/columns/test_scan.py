@@ -27,7 +27,7 @@ def test_public_names() -> None:
     names = vars(librmq.columns)["__all__"]
     assert sorted(names) == [
         "CORRUPT", "DataLossError", "Exported", "Part", "ReadOptions", "ReadSelection", "ReaderKeywords", "Reading",
-        "ReadingProcessError", "RemoteStore", "StoreDataset", "TYPES", "dataset", "default_columns", "export",
+        "RemoteStore", "StoreDataset", "TYPES", "dataset", "default_columns", "export",
         "plan", "reader", "scan",
     ]  # fmt: skip
     assert all(getattr(librmq.columns, name) is not None for name in names)

@@ -55,7 +55,7 @@ FILE = StoreConfig.tiny(max_total_size=1 << 20)
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_a_power_cut_takes_less_than_half_a_second_of_acknowledged_sends(number: int) -> None:
+def test_a_power_cut_takes_less_than_half_a_second(number: int) -> None:
     """At any crash, all sends that were acknowledged more than 0.5 s before it are there, however few wait."""
     rng, clock, files = random.Random(number), ManualClock(START_MS), RecordingFiles()
     runner = ManualRunner(clock)

@@ -27,7 +27,7 @@ from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.testing import Kit
 from tests.budget import many
-from tests.reference import folders
+from tests.reference import folders, store_folders
 from tests.stores import ROOT, SMALL, START_MS
 
 
@@ -48,7 +48,7 @@ def model(store: MessageStore, tables: BrokerTables) -> list[QueueLag]:
 
 
 @many
-@pytest.mark.parametrize("folder", [*folders("store-"), *folders("clients-")])
+@pytest.mark.parametrize("folder", [*store_folders(), *folders("clients-")])
 def test_lag_equals_the_model_on_recorded_stores(folder: Path) -> None:
     for path in sorted(folder.glob("store*")):
         if not path.is_dir():

@@ -25,12 +25,12 @@ from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
 from librmq.testing import Kit
 from tests.budget import many
-from tests.reference import folders, jsonl
+from tests.reference import folders, jsonl, store_folders
 from tests.stores import SMALL
 
 
 @many
-@pytest.mark.parametrize("folder", [*folders("clients-"), *folders("store-"), *folders("timer-")])
+@pytest.mark.parametrize("folder", [*folders("clients-"), *store_folders(), *folders("timer-")])
 def test_every_record_is_in_the_story_of_its_message(folder: Path) -> None:
     for path in sorted(folder.glob("store*")):
         if not path.is_dir():

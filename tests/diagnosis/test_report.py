@@ -33,7 +33,7 @@ from librmq.store import snapshot
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.testing import Kit
 from tests.budget import many
-from tests.reference import folders
+from tests.reference import folders, store_folders
 from tests.stores import START_MS, CountingFiles
 
 EVIL = "<script>alert(1)</script>&\"' $x^2$ \u202e\x1b[2J\x00消息"
@@ -103,7 +103,7 @@ def section(html: str, anchor: str) -> str:
 
 
 @many
-@pytest.mark.parametrize("folder", [*folders("store-"), *folders("clients-"), *folders("timer-")])
+@pytest.mark.parametrize("folder", [*store_folders(), *folders("clients-"), *folders("timer-")])
 def test_numbers_equal_the_findings_own(folder: Path) -> None:
     for path in sorted(one for one in folder.glob("store*") if one.is_dir()):
         with StoreView.open(path) as view:

@@ -22,7 +22,7 @@ from librmq.runtime.runner import ManualRunner
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
 from tests.conftest import StoreCopy
-from tests.reference import Row, folders, jsonl, rows
+from tests.reference import Row, folders, jsonl, rows, store_folders
 
 CLIENT_FOLDERS = folders("clients-")
 
@@ -31,7 +31,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return {path.name: java_json.loads(path.read_bytes()) for path in (folder / "config").glob("*.json")}
 
 
-@pytest.mark.parametrize("folder", [*CLIENT_FOLDERS, *folders("store-")])
+@pytest.mark.parametrize("folder", [*CLIENT_FOLDERS, *store_folders()])
 def test_a_real_brokers_folder_is_opened_and_kept(folder: Path, store_copy: StoreCopy) -> None:
     copy = store_copy(folder)
     before = read_config(copy)

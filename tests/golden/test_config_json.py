@@ -11,7 +11,7 @@ from librmq.java.json import ObjectKey, dumps, loads
 from librmq.store.format.broker_tables import BrokerTables
 from tests.budget import many
 from tests.conftest import StoreCopy
-from tests.reference import ABSENT, existing, folders, reference
+from tests.reference import ABSENT, existing, folders, reference, store_folders
 
 PATTERNS = ("**/config/*.json", "**/config/*.json.bak", "**/offsets.json", "**/offsets.json.bak")
 
@@ -46,7 +46,7 @@ def test_offsets_of_a_broadcasting_client() -> None:
 # Config files of real brokers can be read, and stay unchanged.
 
 
-@pytest.mark.parametrize("folder", [*folders("store-"), *folders("clients-")])
+@pytest.mark.parametrize("folder", [*store_folders(), *folders("clients-")])
 def test_real_files_are_read_and_kept(folder: Path, store_copy: StoreCopy) -> None:
     config = store_copy(folder) / "config"
     before = {path.name: path.read_bytes() for path in config.iterdir() if path.is_file()}

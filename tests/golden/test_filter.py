@@ -16,7 +16,7 @@ from librmq.filter.parser import Dialect
 from librmq.java import json as java_json
 from tests.cases.rows import answer_bloom, answer_case
 from tests.conftest import Run
-from tests.reference import Row, document, encoding, existing, folders, jsonl
+from tests.reference import Row, document, encoding, existing, folders, jsonl, store_folders
 
 DIALECTS: list[tuple[str, Dialect]] = [("cases.jsonl", "4.9"), ("cases-5.3.3.jsonl", "5.3")]
 
@@ -139,7 +139,7 @@ def test_subscriptions() -> None:
             assert sorted(tags.codes) == row["code_set"]
 
 
-@pytest.mark.parametrize("folder", [*folders("store-"), *folders("clients-")])
+@pytest.mark.parametrize("folder", [*store_folders(), *folders("clients-")])
 def test_registrations_are_read_and_written_again(folder: Any) -> None:
     path = folder / "store" / "config" / "consumerFilter.json"
     if not path.exists():

@@ -189,7 +189,7 @@ def test_topics_of_the_broker(text: bytes | None, topics: set[str]) -> None:
 @pytest.mark.parametrize("folder", store_folders())
 def test_settings_of_rocketmq(folder: Path) -> None:
     store, files = str(folder / "store"), DiskFiles()
-    expected = StoreConfig.from_row(rows(folder, "config")[0] | UNLIMITED)
+    expected = StoreConfig.from_row(rows(folder, "config")[0] | UNLIMITED | {"flush_thorough_interval_s": 10})
     assert directory.infer_config(store, files) == expected
     directory.check_config(store, expected, files)
 

@@ -190,7 +190,7 @@ def test_less_is_flushed_after_ten_seconds(subject: Subject) -> None:
 
 @pytest.mark.parametrize("size", [1, 100, ENOUGH, 1 << 20])
 @pytest.mark.parametrize("before", [0, 0.1, 0.4, 30])
-def test_in_a_store_of_librmq_a_flush_begins_within_half_a_second(size: int, before: float) -> None:
+def test_a_store_of_librmq_flushes_within_half_a_second(size: int, before: float) -> None:
     subject = Subject(StoreConfig())
     subject.append(1)
     subject.run_until(before)

@@ -528,8 +528,9 @@ def test_opening_after_a_kill_maps_uncovered_files() -> None:
         log = sorted({path for path in touched.paths if path.startswith("commitlog/")})
         every = sorted(path for path in contents(files) if path.startswith("commitlog/"))
         assert len(served(again)) == len(results)
-    assert log == every[-len(log) :]
-    assert len(log) < len(every) / 2
+    assert log[-3:] == every[-3:]
+    seams = sum(path.startswith("index/") for path in contents(files))  # a glance at what each index file begins with
+    assert len(log) <= min(3 + seams, len(every) - 3)
 
 
 # --------------------------------------------------------------------------------------------------------- handles

@@ -28,7 +28,7 @@ from librmq.store import snapshot, verify
 from librmq.testing import Kit, ProcessStateError, explore
 from librmq.testing.from_store import DEFAULT_NOW_MS, Progress, StoreStart, shrink
 from tests.budget import examples
-from tests.reference import folders
+from tests.reference import folders, store_folders
 from tests.stores_of_5 import KINDS, add_database, batch_record, keep_queues_elsewhere, write_log
 
 NOW_MS = 1_600_000_000_000
@@ -89,7 +89,7 @@ def bodies(rmq: Kit, group: str) -> list[bytes]:
 # ---- every message once
 
 
-@pytest.mark.parametrize("folder", [*folders("store-"), *folders("clients-"), *folders("timer-")])
+@pytest.mark.parametrize("folder", [*store_folders(), *folders("clients-"), *folders("timer-")])
 def test_each_message_of_a_broker_comes_once_to_each_group(folder: Path) -> None:
     for store in sorted(path for path in folder.glob("store*") if path.is_dir()):
         before = tree(store)
