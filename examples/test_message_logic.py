@@ -69,7 +69,7 @@ def test_a_customer_without_money_is_asked_again(rmq: Kit) -> None:
     accounts["ada"] = 50  # payday
     rmq.advance(seconds=10)
     assert accounts == {"ada": 20}
-    assert [(one.attempt, one.outcome) for one in rmq.delivered("billing")] == [(1, "later"), (2, "returned")]
+    assert [(one.attempt, one.outcome) for one in rmq.delivered("billing")] == [(0, "later"), (1, "returned")]
 
 
 def test_unpaid_orders_become_dead_letters(rmq: Kit) -> None:

@@ -236,9 +236,10 @@ class Evidence:
     def about(self, call: Call) -> str:
         """Return the place and the messages of a listener's call, as the history shows them."""
         descriptions: list[str] = []
-        for message in call.messages or [self.message_at(*address) for address in call.about]:
-            times = f", attempt {message.reconsume_times + 1}" if message.reconsume_times else ""
-            descriptions.append(f"{show(message)}{times}")
+        messages = call.messages or [self.message_at(*address) for address in call.about]
+        for message, event in zip(messages, call.events, strict=True):
+            retry = f", retry {event['attempt']}" if event["attempt"] else ""
+            descriptions.append(f"{show(message)}{retry}")
         return f"{call.where} {', '.join(descriptions)}"
 
     def undelivered(self) -> list[str]:
@@ -380,8 +381,8 @@ class KitObserver:
             self.evidence.note_received(request.group, request.topic)
             message = received.message
             where = f"{self.place(message.topic, broker_name, message.queue_id)}:{message.queue_offset}"
-            attempt = f", attempt {received.attempt}" if received.attempt > 1 else ""
-            self._kit.note(f"{request.group}@{process.label}", f"receives {where} {show(message)}{attempt}")
+            retry = f", retry {received.attempt - 1}" if received.attempt > 1 else ""
+            self._kit.note(f"{request.group}@{process.label}", f"receives {where} {show(message)}{retry}")
 
     def clear_pulls(self) -> None:
         """Clear the record of which process pulls which queue, because a broker joined."""

@@ -164,8 +164,8 @@ class WireClient:
         for received, call in zip(messages, calls[len(calls) - len(messages) :], strict=True):
             kit.observer.evidence.note_received(request.group, request.topic)
             self._calls[received.receipt] = call
-            attempt = f", attempt {received.attempt}" if received.attempt > 1 else ""
-            self.note(f"gets {call.where} {show(received.message)}{attempt}", request.group)
+            retry = f", retry {received.attempt - 1}" if received.attempt > 1 else ""
+            self.note(f"gets {call.where} {show(received.message)}{retry}", request.group)
 
     def _ended(self, receipt: str, outcome: str, what: str) -> None:
         kit = self._kit
@@ -482,8 +482,9 @@ class _PullingClient:
             kit.recorder.delivered(label, request.group, place, [stored])
             call = kit.history().calls[-1]
             self._pulls.calls.setdefault(queue, {})[stored.queue_offset] = stored, call
-            attempt = f", attempt {stored.reconsume_times + 1}" if stored.reconsume_times else ""
-            self._client.note(f"gets {call.where} {show(stored)}{attempt}", request.group)
+            attempt = call.events[0]["attempt"]
+            retry = f", retry {attempt}" if attempt else ""
+            self._client.note(f"gets {call.where} {show(stored)}{retry}", request.group)
 
     def _passed(self, queue: Queue, queue_offset: int) -> None:
         """Note that a group's progress has passed the messages before an offset."""

@@ -228,7 +228,7 @@ def test_own_maximum_and_hook_before_the_last_attempt(one_queue: Kit) -> None:
     subscribed(one_queue, fail, max_reconsume_times=2, before_last_attempt=lambda m: last.append(m.reconsume_times))
     send(one_queue, "a")
     one_queue.advance(hours=1)
-    assert [one.attempt for one in one_queue.delivered("g")] == [1, 2, 3]
+    assert [one.attempt for one in one_queue.delivered("g")] == [0, 1, 2]
     assert last == [2]
     assert len(one_queue.dead_letters("g")) == 1
 
@@ -644,7 +644,7 @@ def test_a_stuck_message_is_sent_back(one_queue: Kit) -> None:
     send(one_queue, "stuck", "other")
     one_queue.advance(seconds=150)
     assert bodies(one_queue) == ["stuck", "other", "stuck"]
-    assert one_queue.delivered("g")[2].attempt == 2
+    assert one_queue.delivered("g")[2].attempt == 1
     assert consumer.progress()[T0] == 2
 
 

@@ -90,6 +90,9 @@ class DeliveryAttempt:
     """The error of the listener."""
     broker_name: str = "broker-a"
     """The broker that the message came from."""
+    attempt: int = 0
+    """Number of this delivery, as in `Kit.events`: 0 for the first, one higher after each time that the group has sent
+    the message back."""
 
     @property
     def body(self) -> bytes:
@@ -100,11 +103,6 @@ class DeliveryAttempt:
     def topic(self) -> str:
         """The topic of the first send."""
         return self.message.properties.get("RETRY_TOPIC") or self.message.topic
-
-    @property
-    def attempt(self) -> int:
-        """Number of this delivery: 1 for the first, one higher each time the group has sent the message back."""
-        return self.message.reconsume_times + 1
 
 
 @dataclass(slots=True)
@@ -211,6 +209,7 @@ class History:
                     call.outcome or _OUTCOMES[event.get("outcome")],
                     call.error,
                     call.about[number][0],
+                    event["attempt"],
                 )
 
     def has_delivered(self, group: str, topic: str) -> bool:
