@@ -19,6 +19,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, TypeVar
 
@@ -53,6 +55,7 @@ REDELIVERY_MS: Final = 5_000
 MIN_SUSPENSION_MS: Final = 10
 MAX_SUSPENSION_MS: Final = 30_000
 _MAX_CAUSE: Final = 500
+_MAX_KINDS: Final = 1_000
 
 
 def outcome(listener: Listener, count: int, result: object, error: Exception | None) -> tuple[int, Exception | None]:
@@ -96,6 +99,7 @@ class Retries:
     def __init__(self, consumer: PushInstance, counts: ConsumerCounts) -> None:
         self._consumer = consumer
         self._counts = counts
+        self._failures: Counter[tuple[type[Exception], str, int]] = Counter()
 
     # ---- concurrent
 
@@ -230,18 +234,18 @@ class Retries:
         next_attempt: str,
         error: Exception | None,
     ) -> None:
-        """Log a failed attempt and the time of the next; only the first attempt has a traceback."""
+        """Log a failed attempt and the time of the next; only the first failure of a kind has a traceback."""
         others = f" and {len(messages) - 1} others" if len(messages) > 1 else ""
         total = "" if max_times is None else f" of {max_times + 1}"
         self._consumer.log.log(
             logging.INFO if is_requested(error) else logging.WARNING,
             "%(consumer)s: attempt %(attempt)d%(_of)s on %(queue)s at %(queue_offset)d (%(message_id)s)%(_others)s "
-            "failed (%(cause)s), %(_next)s",
+            "failed (%(cause)s%(_alike)s), %(_next)s",
             _of=total,
             _others=others,
             _next=next_attempt,
             cause=cause_of(error),
-            exc_info=error if attempt == 1 and not is_requested(error) else None,
+            **self._counted(error),
             **_fields(assigned, messages[0], attempt),
         )
 
@@ -252,13 +256,40 @@ class Retries:
         attempt = message.reconsume_times + 1
         self._consumer.log.error(
             "%(consumer)s: dead letter of group %(group)s: %(queue)s at %(queue_offset)d (%(message_id)s), key "
-            "%(keys)s, after %(attempt)d attempt%(_s)s: %(cause)s",
+            "%(keys)s, after %(attempt)d attempt%(_s)s: %(cause)s%(_alike)s",
             keys=" ".join(message.keys) or "none",
             _s="" if attempt == 1 else "s",
             cause=cause_of(error),
-            exc_info=error if attempt == 1 and not is_requested(error) else None,
+            **self._counted(error),
             **_fields(assigned, message, attempt),
         )
+
+    def _counted(self, error: Exception | None) -> dict[str, Any]:
+        """Count a failure of its kind, an exception's class and line; return its number and traceback for the log.
+
+        Only the first has the traceback, because a thousand messages that fail in one way would bury other lines.
+        """
+        if error is None or is_requested(error):
+            return {"_alike": ""}
+        code, line = _place(error)
+        if len(self._failures) >= _MAX_KINDS:  # generated code can raise at ever new lines
+            self._failures.clear()
+        self._failures[type(error), code, line] += 1
+        number = self._failures[type(error), code, line]
+        if number == 1:
+            return {"_alike": "", "alike": 1, "exc_info": error}
+        at = f", at {os.path.basename(code)}:{line}" if code else ""
+        return {"_alike": f"; failure {number:,} of its kind{at}", "alike": number}
+
+
+def _place(error: Exception) -> tuple[str, int]:
+    """Return the file and line at which an exception was raised."""
+    trace = error.__traceback__
+    if trace is None:
+        return "", 0
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_code.co_filename, trace.tb_lineno
 
 
 def _fields(assigned: AssignedQueue, message: DeliveredMessage, attempt: int) -> dict[str, Any]:

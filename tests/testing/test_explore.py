@@ -31,7 +31,7 @@ from librmq.testing.exploring.explorer import FAULT, Decision, Explorer, Place
 from tests.budget import examples, many
 from tests.conftest import SlowBudget
 from tests.histories import check_drained
-from tests.planted import BUGS, Scenario, check_then_act
+from tests.planted import BUGS, Scenario, check_then_act, subscriptions_that_differ
 
 LANES = pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 
@@ -121,6 +121,21 @@ def test_fixed_bugs_pass(bug: Scenario) -> None:
 def test_fixed_bugs_pass_ten_thousand_runs(bug: Scenario, slow_budget: SlowBudget) -> None:
     for number in slow_budget.rounds(50, "times 200 runs"):
         explore(lambda rmq: bug(rmq, True), runs=200, seed=str(number))
+
+
+def test_who_has_consumed_nothing_leaves_the_progress_of_a_lost_member() -> None:
+    """The instance that stays knows of no other reader, and of no progress, when it takes the queue."""
+    pull, retry_pull = "billing@new pull orders/broker-a/0", "billing@new pull %RETRY%billing/broker-a/0"
+    schedule = (
+        Decision(Place("choose", "client ids of old: after", 1), "client ids of old: before"),
+        Decision(Place("fault", "billing@old orders/broker-a/0 0", 1), FAULT + "old is lost to the broker"),
+        Decision(Place("order", pull, 1), "time"),
+        Decision(Place("order", retry_pull, 1), "billing@old orders/broker-a/0 0"),
+        Decision(Place("order", retry_pull, 2), "time"),
+        Decision(Place("order", "billing@new save progress", 1), "time"),
+    )
+    result = explore(lambda rmq: subscriptions_that_differ(rmq, True), seed=encode_schedule(schedule))
+    assert sum(result.chosen.values()) == len(schedule)
 
 
 def booking(rmq: Kit) -> list[bytes]:

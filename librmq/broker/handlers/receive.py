@@ -111,7 +111,11 @@ class ReceiveHandler:
     def receive(self, request: Receive) -> ReceiveResponse:
         """Return messages, or hold the request."""
         group, queues, selection = self._check_receive(request)
-        self._follow_clock(self._runner.now_ms())
+        now_ms = self._runner.now_ms()
+        self._follow_clock(now_ms)
+        first_ms = self._visible.first_ms
+        if first_ms is not None and first_ms <= now_ms:  # its step has not run yet, such as right after a change to 0
+            self._run_due(now_ms)
         notify = request.notify
         received, has_more = self._read_queues(request, group, queues, selection)
         if received or notify is None:
