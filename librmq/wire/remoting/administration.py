@@ -115,6 +115,7 @@ class AdminRequests:
             RequestCode.QUERY_CONSUME_QUEUE: self._entries,
             **served(self._change_table, CreateTopic, DeleteTopic, DeleteGroup),
             RequestCode.GET_ALL_TOPIC_CONFIG: self._topic_configs,
+            RequestCode.GET_TOPIC_CONFIG: self._topic_config,
             RequestCode.GET_TOPIC_STATS_INFO: self._topic_stats,
             RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_BROKER: self._system_topics,
             RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE: lambda call: call.answer(),  # retention does it
@@ -189,6 +190,14 @@ class AdminRequests:
         with self._broker.runner.lock:
             table = dict(self._broker.tables.topics.rows)
         return call.answer(body=write_body({"dataVersion": _version(self._begin_ms), "topicConfigTable": table}))
+
+    def _topic_config(self, call: RemotingCall) -> bytes:
+        header: TopicNameHeader = call.header
+        with self._broker.runner.lock:
+            row = self._broker.tables.topics.rows.get(header.topic)
+            if row is None:
+                raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"No topic in this broker. topic: {header.topic}")
+            return call.answer(body=write_body({"attributes": {}, **row}))
 
     def _topic_stats(self, call: RemotingCall) -> bytes:
         header: TopicNameHeader = call.header

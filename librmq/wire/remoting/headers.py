@@ -112,6 +112,7 @@ class RequestCode(enum.IntEnum):
     ADD_WRITE_PERM_OF_BROKER = 327
     GET_ALL_PRODUCER_INFO = 328
     DELETE_EXPIRED_COMMITLOG = 329
+    GET_TOPIC_CONFIG = 351  # of 5.x, whose tools ask for it before a topic's statistics
     # librmq's own, which 4.x lacks and 5.x has in another form, if at all
     RECEIVE = 31_001
     CANCEL_RECEIVE = 31_002
@@ -693,6 +694,7 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.DELETE_KV_CONFIG: RequestForm(KvKeyHeader),
     RequestCode.GET_ROUTEINFO_BY_TOPIC: RequestForm(RouteOfTopicHeader),
     RequestCode.GET_TOPIC_STATS_INFO: RequestForm(TopicNameHeader),
+    RequestCode.GET_TOPIC_CONFIG: RequestForm(TopicNameHeader),
     RequestCode.GET_CONSUMER_CONNECTION_LIST: RequestForm(ConsumerGroupHeader),
     RequestCode.GET_PRODUCER_CONNECTION_LIST: RequestForm(ProducerGroupHeader),
     RequestCode.WIPE_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader, WipedTopicsHeader),

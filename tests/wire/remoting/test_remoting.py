@@ -367,6 +367,25 @@ def test_topics_and_groups_are_made_and_deleted(client: RawClient, broker: Broke
         assert client.call(Code.DELETE_TOPIC_IN_BROKER, topic=topic).code == 1
 
 
+def test_tools_of_5x_get_the_row_of_a_topic(client: RawClient) -> None:
+    """Their ``examineTopicStats`` asks for it, with fields that 4.x does not have, and ends without an answer."""
+    client.call(
+        Code.UPDATE_AND_CREATE_TOPIC, topic="n", default_topic="", read_queue_nums=2, write_queue_nums=3, perm=6
+    )
+    assert client.ask(Code.GET_TOPIC_CONFIG, topic="n", lo=True, bname="broker-a", nsd=False) == {
+        "attributes": {},
+        "order": False,
+        "perm": 6,
+        "readQueueNums": 2,
+        "topicFilterType": "SINGLE_TAG",
+        "topicName": "n",
+        "topicSysFlag": 0,
+        "writeQueueNums": 3,
+    }
+    answer = client.call(Code.GET_TOPIC_CONFIG, topic="missing", lo=True)
+    assert (answer.code, answer.remark) == (17, "No topic in this broker. topic: missing")
+
+
 def test_statistics_tell_begin_end_and_progress(client: RawClient) -> None:
     client.beat("c1", "g", topics=("t",))
     client.put("t", b"x")
