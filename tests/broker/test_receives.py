@@ -508,6 +508,30 @@ def test_consumer_receives_extends_and_acknowledges(rmq: Kit, broker: Broker) ->
     assert [letter.body for letter in rmq.dead_letters("g")] == [b"c"]
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_an_extension_by_zero_is_visible_to_the_next_receive(broker: Broker, ordered: bool) -> None:
+    broker.set_group("g", is_ordered=ordered)
+    send(broker, "a")
+    with SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t")
+        for attempt in (1, 2, 3):
+            (message,) = consumer.receive(wait=0)
+            assert message.attempt == attempt
+            consumer.extend(message, 0)
+
+
+def test_an_extension_by_zero_is_visible_on_real_time() -> None:
+    with Broker.temporary() as broker, SimpleConsumer(broker, "g") as consumer:
+        broker.create_topic("t", 1)
+        consumer.subscribe("t")
+        send(broker, "a")
+        (message,) = consumer.receive()
+        for _ in range(14):
+            consumer.extend(message, 0)
+            (message,) = consumer.receive(wait=0)
+        assert message.attempt == 15
+
+
 def test_late_acknowledgement_names_the_message(rmq: Kit, broker: Broker) -> None:
     send(broker, "a", "b")
     with SimpleConsumer(broker, "g") as consumer:

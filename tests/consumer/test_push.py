@@ -266,12 +266,30 @@ def test_each_attempt_is_a_line_and_the_first_has_the_traceback(
     assert "(ValueError: no stock), the next comes in 10 s" in first.getMessage()
     assert "attempt 2 of 3" in second.getMessage()
     assert second.getMessage().endswith("the next comes in 30 s")
+    assert "(ValueError: no stock; failure 2 of its kind, at test_push.py:" in second.getMessage()
     assert "dead letter of group g: " in dead.getMessage()
-    assert dead.getMessage().endswith("key o-1, after 3 attempts: ValueError: no stock")
+    assert "key o-1, after 3 attempts: ValueError: no stock; failure 3 of its kind" in dead.getMessage()
+
     fields = ("rmq_group", "rmq_topic", "rmq_attempt")
     assert [dead.__dict__[name] for name in fields] == ["g", "t", 3]
     letter = one_queue.dead_letters("g")[0]
     assert letter.properties["DEAD_LETTER_CAUSE"] == "ValueError: no stock"
+
+
+def test_failures_of_one_kind_have_one_traceback(one_queue: Kit, caplog: pytest.LogCaptureFixture) -> None:
+    """A class and a line are a kind: another line, or another class, has a traceback of its own."""
+
+    def listen(message: DeliveredMessage) -> None:
+        if message.body == b"c":
+            raise ValueError("another line")
+        raise (KeyError if message.body == b"d" else ValueError)(message.body.decode())
+
+    subscribed(one_queue, listen, max_reconsume_times=0)
+    send(one_queue, "a", "b", "c", "d", "a")
+    with caplog.at_level(logging.WARNING, "librmq"):
+        one_queue.run_until_idle()
+    assert [bool(record.exc_info) for record in caplog.records] == [True, False, True, True, False]
+    assert [vars(record)["rmq_alike"] for record in caplog.records] == [1, 2, 1, 1, 3]
 
 
 def test_a_dead_letter_without_room_for_its_cause_is_stored(one_queue: Kit) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 from typing import Any
@@ -372,7 +373,9 @@ def test_tools_of_5x_get_the_row_of_a_topic(client: RawClient) -> None:
     client.call(
         Code.UPDATE_AND_CREATE_TOPIC, topic="n", default_topic="", read_queue_nums=2, write_queue_nums=3, perm=6
     )
-    assert client.ask(Code.GET_TOPIC_CONFIG, topic="n", lo=True, bname="broker-a", nsd=False) == {
+    fields = {"lo": "true", "bname": "broker-a", "nsd": "false"}
+    client.write(encode(Frame(Code.GET_TOPIC_CONFIG, fields | {"topic": "n"}, b"", 901, language="JAVA")))
+    assert json.loads(client.answer().body) == {
         "attributes": {},
         "order": False,
         "perm": 6,
@@ -382,7 +385,8 @@ def test_tools_of_5x_get_the_row_of_a_topic(client: RawClient) -> None:
         "topicSysFlag": 0,
         "writeQueueNums": 3,
     }
-    answer = client.call(Code.GET_TOPIC_CONFIG, topic="missing", lo=True)
+    client.write(encode(Frame(Code.GET_TOPIC_CONFIG, fields | {"topic": "missing"}, b"", 902, language="JAVA")))
+    answer = client.answer()
     assert (answer.code, answer.remark) == (17, "No topic in this broker. topic: missing")
 
 
