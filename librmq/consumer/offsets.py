@@ -89,7 +89,9 @@ class BrokerOffsets:
             if progress is None or progress == assigned.stored_progress:
                 continue
             try:
-                stored = self.read(queue) if assigned.may_be_passed and not assigned.is_chosen else None
+                # Where none was stored, a reader that the broker lost, and does not know, can have stored some since.
+                is_unknown = assigned.may_be_passed or assigned.stored_progress is None
+                stored = self.read(queue) if is_unknown and not assigned.is_chosen else None
                 if not stored or stored < progress:
                     request = UpdateOffset(self._group, queue.topic, queue.queue_id, progress)
                     self._client.endpoint(queue.broker_name).call(request)

@@ -527,7 +527,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
         resets, self._resets = self._resets, []
         for assigned, queue_offset in (entry for reset in resets for entry in reset):  # a reset is still running
             if self.assigned.get(assigned.queue) is assigned:
-                assigned.progress, assigned.stored_progress = queue_offset, None
+                assigned.progress = assigned.next_offset = queue_offset
+                assigned.stored_progress, assigned.is_chosen = None, True
                 self._save((assigned,))
         self.delivery.release_locks()
 
@@ -565,7 +566,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     def reassign(self, assigned: AssignedQueue) -> None:
         """Release a queue after its progress was set from outside; the next rebalance resumes at the new progress."""
-        assigned.stored_progress, assigned.may_be_passed = None, False  # it counts even if the broker's is later
+        assigned.stored_progress, assigned.is_chosen = None, True  # it counts even if the broker's is later
+        assigned.next_offset = assigned.progress or 0
         if self._release_queue(assigned, self.runner.now_ms()):
             self.assigned.pop(assigned.queue, None)
             if self.recorder is not None:
