@@ -1,0 +1,1 @@
+"""Interfaces of other projects to librmq, each over public names only."""

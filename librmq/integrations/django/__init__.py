@@ -1,0 +1,21 @@
+"""Django's tasks in a librmq store: a backend for the setting ``TASKS``, and ``manage.py librmq_worker``.
+
+::
+
+    INSTALLED_APPS = [..., "librmq.integrations.django"]
+    TASKS = {
+        "default": {"BACKEND": "librmq.integrations.django.LibrmqBackend", "OPTIONS": {"path": BASE_DIR / "tasks"}},
+    }
+
+Tasks are those of ``django.tasks`` where Django has them (from 6.0 on), else those of the package ``django-tasks``.
+"""
+
+# isort: off
+from librmq.integrations.django import tasks as tasks  # first, because its error names the extra
+
+# isort: on
+from librmq.integrations.django.backend import LibrmqBackend as LibrmqBackend
+from librmq.integrations.django.worker import Worker as Worker
+from librmq.integrations.django.worker import WorkerLost as WorkerLost
+
+__all__ = ["LibrmqBackend", "Worker", "WorkerLost"]
