@@ -354,13 +354,13 @@ def check_opened(arguments: argparse.Namespace, store: MessageStore) -> None:
     Raises:
         CorruptionError: There is such a file.
     """
+    for damage in store.condition.damage:
+        report_cut(arguments, damage)
     for damage in store.recovered:
         if damage.kind == "size":
             store.close()
             what = f"{damage.what}: `librmq recover` removes it"
             raise CorruptionError(damage.file, damage.offset, damage.kind, what)
-    for damage in store.condition.damage:
-        report_cut(arguments, damage)
 
 
 def check_queues(arguments: argparse.Namespace, files: Files, config: StoreConfig) -> None:

@@ -43,7 +43,7 @@ from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import progress_export
 from librmq.store.format.checkpoint import has_abort
-from librmq.store.recovery.state import read_closed_state
+from librmq.store.recovery.state import missing_begin
 
 if TYPE_CHECKING:
     from librmq.diagnosis.survey.model import DamagedPlace
@@ -120,33 +120,33 @@ def _progress_findings(view: StoreView) -> Iterator[Finding]:
 def _missing_log_findings(view: StoreView) -> Iterator[Finding]:
     """Yield a finding if the log lacks its first files, though not because retention deleted them.
 
-    Librmq's note of the last close says where the log began. In any store, retention deletes a file of a queue soon
-    after the last of its messages.
+    Librmq's note of the last close or flush says where the log began. In any store, retention deletes a file of a queue
+    soon after the last of its messages.
     """
     store = view.store
     log, path, files = store.log, store.path, store.files
     if view.is_live or not log.begin or not store.queues.has_files:
         return
-    closed = None
-    if view.owner is None and not has_abort(files, path):
-        closed = read_closed_state(path, files)
-    begin = closed.log_begin if closed is not None and closed.lacks_files(log) else None
+    missing = None
+    if view.owner is None:
+        missing = missing_begin(path, log, files, was_closed=not has_abort(files, path))
     old = [
         f"{topic}:{queue_id}"
         for (topic, queue_id), state in view.ranges.items()
         if _has_queue_file(view, (topic, queue_id), min(state.min_offset, state.max_offset - 1), -1)
     ]
-    if begin is None and not old:
+    if missing is None and not old:
         return
-    if begin is not None:
-        what = f"The log began at {begin} when the store was closed, and begins at {log.begin} now."
+    if missing is not None:
+        what = f"T{missing.what[1:]} now."
     else:
         what = (
             f"The log begins at {log.begin}, but {counted(len(old), 'queue')} still have files of messages before it."
         )
     yield Finding(
         "missing-log-files", "error", f"store {path}", f"{what} Files of its begin are missing.",
-        {"log_begin": log.begin, "log_begin_when_closed": begin, "queues": len(old), "queue_names": old[:NAMED],
+        {"log_begin": log.begin, "log_began": None if missing is None else missing.offset, "queues": len(old),
+         "queue_names": old[:NAMED],
          **cut_evidence(len(old) > NAMED)},
         "Copy the missing files of commitlog/ from the store that this is a copy of. Without them their messages "
         "are lost; the findings expired-unread count those that a group had not consumed.",

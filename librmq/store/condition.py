@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 import os
 from datetime import UTC, datetime
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
@@ -27,13 +27,9 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
 from librmq.files.interface import Damage, Files
 from librmq.store.engine.store_parts import Parts
-from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.recovery.salvage import find_record
-from librmq.store.recovery.state import WORTH_A_MARK, read_closed_state, read_mark
-
-_MARKS_APART: Final = 8 * WORTH_A_MARK
-"""Bytes of the log behind a mark from which it is an old one: a broker has gone on without it, and deleted files."""
+from librmq.store.recovery.state import missing_begin, read_mark
 
 
 class Wholeness(enum.Enum):
@@ -72,7 +68,7 @@ def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, 
     if cut is None:
         cut = _cut_before_entries(parts, config, files) if was_closed else None
     cut = cut or _cut_before_covered(path, parts, files)
-    begin = _missing_begin(path, parts.log, files, was_closed=was_closed)
+    begin = missing_begin(path, parts.log, files, was_closed=was_closed)
     if cut is not None or begin is not None:
         return Condition(Wholeness.SHORT, cut, begin)
     return Condition(Wholeness.SOUND if was_closed else Wholeness.AS_RECOVERED)
@@ -141,21 +137,3 @@ def _has_record_of(log: CommitLog, timestamp_ms: int) -> bool:
     except CorruptionError:
         return True  # other damage, which is found where it is read
     return False
-
-
-def _missing_begin(path: str, log: CommitLog, files: Files, *, was_closed: bool) -> Damage | None:
-    """Return as damage that the log began earlier, though librmq notes each file that retention deletes."""
-    begin = log.begin
-    if was_closed:
-        closed = read_closed_state(path, files)
-        if closed is not None and closed.lacks_files(log):
-            begin = closed.log_begin
-    else:
-        mark = read_mark(path, files)
-        if mark is not None and log.end - mark.state.log_end < _MARKS_APART:
-            begin = mark.state.log_begin
-    if begin >= log.begin:
-        return None
-    when = "at the last close" if was_closed else "at the last flush"
-    what = f"the log began at {begin} {when}, and begins at {log.begin}"
-    return Damage(log.sequence.path(begin), begin, directory.MISSING_LOG, what, log.begin - begin)

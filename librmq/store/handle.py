@@ -273,6 +273,7 @@ class StoreHandle:
             self.files,
             self.path,
             lock=appender.lock,
+            deletion=self.durability.deletion,
             settled=lambda: self.durability.settled,
             flush_log=lambda: self.durability.commit.reach(self.log.end),
             watch_disk=moves_by_itself(self.clock),

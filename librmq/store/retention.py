@@ -188,6 +188,7 @@ class Retention:
         *,
         timezone: tzinfo | None = None,
         lock: AbstractContextManager[Any] | None = None,
+        deletion: Callable[[], AbstractContextManager[Any]] | None = None,
         settled: Callable[[], int] | None = None,
         flush_log: Callable[[], object] | None = None,
         watch_disk: bool = True,
@@ -197,11 +198,12 @@ class Retention:
         """Take the parts of the store in folder ``path``, open for writing.
 
         ``queues()`` returns all queues of the moment. ``timezone`` is that of the hours, by default the machine's.
-        ``lock`` is the producers' lock, unnecessary if none writes meanwhile. ``settled()`` returns a physical offset
-        below which all records and their queue entries are on the device; files that reach beyond it stay. Without it
-        log and queues are flushed before a deletion. Without ``watch_disk``, as when a test moves the clock, a disk
-        that others fill counts as empty, and a disk filled by tests is checked only when something else is due, or
-        while it is too full for messages. ``readers()`` returns the broker that knows consumed messages, None without a
+        ``lock`` is the producers' lock, unnecessary if none writes meanwhile; ``deletion()`` is held while a file of
+        the log is deleted, by default that lock. ``settled()`` returns a physical offset below which all records and
+        their queue entries are on the device; files that reach beyond it stay. Without it log and queues are flushed
+        before a deletion. Without ``watch_disk``, as when a test moves the clock, a disk that others fill counts as
+        empty, and a disk filled by tests is checked only when something else is due, or while it is too full for
+        messages. ``readers()`` returns the broker that knows consumed messages, None without a
         broker. ``find_queue(topic, queue_id)`` returns a queue with the entries of all appended messages. With
         ``keep_unconsumed``, ``flush_log()`` brings to the device what readers wrote when they passed a message.
         """
@@ -212,6 +214,7 @@ class Retention:
         self._path = path
         self._timezone = timezone
         self._lock = lock or nullcontext()
+        self._deletion = deletion or (lambda: self._lock)
         self._settled = settled or self._flush
         self._flush_log = flush_log or log.flush
         self._settled_until = 0
@@ -528,7 +531,7 @@ class Retention:
                 self._flush_log()
             if self._log.begin > self._trimmed_to:
                 self._flush_folder()
-            with self._lock:
+            with self._deletion():
                 paths = self._log.delete_before(end)
             for path in paths:
                 _log.info("deleted %(file)s: %(cause)s", file=path, cause=why)

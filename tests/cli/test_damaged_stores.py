@@ -361,7 +361,7 @@ def lose_last_file(path: Path, how: str) -> None:
     if how == "missing":
         last.unlink()
     else:
-        last.write_bytes(bytes(last.stat().st_size))
+        last.write_bytes(bytes(last.stat().st_size if how == "zeros" else 0))
 
 
 @pytest.mark.parametrize("how", ["missing", "zeros"])
@@ -374,26 +374,95 @@ def test_a_killed_store_is_short_of_what_its_checkpoint_covers(shell: Shell, slo
         assert "the checkpoint covers records up to" in answer.said
 
 
-@pytest.mark.parametrize("how", ["missing", "zeros"])
+def test_a_log_file_of_length_zero_is_refused(shell: Shell, slow_orders: Path) -> None:
+    lose_last_file(slow_orders, "empty")
+    (slow_orders / "abort").touch()
+    for command in ("count", "lag", "stats"):
+        answer = shell(command, slow_orders)
+        assert (answer.status, answer.out) == (1, "")
+        assert "the checkpoint covers records up to" in answer.said
+        assert "a file of length zero" in answer.said
+
+
+@pytest.mark.parametrize("how", ["missing", "zeros", "empty"])
 def test_columns_say_what_a_killed_store_has_lost(shell: Shell, slow_orders: Path, how: str) -> None:
     lose_last_file(slow_orders, how)
     (slow_orders / "abort").touch()
     with pytest.raises(CorruptionError, match="the checkpoint covers records up to"):
         reader(slow_orders).read_all()
-    assert 0 < reader(slow_orders, as_recovered=True).read_all().num_rows < MESSAGES
+    left = reader(slow_orders, as_recovered=True).read_all().num_rows
+    assert 0 < left < MESSAGES
+    shown = reader(slow_orders, columns=["body", "_corrupt_record"], mode="PERMISSIVE").read_all()["_corrupt_record"]
+    assert (len(shown), shown.null_count) == (left + 1, left)
+    if how == "empty":  # which commands refuse
+        return
     findings = kinds(shell, slow_orders)
     assert "beyond-end" not in findings
     assert findings["damage"]["severity"] == "error"
 
 
-def test_queues_ahead_of_what_nothing_covers_are_cut(shell: Shell, slow_orders: Path) -> None:
-    lose_last_file(slow_orders, "missing")
+@pytest.mark.parametrize("how", ["missing", "zeros", "empty"])
+def test_queues_ahead_of_what_nothing_covers_are_cut(shell: Shell, slow_orders: Path, how: str) -> None:
+    lose_last_file(slow_orders, how)
     (slow_orders / "abort").touch()
     (slow_orders / "checkpoint").unlink()
-    assert shell("count", slow_orders).status == 0
+    assert how == "empty" or shell("count", slow_orders).status == 0
     assert 0 < reader(slow_orders).read_all().num_rows < MESSAGES
     with MessageStore.open(slow_orders, read_only=True) as store:
         assert store.condition.kind is Wholeness.AS_RECOVERED
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a killed store of 12 messages, one in each file, whose last flush has left a mark."""
+    path = tmp_path_factory.mktemp("marked") / "store"
+    config = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=1 << 20)
+    store = MessageStore.open(path, config, clock=ManualClock(START_MS), background=False)
+    for number in range(12):
+        store.append(Message("T", bytes([number]) * 900_000))
+    store.flush()
+    store.abandon()
+    assert (path / "librmq" / "flushed.json").exists()
+    return path
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_killed_store_lacks_what_a_mark_covers(shell: Shell, marked: Path, which: int) -> None:
+    path = shutil.copytree(marked, shell.folder / "marked")
+    with MessageStore.open(path, read_only=True) as store:
+        assert store.condition.kind is Wholeness.AS_RECOVERED
+        last = store.log.sequence.path_at(store.log.end)
+    (path / "commitlog" / ("0" * 20) if which == 0 else Path(last)).unlink()
+    (path / "checkpoint").unlink()
+    expected = "the log began at 0 at the last flush" if which == 0 else "the last flush noted that it reached"
+    for command in ("count", "stats", "lag", "topics", "show", "dump"):
+        answer = shell(command, path)
+        assert (answer.status, expected in answer.said) == (1, True), command
+    with pytest.raises(CorruptionError, match=expected):
+        reader(path).read_all()
+    assert reader(path, as_recovered=True).read_all().num_rows == 11
+    (row,) = shell("verify", path).rows
+    assert row["sound"] is False
+    assert {"missing-log-files", "damage"} & kinds(shell, path).keys()
+
+
+def test_a_kill_after_retention_leaves_no_missing_files(shell: Shell) -> None:
+    path, clock = shell.folder / "kept-small", ManualClock(START_MS)
+    config = StoreConfig.tiny(
+        commitlog_file_size=1 << 20, max_message_size=1 << 20, max_total_size=10 << 20, keep_unconsumed=False
+    )
+    store = MessageStore.open(path, config, clock=clock, background=False)
+    for number in range(14):
+        store.append(Message("T", bytes([number]) * 900_000))
+    store.flush()
+    assert (path / "librmq" / "flushed.json").exists()
+    clock.move_to(clock.now_ms() + 10_000)
+    store.run_due(clock.now_ms())
+    assert store.log.begin > 0
+    store.abandon()
+    answer = shell("count", path)
+    assert (answer.status, answer.said) == (0, "")
+    assert shell("verify", path).status == 0
 
 
 @pytest.mark.parametrize("lost", [0, 2])

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from librmq.clock import Clock
@@ -217,7 +217,7 @@ class FlushMarks(Protocol):
         """Write a mark after everything before its end was flushed; None writes nothing."""
 
     def withdraw(self) -> None:
-        """Delete the mark after a failed flush."""
+        """Delete the mark after a failed flush, or before a file of the log is deleted."""
 
 
 class Durability:
@@ -300,6 +300,17 @@ class Durability:
     def mark_flush(self) -> None:
         """Leave a mark if one is due, after an opening that has flushed everything."""
         self._marks.write(self._marks.due_state())
+
+    @contextmanager
+    def deletion(self) -> Iterator[None]:
+        """Hold flushes and appends back while a file of the log is deleted.
+
+        The mark is deleted before, because after a kill it would say that the file is missing.
+        """
+        with self._lock.flushing:
+            self._marks.withdraw()
+            with self._lock:
+                yield
 
     @staticmethod
     def _still_failed(failure: StoreIOError) -> StoreIOError:

@@ -30,7 +30,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ENTRY_SIZE
 from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
-from librmq.files.interface import Files, identity_of
+from librmq.files.interface import Damage, Files, identity_of
 from librmq.files.rolling import file_name
 from librmq.message.record import crc32
 from librmq.message.topics import validate_queue
@@ -49,6 +49,8 @@ _MARK_KINDS: Final = {**_STATE_KINDS, "index_file": (str, NoneType), "machine": 
 _LARGEST_FILE: Final = 256 << 20
 WORTH_A_MARK: Final = 8 << 20
 """Bytes of the log after which a flush leaves a mark; recovering them takes a fraction of a second."""
+_MARKS_APART: Final = 8 * WORTH_A_MARK
+"""Bytes of the log behind a mark from which it is an old one: a broker has gone on without it, and deleted files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,24 @@ def _without_deleted(state: StoreState, path: str, files: Files) -> StoreState:
         return state
     deleted = absent - listed
     return replace(state, queues={name: queue for name, queue in state.queues.items() if name[0] not in deleted})
+
+
+def missing_begin(path: str, log: CommitLog, files: Files, *, was_closed: bool) -> Damage | None:
+    """Return as damage that the log began earlier, though librmq notes each file that retention deletes."""
+    begin = log.begin
+    if was_closed:
+        closed = read_closed_state(path, files)
+        if closed is not None and closed.lacks_files(log):
+            begin = closed.log_begin
+    else:
+        mark = read_mark(path, files)
+        if mark is not None and log.end - mark.state.log_end < _MARKS_APART:
+            begin = mark.state.log_begin
+    if begin >= log.begin:
+        return None
+    when = "at the last close" if was_closed else "at the last flush"
+    what = f"the log began at {begin} {when}, and begins at {log.begin}"
+    return Damage(log.sequence.path(begin), begin, directory.MISSING_LOG, what, log.begin - begin)
 
 
 # ---- at a flush
@@ -352,6 +372,6 @@ class MarkWriter:
             _log.warning("a recovery after a kill would take longer: %(error)s", error=error, path=self._path)
 
     def withdraw(self) -> None:
-        """Delete the mark after a failed flush, because what the index has may never reach the device."""
+        """Delete the mark, because the index may never reach the device, or a file that it names is to be deleted."""
         with suppress(StoreIOError):
             delete_mark(self._path, self._files)

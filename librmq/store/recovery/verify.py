@@ -32,7 +32,7 @@ from librmq.store.format.broker_tables import BrokerTables, compaction_note, is_
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.check import Scope, reconcile
-from librmq.store.recovery.state import read_closed_state
+from librmq.store.recovery.state import missing_begin, read_closed_state
 
 _T = TypeVar("_T")
 
@@ -146,7 +146,7 @@ class _StoreCheck:
         if self._log_only:
             self._batches(log)
             return self._damages
-        if self._closed:
+        if not self._written:
             self._first_files(log)
         queues = self._queues()
         index = self._part(self._part_files.open_index)
@@ -168,14 +168,10 @@ class _StoreCheck:
                 self._damages.append(Damage(log.sequence.path_at(place), place, "record", error.reason, size))
 
     def _first_files(self, log: CommitLog) -> None:
-        """Note that the log has lost its first files since librmq closed it."""
-        closed = read_closed_state(self._path, self._files)
-        if closed is not None and closed.lacks_files(log):
-            what = f"expected the log to begin at {closed.log_begin}, as closed, found {log.begin}"
-            place = log.sequence.path(closed.log_begin)
-            self._damages.append(
-                Damage(place, closed.log_begin, directory.MISSING_LOG, what, log.begin - closed.log_begin)
-            )
+        """Note that the log has lost its first files since librmq closed or flushed it."""
+        damage = missing_begin(self._path, log, self._files, was_closed=self._closed)
+        if damage is not None:
+            self._damages.append(damage)
 
     def _part(self, open_part: Callable[[], _T]) -> _T | None:
         try:
