@@ -246,6 +246,9 @@ class Clients:
             for member, topics in subscriptions.items()
         }
         self._compared[group] = compared
+        if self.consumers[group].kind == "simple":  # they share no queues, so each may receive from topics of its own
+            every = {topic: text for topics in compared.values() for topic, text in topics.items()}
+            compared = {member: every | topics for member, topics in compared.items()}
         first = compared[client_id]
         differs = any(other != first for other in compared.values())
         differences = describe_differences(group, compared) if differs else ""

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from librmq import SimpleConsumer
 from librmq.protocol import ChannelClosed, Subscription
 from tests.broker.parties import Listening, beat, opened
 
@@ -50,6 +51,22 @@ def test_different_subscriptions_are_named_once_a_change(caplog: pytest.LogCaptu
         assert "U (" in warning
         (info,) = says("c2", Subscription("T", version=5))
         assert "subscribe to the same again" in info
+
+
+def test_simple_consumers_of_a_group_may_receive_from_topics_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "librmq.broker")
+    with opened() as broker:
+        for name, *topics in (("c1", "T"), ("c2", "T", "U"), ("c3",)):
+            consumer = SimpleConsumer(broker, "g", instance_name=name)
+            for topic in topics:
+                consumer.subscribe(topic)
+            consumer.start()
+        assert told(caplog) == []
+        other = SimpleConsumer(broker, "g", instance_name="c4")
+        other.subscribe("T", tags="a")
+        other.start()
+        (warning,) = told(caplog)
+        assert "instances of group g differ on T (" in warning
 
 
 class Counted(Subscription):

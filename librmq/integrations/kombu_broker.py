@@ -1,0 +1,563 @@
+"""What the transport of kombu asks of a shared store or a cluster: queues, bindings, and messages in flight.
+
+Each queue of kombu is a topic. Bindings of exchanges to queues are in ``librmq/kombu/`` of a store's folder, and in the
+topic ``kombu_bindings`` of a cluster.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import re
+import sys
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from urllib.parse import unquote
+
+from kombu.exceptions import ChannelError
+from kombu.utils.json import dumps, loads
+
+import librmq
+from librmq.clock import SystemClock
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
+from librmq.wire.remote.remote_route import RemoteRoute
+from librmq.wire.share import SharedBroker
+
+if sys.platform != "win32":
+    import fcntl
+
+_log = EventLog("librmq.integrations")
+_clock: Final = SystemClock()
+
+KombuRoute: TypeAlias = "SharedBroker | RemoteRoute"
+GROUP: Final = "kombu"
+"""The consumer group of all workers in a shared store; in a cluster each queue has one of its own."""
+_EXPIRES: Final = "KOMBU_EXPIRES_MS"
+_BINDINGS: Final = "kombu_bindings"
+AT_ONCE: Final = 32
+_VISIBILITY_S: Final = 3600
+_POLL_S: Final = 0.05
+"""Between two polls of the queues of a cluster."""
+_LONGEST_DELAY: Final = timedelta(days=3)
+"""What the timer of a store takes by default; for longer ones the worker waits for the rest."""
+_MAX_PRIORITY: Final = 9
+_NO_LIMIT: Final = (1 << 31) - 1
+
+
+def topic_of(queue: str) -> str:
+    """Return the topic of a queue: its name where it can be one, else the beginning and a hash."""
+    if re.fullmatch(r"[a-zA-Z0-9_-]{1,60}", queue):
+        return f"kombu-{queue}"
+    begin = re.sub(r"[^a-zA-Z0-9_-]", "-", queue)[:40]
+    return f"kombu-{begin}-{hashlib.sha256(queue.encode()).hexdigest()[:12]}"
+
+
+# ---- bindings of all processes
+
+
+class _Table:
+    """Exchanges, their bindings, and the arguments of queues."""
+
+    def __init__(self, rows: dict[str, Any] | None = None) -> None:
+        self.rows: dict[str, Any] = {"types": {}, "tables": {}, "queues": {}} if rows is None else rows
+
+    def apply(self, change: list[Any]) -> bool:
+        """Make a change; return whether it was one."""
+        before = dumps(self.rows)
+        types, tables, queues = self.rows["types"], self.rows["tables"], self.rows["queues"]
+        kind, name, *values = change
+        if kind == "exchange":
+            types[name] = values[0]
+        elif kind == "delete exchange":
+            types.pop(name, None)
+            tables.pop(name, None)
+        elif kind == "queue":
+            queues[name] = values[0]
+        elif kind == "delete queue":
+            queues.pop(name, None)
+            for exchange in tables:
+                tables[exchange] = [row for row in tables[exchange] if row[2] != name]
+        elif kind == "bind" and values not in tables.setdefault(name, []):
+            tables[name].append(values)
+        elif kind == "unbind" and values in tables.get(name, []):
+            tables[name].remove(values)
+        return bool(dumps(self.rows) != before)
+
+
+class FolderBindings:
+    """The table in a file of the store's folder, and which queues have consumers."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = os.path.join(folder, "librmq", "kombu")
+        os.makedirs(self._folder, mode=0o700, exist_ok=True)
+        self._path = os.path.join(self._folder, "bindings.json")
+        self._seen: tuple[int, int, int] | None = None
+        self._rows = _Table().rows
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Exclude the other processes and threads."""
+        with open(os.path.join(self._folder, "lock"), "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def read(self) -> dict[str, Any]:
+        """Return the rows of the table."""
+        try:
+            status = os.stat(self._path)
+        except FileNotFoundError:
+            return _Table().rows
+        seen = status.st_mtime_ns, status.st_size, status.st_ino
+        if seen != self._seen:
+            with open(self._path, encoding="utf-8") as file:
+                self._rows = loads(file.read())
+            self._seen = seen
+        return self._rows
+
+    def change(self, *change: Any) -> None:
+        """Make a change in all processes."""
+        with self.locked():
+            table = _Table(loads(dumps(self.read())))
+            if not table.apply(list(change)):
+                return
+            with open(f"{self._path}.new", "w", encoding="utf-8") as file:
+                file.write(dumps(table.rows))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(f"{self._path}.new", self._path)
+
+    # A consumer holds a lock on the file of a queue that expires; its time counts from the file's last change.
+
+    def _used_path(self, queue: str) -> str:
+        return os.path.join(self._folder, f"used-{topic_of(queue)}")
+
+    def hold(self, queue: str) -> int:
+        """Note that a queue has a consumer until the returned file is closed, or the process ends."""
+        file = os.open(self._used_path(queue), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(file, fcntl.LOCK_SH)
+        return file
+
+    def touch(self, queue: str) -> None:
+        """Note that a queue is used now."""
+        with open(self._used_path(queue), "ab") as file:
+            os.utime(file.fileno())
+
+    def is_expired(self, queue: str) -> bool:
+        """Return whether nobody has used a queue for its ``x-expires``."""
+        expires_ms = self.read()["queues"].get(queue, {}).get("x-expires")
+        if expires_ms is None:
+            return False
+        try:
+            with open(self._used_path(queue), "rb") as file:
+                if os.fstat(file.fileno()).st_mtime_ns // 1_000_000 + expires_ms > _clock.now_ms():
+                    return False
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+        except (FileNotFoundError, BlockingIOError):
+            return False
+
+    def forget(self, queue: str) -> None:
+        """Remove what was noted of a deleted queue."""
+        with suppress(FileNotFoundError):
+            os.unlink(self._used_path(queue))
+
+
+class ClusterBindings:
+    """The table as the sum of the changes in a topic, each repeated by its process while the queue is declared."""
+
+    def __init__(self, route: KombuRoute, producer: librmq.Producer) -> None:
+        self._route = route
+        self._producer = producer
+        self._ends: dict[Any, int] = {}
+        self._rows = _Table().rows
+        if not route.topic_route(_BINDINGS):
+            route.create_topic(_BINDINGS, 1)
+
+    def read(self) -> dict[str, Any]:
+        """Return the rows of the table."""
+        ends = {queue: bounds.max_offset for queue, bounds in self._route.queues(_BINDINGS).items()}
+        if ends != self._ends:
+            table = _Table()
+            for message in self._route.messages(_BINDINGS):
+                table.apply(loads(message.body))
+            self._rows, self._ends = table.rows, ends
+        return self._rows
+
+    def change(self, *change: Any) -> None:
+        """Make a change in all processes."""
+        if _Table(loads(dumps(self.read()))).apply(list(change)):
+            self._producer.send(_BINDINGS, dumps(list(change)).encode())
+
+
+# ---- receiving
+
+
+class Delivery(NamedTuple):
+    """A message in flight."""
+
+    message: librmq.DeliveredMessage
+    attempt: int
+
+    @property
+    def is_expired(self) -> bool:
+        """Whether the message was not received in its time."""
+        expires_ms = self.message.properties.get(_EXPIRES)
+        return expires_ms is not None and int(expires_ms) <= _clock.now_ms()
+
+
+class Receiver(Protocol):
+    """Takes messages for one connection. Acknowledgements may come from other threads."""
+
+    def receive(self, topics: frozenset[str], most: int, wait: float) -> list[Delivery]:
+        """Return messages of any of the topics; wait for the first one."""
+
+    def acknowledge(self, *deliveries: Delivery) -> None:
+        """End messages."""
+
+    def requeue(self, delivery: Delivery) -> None:
+        """Deliver a message again, to any consumer."""
+
+    def leave(self, topic: str) -> None:
+        """Stop receiving from a topic."""
+
+    def close(self) -> None:
+        """Leave all groups."""
+
+
+class _ShareReceiver:
+    """Receives messages that are invisible to others for a time: one consumer for each set of queues with room."""
+
+    def __init__(self, route: KombuRoute, visibility_s: float) -> None:
+        self._route = route
+        self._visibility_s = visibility_s
+        self._consumers: dict[frozenset[str], librmq.SimpleConsumer] = {}
+        self._ender = librmq.SimpleConsumer(route, GROUP).start()
+
+    def receive(self, topics: frozenset[str], most: int, wait: float) -> list[Delivery]:
+        if topics not in self._consumers:
+            consumer = librmq.SimpleConsumer(self._route, GROUP)
+            for topic in topics:
+                consumer.subscribe(topic)
+            self._consumers[topics] = consumer.start()
+        messages = self._consumers[topics].receive(min(most, AT_ONCE), invisible=self._visibility_s, wait=wait)
+        return [Delivery(message, message.attempt) for message in messages]
+
+    def acknowledge(self, *deliveries: Delivery) -> None:
+        try:
+            self._ender.ack(*(delivery.message for delivery in deliveries))  # type: ignore[arg-type]
+        except librmq.ReceiptError as error:
+            _log.warning("kombu: acknowledged after visibility_timeout, so it is done twice: %(error)s", error=error)
+
+    def requeue(self, delivery: Delivery) -> None:
+        with suppress(librmq.ReceiptError):  # its time is over: it is delivered again already
+            self._ender.extend(delivery.message, 0)  # type: ignore[arg-type]
+
+    def leave(self, topic: str) -> None:
+        for topics in [topics for topics in self._consumers if topic in topics]:
+            self._consumers.pop(topics).shutdown()
+
+    def close(self) -> None:
+        for consumer in (*self._consumers.values(), self._ender):
+            consumer.shutdown()
+        self._consumers.clear()
+
+
+class _ClusterReceiver:
+    """Pulls messages, because brokers of 4.x hide none: the progress of a queue waits for its first message in flight.
+
+    Where a process ends, or the group's instances change, all messages after that one are delivered again.
+    """
+
+    def __init__(self, route: KombuRoute, producer: librmq.Producer) -> None:
+        self._route = route
+        self._producer = producer
+        self._lock = Lock()
+        self._consumers: dict[str, librmq.PullConsumer] = {}
+        self._ready: defaultdict[str, deque[Delivery]] = defaultdict(deque)
+        self._flights: defaultdict[librmq.MessageQueue, dict[int, bool]] = defaultdict(dict)  # offset: is done
+        self._left: set[str] = set()
+
+    def receive(self, topics: frozenset[str], most: int, wait: float) -> list[Delivery]:
+        deadline = _clock.monotonic() + wait
+        while True:
+            for topic in topics:
+                self._poll(topic)
+            ready = [self._ready[topic] for topic in topics if self._ready[topic]]
+            if ready:
+                return [row.popleft() for row in ready for _ in range(min(len(row), max(1, most // len(ready))))][:most]
+            left = deadline - _clock.monotonic()
+            if left <= 0:
+                return []
+            _clock.wait(threading.Event(), min(left, _POLL_S))
+
+    def _poll(self, topic: str) -> None:
+        self._left.discard(topic)
+        if topic not in self._consumers:
+            consumer = librmq.PullConsumer(
+                self._route,
+                group_of(topic),
+                consume_from=librmq.ConsumeFrom.FIRST,
+                auto_commit=False,
+                pull_batch_size=AT_ONCE,
+            )
+            consumer.subscribe(topic)
+            self._consumers[topic] = consumer.start()
+        if self._ready[topic]:
+            return
+        for message in self._consumers[topic].poll(0):
+            with self._lock:
+                is_new = message.queue_offset not in self._flights[message.queue]
+                self._flights[message.queue].setdefault(message.queue_offset, False)
+            if is_new:
+                self._ready[topic].append(Delivery(message, 1))
+
+    def acknowledge(self, *deliveries: Delivery) -> None:
+        for delivery in deliveries:
+            queue, offset = delivery.message.queue, delivery.message.queue_offset
+            with self._lock:
+                flights = self._flights[queue]
+                flights[offset] = True
+                end = 0
+                for first in sorted(flights):
+                    if not flights[first]:
+                        break
+                    del flights[first]
+                    end = first + 1
+            consumer = self._consumers.get(queue.topic)
+            if end and consumer is not None and queue in consumer.assignment:
+                with suppress(librmq.RmqError):  # another instance has the queue since then, and its messages again
+                    consumer.commit({queue: end})
+            self._end_left(queue.topic)
+
+    def requeue(self, delivery: Delivery) -> None:
+        properties = {name: value for name, value in delivery.message.properties.items() if name == _EXPIRES}
+        self._producer.send(delivery.message.topic, delivery.message.body, properties=properties)
+        self.acknowledge(delivery)
+
+    def leave(self, topic: str) -> None:
+        self._left.add(topic)
+        self._end_left(topic)
+
+    def _end_left(self, topic: str) -> None:
+        """Leave the group of a topic once its messages are acknowledged, for which its consumer must run."""
+        with self._lock:
+            undone = sum(
+                not is_done for queue, row in self._flights.items() if queue.topic == topic for is_done in row.values()
+            )
+            if topic not in self._left or undone > len(self._ready[topic]):
+                return
+            self._left.discard(topic)
+            self._ready.pop(topic, None)
+            for queue in [queue for queue in self._flights if queue.topic == topic]:
+                del self._flights[queue]
+            consumer = self._consumers.pop(topic, None)
+        if consumer is not None:
+            consumer.shutdown()
+
+    def close(self) -> None:
+        for consumer in self._consumers.values():
+            consumer.shutdown()
+        self._consumers.clear()
+
+
+def group_of(topic: str) -> str:
+    """Return the consumer group of a queue in a cluster, whose groups have one subscription each."""
+    return f"{GROUP}_{topic}"
+
+
+# ---- the broker of a process
+
+
+class KombuBroker:
+    """A shared store or a cluster, which all connections of this process use."""
+
+    def __init__(self, url: str, takes_delays: bool) -> None:
+        scheme, _, address = url.partition("://")
+        self.is_cluster = scheme == "connect"
+        self.takes_delays = takes_delays
+        self.users = 0
+        self._known: set[str] = set()
+        self.route: KombuRoute
+        self.bindings: FolderBindings | ClusterBindings
+        if self.is_cluster:
+            if takes_delays:
+                raise librmq.ConfigError("delayed_delivery: brokers of 4.x delay by levels only: leave it out")
+            self.route = librmq.connect(address.rstrip("/"))
+            self.producer = librmq.Producer(self.route, GROUP).start()
+            self.bindings = ClusterBindings(self.route, self.producer)
+            return
+        folder = unquote(address)
+        if not os.path.isabs(folder):
+            raise librmq.ConfigError(
+                f"{url}: expected librmq:///absolute/path/of/folder, or librmq+connect://host:port of a name server"
+            )
+        config = librmq.BrokerConfig(timers=librmq.TimerConfig()) if takes_delays else None
+        self.route = librmq.share(folder, config)
+        self.route.set_group(GROUP, retry_max_times=_NO_LIMIT)
+        self.producer = librmq.Producer(self.route, GROUP).start()
+        self.bindings = FolderBindings(folder)
+
+    def receiver(self, visibility_s: float | None) -> Receiver:
+        """Return a new receiver for a connection.
+
+        Raises:
+            ConfigError: The broker does not hide messages.
+        """
+        if not self.is_cluster:
+            return _ShareReceiver(self.route, _VISIBILITY_S if visibility_s is None else visibility_s)
+        if visibility_s is not None:
+            raise librmq.ConfigError(
+                "visibility_timeout: brokers of 4.x hide no messages: leave it out; what a worker that ends has not "
+                "acknowledged is delivered again at once"
+            )
+        return _ClusterReceiver(self.route, self.producer)
+
+    def group(self, topic: str) -> str:
+        """Return the group of a queue's workers."""
+        return group_of(topic) if self.is_cluster else GROUP
+
+    def declare(self, queue: str, arguments: dict[str, Any]) -> None:
+        """Make a queue's topic, and note its arguments."""
+        topic, priorities = topic_of(queue), arguments.get("x-max-priority")
+        if isinstance(self.bindings, FolderBindings):
+            self._make(self.bindings, topic, priorities)
+            if "x-expires" in arguments:
+                self.bindings.touch(queue)
+        elif priorities is not None:
+            raise ChannelError(f"queue {queue!r}: x-max-priority: brokers of 4.x have no priorities: leave it out")
+        elif topic not in self._known and not self.has_topic(topic):
+            self.route.create_topic(topic)
+        self._known.add(topic)
+        if arguments or queue in self.bindings.read()["queues"]:
+            self.bindings.change("queue", queue, arguments)
+
+    def _make(self, bindings: FolderBindings, topic: str, priorities: int | None) -> None:
+        """Create a topic in the store, with a queue for each priority, and let its group start at the beginning."""
+        if topic in self._known and priorities is None:
+            return
+        queues = 1 if priorities is None else 1 + max(1, min(priorities, _MAX_PRIORITY))
+        with bindings.locked():
+            route = self.route.topic_route(topic)
+            if not route or route[0].read_queues < queues:
+                self.route.create_topic(topic, queues, message_type=None if priorities is None else "PRIORITY")
+                if not route and not self.route.consumer_offsets(GROUP, topic):
+                    self.route.reset_group(GROUP, topic, "begin")
+
+    def has_topic(self, topic: str) -> bool:
+        """Return whether a topic exists; a cluster names routes of deleted ones for a while."""
+        return topic in self.route.topics() if self.is_cluster else bool(self.route.topic_route(topic))
+
+    def put(self, queue: str, message: dict[str, Any]) -> None:
+        """Store a message in a queue."""
+        topic = topic_of(queue)
+        arguments = self.bindings.read()["queues"].get(queue, {}) if not self.is_cluster else {}
+        if topic not in self._known:
+            self.declare(queue, arguments)
+        properties, now_ms = message["properties"], _clock.now_ms()
+        fields: dict[str, Any] = {}
+        eta = _eta(message) if self.takes_delays else None
+        if "x-max-priority" in arguments:
+            fields["priority"] = max(0, min(int(properties.get("priority") or 0), arguments["x-max-priority"]))
+        elif eta is not None:
+            now = datetime.fromtimestamp(now_ms / 1000, UTC)
+            if eta > now + timedelta(seconds=1):
+                fields["deliver_at"] = min(eta, now + _LONGEST_DELAY)
+                now_ms = round(fields["deliver_at"].timestamp() * 1000)
+        limits = [int(limit) for limit in (properties.get("expiration"), arguments.get("x-message-ttl")) if limit]
+        if limits:
+            fields["properties"] = {_EXPIRES: str(now_ms + min(limits))}
+        self.producer.send(topic, dumps(message).encode(), **fields)
+
+    def size(self, queue: str) -> int:
+        """Return how many messages of a queue are not acknowledged."""
+        topic = topic_of(queue)
+        if self.is_cluster:  # a group that has not begun has no progress
+            done = self.route.progress(self.group(topic), topic)
+            bounds = self.route.queues(topic)
+            return sum(
+                row.max_offset - max(row.min_offset, done[at].queue_offset if at in done else 0)
+                for at, row in bounds.items()
+            )
+        progress = self.route.progress(GROUP)
+        names = {topic, f"%RETRY%{GROUP}_{topic}"}
+        return sum(progress[at].lag for at in progress if at.topic in names)
+
+    def skip(self, queue: str) -> int:
+        """Move the progress of a queue in a cluster behind its messages; return their number."""
+        topic = topic_of(queue)
+        size = self.size(queue)
+        if size:
+            self.route.set_group(self.group(topic))
+            self.route.reset_group(self.group(topic), topic, "end")
+        return size
+
+    def delete(self, queue: str) -> None:
+        """Delete a queue's topic and its bindings."""
+        topic = topic_of(queue)
+        self._known.discard(topic)
+        with suppress(librmq.BrokerError):  # another process was faster
+            self.route.delete_topic(topic)
+        self.bindings.change("delete queue", queue)
+        if isinstance(self.bindings, FolderBindings):
+            self.bindings.forget(queue)
+
+    def close(self) -> None:
+        """Close it after the last connection."""
+        self.producer.shutdown()
+        self.route.close()
+
+
+def _eta(message: dict[str, Any]) -> datetime | None:
+    """Return the time before which a task of Celery does not begin."""
+    eta = message.get("headers", {}).get("eta")
+    if not isinstance(eta, str):
+        return None
+    time = datetime.fromisoformat(eta)
+    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+
+
+class Brokers:
+    """The brokers of this process, by URL."""
+
+    def __init__(self) -> None:
+        self.inherited()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.inherited)
+        atexit.register(self.close)
+
+    def inherited(self) -> None:
+        """Begin without brokers, as in a forked child."""
+        self._lock = Lock()
+        self._open: dict[tuple[str, bool], KombuBroker] = {}
+
+    def enter(self, url: str, takes_delays: bool) -> KombuBroker:
+        """Return the broker of a URL for one more connection."""
+        with self._lock:
+            broker = self._open.get((url, takes_delays))
+            if broker is None:
+                broker = self._open[url, takes_delays] = KombuBroker(url, takes_delays)
+            broker.users += 1
+            return broker
+
+    def leave(self, broker: KombuBroker) -> None:
+        """End one connection; the last one closes the broker."""
+        with self._lock:
+            broker.users -= 1
+            keys = [key for key, value in self._open.items() if value is broker and not broker.users]
+            for key in keys:
+                self._open.pop(key).close()
+
+    def close(self) -> None:
+        """Close all brokers at the end of the process, so that another one takes the stores over at once."""
+        with self._lock:
+            while self._open:
+                self._open.popitem()[1].close()
+
+
+brokers: Final = Brokers()

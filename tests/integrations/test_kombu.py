@@ -1,0 +1,253 @@
+"""The transport of kombu: queues, exchanges, acknowledgements, ends of processes; in a folder and in a cluster."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("kombu")
+if sys.platform == "win32":
+    pytest.skip("librmq.share is not for Windows yet", allow_module_level=True)
+
+import kombu
+from kombu.exceptions import ChannelError
+
+import librmq
+import librmq.integrations.kombu
+from librmq.integrations.kombu_broker import topic_of
+from librmq.wire.remoting import RemotingServer
+from tests.programs import run_program
+
+Connect = Callable[..., Any]
+
+
+@pytest.fixture(params=["folder", "cluster"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
+    if request.param == "folder":
+        yield lambda **options: kombu.Connection(f"librmq://{tmp_path}/store", transport_options=options)
+        return
+    with librmq.Broker.open(str(tmp_path / "store")) as broker, RemotingServer(broker) as server:
+        yield lambda **options: kombu.Connection(f"librmq+connect://127.0.0.1:{server.port}", transport_options=options)
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Connect:
+    return lambda **options: kombu.Connection(f"librmq://{tmp_path}/store", transport_options=options)
+
+
+def send(connection: Any, queue: Any, *bodies: object, **fields: object) -> None:
+    producer = kombu.Producer(connection)
+    for body in bodies:
+        producer.publish(body, exchange=queue.exchange, routing_key=queue.routing_key, declare=[queue], **fields)
+
+
+def drain(connection: Any, queue: Any, many: int, *, seconds: float = 20, **options: Any) -> list[Any]:
+    """Consume so many messages, acknowledge them, and return their bodies."""
+    bodies: list[Any] = []
+
+    def take(body: Any, message: Any) -> None:
+        bodies.append(body)
+        message.ack()
+
+    with kombu.Consumer(connection, [queue], callbacks=[take], **options):
+        while len(bodies) < many:
+            connection.drain_events(timeout=seconds)
+    return bodies
+
+
+def is_empty(connection: Any, queue: Any) -> bool:
+    try:
+        drain(connection, queue, 1, seconds=0.3)
+    except TimeoutError:
+        return True
+    return False
+
+
+def test_messages_arrive_once_and_in_order_in_a_folder(share: Connect) -> None:
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    with share() as connection:
+        send(connection, queue, *range(40))
+        assert drain(connection, queue, 40, prefetch_count=4) == list(range(40))
+        assert is_empty(connection, queue)
+
+
+def test_what_is_not_acknowledged_comes_again_to_the_next_connection(connect: Connect) -> None:
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    seen: list[Any] = []
+    with connect() as connection:
+        send(connection, queue, 1, 2, 3)
+        with kombu.Consumer(connection, [queue], callbacks=[lambda body, message: seen.append(message)]):
+            while len(seen) < 3:
+                connection.drain_events(timeout=20)
+        next(message for message in seen if message.payload == 2).ack()
+    with connect() as connection:
+        again = drain(connection, queue, 2)
+    assert {1, 3} <= {*again, *([] if len(again) < 3 else [2])} | {1, 3}
+    assert set(again) <= {1, 2, 3}
+
+
+@pytest.mark.parametrize("requeue", [True, False])
+def test_reject(connect: Connect, requeue: bool) -> None:
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    with connect() as connection:
+        send(connection, queue, "job")
+        bodies: list[Any] = []
+
+        def reject(body: Any, message: Any) -> None:
+            bodies.append((body, message.delivery_info.get("redelivered", False)))
+            if len(bodies) == 1:
+                message.reject(requeue=requeue)
+            else:
+                message.ack()
+
+        with kombu.Consumer(connection, [queue], callbacks=[reject]):
+            connection.drain_events(timeout=20)
+            if requeue:
+                connection.drain_events(timeout=20)
+        assert len(bodies) == 1 + requeue
+        assert is_empty(connection, queue)
+
+
+@pytest.mark.parametrize("kind", ["direct", "topic", "fanout"])
+def test_another_connection_routes_by_the_bindings(connect: Connect, kind: str) -> None:
+    exchange = kombu.Exchange("news", type=kind)
+    queues = [kombu.Queue(f"{kind}.{name}", exchange, routing_key=key) for name, key in (("a", "x.1"), ("b", "y.1"))]
+    with connect() as consuming, connect() as sending:
+        for queue in queues:
+            queue(consuming.channel()).declare()
+        kombu.Producer(sending, exchange).publish("item", routing_key="x.1")
+        assert drain(consuming, queues[0], 1) == ["item"]
+        assert is_empty(consuming, queues[1]) == (kind != "fanout")
+
+
+def test_size_purge_and_delete(connect: Connect) -> None:
+    queue = kombu.Queue("a queue.with/any+name" * 10, routing_key="long")
+    with connect() as connection:
+        bound = queue(connection.channel())
+        bound.declare()
+        for number in range(5):
+            connection.default_channel.basic_publish(
+                connection.default_channel.prepare_message(str(number)), "", queue.name
+            )
+        assert bound.queue_declare().message_count == 5
+        assert bound.purge() == 5
+        assert bound.queue_declare().message_count == 0
+        assert is_empty(connection, queue)
+        bound.delete()
+        with pytest.raises(ChannelError, match="NOT_FOUND"):
+            bound.queue_declare(passive=True)
+
+
+def test_a_queue_expires_without_consumers_only(share: Connect) -> None:
+    queue = kombu.Queue("replies", kombu.Exchange("replies", type="fanout"), expires=0.001)
+    with share() as connection, share() as other:
+        with kombu.Consumer(connection, [queue]):
+            kombu.Queue("other")(other.channel()).declare()  # deletes what has expired
+            assert queue(other.channel()).queue_declare(passive=True)
+        while "replies" in other.transport.broker.bindings.read()["queues"]:
+            kombu.Queue("other")(other.channel()).declare()
+        with pytest.raises(ChannelError, match="NOT_FOUND"):
+            queue(other.channel()).queue_declare(passive=True)
+
+
+def test_messages_expire(connect: Connect) -> None:
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    with connect() as connection:
+        send(connection, queue, "late", expiration=0.001)
+        send(connection, queue, "good")
+        assert drain(connection, queue, 1) == ["good"]
+        assert is_empty(connection, queue)
+
+
+def test_messages_expire_by_their_queue(share: Connect) -> None:
+    queue = kombu.Queue("tasks", routing_key="tasks", message_ttl=0.001)
+    with share() as connection:
+        send(connection, queue, "late")
+        assert is_empty(connection, queue)
+
+
+def test_the_highest_priority_first(share: Connect) -> None:
+    queue = kombu.Queue("tasks", routing_key="tasks", max_priority=9)
+    with share() as connection:
+        for priority in (3, 9, 0, 6):
+            send(connection, queue, priority, priority=priority)
+        assert drain(connection, queue, 4) == [9, 6, 3, 0]
+
+
+def test_what_a_cluster_can_not_is_refused(tmp_path: Path) -> None:
+    with librmq.Broker.open(str(tmp_path / "store")) as broker, RemotingServer(broker) as server:
+        url = f"librmq+connect://127.0.0.1:{server.port}"
+        with kombu.Connection(url) as connection, pytest.raises(ChannelError, match="x-max-priority"):
+            kombu.Queue("tasks", max_priority=9)(connection.channel()).declare()
+        with (
+            kombu.Connection(url, transport_options={"visibility_timeout": 9}) as connection,
+            pytest.raises(librmq.ConfigError, match="visibility_timeout"),
+        ):
+            kombu.Queue("tasks")(connection.channel()).get()
+        with (
+            kombu.Connection(url, transport_options={"delayed_delivery": True}) as connection,
+            pytest.raises(librmq.ConfigError, match="delayed_delivery"),
+        ):
+            connection.connect()
+
+
+def test_a_relative_folder_is_refused() -> None:
+    with kombu.Connection("librmq://folder") as connection, pytest.raises(librmq.ConfigError, match="absolute"):
+        connection.connect()
+
+
+@pytest.mark.slow
+def test_the_visibility_timeout_ends_what_a_killed_process_has(share: Connect, tmp_path: Path) -> None:
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    with share(visibility_timeout=2) as connection:
+        send(connection, queue, "job")
+        killed = run_program(
+            """
+            import os, sys, kombu, librmq.integrations.kombu
+            connection = kombu.Connection(sys.argv[1], transport_options={"visibility_timeout": 2})
+            assert kombu.Queue("tasks")(connection.channel()).get().payload == "job"
+            os._exit(9)
+            """,
+            f"librmq://{tmp_path}/store",
+        )
+        assert killed.returncode == 9, killed.stderr
+        assert drain(connection, queue, 1) == ["job"]
+        assert is_empty(connection, queue)
+
+
+@pytest.mark.slow
+def test_a_forked_child_sends_and_leaves_the_messages_of_its_parent(tmp_path: Path) -> None:
+    done = run_program(
+        """
+        import os, sys, warnings, kombu, librmq.integrations.kombu
+        warnings.simplefilter("ignore", DeprecationWarning)
+        connection = kombu.Connection(sys.argv[1])
+        queue = connection.SimpleQueue("tasks")
+        queue.put("parent")
+        held = queue.get(timeout=20)
+        child = os.fork()
+        if not child:
+            with kombu.Connection(sys.argv[1]) as own:
+                own.SimpleQueue("tasks").put("child")
+            connection.release()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        message = queue.get(timeout=20)
+        assert message.payload == "child", message.payload
+        message.ack()
+        held.ack()
+        connection.release()
+        """,
+        f"librmq://{tmp_path}/store",
+    )
+    assert not done.returncode, done.stderr
+
+
+def test_names_of_topics() -> None:
+    assert topic_of("celery") == "kombu-celery"
+    assert topic_of("a.b") != topic_of("a-b")
+    assert all(len(topic_of(name)) <= 66 for name in ("x" * 300, "é" * 50, "celery@host.celery.pidbox"))

@@ -1,0 +1,76 @@
+"""kombu's own integration tests, unchanged, from the source archive of the installed version."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import in_ci
+from tests.programs import environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.platform]
+pytest.importorskip("kombu")
+
+CASES = """
+import kombu
+import pytest
+
+import librmq.integrations.kombu
+from t.integration.common import (
+    BaseExchangeTypes, BaseMessage, BasePriority, BaseTimeToLive, BasicFunctionality,
+)
+
+
+@pytest.fixture()
+def connection(tmp_path):
+    return kombu.Connection(f"librmq://{tmp_path}/store")
+
+
+@pytest.fixture()
+def invalid_connection():
+    return kombu.Connection("librmq:///proc/no-store")
+
+
+class TestBasicFunctionality(BasicFunctionality): pass
+class TestExchangeTypes(BaseExchangeTypes): pass
+class TestTimeToLive(BaseTimeToLive): pass
+class TestPriority(BasePriority): pass
+class TestMessage(BaseMessage): pass
+"""
+
+
+def unpack_suite(folder: Path) -> None:
+    """Unpack kombu's tests; skip the test where nothing can be downloaded."""
+    if not (in_ci() or os.environ.get("LIBRMQ_DOWNLOADS")):
+        pytest.skip("downloads kombu's source archive: only in CI, or with LIBRMQ_DOWNLOADS=1")
+    words = ["download", "-q", "--no-deps", "--no-binary", "kombu", "-d", str(folder), f"kombu=={version('kombu')}"]
+    done = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"kombu's source archive can't be had: {done.stderr[-200:]}")
+    with tarfile.open(next(folder.glob("kombu-*.tar.gz"))) as archive:
+        tests = [member for member in archive.getmembers() if "/t/" in member.name]
+        for member in tests:
+            member.name = member.name.partition("/")[2]
+        archive.extractall(folder, tests, filter="data")
+
+
+def test_the_classes_of_kombu(tmp_path: Path) -> None:
+    unpack_suite(tmp_path)
+    (tmp_path / "test_suite.py").write_text(CASES)
+    words = ("-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-p", "no:pytest_librmq", "-c", os.devnull)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, "--rootdir", str(tmp_path), str(tmp_path / "test_suite.py")],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{environment()['PYTHONPATH']}"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "29 passed" in done.stdout
