@@ -368,7 +368,7 @@ _FILES: Final = (
                 "--format", dest="file_format", choices=("parquet", "csv", "jsonl"),
                 help="format of PATH (by its ending, else parquet)",
             ),
-            option("-o", "--out", metavar="PATH", required=True, help="a folder for Parquet, else a file"),
+            option("-o", "--out", metavar="PATH", required=True, help="a new folder for Parquet, else a new file"),
             option("--topic", action="append", help="only this topic; repeatable"),
             option("--all", action="store_true", help="include retries, dead letters and the broker's own topics"),
             option(
@@ -381,7 +381,6 @@ _FILES: Final = (
             *TIMES,
             option("--columns", metavar="A,B", type=names, help="only these columns"),
             option("--partition-by", metavar="A,B", type=names, help="with Parquet: folders by topic, queueId or date"),
-            option("--skip-deleted", action="store_true", help="continue after messages that retention deleted"),
         ),
         output=(),
     ),

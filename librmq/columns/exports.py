@@ -2,13 +2,10 @@
 
 ::
 
-    OUT/part-000000-0.parquet           Parquet: one or more files for each step, perhaps in folders like topic=orders/
-    OUT/part-000001-0.parquet.tmp       file of an uncommitted step
-    OUT/_librmq_export.json             the state of the export; for a file OUT it is OUT.librmq_export.json
+    OUT/part-000000-0.parquet     Parquet: one or more files for each step, perhaps in folders like topic=orders/
+    .librmq-1f2e3d4c.tmp          beside OUT: the folder or file until all is written; then it gets its name
 
-An export proceeds in steps. At the end of a step its data is flushed, then the state is replaced: for each queue the
-first offset that is not exported, and the length of the file or the Parquet files that become visible. An export that
-was killed, or is called again later, continues from that state: no message is lost or written twice.
+So an export is whole or absent. What is stored later goes to another path, with the setting ``since``.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -27,27 +24,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from librmq.columns.decode import CORRUPT, TYPES
-from librmq.columns.export_files import DATE, ExportState, ParquetFolder, TextFile
-from librmq.columns.options import Mode, ReadOptions
+from librmq.columns.export_files import DATE, unfinished, write_parquet, write_text
+from librmq.columns.options import ReadOptions
 from librmq.columns.planned_store import PlannedStore
 from librmq.columns.record_batches import ReaderKeywords, Store, batches_of, selection
 from librmq.columns.remote import RemoteFiles, RemoteStore
 from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
-from librmq.files.interface import make_folders
+from librmq.files.interface import Files, make_folders
 from librmq.runtime.event_log import advance
 from librmq.store.format import directory
 
 ExportFormat = Literal["parquet", "csv", "jsonl"]
 
-_STATE: Final = "librmq_export.json"
 _STEP_BYTES: Final = 256 << 20
 _UNIT_BYTES: Final = 8 << 20
 _AHEAD: Final = 16
 _AHEAD_BYTES: Final = 64 << 20
-_BODY: Final = ("body",)
-_PLACE: Final = ("topic", "queueId", "queueOffset")
-_IDENTITY: Final = ("physicalOffset", "queueId", "queueOffset", "bornTimestamp")
 _NOT_WRITTEN: Final = ("arrow", "avro", "bz2", "feather", "gz", "json", "orc", "tsv", "txt", "xlsx", "xz", "zip", "zst")
 """Suffixes of files, which a folder of Parquet files would not be."""
 _PARTITIONS: Final = ("topic", "queueId", DATE)
@@ -55,20 +48,33 @@ _PARTITIONS: Final = ("topic", "queueId", DATE)
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The result of a call of `export`: the file or folder, the number of rows added, and their files."""
+    """The result of a call of `export`: the file or folder, and how much is in it."""
 
     path: str
     """The file or folder."""
     rows: int
-    """Rows that this call has added."""
+    """Number of rows."""
     files: int
-    """Files that this call has written."""
+    """Number of files."""
     damaged: int = 0
-    """Number of damaged places that this call met: in mode ``PERMISSIVE`` each is reported once, by a row of this or an
-    earlier call; in ``DROPMALFORMED`` they are left out."""
+    """Number of damaged places: in mode ``PERMISSIVE`` each is reported by a row; in ``DROPMALFORMED`` they are left
+    out."""
     skipped: bool = False
-    """Whether messages are left out: damaged ones, those after the end of a log that is read as recovered, or those
-    that retention deleted since the last call."""
+    """Whether messages are left out: damaged ones, or those after the end of a log that is read as recovered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The checked settings of an export."""
+
+    path: str
+    form: str
+    partition_by: Sequence[str]
+    pattern: re.Pattern[str] | None
+    options: ReadOptions
+    schema: pa.Schema
+    """The columns to write."""
+    source_files: Files | None
 
 
 def export(
@@ -80,116 +86,63 @@ def export(
     grep: str | None = None,
     **settings: Unpack[ReaderKeywords],
 ) -> Exported:
-    """Write the messages of a store to ``out``; a later call adds the messages stored since.
+    """Write the messages of a store to ``out``, which is whole or absent.
 
-    Parquet goes to a folder; CSV and JSON lines go to one file, with ``body_b64`` for a body that is not UTF-8. The
-    state of the export is stored next to the data, so an export that was killed continues where it was.
+    Parquet goes to a folder; CSV and JSON lines go to one file, with ``body_b64`` for a body that is not UTF-8.
 
     Args:
         store: The folder or URL of the store, or a `RemoteStore`.
-        out: The folder or file, which need not exist.
+        out: The folder or file, which must not exist; its parents need not exist.
         format: ``parquet``, ``csv`` or ``jsonl``; by default chosen by the suffix of ``out``, else Parquet.
         partition_by: For Parquet: make folders by ``topic``, ``queueId`` and ``date`` (of storing, in UTC).
         grep: A regular expression that occurs in the bodies to export, which are searched as UTF-8 text.
-        **settings: Messages and columns to export, as for `librmq.columns.reader`, without ``view`` and ``offsets``.
+        **settings: Messages and columns to export, as for `librmq.columns.reader`, without ``view``, ``offsets``,
+            ``files`` and ``fail_on_data_loss``.
 
     Raises:
-        ConfigError: A setting is wrong, or an earlier export to ``out`` has other columns or conditions.
-        DataLossError: Retention deleted messages that were not exported. With ``fail_on_data_loss=False`` the export
-            continues after them.
-        StoreLockedError: Another process exports to ``out``.
+        ConfigError: A setting is wrong, or ``out`` exists.
+        DataLossError: Retention deleted messages while they were exported.
         StoreIOError: ``out`` cannot be written.
     """
-    for name in ("view", "offsets", "files"):
+    plan = _plan(store, out, format, partition_by, grep, settings)
+    drops = plan.options.mode == "DROPMALFORMED"
+    options = replace(plan.options, reports_all_damage=True)
+    if drops:
+        options = replace(options, mode="PERMISSIVE")  # the reports are counted
+    with PlannedStore.open(options.paths[0], options, plan.source_files) as planned:
+        total = sum(queue.end - queue.begin for queue in planned.queues.values())
+        is_cut_short = planned.is_cut_short
+    make_folders(DiskFiles(), os.path.dirname(plan.path))
+    batches = batches_of(options, _read_columns(plan), plan.source_files)
+    with closing(_Steps(batches, plan.pattern, total, drops_damaged=drops)) as source, unfinished(plan.path) as part:
+        if plan.form == "parquet":
+            files = write_parquet(part, source.steps(), plan.schema, plan.partition_by)
+        else:
+            files = write_text(part, source.steps(), plan.schema, plan.form)
+        _check_free(plan.path, plan.form)  # another export may have been faster
+    return Exported(os.fspath(out), source.rows, files, source.damaged, is_cut_short or (drops and source.damaged > 0))
+
+
+def _plan(
+    store: object, out: object, form: str | None, partition_by: object, grep: str | None, settings: ReaderKeywords
+) -> _Plan:
+    for name in ("view", "offsets", "files", "fail_on_data_loss"):
         if name in settings:
             raise ConfigError(f"{name}: an export reads all offsets of the view messages from the disk; leave it out")
     if not isinstance(store, str | os.PathLike | RemoteStore):
         raise ConfigError(f"store: expected one store, found {store!r:.80}; export each to a path of its own")
     pattern = _pattern(grep)
     path = _local_path(out)
-    form = _format_of(path, format)
-    partition_by = _partitions(partition_by, form)
+    form = _format_of(path, form)
+    partitions = _partitions(partition_by, form)
     options, schema, source_files = selection(store, settings)
     if isinstance(source_files, RemoteFiles):
         options = source_files.mirrored(options)
     else:
         _check_outside(path, options.paths[0])
     directory.check_kind(options.paths[0], source_files or DiskFiles())
-    files = DiskFiles()
-    state_path = os.path.join(path, f"_{_STATE}") if form == "parquet" else f"{path}.{_STATE}"
-    if not os.path.lexists(state_path):
-        _check_free(path, form)
-    make_folders(files, os.path.dirname(state_path))
-    lock = files.lock(f"{state_path}.lock")
-    try:
-        fresh = ExportState(form, tuple(schema.names), tuple(partition_by), _conditions(options, settings, grep))
-        state = ExportState.read(state_path, files)
-        if state is None or (form != "parquet" and not os.path.exists(path)):  # a deleted file is made again
-            state = fresh
-            state.write(state_path, files)  # marks the path as an export
-        fresh.check_same(state, path)
-        target: ParquetFolder | TextFile
-        target = ParquetFolder(path, state) if form == "parquet" else TextFile(path, state)
-        with PlannedStore.open(options.paths[0], options, source_files) as planned:
-            # Include queues whose entries the writer has not written yet, and which therefore have no folder.
-            ends = {(topic, str(queue_id)): queue.end for (topic, queue_id), queue in planned.queues.items()}
-            skipped = planned.is_cut_short or any(
-                state.offsets.get(topic, {}).get(str(queue_id), queue.begin) < queue.begin
-                for (topic, queue_id), queue in planned.queues.items()
-            )
-            if state.last and not planned.has_message(*state.last):
-                raise ConfigError(
-                    f"store: {options.paths[0]} lacks the last message that was exported to {path}, at physical offset "
-                    f"{state.last[0]}: it is another store, or a crash has cut its log; export it to another path"
-                )
-        state = state if options.fail_on_data_loss else _without_deleted(state, ends)
-        starting = {
-            topic: {number: at for number, at in reached.items() if (topic, number) in ends}
-            for topic, reached in state.offsets.items()
-        }
-        columns = _read_columns(schema, partition_by, grep, options)
-        rows = written = damaged = 0
-        drops = options.mode == "DROPMALFORMED"
-        mode: Mode = "PERMISSIVE" if drops else options.mode  # the reports are counted
-        options = replace(options, starting=starting, mode=mode, reports_all_damage=True)
-        total = left = _remaining(ends, starting)
-        with closing(
-            _Steps(
-                batches_of(options, columns, source_files),
-                state,
-                pattern,
-                drops_damaged=drops,
-            )
-        ) as source:
-            while source.more():
-                files_written, size = target.write(source.step(), schema)
-                rows, damaged = rows + source.rows, damaged + source.damaged
-                written += len(files_written) if source.rows else 0
-                steps = state.steps + 1
-                state = replace(
-                    state,
-                    offsets=source.offsets,
-                    last=source.last,
-                    size=size,
-                    steps=steps,
-                    shown=tuple(files_written),
-                    files=state.files + len(files_written),
-                    told=source.reports,
-                )
-                state.write(state_path, files)
-                target.show(state)
-                before, left = left, _remaining(ends, source.offsets)
-                advance(before - left, total)
-        if not state.steps:
-            target.write(iter(()), schema)
-        if options.selection.end_ms is None:  # else unwanted messages that are deleted later would count as lost
-            for (topic, number), end in ends.items():
-                queue_offsets = source.offsets.setdefault(topic, {})
-                queue_offsets[number] = max(queue_offsets.get(number, 0), end)
-            replace(state, offsets=source.offsets).write(state_path, files)
-        return Exported(os.fspath(out), rows, written, damaged, skipped or (drops and damaged > 0))
-    finally:
-        lock.release()
+    _check_free(path, form)
+    return _Plan(path, form, partitions, pattern, options, schema, source_files)
 
 
 def _local_path(out: object) -> str:
@@ -204,30 +157,16 @@ def _local_path(out: object) -> str:
     return os.path.abspath(text)
 
 
-def _read_columns(schema: pa.Schema, partition_by: Sequence[str], grep: str | None, options: ReadOptions) -> pa.Schema:
-    """Return the columns to read: those to write, and those that steps and state need."""
-    needed = dict.fromkeys(
-        [
-            *schema.names,
-            *_PLACE,
-            *_IDENTITY,
-            *(["storeTimestamp"] if DATE in partition_by else []),
-            *_BODY[: grep is not None],
-            *([CORRUPT] if options.mode != "FAILFAST" else []),
-        ]
-    )
-    return pa.schema([(name, TYPES[name]) for name in needed])
-
-
-def _conditions(options: ReadOptions, settings: ReaderKeywords, grep: str | None) -> dict[str, str]:
-    """Return the conditions that select among the messages of a queue."""
-    conditions = {
-        "tags": options.selection.tags,
-        "sql": options.selector,
-        "filter": settings.get("filter"),
-        "grep": grep,
-    }
-    return {name: str(value) for name, value in conditions.items() if value is not None}
+def _read_columns(plan: _Plan) -> pa.Schema:
+    """Return the columns to read: those to write, and those by which rows are chosen and placed."""
+    needed = [
+        *plan.schema.names,
+        *(name for name in plan.partition_by if name != DATE),
+        *(["storeTimestamp"] if DATE in plan.partition_by else []),
+        *(["body"] if plan.pattern is not None else []),
+        *(["topic", CORRUPT] if plan.options.mode != "FAILFAST" else []),
+    ]
+    return pa.schema([(name, TYPES[name]) for name in dict.fromkeys(needed)])
 
 
 def _pattern(grep: str | None) -> re.Pattern[str] | None:
@@ -267,46 +206,28 @@ def _check_outside(path: str, store: str) -> None:
 
 
 def _check_free(path: str, form: str) -> None:
-    """Refuse a path that holds anything but an export."""
-    if form == "parquet" and os.path.isdir(path):
-        exists = any(not name.startswith("_librmq") for name in os.listdir(path))
-    else:
-        exists = os.path.lexists(path)
-    if exists:
-        raise ConfigError(f"out: {path} holds something that is no export; name a path that does not exist")
-
-
-def _without_deleted(state: ExportState, ends: Mapping[tuple[str, str], int]) -> ExportState:
-    """Return ``state`` with queues that end before its offsets, because they were created again, from their begin."""
-    offsets = {
-        topic: {number: at if at <= ends.get((topic, number), at) else 0 for number, at in reached.items()}
-        for topic, reached in state.offsets.items()
-    }
-    return replace(state, offsets=offsets)
-
-
-def _remaining(ends: Mapping[tuple[str, str], int], offsets: Mapping[str, Mapping[str, int]]) -> int:
-    """Return how many messages there are between queue offsets and the queues' ends."""
-    return sum(max(0, end - offsets.get(topic, {}).get(number, 0)) for (topic, number), end in ends.items())
+    """Refuse a path that exists; an empty folder will do for Parquet."""
+    is_empty = form == "parquet" and os.path.isdir(path) and not os.path.islink(path) and not os.listdir(path)
+    if os.path.lexists(path) and not is_empty:
+        raise ConfigError(
+            f"out: {path} exists; name a path that does not exist (what was stored since an earlier export goes to a "
+            "path of its own, with since)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Batches to write, and what they and the messages that were left out reach."""
+    """Batches to write, and how much was read for them."""
 
     batches: Sequence[pa.RecordBatch]
     size: int
+    read: int
+    """Number of rows, also of those that were left out."""
     damaged: int
-    offsets: Sequence[Mapping[str, Any]]
-    """Rows with a topic, a queue id and the largest queue offset."""
-    last: tuple[int, ...]
-    """See `ExportState.last`."""
-    reports: tuple[str, ...]
-    """See `ExportState.told`, with the reports of earlier units."""
 
 
 class _Steps:
-    """Batches in steps of some hundred MiB, and the queue offsets after each step.
+    """Batches in steps of some hundred MiB.
 
     A thread reads the next units while the caller writes one. All work on batches is done there: each call of Arrow by
     the caller would let go of the interpreter, and wait to get it back.
@@ -315,29 +236,38 @@ class _Steps:
     def __init__(
         self,
         batches: pa.RecordBatchReader,
-        state: ExportState,
-        pattern: re.Pattern[str] | None = None,
+        pattern: re.Pattern[str] | None,
+        total: int,
         *,
-        drops_damaged: bool = False,
+        drops_damaged: bool,
     ) -> None:
-        """Only messages whose bodies have ``pattern`` are in the batches; the offsets pass the others."""
+        """Only messages whose bodies have ``pattern`` are in the batches; ``total`` is the number to read."""
         self._batches = batches
         self._pattern = pattern
         self._drops_damaged = drops_damaged
-        self._reports_ahead = state.told
+        self._reports: set[str] = set()
+        """Reports of damage that belong to no message, such as damage of a whole queue."""
+        self._total = total
+        self._read = 0
         self._executor = ThreadPoolExecutor(1)
         self._coming = deque([self._executor.submit(self._next_unit)])
         self._following: _Unit | None = None
-        self.offsets = {topic: dict(queues) for topic, queues in state.offsets.items()}
-        """The offsets at the end of the last step."""
-        self.last = state.last
-        """The same for `ExportState.last`."""
-        self.reports = state.told
-        """The same for `ExportState.told`."""
         self.rows = self.damaged = 0
 
-    def more(self) -> bool:
-        """Return whether another step follows."""
+    def steps(self) -> Iterator[Iterator[pa.RecordBatch]]:
+        """Yield the steps; each is to be read to its end before the next."""
+        left = self._total
+        while self._has_more():
+            before = self._read
+            yield self._step()
+            # Arrow may read the step in a thread of its own, which knows nothing of who watches.
+            done = min(self._read - before, left)
+            left -= done
+            advance(done, self._total)
+        if left:  # messages that no filter let through
+            advance(left, self._total)
+
+    def _has_more(self) -> bool:
         if self._following is None:
             self._following = self._coming.popleft().result()
             size = 0 if self._following is None else self._following.size
@@ -345,38 +275,9 @@ class _Steps:
                 self._coming.append(self._executor.submit(self._next_unit))
         return self._following is not None
 
-    def _next_unit(self) -> _Unit | None:
-        """Return the next unit."""
-        places: list[pa.RecordBatch] = []
-        batches: list[pa.RecordBatch] = []
-        last: tuple[int, ...] = ()
-        read = size = damaged = 0
-        while read < min(_UNIT_BYTES, _STEP_BYTES) and (batch := next(self._batches, None)) is not None:
-            if not batch.num_rows:
-                continue
-            places.append(batch.select(list(_PLACE)))
-            last = max(last, _last_in_log(batch))
-            rows, reasons = self._rows_to_write(batch)
-            damaged += reasons
-            read += batch.nbytes
-            if rows.num_rows:
-                batches.append(rows)
-                size += rows.nbytes
-        if not places:
-            return None
-        queues = pa.Table.from_batches(places).group_by(["topic", "queueId"], use_threads=False)
-        reached = queues.aggregate([("queueOffset", "max")]).to_pylist()
-        return _Unit(batches, size, damaged, reached, last, self._reports_ahead)
-
-    def close(self) -> None:
-        """End the read."""
-        self._executor.shutdown(cancel_futures=True)
-        self._batches.close()
-
-    def step(self) -> Iterator[pa.RecordBatch]:
-        """Yield the batches of the next step."""
-        size = self.rows = self.damaged = 0
-        while size < _STEP_BYTES and self.more():
+    def _step(self) -> Iterator[pa.RecordBatch]:
+        size = 0
+        while size < _STEP_BYTES and self._has_more():
             assert self._following is not None
             unit, self._following = self._following, None
             for batch in unit.batches:
@@ -384,10 +285,26 @@ class _Steps:
                 yield batch
             size += unit.size
             self.damaged += unit.damaged
-            self.last, self.reports = max(self.last, unit.last), unit.reports
-            for row in unit.offsets:
-                if row["topic"] is not None:  # a damaged record may have no topic
-                    self.offsets.setdefault(row["topic"], {})[str(row["queueId"])] = row["queueOffset_max"] + 1
+            self._read += unit.read
+
+    def _next_unit(self) -> _Unit | None:
+        """Return the next unit."""
+        batches: list[pa.RecordBatch] = []
+        read = read_rows = size = damaged = 0
+        while read < min(_UNIT_BYTES, _STEP_BYTES) and (batch := next(self._batches, None)) is not None:
+            rows, reasons = self._rows_to_write(batch)
+            damaged += reasons
+            read += batch.nbytes
+            read_rows += batch.num_rows
+            if rows.num_rows:
+                batches.append(rows)
+                size += rows.nbytes
+        return _Unit(batches, size, read_rows, damaged) if read_rows else None
+
+    def close(self) -> None:
+        """End the read."""
+        self._executor.shutdown(cancel_futures=True)
+        self._batches.close()
 
     def _rows_to_write(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
         """Return the rows to write, and the number of damaged places among the rows read."""
@@ -400,24 +317,14 @@ class _Steps:
         return (batch if self._pattern is None else _with_body(batch, self._pattern)), damaged
 
     def _unreported(self, batch: pa.RecordBatch) -> pa.Array:
-        """Return which rows to write: not reports that an earlier call wrote, and that no queue offset passes."""
+        """Return which rows to write: a report that belongs to no message is written once."""
         keep = []
         for topic, reason in zip(batch.column("topic").to_pylist(), batch.column(CORRUPT).to_pylist(), strict=True):
             is_apart = reason is not None and topic is None
-            keep.append(not is_apart or reason not in self._reports_ahead)
-            if is_apart and reason not in self._reports_ahead:
-                self._reports_ahead += (reason,)
+            keep.append(not is_apart or reason not in self._reports)
+            if is_apart:
+                self._reports.add(reason)
         return pa.array(keep, pa.bool_())
-
-
-def _last_in_log(batch: pa.RecordBatch) -> tuple[int, ...]:
-    """Return what `ExportState.last` holds of a batch."""
-    place = batch.column("physicalOffset")
-    if place.null_count == len(place):  # only damage
-        return ()
-    row = batch.slice(pc.index(place, pc.max(place)).as_py(), 1)
-    *identity, born = (row.column(name).cast(pa.int64())[0].as_py() for name in _IDENTITY)
-    return () if None in (*identity, born) else (*identity, born // 1000)  # of a damaged record less is known
 
 
 def _with_body(batch: pa.RecordBatch, pattern: re.Pattern[str]) -> pa.RecordBatch:

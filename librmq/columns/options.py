@@ -159,9 +159,7 @@ class ReadOptions:
 
 # ---- parts of a read
 
-REST: Final = (
-    "to read the rest, set fail_on_data_loss=False; in Spark failOnDataLoss=false, in librmq export --skip-deleted"
-)
+REST: Final = "to read the rest, set fail_on_data_loss=False, in Spark failOnDataLoss=false; repeat an export"
 """What to do about deleted messages, for errors."""
 
 

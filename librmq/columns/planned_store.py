@@ -35,7 +35,6 @@ from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files
 from librmq.files.rolling import MappingPool, file_name
-from librmq.message.record import header_struct
 from librmq.message.topics import is_system_topic
 from librmq.runtime.closing import Closing
 from librmq.store import MessageStore
@@ -133,7 +132,6 @@ def stored_entries(queue: ConsumeQueue | ShortQueue, begin: int, end: int) -> En
 _COMPARED: Final = 4096
 _LOOKED_AT: Final = 8
 _MAPPED_FILES: Final = 16
-_IDENTITY: Final = header_struct("queue_id", "queue_offset", "physical_offset", "born_timestamp")
 
 
 @dataclass(slots=True)
@@ -420,17 +418,6 @@ class PlannedStore(Closing):
             return None
         self._fetch(entry.physical_offset, entry.size)
         return self._store.log.store_timestamp_ms(entry.physical_offset, entry.size)
-
-    def has_message(self, physical_offset: int, queue_id: int, queue_offset: int, born_ms: int) -> bool:
-        """Return whether the log has this message, or can't tell, because it is deleted or unreadable."""
-        if self._store is None or physical_offset < self.log_begin:
-            return True
-        if physical_offset + _IDENTITY.size > self.log_end:
-            return False
-        self._fetch(physical_offset, _IDENTITY.size)
-        raw = self._store.log.data_at(physical_offset, _IDENTITY.size)
-        identity = _IDENTITY.unpack(raw) if len(raw) == _IDENTITY.size else ()
-        return identity == (queue_id, queue_offset, physical_offset, born_ms)
 
     def _fetch(self, physical_offset: int, size: int) -> None:
         """Fetch bytes of the log, if the store is remote."""

@@ -120,21 +120,6 @@ def test_records_that_were_not_verified(large: Path, shell: Shell, monkeypatch: 
         assert "not-verified" not in shell("diagnose", "store", "--verify", "--format", form).out
 
 
-def test_an_export_after_deleted_messages(shell: Shell) -> None:
-    pytest.importorskip("pyarrow")
-    config = StoreConfig.tiny(commitlog_file_size=4096)
-    with MessageStore.open(shell.folder / "kept", config, clock=ManualClock(START_MS)) as store:
-        store.append(Message("T", b"x"))
-    (first,) = shell("export", "kept", "-o", "t.jsonl").rows
-    with MessageStore.open(shell.folder / "kept", config, clock=ManualClock(START_MS)) as store:
-        for _ in range(10):
-            store.append(Message("T", bytes(1000)))
-    min((shell.folder / "kept" / "commitlog").iterdir()).unlink()
-    (shell.folder / "kept" / "librmq" / "closed.json").unlink()  # as if a broker had deleted it
-    (second,) = shell("export", "kept", "-o", "t.jsonl", "--skip-deleted").rows
-    assert (first["skipped"], second["skipped"]) == (False, True)
-
-
 def test_findings_that_look_at_a_part(large: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(large)
     rows = [*shell("diagnose", "store").rows, *shell("diagnose", "store", "--design").rows]

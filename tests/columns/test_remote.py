@@ -120,7 +120,7 @@ def test_a_dataset_and_an_export_of_a_url(path: Path, url: str, tmp_path: Path) 
     wanted = reader(path, topic="B").read_all()
     assert dataset(url).to_table(filter=pc.field("topic") == "B").equals(wanted)
     assert export(url, tmp_path / "out.jsonl", topic="B").rows == wanted.num_rows
-    assert export(RemoteStore(url), tmp_path / "out.jsonl", topic="B").rows == 0
+    assert export(RemoteStore(url), tmp_path / "again.jsonl", topic="B").rows == wanted.num_rows
     assert main(["export", url, "-o", str(tmp_path / "lake"), "--topic", "B"]) == 0
     assert [name for name in os.listdir(tmp_path / "lake") if name.endswith(".parquet")]
 
@@ -243,8 +243,8 @@ def test_a_store_in_s3(path: Path) -> None:
             reader("s3://bucket/store", storage_options={"nothing": 1})
 
 
-def test_a_repeated_remote_export_reports_damage_once(path: Path, tmp_path: Path) -> None:
-    """The report names the URL, which is the same in each call."""
+def test_a_remote_export_reports_damage_once(path: Path, tmp_path: Path) -> None:
+    """The report names the URL."""
     shutil.copytree(path, tmp_path / "s")
     (file,) = (tmp_path / "s" / "consumequeue" / "B" / "0").iterdir()
     os.truncate(file, 30)
@@ -252,7 +252,5 @@ def test_a_repeated_remote_export_reports_damage_once(path: Path, tmp_path: Path
     settings: dict[str, Any] = {"mode": "PERMISSIVE", "columns": ["topic", "_corrupt_record"]}
     made = export(url, tmp_path / "out", **settings)
     assert made.damaged == 1
-    again = export(url, tmp_path / "out", **settings)
-    assert (again.rows, again.damaged) == (0, 1)
     (told,) = pa.dataset.dataset(tmp_path / "out").to_table()["_corrupt_record"].drop_null().to_pylist()
     assert told.startswith(f"{url}/consumequeue/B/0/")

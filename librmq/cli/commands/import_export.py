@@ -361,7 +361,6 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
         topic=re.compile("(?s).*") if arguments.all and not arguments.topic else arguments.topic,
         tags=arguments.tag,
         sql=arguments.sql,
-        fail_on_data_loss=not arguments.skip_deleted,
         as_recovered=arguments.as_recovered,
     )
     since, until = (None if text is None else parse_time(text, clock) for text in (arguments.since, arguments.until))
