@@ -457,7 +457,11 @@ _TOOLS: Final = (
         (
             option("--grpc", type=int, metavar="PORT", help="port for clients of RocketMQ 5; 0 takes a free one"),
             option("--grpc-tls", type=int, metavar="PORT", help="a second port for them, with TLS"),
-            option("--grpc-calls", type=int, metavar="N", default=320, help="open gRPC calls of one address (320)"),
+            option("--grpc-calls", type=int, metavar="N", help="open gRPC calls of one address (320)"),
+            option(
+                "--min-invisible", type=float, metavar="SECONDS",
+                help="take gRPC receives with an invisible time from here on (10)",
+            ),
             option("--remoting", type=int, metavar="PORT", help="port for clients of 4.x; 0 takes a free one"),
             option("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine only)"),
             option("--advertise", metavar="HOST[:PORT]", help="the address in routes (what the client dialled)"),

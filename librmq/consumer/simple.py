@@ -23,9 +23,17 @@ from librmq.consumer.listeners import (
     check_at_brokers,
     make_subscription,
 )
-from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, NoRouteError, ReceiptError, RmqError
+from librmq.errors import (
+    BrokerUnreachableError,
+    ClientStateError,
+    ConfigError,
+    MessageIllegalError,
+    NoRouteError,
+    ReceiptError,
+    RmqError,
+)
 from librmq.message.message import MessageQueue
-from librmq.message.topics import validate_group
+from librmq.message.topics import check_receive_retry_topic, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
@@ -38,6 +46,7 @@ from librmq.protocol import (
     ConsumerData,
     ConsumerOffsets,
     ConsumersChanged,
+    DescribeGroups,
     Endpoint,
     ForwardToDeadLetters,
     MessageModel,
@@ -184,12 +193,13 @@ class SimpleConsumer(Startable):
             BrokerError: A broker does not serve the SQL subscription.
             ConfigError: Both ``tags`` and ``sql`` are given, or one is not a string.
             FilterSyntaxError: The expression does not compile.
-            MessageIllegalError: The name of the topic is invalid.
+            MessageIllegalError: The name of the topic is invalid, or too long for a retry topic of this group.
         """
         subscription, _ = make_subscription(topic, tags, sql, self.runner.now_ms())
         own: TopicPredicate[ReceivedMessage] | None = None
         if predicate is not None:
             own = TopicPredicate(topic, self.group, predicate, self.runner.clock, self.metrics)
+        self._check_retry_topic(topic)
         check_at_brokers(self.client, self.group, subscription)
         with self.runner.lock:
             self.subscriptions[topic] = subscription
@@ -199,6 +209,17 @@ class SimpleConsumer(Startable):
             if self._life.is_running:
                 self.client.beat()
                 self._wake_all()
+
+    def _check_retry_topic(self, topic: str) -> None:
+        """Refuse names that are too long for a retry topic, unless the group is ordered at each broker."""
+        try:
+            check_receive_retry_topic(self.group, topic)
+        except MessageIllegalError:
+            for name in self.route.broker_names():
+                with suppress(BrokerUnreachableError, NoRouteError):
+                    settings = self.client.endpoint(name).call(DescribeGroups()).get(self.group)
+                    if settings is None or not settings.is_ordered:
+                        raise
 
     def start(self) -> Self:
         """Join the group.

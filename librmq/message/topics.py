@@ -152,6 +152,21 @@ def receive_retry_topic(group: str, topic: str, *, v2: bool = False) -> str:
     return f"{RETRY_PREFIX}{group}{_RECEIVE_SEPARATOR_V2 if v2 else _RECEIVE_SEPARATOR}{topic}"
 
 
+def check_receive_retry_topic(group: str, topic: str) -> None:
+    """Refuse a group and a topic whose `receive_retry_topic` would be no topic. Ordered groups need none.
+
+    Raises:
+        MessageIllegalError: Together their names are too long.
+    """
+    retries = receive_retry_topic(group, topic)
+    if len(retries.encode()) > _MAX_SIZE:
+        raise MessageIllegalError(
+            f"group {group!r} and topic {topic!r} together have more than {_MAX_SIZE - len(RETRY_PREFIX) - 1} bytes: "
+            f"their retry topic {retries[:20]!r}… would have more than {_MAX_SIZE}; choose a shorter name, or make the "
+            "group ordered"
+        )
+
+
 def group_of_retries(retry_topic: str, groups: Collection[str], topics: Collection[str]) -> str:
     """Return the group of a retry topic, with the help of known groups and topics.
 

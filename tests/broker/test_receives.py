@@ -17,6 +17,7 @@ from librmq import (
     ConfigError,
     ManualClock,
     ManualRunner,
+    MessageIllegalError,
     Producer,
     PushConsumer,
     ReceiptError,
@@ -485,7 +486,7 @@ def test_group_that_also_pulls_is_named_once(rmq: Kit, broker: Broker, caplog: p
 )
 @pytest.mark.rmq(store_config=StoreConfig(enable_property_filter=True))
 def test_refused_receive_says_why(broker: Broker, request_: Receive, match: str) -> None:
-    with pytest.raises(BrokerError, match=match):
+    with pytest.raises((BrokerError, MessageIllegalError), match=match):
         broker.call(request_)
 
 
@@ -530,6 +531,22 @@ def test_an_extension_by_zero_is_visible_on_real_time() -> None:
             consumer.extend(message, 0)
             (message,) = consumer.receive(wait=0)
         assert message.attempt == 15
+
+
+def test_names_without_room_for_a_retry_topic_are_refused_by_subscribe(broker: Broker) -> None:
+    """`receive` refused them, after the consumer had joined. A group in order has no retry topic."""
+    group, topic = "g" * 60, "t" * 60
+    broker.create_topic(topic, 1)
+    with SimpleConsumer(broker, group) as consumer:
+        with pytest.raises(MessageIllegalError, match=r"together have more than 119 bytes.* make the group ordered"):
+            consumer.subscribe(topic)
+        consumer.subscribe(topic[1:])
+        assert consumer.receive(wait=0) == []
+        broker.set_group(group, is_ordered=True)
+        consumer.subscribe(topic)
+        with Producer(broker, "p") as producer:
+            producer.send(topic, "a")
+        assert [message.body for message in consumer.receive(wait=0)] == [b"a"]
 
 
 def test_late_acknowledgement_names_the_message(rmq: Kit, broker: Broker) -> None:

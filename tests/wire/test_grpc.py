@@ -318,11 +318,56 @@ def test_compressed_body_is_stored_unpacked(stub: Stub, broker: Broker) -> None:
     assert {one.body for one in stub.receive("t")[1]} == {b"body"}
 
 
+def test_invisible_times_are_refused_as_by_the_proxy(stub: Stub, broker: Broker) -> None:
+    """10 s to 12 h, and from 0 for a change; renewed receives have no time of their own."""
+    stub.send(message("t"))
+    duration = message_class("ReceiveMessageRequest")().invisible_duration
+    for milliseconds, words in (
+        (9_999, "the invisibleTime is too small. min is 10000"),
+        (43_200_001, "the invisibleTime is too large. max is 43200000"),
+    ):
+        duration.FromMilliseconds(milliseconds)
+        request = message_class("ReceiveMessageRequest")(batch_size=1, invisible_duration=duration)
+        request.group.name, request.message_queue.topic.name = "g", "t"
+        status = stub.receive_status(request)
+        assert (status.code, status.message) == (40011, words)
+    duration.FromMilliseconds(10_000)
+    _, (found,) = stub.receive("t", invisible_duration=duration)
+    for milliseconds, code, words in (
+        (-1, 40011, "the invisibleTime is too small. min is 0"),
+        (43_200_001, 40011, "the invisibleTime is too large. max is 43200000"),
+        (0, OK, "OK"),
+    ):
+        duration.FromMilliseconds(milliseconds)
+        changed = stub.call(
+            "ChangeInvisibleDuration",
+            group=resource("g"),
+            topic=resource("t"),
+            receipt_handle=found.system_properties.receipt_handle,
+            invisible_duration=duration,
+        )
+        assert (changed.status.code, changed.status.message) == (code, words)
+    with GrpcServer(broker, min_invisible=1) as server, Stub(server.address) as other:
+        duration.FromSeconds(1)
+        assert other.receive("t", invisible_duration=duration)[0] == OK
+    with pytest.raises(ConfigError, match="min_invisible"):
+        GrpcServer(broker, min_invisible=0)
+
+
+def test_names_without_room_for_a_retry_topic_are_refused_where_the_group_subscribes(
+    stub: Stub, broker: Broker
+) -> None:
+    group, topic = "g" * 60, "t" * 60
+    asked = {"topic": resource(topic), "group": resource(group)}
+    refused = stub.call("QueryAssignment", **asked)
+    assert refused.status.code == 40003
+    assert "together have more than 119 bytes" in refused.status.message
+    broker.set_group(group, is_ordered=True)
+    assert stub.call("QueryAssignment", **asked).status.code == OK
+
+
 def test_refused_receives_have_the_code_of_the_service(stub: Stub) -> None:
     stub.send(message("t"))
-    long = message_class("ReceiveMessageRequest")().invisible_duration
-    long.FromSeconds(13 * 3600)
-    assert stub.receive("t", invisible_duration=long)[0] == 40011
     assert stub.receive("t", "CID_RMQ_SYS_x")[0] == 40003
     assert stub.receive("t", "a group")[0] == 40003
     assert stub.receive("SCHEDULE_TOPIC_XXXX")[0] == 40002

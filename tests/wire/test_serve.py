@@ -238,7 +238,14 @@ def test_the_control_port_refuses_pages_and_wrong_requests(
 
 
 @pytest.mark.parametrize(
-    "options", [["--control", "0"], ["--clock", "manual", "--host", "0.0.0.0"], ["--clock", "manual", "--admin"]]
+    "options",
+    [
+        ["--control", "0"],
+        ["--clock", "manual", "--host", "0.0.0.0"],
+        ["--clock", "manual", "--admin"],
+        ["--clock", "manual", "--grpc-calls", "0"],
+        ["--clock", "manual", "--min-invisible", "1"],
+    ],
 )
 def test_options_that_do_not_go_together_are_refused(
     tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]

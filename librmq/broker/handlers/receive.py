@@ -34,7 +34,7 @@ from librmq.broker.long_polling import ALL, Deadlines, Selection, selection_of
 from librmq.broker.topics import Topic, not_readable
 from librmq.errors import BrokerError, ReceiptError, RmqError
 from librmq.message.message import StoredMessage
-from librmq.message.topics import receive_retry_topic, validate_topic
+from librmq.message.topics import check_receive_retry_topic, receive_retry_topic
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
     MAX_RECEIVED,
@@ -57,7 +57,6 @@ _log = EventLog("librmq.broker")
 
 MAX_IN_FLIGHT: Final = 10_000
 """Messages of a queue that a group can have in flight, as in 5.x."""
-_MAX_RETRY_TOPIC: Final = 127
 _RETRIES_FIRST_EVERY: Final = 5
 _TRY_AGAIN_MS: Final = 1000
 _READS_WITHOUT_MESSAGE: Final = 8
@@ -183,14 +182,6 @@ class ReceiveHandler:
         if request.max_attempts is not None:
             _check_number("max_attempts", request.max_attempts, 1, 1 << 31)
         name = request.topic
-        retries = receive_retry_topic(request.group, name)
-        if len(retries.encode()) > _MAX_RETRY_TOPIC:
-            raise BrokerError(
-                ResponseCode.MESSAGE_ILLEGAL,
-                f"group {request.group!r} and topic {name!r} together have more than 119 bytes: their retry topic "
-                f"{retries[:20]!r}… would have more than {_MAX_RETRY_TOPIC}",
-            )
-        validate_topic(retries)
         group, topic = self._groups.consuming(request.group), self._topics.readable(name)
         if not topic.read_queues:
             raise not_readable(name)
@@ -200,6 +191,7 @@ class ReceiveHandler:
             subscribed = request.subscription
             selection = selection_of(subscribed.expression, subscribed.expression_type, by_text=True)
         if not group.is_ordered:
+            check_receive_retry_topic(group.name, name)
             self._retry_owners.check_owner(group.name, name)
         self._warn_of_pulls(group.name, name)
         return group, self._queues_in_turn(group, topic), selection

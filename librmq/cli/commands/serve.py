@@ -145,8 +145,9 @@ def _check_clock(arguments: argparse.Namespace) -> None:
         if arguments.control is not None:
             raise ConfigError("--control: moves a clock that stands still: add --clock manual")
         return
-    for name in ("advertise", "tls", "grpc_tls", "admin", "no_auto_create"):
-        if getattr(arguments, name) not in (None, False):
+    for name in ("advertise", "tls", "grpc_tls", "grpc_calls", "min_invisible", "admin", "no_auto_create"):
+        value = getattr(arguments, name)
+        if value is not None and value is not False:
             raise ConfigError(
                 f"--{name.replace('_', '-')}: not with --clock manual, which serves tests on this machine"
             )
@@ -216,6 +217,8 @@ def _grpc(
 ) -> GrpcServer:
     from librmq.wire.grpc import GrpcServer
 
+    given = {"calls_of_address": arguments.grpc_calls, "min_invisible": arguments.min_invisible}
+    limits: dict[str, Any] = {name: limit for name, limit in given.items() if limit is not None}
     return GrpcServer(
         broker,
         host=arguments.host,
@@ -224,7 +227,7 @@ def _grpc(
         tls=tls,
         auto_create=not arguments.no_auto_create,
         changed=changed,
-        calls_of_address=arguments.grpc_calls,
+        **limits,
     )
 
 

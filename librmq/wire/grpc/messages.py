@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from librmq.broker import Broker
 from librmq.errors import MessageIllegalError
 from librmq.java.lang import string_hash
 from librmq.message.message import Message, StoredMessage
@@ -27,7 +28,14 @@ from librmq.message.record import (
     PROPERTY_TRANSACTION_PREPARED,
     PROPERTY_UNIQUE_KEY,
 )
-from librmq.message.topics import NOT_FOR_SENDING, TopicType, is_system_topic, validate_client_topic, validate_group
+from librmq.message.topics import (
+    NOT_FOR_SENDING,
+    TopicType,
+    check_receive_retry_topic,
+    is_system_topic,
+    validate_client_topic,
+    validate_group,
+)
 from librmq.protocol import Received
 from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELIVER_MS
 from librmq.wire.grpc.protocol import Code, Refusal, message_class
@@ -93,6 +101,15 @@ def check_group(name: str) -> str:
     if name.startswith(_SYSTEM_GROUP):
         raise Refusal(Code.ILLEGAL_CONSUMER_GROUP, f"group {name!r} is the broker's own: choose another name")
     return name
+
+
+def check_retry_topic(broker: Broker, group: str, topic: str) -> None:
+    """Refuse a group and a topic whose names are too long for a retry topic, unless the group is ordered."""
+    try:
+        check_receive_retry_topic(group, topic)
+    except MessageIllegalError as error:
+        if not broker.is_ordered(group):
+            raise Refusal(Code.ILLEGAL_CONSUMER_GROUP, str(error)) from error
 
 
 def milliseconds(value: Any, name: str, code: Code = Code.BAD_REQUEST) -> int:  # noqa: ANN401 (a time of protobuf)

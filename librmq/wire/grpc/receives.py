@@ -228,8 +228,10 @@ class Receives:
         sessions: Sessions,
         endpoints: Endpoints,
         former: Mapping[str, FormerClient],
+        min_invisible_ms: int,
     ) -> None:
         self._broker = broker
+        self._min_invisible_ms = min_invisible_ms
         self._runner = broker.runner
         self._ensure_topic = ensure_topic
         self._sessions = sessions
@@ -307,12 +309,7 @@ class Receives:
         expression = request.filter_expression
         kind = "SQL92" if expression.type == 2 else "TAG"
         asked_ms = milliseconds(request.invisible_duration, "invisible_duration", Code.ILLEGAL_INVISIBLE_TIME)
-        invisible_ms = FIRST_MS if request.auto_renew else asked_ms
-        if not 0 < invisible_ms <= MAX_INVISIBLE_MS:
-            raise Refusal(
-                Code.ILLEGAL_INVISIBLE_TIME,
-                f"invisible_duration: expected more than 0 and at most 12 h, found {invisible_ms} ms",
-            )
+        invisible_ms = FIRST_MS if request.auto_renew else _check_invisible(asked_ms, self._min_invisible_ms)
         arrived = threading.Event()
         context.add_callback(arrived.set)
         queue_id = request.message_queue.id if 0 <= request.message_queue.id < queues else -1
@@ -413,10 +410,7 @@ class Receives:
         endpoint = self._endpoints(client_id_of(context))
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         invisible_ms = milliseconds(request.invisible_duration, "invisible_duration", Code.ILLEGAL_INVISIBLE_TIME)
-        if not 0 <= invisible_ms <= MAX_INVISIBLE_MS:
-            raise Refusal(
-                Code.ILLEGAL_INVISIBLE_TIME, f"invisible_duration: expected 0 to 12 h, found {invisible_ms} ms"
-            )
+        _check_invisible(invisible_ms, 0)
         changed = ChangeInvisible(group, topic, request.receipt_handle, invisible_ms)
         response.receipt_handle = endpoint.call(changed)
         self._end_renewals(group, topic, (request.receipt_handle,))
@@ -433,3 +427,12 @@ class Receives:
         with self._runner.lock:
             for receipt in receipts:
                 self.renewals.remove_receipt(group, topic, receipt)
+
+
+def _check_invisible(invisible_ms: int, least_ms: int) -> int:
+    """Return an invisible time; refuse one out of range in the words of 5.3.3's proxy."""
+    if invisible_ms < least_ms:
+        raise Refusal(Code.ILLEGAL_INVISIBLE_TIME, f"the invisibleTime is too small. min is {least_ms}")
+    if invisible_ms > MAX_INVISIBLE_MS:
+        raise Refusal(Code.ILLEGAL_INVISIBLE_TIME, f"the invisibleTime is too large. max is {MAX_INVISIBLE_MS}")
+    return invisible_ms

@@ -10,14 +10,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any, Final
 
 from librmq.broker import Broker
 from librmq.clock import moves_by_itself
+from librmq.config import to_seconds
 from librmq.errors import ConfigError, MissingExtraError, RmqError
 from librmq.message.ids import format_host
 from librmq.message.message import Message
 from librmq.protocol import (
+    MAX_INVISIBLE_MS,
     PERM_READ,
     PERM_WRITE,
     CancelMessage,
@@ -36,6 +39,7 @@ from librmq.wire.grpc.messages import (
     MAX_DELAY_MS,
     MessageType,
     check_group,
+    check_retry_topic,
     check_topic,
     group_queue,
     message_of,
@@ -120,6 +124,7 @@ class Routes:
         """Return a push consumer's assignments: any queue, or for ordered groups each queue."""
         client_id_of(context)
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
+        check_retry_topic(self._broker, group, topic)
         data = self.ensure_topic(topic)
         if not data.permission & PERM_READ or not data.read_queues:
             raise Refusal(Code.FORBIDDEN, f"topic {topic!r} has no readable queue")
@@ -242,6 +247,9 @@ class SendCalls:
 _SETTINGS_S: Final = 10.0
 
 
+_MIN_INVISIBLE_S: Final = 10.0
+
+
 class Service:
     """The service over one broker. Thread-safe."""
 
@@ -254,6 +262,7 @@ class Service:
         changed: Callable[[str, str, bool], None],
         endpoints: Endpoints | None = None,
         former: Mapping[str, FormerClient] | None = None,
+        min_invisible_ms: int = round(1000 * _MIN_INVISIBLE_S),
     ) -> None:
         former = former or {}
         endpoints = endpoints or (lambda _: broker)
@@ -261,7 +270,7 @@ class Service:
         self.sessions = Sessions(broker, changed, endpoints, former)
         self.routes = Routes(broker, advertise, auto_create)
         self.sends = SendCalls(broker, self.routes, self.sessions, endpoints)
-        self.receives = Receives(broker, self.routes.ensure_topic, self.sessions, endpoints, former)
+        self.receives = Receives(broker, self.routes.ensure_topic, self.sessions, endpoints, former, min_invisible_ms)
 
     def is_settled(self) -> bool:
         """Return whether no client has anything to answer: push consumers wait, and no question is open."""
@@ -401,6 +410,7 @@ class GrpcServer(Closing):
         endpoints: Callable[[str], Endpoint] | None = None,
         former: GrpcServer | None = None,
         calls_of_address: int = _OF_ADDRESS,
+        min_invisible: float | timedelta = _MIN_INVISIBLE_S,
     ) -> None:
         """Listen, and answer from now on.
 
@@ -420,6 +430,8 @@ class GrpcServer(Closing):
                 `is_settled` is false.
             calls_of_address: Open calls of one address; each takes a thread. A push consumer holds one for each queue
                 that it reads, and one more. One connection has 64 less, if that leaves any, and all have 64 more.
+            min_invisible: Seconds below which a receive's invisible time is refused, as by 5.3.3's proxy
+                (``minInvisibleTimeMillsForRecv``).
 
         Raises:
             ConfigError: The port is taken, or an argument is not what it should be.
@@ -430,6 +442,7 @@ class GrpcServer(Closing):
             raise ConfigError(f"port: expected 0 to {_LAST_PORT}, found {port!r:.80}")
         if type(calls_of_address) is not int or not 1 <= calls_of_address <= _MOST_CALLS:
             raise ConfigError(f"calls_of_address: expected 1 to {_MOST_CALLS}, found {calls_of_address!r:.80}")
+        least_s = to_seconds("min_invisible", min_invisible, 0.001, MAX_INVISIBLE_MS / 1000)
         if tls is not None:
             server_context(*tls)  # gRPC reports no error of a bad pair
         if advertise is not None and not advertise.rpartition(":")[2].isdecimal():
@@ -441,6 +454,7 @@ class GrpcServer(Closing):
             changed=changed or (lambda *_: None),
             endpoints=endpoints,
             former=None if former is None else former._last_clients,
+            min_invisible_ms=round(1000 * least_s),
         )
         self._last_clients: dict[str, FormerClient] = {}
         in_all = calls_of_address + _FOR_OTHERS

@@ -27,7 +27,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock
-from librmq.wire.grpc.messages import MAX_BODY, check_group, to_message
+from librmq.wire.grpc.messages import MAX_BODY, check_group, check_retry_topic, to_message
 from librmq.wire.grpc.protocol import Code, Endpoints, Refusal, message_class
 
 # ---- commands of the server to a client
@@ -259,7 +259,9 @@ class Sessions:
         if settings.ByteSize() > _MAX_SETTINGS_SIZE:
             raise ValueError(f"settings: expected at most {_MAX_SETTINGS_SIZE} bytes, found {settings.ByteSize()}")
         if which == "subscription":
-            check_group(settings.subscription.group.name)
+            group = check_group(settings.subscription.group.name)
+            for entry in settings.subscription.subscriptions:
+                check_retry_topic(self._broker, group, entry.topic.name)
         self._complete(settings, version)
         with self._lock:
             session = self._by_id.get(client_id)
