@@ -208,7 +208,7 @@ class Retries:
         )
         if self._send(assigned.queue.broker_name, request, "dead letters") is False:
             return False
-        self.log_dead_letter(assigned, message, error)
+        self.log_dead_letter(assigned, message, error, delay_level=0 if at_once else 3 + times)
         return True
 
     def _send(self, broker_name: str, request: Request[R], what: str) -> R | Literal[False]:
@@ -249,16 +249,19 @@ class Retries:
             **_fields(assigned, messages[0], attempt),
         )
 
-    def log_dead_letter(self, assigned: AssignedQueue, message: DeliveredMessage, error: Exception | None) -> None:
-        """Log a dead letter."""
+    def log_dead_letter(
+        self, assigned: AssignedQueue, message: DeliveredMessage, error: Exception | None, *, delay_level: int = 0
+    ) -> None:
+        """Log a dead letter, which the broker stores after a delay level if there is one."""
         if self._consumer.recorder is not None:
             self._consumer.recorder.dead_letter(message)
         attempt = message.reconsume_times + 1
         self._consumer.log.error(
-            "%(consumer)s: dead letter of group %(group)s: %(queue)s at %(queue_offset)d (%(message_id)s), key "
+            "%(consumer)s: dead letter of group %(group)s%(_when)s: %(queue)s at %(queue_offset)d (%(message_id)s), key "
             "%(keys)s, after %(attempt)d attempt%(_s)s: %(cause)s%(_alike)s",
             keys=" ".join(message.keys) or "none",
             _s="" if attempt == 1 else "s",
+            _when=f", which is there after delay level {delay_level}" if delay_level else "",
             cause=cause_of(error),
             **self._counted(error),
             **_fields(assigned, message, attempt),

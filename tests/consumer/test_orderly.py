@@ -90,7 +90,7 @@ def test_a_batch_is_suspended_as_one(one_queue: Kit) -> None:
     assert one_queue.offsets("g")[T0] == 4
 
 
-def test_at_its_own_maximum_a_message_becomes_a_dead_letter(one_queue: Kit) -> None:
+def test_at_its_own_maximum_a_message_becomes_a_dead_letter(one_queue: Kit, caplog: pytest.LogCaptureFixture) -> None:
     last: list[str] = []
     seam = seam_of(one_queue)
     ordered(
@@ -114,7 +114,10 @@ def test_at_its_own_maximum_a_message_becomes_a_dead_letter(one_queue: Kit) -> N
     )
     assert (properties["RETRY_TOPIC"], properties["RECONSUME_TIME"], properties["DELAY"]) == ("t", "2", "5")
     assert properties["ORIGIN_MESSAGE_ID"] == properties["UNIQ_KEY"]
-    one_queue.advance(seconds=100)
+    assert "dead letter of group g, which is there after delay level 5: t/broker-a/0 at 0" in caplog.text
+    one_queue.advance(seconds=55)
+    assert one_queue.dead_letters("g") == []
+    one_queue.advance(seconds=5)
     assert [message.body for message in one_queue.dead_letters("g")] == [b"bad"]
 
 
