@@ -153,8 +153,11 @@ class Delivery:
 
     def listener_for(self, assigned: AssignedQueue, message: DeliveredMessage) -> Listener:
         """Return the listener of a message; it fails if this instance does not subscribe to a redelivery's topic."""
-        topic = message.topic if assigned.is_retry else assigned.queue.topic
-        return self.consumer.listeners.listener_for(topic, message) or _missing_listener(topic)
+        listeners, topic = self.consumer.listeners, message.topic if assigned.is_retry else assigned.queue.topic
+        listener = listeners.listener_for(topic, message)
+        if listener is None and assigned.is_retry:
+            listener = listeners.dead_letter_listener(message)
+        return listener or _missing_listener(topic)
 
     def call_ended(self) -> None:
         """Note that a listener has ended."""

@@ -257,8 +257,8 @@ class Retries:
             self._consumer.recorder.dead_letter(message)
         attempt = message.reconsume_times + 1
         self._consumer.log.error(
-            "%(consumer)s: dead letter of group %(group)s%(_when)s: %(queue)s at %(queue_offset)d (%(message_id)s), key "
-            "%(keys)s, after %(attempt)d attempt%(_s)s: %(cause)s%(_alike)s",
+            "%(consumer)s: dead letter of group %(group)s%(_when)s: %(queue)s at %(queue_offset)d (%(message_id)s), "
+            "key %(keys)s, after %(attempt)d attempt%(_s)s: %(cause)s%(_alike)s",
             keys=" ".join(message.keys) or "none",
             _s="" if attempt == 1 else "s",
             _when=f", which is there after delay level {delay_level}" if delay_level else "",

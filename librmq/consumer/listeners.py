@@ -22,7 +22,7 @@ from librmq.message.record import (
     PROPERTY_RETRY_TOPIC,
     PROPERTY_TRANSACTION_PREPARED,
 )
-from librmq.message.topics import RETRY_PREFIX
+from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 from librmq.metrics import Metrics
 from librmq.protocol import CheckSubscription, Subscription
 
@@ -225,6 +225,15 @@ class Listeners:
             return None
         rest = by_tag.get(None)
         return rest if rest is not None and len(by_tag) == 1 else by_tag.get(message.tags, rest)
+
+    def dead_letter_listener(self, message: DeliveredMessage) -> Listener | None:
+        """Return the listener of dead letters for a redelivery; None without one, or with several.
+
+        A dead letter that is given back comes again as a message of its first topic, to which no one here subscribes.
+        """
+        topics = [topic for topic in self._by_topic if topic.startswith(DEAD_LETTER_PREFIX)]
+        listeners = {id(found): found for topic in topics if (found := self.listener_for(topic, message)) is not None}
+        return next(iter(listeners.values())) if len(listeners) == 1 else None
 
     def without_batches(self) -> str | None:
         """Return a topic with a listener for single messages; None if all listeners get lists."""

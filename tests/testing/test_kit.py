@@ -899,6 +899,26 @@ def test_a_group_that_reads_dead_letters(rmq: Kit, kind: str) -> None:
     assert list(check_history(events)) == []
 
 
+def test_a_reader_of_dead_letters_gets_what_it_gave_back(rmq: Kit) -> None:
+    seen: list[bytes] = []
+
+    def give_back(message: DeliveredMessage) -> None:
+        raise ReconsumeLater
+
+    def read(message: DeliveredMessage) -> None:
+        seen.append(message.body)
+        if len(seen) < 3:
+            raise ReconsumeLater
+
+    rmq.consumer("billing", max_reconsume_times=0).subscribe("orders")(give_back)
+    rmq.producer().send("orders", b"x")
+    rmq.advance(seconds=1)
+    rmq.consumer("ops", consume_from=ConsumeFrom.FIRST).subscribe("%DLQ%billing")(read)
+    rmq.advance(minutes=5)
+    assert seen == [b"x"] * 3
+    assert rmq.dead_letters("ops") == []
+
+
 @pytest.mark.parametrize("route", ["route", "broker", "app", "pull"])
 def test_broadcast_progress_stays_in_the_kit(route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
