@@ -388,6 +388,7 @@ def copy_file(
     """
     end = source.size if end is None else end
     file = files.create(target, end - begin if size is None else size)
+    end = min(end, files.data_end(source, begin))  # holes are not read: a mapping would fill them in memory
     for at in range(begin, end, _CHUNK):
         data = source.buffer[at : min(at + _CHUNK, end)]
         if data.count(0) != len(data):

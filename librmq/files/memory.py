@@ -238,17 +238,22 @@ class _PrivateBuffer(mmap.mmap):
 
     path: str
     overlay: OverlayFiles | None
+    changed_end: int
+    """The end of the last change."""
 
     def __new__(cls, path: str, descriptor: int, size: int, overlay: OverlayFiles | None) -> Self:
         self = super().__new__(cls, descriptor, size, access=mmap.ACCESS_COPY)
         self.path = path
         self.overlay = overlay
+        self.changed_end = 0
         return self
 
     def __setitem__(self, place: SupportsIndex | slice, value: Any) -> None:
         if self.overlay is not None and self[place] == value:
             return
         super().__setitem__(place, value)
+        end = place.indices(len(self))[1] if isinstance(place, slice) else range(len(self))[place] + 1
+        self.changed_end = max(self.changed_end, end)
         overlay, self.overlay = self.overlay, None
         if overlay is not None:
             overlay._keep(self)
@@ -319,6 +324,12 @@ class OverlayFiles(MemoryFiles):
         buffer = file.buffer
         if self._base is self._disk and isinstance(buffer, _PrivateBuffer) and buffer.overlay is not None:
             self._disk.unmap(file, begin, end)  # without a change, the file brings the pages back
+
+    def data_end(self, file: File, begin: int) -> int:
+        buffer = file.buffer
+        if self._base is not self._disk or not isinstance(buffer, _PrivateBuffer):
+            return file.size
+        return max(self._disk.data_end(File(buffer.path, buffer, file.size, False), begin), buffer.changed_end)
 
     def changed_folders(self) -> set[str]:
         """Return the folders that were made, changed or deleted, or hold a file that was."""

@@ -315,7 +315,7 @@ def _copy(log: CommitLog, physical_offset: int, folder: str, files: Files) -> in
         if begin >= start + log.file_size:
             continue
         file = sequence.file(start)
-        end = _used(file.buffer, begin - start, log.file_size)
+        end = sequence.used_end(start, begin - start)
         if end <= begin - start:
             continue
         target = os.path.join(folder, file_name(begin))
