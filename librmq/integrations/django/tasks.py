@@ -13,6 +13,8 @@ try:
         from django.tasks.signals import task_enqueued, task_finished, task_started
         from django.utils.json import normalize_json
     except ImportError:
+        # Its checks, because nothing else needs it to be in INSTALLED_APPS.
+        from django_tasks import checks as checks
         from django_tasks import task_backends
         from django_tasks.backends.base import BaseTaskBackend
         from django_tasks.base import Task, TaskContext, TaskError, TaskResult, TaskResultStatus

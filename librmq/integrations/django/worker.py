@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import threading
@@ -20,9 +19,10 @@ from librmq.clock import SystemClock
 from librmq.errors import ReceiptError, RmqError
 from librmq.integrations.django.backend import LibrmqBackend, task_of
 from librmq.integrations.django.tasks import TaskContext, normalize_json, task_finished, task_started
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 
-_log: Final = logging.getLogger("librmq.django")
+_log = EventLog("librmq.django")
 
 _MAX_ATTEMPTS: Final = 5
 """Deaths of a worker after which a task counts as failed, because it may be the cause."""
@@ -42,17 +42,21 @@ class Worker:
     Thread-safe. `run_pending` needs no thread, for tests and scripts.
     """
 
-    def __init__(self, backend: LibrmqBackend, *, queues: Iterable[str] = (), threads: int = 1) -> None:
+    def __init__(
+        self, backend: LibrmqBackend, *, queues: Iterable[str] = (), threads: int = 1, burst: bool = False
+    ) -> None:
         """It receives nothing before `start` or `run_pending`.
 
         Args:
             backend: Has the store, and the queues by default.
             queues: Names of queues; by default all of the backend's.
             threads: Number of tasks that run at a time.
+            burst: Whether `run` ends when no task is due.
         """
         self.id = f"{socket.gethostname()}-{os.getpid()}-{get_random_string(6)}"
         """Is among the ``worker_ids`` of each result."""
         self._backend = backend
+        self._burst = burst
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self._threads = [
@@ -98,8 +102,13 @@ class Worker:
 
     def run(self) -> None:
         """Run tasks until another thread or a signal handler calls `stop`, and end with the running ones."""
+        if self._sender is not None and self._burst:
+            self._sender.run_due(self._backend.now_ms())
         self.start()
-        self._stopping.wait()
+        if self._burst:
+            self.join()
+        else:
+            self._stopping.wait()
         self.close()
 
     def close(self, timeout: float | None = None) -> None:
@@ -126,9 +135,10 @@ class Worker:
         clock = SystemClock()
         while not self._stopping.is_set():
             try:
-                self._run_next(_WAIT_S)
+                if not self._run_next(_WAIT_S) and self._burst:
+                    return
             except RmqError as error:
-                _log.warning("no task can be received, trying again: %s", error)
+                _log.warning("no task can be received, trying again: %(error)s", error=error)
                 clock.wait(self._stopping, _WAIT_S)
             except Exception:
                 _log.exception("a task was not run, and comes again")
@@ -164,7 +174,7 @@ class Worker:
         try:
             task = task_of(state)
         except Exception as error:
-            _log.exception("task %s of %s can't be run", state["id"], state["task"])
+            _log.exception("task %(id)s can't be run: %(task)s is no task", id=state["id"], task=state["task"])
             self._finish(state, error)
             return
         if len(state["worker_ids"]) >= _MAX_ATTEMPTS:
@@ -211,4 +221,4 @@ class Worker:
                     try:
                         self._consumer.extend(message, self._backend.invisible_s)
                     except RmqError as error:
-                        _log.warning("a running task is not hidden any more, and may run twice: %s", error)
+                        _log.warning("a running task is not hidden any more, and may run twice: %(error)s", error=error)

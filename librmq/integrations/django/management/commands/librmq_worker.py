@@ -41,6 +41,7 @@ class Command(BaseCommand):
         )
         parser.add_argument("--processes", type=_positive, default=1, metavar="N", help="processes (default: 1)")
         parser.add_argument("--threads", type=_positive, default=1, metavar="N", help="threads of each (default: 1)")
+        parser.add_argument("--burst", action="store_true", help="end when no task is due")
         parser.add_argument(
             "--reload",
             action=BooleanOptionalAction,
@@ -54,21 +55,22 @@ class Command(BaseCommand):
         unknown = sorted(set(options["queue_name"]) - backend.queues) if backend.queues else []
         if unknown:
             raise CommandError(f"QUEUES has no {', '.join(unknown)}: expected some of {', '.join(backend.queues)}")
-        if options["reload"]:
+        if options["reload"] and not options["burst"]:
             autoreload.run_with_reloader(self._run, options)
         else:
             self._run(options)
 
     def _run(self, options: dict[str, Any]) -> None:
         queues, threads, processes = options["queue_name"], options["threads"], options["processes"]
+        burst = options["burst"]
         backend = _backend(options["backend"])
         try:
             # The process that shares the store first owns it: with several processes the one that runs no task.
             backend.connection()
-            party = (
-                _Crew(backend, queues, threads, processes)
-                if processes > 1
-                else Worker(backend, queues=queues, threads=threads)
+            party: Worker | _Crew = (
+                Worker(backend, queues=queues, threads=threads, burst=burst)
+                if processes == 1
+                else _Crew(backend, queues, threads, processes, burst)
             )
         except (RmqError, ImproperlyConfigured) as error:
             raise CommandError(str(error)) from error
@@ -118,8 +120,8 @@ def _stop_at_signals(party: Worker | _Crew) -> None:
 class _Crew:
     """Processes that each have a worker, and are replaced when they fail."""
 
-    def __init__(self, backend: LibrmqBackend, queues: list[str], threads: int, processes: int) -> None:
-        self._arguments = (backend.alias, queues, threads)
+    def __init__(self, backend: LibrmqBackend, queues: list[str], threads: int, processes: int, burst: bool) -> None:
+        self._arguments = (backend.alias, queues, threads, burst)
         self._number = processes
         self._processes: list[BaseProcess] = []
         self._stopping = threading.Event()
@@ -134,7 +136,8 @@ class _Crew:
             for process in [process for process in self._processes if process.sentinel in ended]:
                 process.join()
                 self._processes.remove(process)
-                if not self._stopping.is_set() and not clock.wait(self._stopping, _AGAIN_S):
+                ends = self._arguments[-1] and not process.exitcode
+                if not ends and not self._stopping.is_set() and not clock.wait(self._stopping, _AGAIN_S):
                     self._begin()
 
     def _begin(self) -> None:
@@ -158,10 +161,10 @@ class _Crew:
             process.join()
 
 
-def _run_process(alias: str, queues: list[str], threads: int) -> None:
+def _run_process(alias: str, queues: list[str], threads: int, burst: bool) -> None:
     """Run a worker in a process of its own, which ends with its parent."""
     django.setup()
-    worker = Worker(_backend(alias), queues=queues, threads=threads)
+    worker = Worker(_backend(alias), queues=queues, threads=threads, burst=burst)
     _stop_at_signals(worker)
     parent = multiprocessing.parent_process()
     assert parent is not None
