@@ -34,6 +34,7 @@ from tests.reference import CHECKOUT, COMPACT, unpack_compact
 DOCS = CHECKOUT / "docs"
 DOCUMENTS = [CHECKOUT / "README.md", *sorted(DOCS.rglob("*.md"))]
 ENGINES = pytest.mark.skipif(find_spec("duckdb") is None, reason="needs DuckDB and Polars, of the extra test")
+DJANGO = pytest.mark.skipif(find_spec("django") is None, reason="needs Django, of the extra test")
 MARKS = {
     "spark.md": [pytest.mark.spark],
     "cluster.md": [pytest.mark.slow],
@@ -52,6 +53,7 @@ COMMAND_MARKS = {
     "cli.md": [pytest.mark.slow],
     "processes.md": [pytest.mark.slow],
     "testing.md": [pytest.mark.slow],
+    "tutorials/django.md": [pytest.mark.slow, DJANGO],
     "tutorials/investigate.md": [pytest.mark.slow],
     "tutorials/queue.md": [pytest.mark.slow],
     "tutorials/testing.md": [pytest.mark.slow],

@@ -175,18 +175,17 @@ class Worker:
             task = task_of(state)
         except Exception as error:
             _log.exception("task %(id)s can't be run: %(task)s is no task", id=state["id"], task=state["task"])
-            self._finish(state, error)
+            self._save_end(state, error)
             return
         if len(state["worker_ids"]) >= _MAX_ATTEMPTS:
-            self._finish(state, WorkerLost(f"{_MAX_ATTEMPTS} workers have ended while they ran it"))
-        else:
-            state["status"] = "RUNNING"
-            state["started_at_ms"] = state["started_at_ms"] or now_ms
-            state["last_attempted_at_ms"] = now_ms
-            state["worker_ids"].append(self.id)
-            self._backend.save(state)
-            self._call(task, state)
-        task_finished.send(type(self._backend), task_result=self._backend.result_of(state, task))
+            self._finish(task, state, WorkerLost(f"{_MAX_ATTEMPTS} workers have ended while they ran it"))
+            return
+        state["status"] = "RUNNING"
+        state["started_at_ms"] = state["started_at_ms"] or now_ms
+        state["last_attempted_at_ms"] = now_ms
+        state["worker_ids"].append(self.id)
+        self._backend.save(state)
+        self._call(task, state)
 
     def _call(self, task: Any, state: dict[str, Any]) -> None:
         """Call a task's function, and store the outcome."""
@@ -198,12 +197,16 @@ class Worker:
         except KeyboardInterrupt:
             raise  # the user ends `run_pending`, and the task runs again
         except BaseException as error:  # SystemExit too, which would end this thread without a result
-            self._finish(state, error)
+            self._finish(task, state, error)  # here, so that what logs the signal has the traceback
         else:
-            self._finish(state)
+            self._finish(task, state)
 
-    def _finish(self, state: dict[str, Any], error: BaseException | None = None) -> None:
-        """Store the end of a task."""
+    def _finish(self, task: Any, state: dict[str, Any], error: BaseException | None = None) -> None:
+        """Store the end of a task, and tell Django's listeners."""
+        self._save_end(state, error)
+        task_finished.send(type(self._backend), task_result=self._backend.result_of(state, task))
+
+    def _save_end(self, state: dict[str, Any], error: BaseException | None) -> None:
         state["status"] = "SUCCESSFUL" if error is None else "FAILED"
         state["finished_at_ms"] = self._backend.now_ms()
         if error is not None:
