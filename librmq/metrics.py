@@ -86,6 +86,9 @@ METRICS: Final[Mapping[str, Metric]] = {
     "duplicates": _counter("{message}", "topic group outcome", "results of the guard: skip, wait, take over, no store"),
     # store
     "unread_deleted": _counter("{message}", "topic group", "messages that retention deleted before they were consumed"),
+    "never_read_deleted": _counter(
+        "{message}", "topic", "messages that retention deleted in topics that no group has ever read"
+    ),
     "group_lag": _gauge(
         "{message}", "topic group", "unconsumed messages by the broker's progress, also without consumers"
     ),

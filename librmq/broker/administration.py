@@ -24,6 +24,7 @@ from librmq.message.topics import (
     RETRY_PREFIX,
     TIMER_TOPIC,
     has_no_row,
+    is_user_topic,
     moved_keys,
 )
 from librmq.protocol import (
@@ -504,6 +505,14 @@ class StoreReaders:
         if self._timers is not None and TIMER_TOPIC in queues:
             yield Unread(TIMERS, TIMER_TOPIC, QUEUE, 0, self._timers.passed(before))
 
+    def never_read(self) -> Iterator[Unread]:
+        """Return the queues of users' topics that no group has read, and that no running group subscribes to."""
+        subscribed = {topic for group in list(self._clients.consumers.values()) for topic in group.subscriptions}
+        read = subscribed.union(self._offsets.topics())
+        for topic, queue_id in self._store.queues:
+            if topic in self._topics and topic not in read and is_user_topic(topic):
+                yield Unread("", topic, queue_id, 0)
+
     def _progress_in(self, topic: str) -> dict[str, Mapping[int, int]]:
         """Return the progress of each group that consumes a topic."""
         progress: dict[str, Mapping[int, int]] = {}
@@ -521,4 +530,7 @@ class StoreReaders:
         """Count messages that were deleted before they were consumed."""
         if self._metrics is not None:
             reader = unread.reader
+            if not reader.group:
+                self._metrics.count("never_read_deleted", unread.messages, topic=reader.topic)
+                return
             self._metrics.count("unread_deleted", unread.messages, topic=reader.topic, group=reader.group)

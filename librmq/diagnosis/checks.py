@@ -28,7 +28,7 @@ from librmq.diagnosis.findings import (
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import lag, lag_findings
 from librmq.diagnosis.instances import consistency_findings, stuck_findings
-from librmq.diagnosis.pending import half_findings, kind_of
+from librmq.diagnosis.pending import half_findings, kind_of, never_read_topics
 from librmq.diagnosis.pop import pop_findings
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError
@@ -368,6 +368,20 @@ def _retry_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
                 )  # fmt: skip
 
 
+def _never_read_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
+    """Yield the topics of users whose messages retention has begun to delete, and which no group has read."""
+    for topic in never_read_topics(view):
+        deleted = sum(offsets.start for offsets in view.queues(topic).values())
+        if deleted:
+            yield Finding(
+                "never-read", limits.severity_of(topic), f"topic {topic}",
+                f"No group has read the topic, and retention has deleted {counted(deleted, 'message')} of it. "
+                "Broadcasting consumers keep their progress elsewhere, and do not count.",
+                {"deleted": deleted, "messages": view.message_count(topic)},
+                "Start the group that is to read it, or stop sending to it.",
+            )  # fmt: skip
+
+
 def _has_progress(view: StoreView, group: str, topic: str) -> bool:
     progress = view.progress.get((group, topic))
     return progress is not None and (view.is_live or bool(progress))
@@ -405,6 +419,7 @@ def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: boo
                 *_filter_findings(view, limits),
                 *_clock_findings(view, limits),
                 *_retry_findings(view, limits),
+                *_never_read_findings(view, limits),
             ]
         )
 

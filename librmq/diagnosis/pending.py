@@ -38,9 +38,11 @@ from librmq.message.topics import (
     CHECK_MAX_TIME_TOPIC,
     DEAD_LETTER_PREFIX,
     HALF_TOPIC,
+    LIGHT_PREFIX,
     OP_TOPIC,
     RETRY_PREFIX,
     REVIVE_PREFIX,
+    is_user_topic,
     retry_topic,
 )
 from librmq.runtime.event_log import counted
@@ -51,6 +53,7 @@ from librmq.scheduling.waiting import Cancellations, destination_of, own_time_ms
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import derived_tags_code
 from librmq.store.engine.read import offset_at_place
+from librmq.store.engine.store_parts import QueueName
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.retention import first_behind, last_timestamp_ms
 from librmq.txn import TransactionConfig
@@ -403,8 +406,8 @@ def waiting_retries(
 class ExpiringMessages(NamedTuple):
     """The unconsumed messages of a group in a topic that retention would delete soon."""
 
-    group: str
-    """The consumer group."""
+    group: str | None
+    """The consumer group; None stands for all messages of a topic that no group has ever read."""
     topic: str
     """The topic."""
     messages: int
@@ -439,24 +442,43 @@ def expiring(source: Source, *, reserved_s: float, within_s: float) -> list[Expi
         log, latest_ms = view.store.log, (view.now_ms or 0) + round(1000 * (within_s - reserved_s))
         last_ms = cache(lambda start: last_timestamp_ms(log, start))
         end = _end_of_expired(log, latest_ms, last_ms)
-        rows: dict[tuple[str, str], ExpiringMessages] = {}
-        for row in lag(view, times=False):
-            if not row.lag:
-                continue  # its queue can be gone
-            queue = view.store.queues[row.topic, row.queue_id]
-            begin = row.next_offset
+        rows: dict[tuple[str | None, str], ExpiringMessages] = {}
+        unread: list[tuple[str | None, QueueName, int]] = [
+            (row.group, (row.topic, row.queue_id), row.next_offset)
+            for row in lag(view, times=False)
+            if row.lag  # otherwise its queue can be gone
+        ]
+        for topic in never_read_topics(view):
+            unread += [(None, name, offsets.start) for name, offsets in view.queues(topic).items()]
+        for group, (topic, queue_id), begin in unread:
+            queue = view.store.queues[topic, queue_id]
             entries = queue.entries(begin, max(begin, offset_at_place(queue, end)))
             entries = entries[entries["size"] != HOLE_SIZE]
             if len(entries):
                 start = int(entries["physical_offset"][0]) // log.file_size * log.file_size
                 at_ms, size = last_ms(start) + round(1000 * reserved_s), int(entries["size"].sum(dtype="i8"))
-                sums = rows.get((row.group, row.topic), ExpiringMessages(row.group, row.topic, 0, 0, at_ms))
-                rows[row.group, row.topic] = sums._replace(
+                sums = rows.get((group, topic), ExpiringMessages(group, topic, 0, 0, at_ms))
+                rows[group, topic] = sums._replace(
                     messages=sums.messages + len(entries),
                     bytes=sums.bytes + size,
                     first_at_ms=min(sums.first_at_ms, at_ms),
                 )
-        return sorted(rows.values(), key=lambda row: (row.first_at_ms, -row.messages, row.group, row.topic))
+        return sorted(rows.values(), key=lambda row: (row.first_at_ms, -row.messages, row.group or "", row.topic))
+
+
+def never_read_topics(view: StoreView) -> list[str]:
+    """Return the topics of users that no group has read; none if the progress of groups is unknown.
+
+    Broadcasting consumers keep their progress elsewhere, and do not count.
+    """
+    if view.unknown_progress is not None:
+        return []
+    read = {topic for _, topic in view.progress}
+    return [
+        topic
+        for topic in view.topics
+        if topic not in read and is_user_topic(topic) and not topic.startswith(LIGHT_PREFIX)
+    ]
 
 
 def _end_of_expired(log: CommitLog, latest_ms: int, last_ms: Callable[[int], int]) -> int:

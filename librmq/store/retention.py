@@ -87,13 +87,16 @@ class Readers(Protocol):
     def unread(self, before: int) -> Iterable[Unread]:
         """Return each reader's progress by queue; messages stored at or after ``before`` don't matter."""
 
+    def never_read(self) -> Iterable[Unread]:
+        """Return the queues of topics that no group has ever read, each with an empty group; they hold no file."""
+
     def lost(self, unread: UnreadInFile) -> None:
         """Note that messages were deleted before their reader reached them."""
 
 
-def unread_between(readers: Readers, find: FindQueue, begin: int, end: int) -> Iterator[UnreadInFile]:
+def unread_between(readers: Iterable[Unread], find: FindQueue, begin: int, end: int) -> Iterator[UnreadInFile]:
     """Yield the unconsumed messages from physical offset ``begin`` to ``end``, reader by reader."""
-    for reader in readers.unread(end):
+    for reader in readers:
         queue = find(reader.topic, reader.queue_id)
         if queue is None:
             continue
@@ -228,6 +231,7 @@ class Retention:
         self._is_full_logged = False
         self._may_have_readers = False  # as far as the store shows without a broker
         self._named_holder: tuple[str, str] | None = None  # group and topic of the last warning
+        self._named_unread: set[str] = set()  # topics of warnings that no group has ever read
         self._checked_at_ms = -DISK_CHECK_MS
         self._check_guard = Lock()
         self._hours = parse_hours(config.delete_when)
@@ -401,7 +405,12 @@ class Retention:
     def _unread(self, begin: int, end: int) -> Iterator[UnreadInFile]:
         """Return the unconsumed messages between two places, none without a broker."""
         readers = self._readers()
-        return iter(()) if readers is None else unread_between(readers, self._find_queue, begin, end)
+        return iter(()) if readers is None else unread_between(readers.unread(end), self._find_queue, begin, end)
+
+    def _never_read(self, begin: int, end: int) -> Iterator[UnreadInFile]:
+        """Return the messages between two places in topics that no group has ever read."""
+        readers = self._readers()
+        return iter(()) if readers is None else unread_between(readers.never_read(), self._find_queue, begin, end)
 
     def _must_stay(self, unread: Sequence[UnreadInFile]) -> bool:
         return self._keeps_unconsumed and (bool(unread) or (self._may_have_readers and self._readers() is None))
@@ -527,6 +536,7 @@ class Retention:
             if self._must_stay(unread):
                 self.is_held = True
                 break
+            never_read = list(self._never_read(end - self._log.file_size, end))
             if self._keeps_unconsumed:  # retry copies and deliveries, by which readers have passed messages of the file
                 self._flush_log()
             if self._log.begin > self._trimmed_to:
@@ -537,6 +547,7 @@ class Retention:
                 _log.info("deleted %(file)s: %(cause)s", file=path, cause=why)
             if paths:
                 self._report_lost(unread, paths[-1], why)
+                self._report_never_read(never_read, paths[-1], why)
             deleted += paths
         return deleted + self._trim_derived()
 
@@ -558,6 +569,22 @@ class Retention:
                     f"{part.messages} of {part.reader.topic}/{part.reader.queue_id}" for part in lost[:_NAMED]
                 )
                 + (", …" if len(lost) > _NAMED else ""),
+            )
+        if (readers := self._readers()) is not None:
+            for part in unread:
+                readers.lost(part)
+
+    def _report_never_read(self, unread: Sequence[UnreadInFile], path: str, why: str) -> None:
+        """Warn once for each topic whose messages are deleted although no group has ever read it."""
+        for topic in dict.fromkeys(part.reader.topic for part in unread if part.reader.topic not in self._named_unread):
+            self._named_unread.add(topic)
+            _log.warning(
+                "topic %(topic)s: no group has ever read it, and its messages are being deleted, the first with "
+                "%(file)s (%(_why)s): start the group that is to read it, or stop sending to it; this is logged once, "
+                "and the metric never_read_deleted counts the messages",
+                topic=topic,
+                file=path,
+                _why=why,
             )
         if (readers := self._readers()) is not None:
             for part in unread:

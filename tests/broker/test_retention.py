@@ -134,6 +134,26 @@ def test_no_warning_without_unconsumed_messages(caplog: pytest.LogCaptureFixture
     assert shop.lost == {}
 
 
+def test_a_topic_that_no_group_has_read_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    shop = Shop()
+    shop.broker.create_topic("unread", 1)
+    shop.broker.create_topic("watched", 1)
+    with PullConsumer(shop.broker, "watch", consume_from=ConsumeFrom.LAST) as consumer:
+        consumer.subscribe("watched")
+        for _ in range(10):
+            shop.send(1)
+            shop.send(1, "unread")
+            shop.send(1, "watched")
+            assert shop.consume("bills", 1) == 1
+    texts = [record.getMessage() for record in caplog.records if "no group has ever read" in record.getMessage()]
+    assert len(texts) == 1
+    assert texts[0].startswith("topic unread: ")
+    begin = shop.broker.store.queue_range("unread", 0)[0]
+    assert begin
+    assert shop.metrics.snapshot()["never_read_deleted"] == {("unread",): begin}
+    assert "unread" not in {topic for topic, _ in shop.lost}
+
+
 def test_a_running_group_without_progress_counts(caplog: pytest.LogCaptureFixture) -> None:
     """Its listener hangs on the first message, so the group has no progress at all."""
     shop = Shop()
@@ -444,6 +464,9 @@ class PassingReaders:
 
     def unread(self, before: int) -> tuple[Unread, ...]:
         self.store.append(Message("%RETRY%bills", b"retry copy"))
+        return ()
+
+    def never_read(self) -> tuple[Unread, ...]:
         return ()
 
     def lost(self, unread: UnreadInFile) -> None:

@@ -74,6 +74,20 @@ def test_a_folder_counts_from_its_last_message(tmp_path: Path) -> None:
     assert expiring(tmp_path / "store", reserved_s=RESERVED_S, within_s=3600) == []
 
 
+def test_topics_that_no_group_has_read_expire_too(tmp_path: Path) -> None:
+    runner = ManualRunner(ManualClock(1_700_000_000_000))
+    with Broker.open(tmp_path / "store", store_config=CONFIG, runner=runner) as broker:
+        broker.create_topic("unread", 2)
+        producer = Producer(broker, "P")
+        for number in range(9):
+            producer.send("unread", bytes(800), queue=number % 2)
+        (row,) = expiring(broker, reserved_s=0, within_s=0)
+        assert (row.group, row.topic, row.messages) == (None, "unread", 8)
+        broker.set_group("G")
+        broker.reset_group("G", "unread", "begin")
+        assert {row.group for row in expiring(broker, reserved_s=0, within_s=0)} == {"G"}
+
+
 def test_times_are_not_negative(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="within_s=-1"):
         expiring(tmp_path, reserved_s=0, within_s=-1)

@@ -131,6 +131,25 @@ def test_retries_in_topics_without_progress(tmp_path: Path) -> None:
     assert {one.subject for one in found} == {"group G, topic orders", "group G, topic %RETRY%G"}
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_topic_that_retention_deletes_unread(tmp_path: Path, is_read: bool) -> None:
+    config = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=2048, max_total_size=6 * 4096)
+    runner = ManualRunner()
+    with Broker.open(tmp_path / "store", store_config=replace(config, keep_unconsumed=False), runner=runner) as broker:
+        broker.create_topic("orders", 1)
+        broker.set_group("G")
+        producer = Producer(broker, "P")
+        producer.send("orders", b"x")
+        assert "never-read" not in by_kind(broker)
+        if is_read:
+            broker.reset_group("G", "orders", "end")
+        for _ in range(60):
+            producer.send("orders", bytes(800))
+            runner.advance(1000)
+        assert broker.store.queue_range("orders", 0)[0] > 0
+    assert ("never-read" in by_kind(tmp_path / "store")) is not is_read
+
+
 def test_a_hot_key_is_found_after_retention(tmp_path: Path) -> None:
     config = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=2048, max_total_size=6 * 4096)
     runner = ManualRunner()
