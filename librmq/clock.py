@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["Clock", "ManualClock", "SystemClock", "moves_by_itself", "wait_async"]
+__all__ = ["Clock", "ManualClock", "SystemClock", "moves_by_itself", "present_clock", "wait_async"]
 
 
 class Clock(Protocol):
@@ -81,6 +82,15 @@ class ManualClock:
     ) -> None:
         """Move the time forward."""
         self.move_to(self._now_ms + ms + round(1000 * (seconds + 60 * (minutes + 60 * (hours + 24 * days)))))
+
+
+kit_clock: ContextVar[ManualClock | None] = ContextVar("librmq.clock", default=None)
+"""The clock of the kit of the test that runs; None without one."""
+
+
+def present_clock() -> Clock:
+    """Return the clock of code that was given none: that of the kit of the test that runs, or else the machine's."""
+    return kit_clock.get() or SystemClock()
 
 
 def moves_by_itself(clock: Clock) -> bool:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, NamedTuple, Protocol, TypedDict, TypeVar, Unpack
 
-from librmq.clock import Clock, SystemClock
+from librmq.clock import Clock, present_clock
 from librmq.config import Config, Seconds, check_now
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
 from librmq.idempotence.sqltables import (
@@ -75,7 +75,7 @@ class Outbox:
 
     def __init__(self, *, table: str = "rmq_outbox", clock: Clock | None = None) -> None:
         self.table = check_name(table)
-        self._clock = clock or SystemClock()
+        self._clock = clock
 
     def add(self, connection: Any, message: Message, *, order_key: str | None = None) -> None:
         """Store ``message`` in the transaction of ``connection``, and give it a unique id if it has none.
@@ -107,7 +107,7 @@ class Outbox:
             properties=json.dumps(message.properties | _delays(message)),
             flag=message.flag,
             body=message.body,
-            now_ms=self._clock.now_ms(),
+            now_ms=(self._clock or present_clock()).now_ms(),
         )
 
     async def add_async(self, connection: Any, message: Message, *, order_key: str | None = None) -> None:
@@ -205,7 +205,7 @@ class OutboxSender:
             producer: Its ``send(message)`` waits, and raises or returns a result with a status.
             table: The outbox's table.
             send_ordered: Called with message and order key for rows that have one, to choose their queue by it.
-            clock: The clock; by default the machine's.
+            clock: The clock; by default that of the test's kit, or else the machine's.
             **settings: The settings of `OutboxConfig`.
 
         Raises:
@@ -233,7 +233,7 @@ class OutboxSender:
         self._claim_ms = round(1000 * self.config.claim_timeout)
         self._poll_ms = round(1000 * self.config.poll_interval)
         self._keep_ms = round(1000 * self.config.keep_sent)
-        self._clock = clock or SystemClock()
+        self._clock = clock or present_clock()
         self._purge_at_ms = self._next_purge_ms()
         self._background: Background | None = None
         self._closing = False

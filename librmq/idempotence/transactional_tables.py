@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from librmq.client.transactions import CheckedMessage, OpenTransaction, TransactionProducer
-from librmq.clock import Clock, SystemClock
+from librmq.clock import Clock, present_clock
 from librmq.config import wrong_kind
 from librmq.errors import ConfigError, TransactionRefusedError
 from librmq.idempotence.sqltables import Link, check_database, check_name, is_temporary_error, linked, purge_expired
@@ -68,7 +68,7 @@ def transactional(
     record = None
     if business_key:
         record = dedup_key(application, message.topic, group, message.tags, business_key)
-    expires_at_ms = (clock or SystemClock()).now_ms() + to_milliseconds("keep", keep)
+    expires_at_ms = (clock or present_clock()).now_ms() + to_milliseconds("keep", keep)
     return Transactional(session, table, record, expires_at_ms)
 
 
@@ -168,7 +168,7 @@ class LocalTransactions:
         self._database = database
         self._table = check_name(table)
         self._keep_ms = to_milliseconds("keep", keep)
-        self._clock = clock or SystemClock()
+        self._clock = clock
 
     @contextmanager
     def transaction(self, producer: TransactionProducer, message: Message, session: Any) -> Iterator[OpenTransaction]:
@@ -276,11 +276,14 @@ class LocalTransactions:
         insert = (
             f"INSERT INTO {self._table} (transaction_id, state, expires_timestamp_ms) VALUES (:id, :state, :expires)"
         )
-        return link.insert_first(insert, id=transaction_id, state=state, expires=self._clock.now_ms() + self._keep_ms)
+        return link.insert_first(insert, id=transaction_id, state=state, expires=self._now_ms() + self._keep_ms)
+
+    def _now_ms(self) -> int:
+        return (self._clock or present_clock()).now_ms()
 
     def purge(self, connection: Any) -> int:
         """Delete the rows that are older than ``keep``, and commit; return their number.
 
         ``connection`` is a SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection.
         """
-        return purge_expired(connection, self._table, self._clock.now_ms())
+        return purge_expired(connection, self._table, self._now_ms())

@@ -15,7 +15,7 @@ from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
 from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer, ProducerArguments
 from librmq.client.recorder import Event, Recorder
-from librmq.clock import ManualClock
+from librmq.clock import ManualClock, kit_clock
 from librmq.cluster import Cluster, ReplicaConfig
 from librmq.cluster.sites import site_of
 from librmq.config import StoreConfig, to_seconds, wrong_kind
@@ -97,6 +97,8 @@ class Kit:
         self.clock: ManualClock = runner.manual_clock if runner is not None else ManualClock(begin_ms)
         """The time, which `advance` moves."""
         self.clock.move_to(max(begin_ms, self.clock.now_ms()))
+        self._clock_before = kit_clock.get()
+        kit_clock.set(self.clock)
         self.runner = runner or KitRunner(self.clock)
         self.runner.kit = self
         self.start: StoreStart | None = start
@@ -654,6 +656,8 @@ class Kit:
             process.die()
         self._driver.end()
         self.runner.shutdown()
+        if kit_clock.get() is self.clock:
+            kit_clock.set(self._clock_before)
 
     def __enter__(self) -> Self:
         return self

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from librmq.client.queue_selectors import select_by_hash
+from librmq.clock import SystemClock, present_clock
 from librmq.consumer import DeliveredMessage
 from librmq.dedup import DedupCounts, DedupListener
 from librmq.idempotence.outbox import Outbox, OutboxSender
 from librmq.idempotence.sqltables import upgrade_tables
 from librmq.idempotence.stores import DedupStore, MemoryDedupStore, SqliteDedupStore
+from librmq.idempotence.transactional_tables import transactional
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message
 from librmq.metrics import Metrics
@@ -211,3 +213,36 @@ def test_explored_schedules_fail_without_it() -> None:
         book(rmq, False)  # passes in the default order
     with pytest.raises(AssertionError):
         explore(lambda rmq: book(rmq, False), runs=200)
+
+
+def test_tables_of_the_application_go_by_the_clock_of_the_kit(tmp_path: Path) -> None:
+    path = tmp_path / "shop.db"
+    with closing(sqlite3.connect(path)) as database:
+        upgrade_tables(database, dedup=None)
+    outbox = Outbox()  # like one of an application's module
+
+    def times(table: str, column: str) -> list[int]:
+        with closing(sqlite3.connect(path)) as database:
+            return [row[0] for row in database.execute(f"SELECT {column} FROM {table}")]
+
+    with Kit() as rmq:
+        begin_ms = rmq.clock.now_ms()
+
+        @rmq.consumer("billing").subscribe("orders")
+        def charge(message: DeliveredMessage) -> None:
+            with closing(sqlite3.connect(path)) as database, transactional(database, message, group="billing", keep=60):
+                outbox.add(database, Message("receipts", message.body))
+
+        rmq.consumer("mail").subscribe("receipts")(lambda message: None)
+        rmq.advance(minutes=5)
+        rmq.producer().send("orders", b"o-1")
+        rmq.run_until_idle()
+        now_ms = rmq.clock.now_ms()
+        assert now_ms == begin_ms + 300_000
+        assert times("rmq_messages", "expires_timestamp_ms") == [now_ms + 60_000]
+        assert times("rmq_outbox", "due_timestamp_ms") == [now_ms]
+        sender = OutboxSender(lambda: sqlite3.connect(path), rmq.producer(), poll_interval=5)
+        assert sender.run_due(now_ms) == now_ms + 5_000
+        rmq.run_until_idle()
+        assert [one.body for one in rmq.delivered("mail")] == [b"o-1"]
+    assert isinstance(present_clock(), SystemClock)
