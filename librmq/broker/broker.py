@@ -23,7 +23,7 @@ from typing import Any, Final, Self, TypeVar, Unpack
 
 from librmq.broker.administered_route import AdministeredRoute
 from librmq.broker.administration import ResetHook
-from librmq.broker.config import BrokerConfig, OpenKeywords
+from librmq.broker.config import BrokerConfig, OpenKeywords, Promises
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
 from librmq.broker.handlers.parts import BrokerParts
 from librmq.broker.retries import note_resent_in_log, resend_letters
@@ -55,6 +55,7 @@ from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.directory import infer_config
 from librmq.store.format.documents import letter_identity, resent_times
 
 R = TypeVar("R")
@@ -110,6 +111,7 @@ class Broker(AdministeredRoute):
         files: Files | None = None,
         metrics: Metrics | None = None,
         wait: float | timedelta = 0,
+        change_settings: bool = False,
     ) -> Self:
         """Open the broker whose store is in ``path``; create a new store if there is none.
 
@@ -124,10 +126,12 @@ class Broker(AdministeredRoute):
             files: The file system; None is the disk.
             metrics: Counts events.
             wait: Seconds to wait for another process that has the store open for writing.
+            change_settings: Whether timers, relay, transaction checks, delay levels and limits may be others than those
+                that the store has recorded, which wait for messages that it has accepted.
 
         Raises:
             StoreLockedError: Another process has the store open for writing.
-            ConfigError: Settings are out of range, or contradict the files.
+            ConfigError: Settings are out of range, contradict the files, or are not what the store has recorded.
             CorruptionError: A file of the store or of its configuration is damaged.
             NotAStoreError: The folder holds something else.
         """
@@ -148,15 +152,10 @@ class Broker(AdministeredRoute):
             while True:
                 broker = object.__new__(cls)
                 broker._own_runner, broker._temporary, broker.metrics = own_runner, None, metrics
-                broker.name, broker.runner, broker._config, broker.cluster_name = name, runner, config, cluster_name
-                broker._life = life = BrokerLife(name, folder)
+                broker.name, broker.runner, broker.cluster_name = name, runner, cluster_name
+                broker._life = BrokerLife(name, folder)
                 try:
-                    steps = BrokerSteps(runner, name, life)
-                    broker._parts = parts = BrokerParts(
-                        life, steps, folder, cluster_name, config, store_config, files, metrics
-                    )
-                    broker.store, broker._context = parts.store, parts.context
-                    broker._by_request = parts.by_request
+                    broker._open_parts(folder, Promises(store_config or StoreConfig(), config), files, change_settings)
                     undo.pop_all()
                     return broker
                 except StoreLockedError:
@@ -164,6 +163,36 @@ class Broker(AdministeredRoute):
                     if left <= 0:
                         raise
                     waiting.wait(threading.Event(), min(left, _LOCK_RETRY_S))
+
+    def _open_parts(self, path: str, named: Promises, files: Files, changes: bool) -> None:
+        """Open the store by what is named and recorded, and record what binds the messages that it accepts.
+
+        Raises:
+            ConfigError: The store has recorded another setting.
+        """
+        is_copy = named.broker.replica_of is not None  # whose master keeps the promises
+        recorded = Promises() if is_copy else Promises.read(path, files)
+        if not changes:
+            recorded.check_alone(path, named)
+        opened = named.over(recorded).over(named, opens=True)
+        store_config = opened.store if opened.store.named else None
+        if not named.store.named and store_config is not None:
+            store_config = infer_config(path, files).with_settings(recorded.over(Promises(), opens=True).named()[0])
+        self._config = opened.broker
+        steps = BrokerSteps(self.runner, self.name, self._life)
+        self._parts = parts = BrokerParts(
+            self._life, steps, path, self.cluster_name, opened.broker, store_config, files, self.metrics
+        )
+        self.store, self._context, self._by_request = parts.store, parts.context, parts.by_request
+        if not is_copy:
+            try:
+                if Promises.read(path, files).named() != recorded.named():
+                    raise StoreLockedError(f"{path}: another process has just changed the settings of the store")
+                recorded.record(path, files, named if changes else named.bound(recorded))
+            except BaseException:
+                self._own_runner = None  # another try needs it
+                self.close()
+                raise
 
     @classmethod
     async def open_async(

@@ -5,16 +5,27 @@ Mirrors the part of 4.9.4's ``BrokerConfig`` that clients notice. `librmq.config
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import timedelta
+from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypedDict
 
 from librmq.config import Between, NamedConfig, Seconds, StoreConfig
 from librmq.delay import DelayConfig
-from librmq.errors import ConfigError
+from librmq.errors import ConfigError, StoreIOError
+from librmq.runtime.event_log import EventLog
 from librmq.scheduling.timer_config import TimerConfig
-from librmq.store.format.documents import SETTINGS_FILE, read_document, write_document
+from librmq.store.format.directory import infer_config, is_made_by_librmq
+from librmq.store.format.documents import (
+    SETTINGS_FILE,
+    folder_identity,
+    is_of_other_folder,
+    notes_locked,
+    read_document,
+    write_document,
+)
 from librmq.txn import TransactionConfig
 
 if TYPE_CHECKING:
@@ -81,11 +92,23 @@ _OF_STORE: Final = (
     *("message_delay_level", "max_total_size", "file_reserved_hours", "delete_when", "keep_unconsumed"),
 )
 _OF_BROKER: Final = ("timers", "hops", "transactions", "drop_resends_within")
+_FREE_ALONE: Final = ("durability", "flush_interval_s", "flush_least_bytes", "flush_thorough_interval_s")
+"""Settings that concern only the sends of the process that has the store open, so that it may choose."""
+_RETENTION: Final = ("max_total_size", "file_reserved_hours", "delete_when", "keep_unconsumed")
+"""Settings of which the latest named value counts, also for a process that shares with none."""
+_KEPT_ELSEWHERE: Final = ("message_delay_level", "max_total_size", "file_reserved_hours", "keep_unconsumed")
+"""Settings that `librmq/config.json` keeps, so that an owner that names none does not have the default."""
+_SMALLEST_LOG_FILE: Final = 256  # below any total size: such a size is valid beside a shorter log file than the default
+_log = EventLog("librmq.store")
+
+
+def _shaped(store: dict[str, Any]) -> dict[str, Any]:
+    return {"commitlog_file_size": _SMALLEST_LOG_FILE, **store} if "max_total_size" in store else store
 
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """The settings that bind what a shared store has accepted, as far as a process has named them."""
+    """The settings that bind what a store has accepted, as far as a process has named them."""
 
     store: StoreConfig = field(default_factory=StoreConfig)
     broker: BrokerConfig = field(default_factory=BrokerConfig)
@@ -94,6 +117,8 @@ class Promises:
     def read(cls, path: str, files: Files) -> Self:
         """Return the settings recorded in the store in ``path``; none are named without a record.
 
+        Of a record that another folder has, such as the original of a copy, retention is left out.
+
         Raises:
             ConfigError: A recorded value is refused; the error names the file.
             CorruptionError: The file is unreadable.
@@ -101,27 +126,27 @@ class Promises:
         place = os.path.join(path, SETTINGS_FILE)
         if not files.size(place):
             return cls()
-        document = read_document(place, files, {"store": (dict,), "broker": (dict,)})
+        document = read_document(place, files, {"store": (dict,), "broker": (dict,), "folder": (str, NoneType)})
         store = {name: value for name, value in document["store"].items() if name in _OF_STORE}
         broker = {name: value for name, value in document["broker"].items() if name in _OF_BROKER}
+        if is_of_other_folder(document.get("folder"), path, files):
+            store = {name: value for name, value in store.items() if name not in _RETENTION}
         try:
             for name, kind in (("timers", TimerConfig), ("transactions", TransactionConfig)):
                 if isinstance(broker.get(name), dict):
                     broker[name] = kind().with_settings(broker[name])
-            # A total size below the default length of a log file is valid beside a shorter one.
-            shape: dict[str, Any] = {"commitlog_file_size": 256} if "max_total_size" in store else {}
-            config = StoreConfig(**shape, **store)
-            return cls(config, BrokerConfig(**broker))
+            return cls(StoreConfig(**_shaped(store)), BrokerConfig(**broker))
         except (ConfigError, TypeError) as error:
             raise ConfigError(
-                f"{place}: {error}; delete the file, and the next process that shares the store names its settings"
+                f"{place}: {error}; delete the file, and the next process that opens the store names its settings"
             ) from None
 
     def write(self, path: str, files: Files) -> None:
         """Record the named settings in the store in ``path``; durable when it returns."""
         store, broker = self.named()
         plain = {name: asdict(value) if is_dataclass(value) else value for name, value in broker.items()}  # type: ignore[arg-type]
-        write_document(os.path.join(path, SETTINGS_FILE), files, {"store": store, "broker": plain}, indent=1)
+        fields = {"store": store, "broker": plain, "folder": folder_identity(path, files)}
+        write_document(os.path.join(path, SETTINGS_FILE), files, fields, indent=1)
 
     def named(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the named settings of the store, and those of the broker."""
@@ -130,33 +155,89 @@ class Promises:
             {name: getattr(self.broker, name) for name in _OF_BROKER if name in self.broker.named},
         )
 
-    def differences(self, path: str, other: Promises, *, owner: int | None = None) -> ConfigError | None:
-        """Return the error that lists what ``other`` names otherwise; None if it names nothing else.
+    def differences(self, path: str, other: Promises, *, present: Promises | None = None) -> list[str]:
+        """Return what ``other`` names otherwise, one text for each setting.
 
-        While the process ``owner`` has the store, what no process has named has its default.
+        What no process has named has its value in ``present``; without one it has none.
         """
+        ours = self if present is None else present
         lines = []
-        for ours, theirs, base in zip(self.named(), other.named(), (StoreConfig(), BrokerConfig()), strict=True):
+        for names, mine, theirs in zip(self.named(), (ours.store, ours.broker), other.named(), strict=True):
             for name, value in theirs.items():
-                if name in ours:
-                    present = ours[name]
-                elif owner is not None and name not in _KEPT_ELSEWHERE:
-                    present = getattr(base, name)
-                else:
-                    continue
-                if value != present:
-                    lines.append(f"{name} is {present!r:.200}, and this process names {value!r:.200}")
-        if not lines:
-            return None
-        change = (
-            "share it with change_settings=True, while no other process does"
-            if owner is None
-            else f"end process {owner}, which owns it, and all others that share it, then use change_settings=True"
-        )
-        return ConfigError(
-            f"{path}: the shared store has other settings: {'; '.join(lines)}. Leave them out to take those of the "
-            f"store; to change them, {change}"
-        )
+                if (name in names or present is not None) and value != getattr(mine, name):
+                    lines.append(f"{name} is {getattr(mine, name)!r:.200}, and this process names {value!r:.200}")
+        return lines
+
+    def check_shared(self, path: str, other: Promises) -> None:
+        """Refuse what a process that becomes the owner of a shared store names otherwise.
+
+        Raises:
+            ConfigError: The error lists the differences.
+        """
+        self._refuse(path, self.differences(path, other), "share it with change_settings=True, while no process does")
+
+    def check_peer(self, path: str, other: Promises, files: Files, owner: int) -> None:
+        """Refuse what a peer names otherwise than the process ``owner`` has it; record what it names besides.
+
+        Raises:
+            ConfigError: The error lists the differences.
+        """
+        if not any(other.named()):
+            return
+        present = Promises(infer_config(path, files), BrokerConfig())
+        if other.broker.timers is not None and not self.broker.hops and is_made_by_librmq(path, files):
+            present = Promises(present.store, BrokerConfig(timers=TimerConfig()))  # what None means there
+        change = f"end process {owner}, which owns it, and all others that share it, then use change_settings=True"
+        with notes_locked(path, files):
+            recorded = Promises.read(path, files)
+            self._refuse(path, recorded.differences(path, other, present=recorded.over(present)), change)
+            recorded.record(path, files, other)
+
+    def check_alone(self, path: str, other: Promises) -> None:
+        """Refuse what `Broker.open` names otherwise, of what binds messages that the store has accepted.
+
+        Raises:
+            ConfigError: The error lists the differences.
+        """
+        self._refuse(path, self.differences(path, other.bound()), "open it with change_settings=True")
+
+    def _refuse(self, path: str, lines: list[str], change: str) -> None:
+        if lines:
+            raise ConfigError(
+                f"{path}: the store has other settings: {'; '.join(lines)}. Leave them out to take those of the "
+                f"store; to change them, {change}"
+            )
+
+    def bound(self, recorded: Promises | None = None) -> Promises:
+        """Return what of these settings binds messages that a store has accepted, so that `Broker.open` records it.
+
+        So does retention that is ``recorded`` already, of which the latest counts.
+        """
+        store, broker = self.named()
+        known = () if recorded is None else recorded.store.named
+        kept = {
+            name: value
+            for name, value in store.items()
+            if name not in _FREE_ALONE and (name not in _RETENTION or name in known)
+        }
+        return Promises(StoreConfig(**_shaped(kept)), BrokerConfig(**broker))
+
+    def record(self, path: str, files: Files, other: Promises) -> None:
+        """Record what ``other`` names beside these recorded settings, or instead of them.
+
+        A full disk does not prevent opening the store; the next opening tries again.
+        """
+        promises = other.over(self)
+        if promises.named() == self.named():
+            return
+        try:
+            promises.write(path, files)
+        except StoreIOError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            _log.warning("%(path)s: the named settings are not recorded: %(error)s", error=error, path=path)
+            return
+        _log.info("%(path)s: settings of the store: %(named)s", path=path, named=promises.named())
 
     def over(self, other: Promises, *, opens: bool = False) -> Promises:
         """Return the settings of ``other`` with those that are named here instead.
@@ -166,11 +247,7 @@ class Promises:
         store, broker = self.named()
         if opens:
             store = {name: value for name, value in store.items() if name not in _KEPT_ELSEWHERE}
-        return Promises(other.store.with_settings(store), other.broker.with_settings(broker))
-
-
-_KEPT_ELSEWHERE: Final = ("message_delay_level", "max_total_size", "file_reserved_hours", "keep_unconsumed")
-"""Settings that `librmq/config.json` keeps, so that an owner that names none does not have the default."""
+        return Promises(other.store.with_settings(_shaped(store)), other.broker.with_settings(broker))
 
 
 class OpenKeywords(TypedDict, total=False):
@@ -184,3 +261,4 @@ class OpenKeywords(TypedDict, total=False):
     files: Files | None
     metrics: Metrics | None
     wait: float | timedelta
+    change_settings: bool

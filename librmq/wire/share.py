@@ -253,26 +253,23 @@ class SharedBroker(AdministeredRoute):
             return
         try:
             recorded = Promises.read(self.path, self._settings.files)
-            error = recorded.differences(self.path, self._settings.promises, owner=link.process)
-            if error is not None:
-                raise error
+            recorded.check_peer(self.path, self._settings.promises, self._settings.files, link.process)
         except BaseException:
             link.close()
             raise
 
-    def _promises(self) -> tuple[Promises, Promises]:
-        """Return what the store has recorded, and what it records from now on, at the opening by an owner.
+    def _promises(self) -> Promises:
+        """Return what the store records from now on, at the opening by an owner.
 
         Raises:
             ConfigError: This process names other settings, and does not say that it changes them.
         """
         recorded, mine = Promises.read(self.path, self._settings.files), self._settings.promises
         if self._was_peer or self._thread is not None:  # a later owner takes what is recorded
-            return recorded, recorded.over(mine)
-        error = None if self._settings.changes else recorded.differences(self.path, mine)
-        if error is not None:
-            raise error
-        return recorded, mine.over(recorded)
+            return recorded.over(mine)
+        if not self._settings.changes:
+            recorded.check_shared(self.path, mine)
+        return mine.over(recorded)
 
     def _own(self, unreachable: BrokerUnreachableError) -> StoreOwner:
         """Open the store, and answer the others.
@@ -288,7 +285,7 @@ class SharedBroker(AdministeredRoute):
             raise BrokerUnreachableError(f"{error}, which does not answer yet: {unreachable}") from error
         with ExitStack() as undo, named("share", self.path):
             undo.callback(lock.release)
-            recorded, promises = self._promises()
+            promises = self._promises()
             opened = promises.over(settings.promises, opens=True)
             broker = Broker.open(
                 self.path,
@@ -299,11 +296,10 @@ class SharedBroker(AdministeredRoute):
                 runner=self.runner,
                 metrics=settings.metrics,
                 files=settings.files,
+                change_settings=settings.changes,
             )
             undo.callback(broker.close)
-            if promises.named() != recorded.named():
-                promises.write(self.path, settings.files)
-                _log.info("share %(path)s: settings of the store: %(named)s", path=self.path, named=promises.named())
+            Promises.read(self.path, settings.files).record(self.path, settings.files, promises)
             if self._was_peer or os.path.exists(owner_socket(self.path)):  # there are peers of a former owner
                 broker.await_members(_MEMBERS_S)
             owner = StoreOwner(lock, broker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +11,8 @@ from typing import Any, cast
 import pytest
 
 import librmq
-from librmq import BrokerConfig, ConfigError, StoreConfig, TimerConfig, TransactionConfig
+from librmq import Broker, BrokerConfig, ConfigError, StoreConfig, TimerConfig, TransactionConfig
+from librmq.cli import main
 from librmq.errors import CorruptionError
 from tests.programs import run_program
 
@@ -78,10 +80,101 @@ def test_a_peer_is_refused_while_the_owner_promises_otherwise(tmp_path: Path) ->
     with librmq.share(tmp_path) as owner:
         with librmq.share(tmp_path, store_config=StoreConfig(durability="async")) as peer:
             assert not peer.is_owner
+        assert settings_of(tmp_path)["store"] == {"durability": "async"}, "a peer that agrees records what it names"
         for change in (False, True):
             with pytest.raises(ConfigError, match=rf"durability is 'async'.*'sync'.*end process {owner.owner}"):
                 librmq.share(tmp_path, store_config=StoreConfig(durability="sync"), change_settings=change)
-    assert owned(tmp_path, store_config=StoreConfig(durability="sync"))[0].durability == "sync"
+    with pytest.raises(ConfigError, match="durability"):
+        librmq.share(tmp_path, store_config=StoreConfig(durability="sync"))
+
+
+@pytest.mark.parametrize(
+    "named", [StoreConfig(file_reserved_hours=1), StoreConfig(message_delay_level="7s"), StoreConfig(delete_when="05")]
+)
+def test_a_peer_names_nothing_in_silence(tmp_path: Path, named: StoreConfig) -> None:
+    with librmq.share(tmp_path):
+        with pytest.raises(ConfigError, match="the store has other settings"):
+            librmq.share(tmp_path, store_config=named)
+        default = BrokerConfig(timers=TimerConfig(), transactions=TransactionConfig())
+        librmq.share(tmp_path, default, store_config=StoreConfig(max_total_size=4 << 30)).close()
+        assert settings_of(tmp_path)["store"] == {"max_total_size": 4 << 30}
+        assert settings_of(tmp_path)["broker"].keys() == {"timers", "transactions"}
+
+
+def test_a_total_size_below_the_default_file(tmp_path: Path) -> None:
+    small = StoreConfig(commitlog_file_size=1 << 20, max_total_size=8 << 20)
+    for _ in range(2):
+        assert owned(tmp_path, store_config=small)[0].max_total_size == 8 << 20
+        assert owned(tmp_path)[0].max_total_size == 8 << 20
+
+
+REMINDERS = """
+import os, signal, sys
+import librmq
+from librmq import BrokerConfig, Producer, TimerConfig
+
+with librmq.share(sys.argv[1], BrokerConfig(timers=TimerConfig(timer_precision_ms=100))) as shared:
+    producer = Producer(shared, "web")
+    for delay in (5, 3):
+        producer.send("reminders", b"tea", delay=delay)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["share", "open"])
+def test_an_accepted_reminder_fires_under_the_next_owner(tmp_path: Path, place: str) -> None:
+    run_program(REMINDERS, tmp_path)
+    arrived: queue.Queue[bytes] = queue.Queue()
+    opened = librmq.share(tmp_path) if place == "share" else librmq.Broker.open(tmp_path)
+    consumer = librmq.PushConsumer(opened, "tea", consume_from=librmq.ConsumeFrom.FIRST)
+    consumer.subscribe("reminders", lambda message: arrived.put(message.body))
+    with opened, consumer:
+        assert [arrived.get(timeout=20), arrived.get(timeout=20)] == [b"tea", b"tea"]
+    assert settings_of(tmp_path)["broker"]["timers"]["timer_precision_ms"] == 100
+
+
+# ---- one process after the other
+
+
+def test_what_binds_accepted_messages_holds_for_the_next_opener(tmp_path: Path) -> None:
+    levels = StoreConfig.tiny(message_delay_level="1s 7s")
+    with Broker.open(tmp_path, TIMED, store_config=levels):
+        pass
+    Broker.open(tmp_path).close()
+    librmq.share(tmp_path).close()
+    with Broker.open(tmp_path) as broker:
+        assert (broker.config.timers, broker.config.transactions) == (TIMED.timers, TIMED.transactions)
+        assert (broker.store.config.message_delay_level, broker.store.config.max_message_size) == ("1s 7s", 48 << 10)
+    before = settings_of(tmp_path)
+    other = BrokerConfig(timers=None, transactions=TransactionConfig())
+    with pytest.raises(ConfigError, match=r"max_message_size is 49152.*timers is .*transactions is .*change_settings"):
+        Broker.open(tmp_path, other, store_config=StoreConfig(max_message_size=1000))
+    assert settings_of(tmp_path) == before
+    Broker.open(tmp_path, other, change_settings=True).close()
+    with Broker.open(tmp_path) as broker:
+        assert (broker.config.timers, broker.config.transactions) == (None, other.transactions)
+        assert broker.store.config.max_message_size == 48 << 10, "it was not named"
+
+
+def test_durability_and_retention_may_differ(tmp_path: Path) -> None:
+    """Durability for as long as the process has the store open; of retention, the latest counts."""
+    owned(tmp_path, store_config=StoreConfig(durability="sync", file_reserved_hours=72))
+    with Broker.open(tmp_path) as broker:
+        assert broker.store.config.durability == "sync"
+    named = StoreConfig(durability="async", file_reserved_hours=24)
+    with Broker.open(tmp_path, store_config=named) as broker:
+        assert (broker.store.config.durability, broker.store.config.file_reserved_hours) == ("async", 24)
+    store, _ = owned(tmp_path, store_config=StoreConfig(file_reserved_hours=24))
+    assert (store.durability, store.file_reserved_hours) == ("sync", 24)
+    Broker.open(tmp_path / "alone", store_config=named).close()
+    assert not (tmp_path / "alone" / "librmq" / "settings.json").exists(), "nothing there binds the next one"
+
+
+def test_a_command_names_nothing(tmp_path: Path) -> None:
+    Broker.open(tmp_path).close()
+    assert main(["topic", "create", str(tmp_path), "orders"]) == 0
+    assert not (tmp_path / "librmq" / "settings.json").exists()
 
 
 @pytest.mark.parametrize(

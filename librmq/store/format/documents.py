@@ -5,8 +5,9 @@
     librmq/config.json         {"version": 1, "commitlog_file_size", …, "message_delay_level", "max_total_size", …}
                                the settings of a store that its files do not show; "made_by_librmq": true in a store
                                that no broker made
-    librmq/settings.json       {"version": 1, "store": {…}, "broker": {…}}
-                               what processes that share the store have named of its promises (`librmq.broker.config`)
+    librmq/settings.json       {"version": 1, "store": {…}, "broker": {…}, "folder": "device:inode"}
+                               what processes have named of the store's promises (`librmq.broker.config`); retention
+                               counts only in the folder that it was recorded in
     librmq/replica.json        {"version": 1, "of": "broker-a", "folder": "/srv/broker-a"}
                                the mark of a store that copies another store's log
     librmq/spark/<job>.json    {"version": 1, "begin", "end", "first", "records", "done"}
@@ -42,7 +43,7 @@ from typing import Any, Final, NamedTuple
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MalformedError, StoreIOError, StoreLockedError
-from librmq.files.interface import Files, confine, make_folders
+from librmq.files.interface import Files, confine, identity_of, make_folders
 from librmq.message.message import StoredMessage
 from librmq.runtime.event_log import EventLog
 
@@ -58,6 +59,19 @@ _log = EventLog("librmq.store")
 _VERSION: Final = 1
 _NOTES_S: Final = 10.0
 _NOTES_AGAIN_S: Final = 0.005
+
+
+def folder_identity(path: str, files: Files) -> str | None:
+    """Return a text that a copy of a folder does not have, also after a restart; None where the system has none."""
+    identity = identity_of(files, path)
+    return None if identity is None else identity.partition(":")[2]
+
+
+def is_of_other_folder(recorded: str | None, path: str, files: Files) -> bool:
+    """Return whether a document was written for another folder, such as the one that ``path`` is a copy of."""
+    identity = folder_identity(path, files)
+    return recorded is not None and identity is not None and recorded != identity
+
 
 Kinds = Mapping[str, tuple[type, ...]]
 """The fields of a document with the types of their values; without `NoneType` among them, a field can't be absent."""
