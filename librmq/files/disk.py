@@ -90,7 +90,7 @@ class DiskFiles:
 
     is_shared = True
     fills_by_itself = True
-    # Here too, for a subclass that does not call the constructor, as it needed not before.
+    # The defaults stand in the class, because a subclass may have a constructor that does not call this one.
     _follows = False
     _roots: tuple[str, ...] = ()
 
@@ -469,8 +469,8 @@ class DiskFiles:
                 raise
 
     def lock(self, path: str) -> FileLock:
-        with named("lock", path), self._place(path):  # the folder only: `DiskLock` refuses a link of the file
-            return DiskLock(path)
+        with named("lock", path), self._place(path) as place:  # `DiskLock` refuses a link of the file itself
+            return DiskLock(path, place.folder)
 
     def lock_holder(self, path: str) -> str | None:
         return lock_holder(path)

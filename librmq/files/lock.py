@@ -41,13 +41,16 @@ _holders: dict[_Key, tuple[int, int]] = {}  # process and descriptor that held a
 class DiskLock:
     """The lock of one store, held until `release`.
 
+    With ``folder``, the descriptor of the file's folder, the file is opened there, because a link could have replaced
+    the folder since it was checked.
+
     Raises:
         StoreLockedError: Another writer holds it; the message names the process where it can be known.
         CorruptionError: The name belongs to something else than a regular file, such as a symbolic link.
         StoreIOError: The file can't be opened, written or locked.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, folder: int | None = None) -> None:
         self._path = os.path.abspath(path)
         self._descriptor = self._folder = -1
         with _held_guard, named("lock", path):
@@ -55,14 +58,15 @@ class DiskLock:
                 if held._path == self._path:
                     raise StoreLockedError(f"{path}: locked by this process (pid {os.getpid()})")
             while self._descriptor < 0:
-                self._descriptor, self._key = self._open_locked(path)
+                self._descriptor, self._key = self._open_locked(path, folder)
 
-    def _open_locked(self, path: str) -> tuple[int, _Key]:
+    def _open_locked(self, path: str, folder: int | None) -> tuple[int, _Key]:
         """Return the descriptor of the locked file (-1 if the file was replaced meanwhile) and the file's identity."""
-        if not _may_be_opened(path):
+        name = path if folder is None else os.path.basename(path)
+        if not _may_be_opened(name, folder):
             raise StoreLockedError(f"{path}: locked by this process (pid {os.getpid()})")
         try:
-            descriptor = os.open(path, _OPEN, 0o644)
+            descriptor = os.open(name, _OPEN, 0o644, dir_fd=folder)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise CorruptionError(path, 0, "name", "a symbolic link: expected a file of the store") from None
@@ -73,7 +77,7 @@ class DiskLock:
                 raise CorruptionError(path, 0, "name", "expected a regular file")
             if sys.platform != "win32":
                 self._lock(descriptor, path)
-            if not _is_at(path, _key_of(status)):
+            if not _is_at(name, _key_of(status), folder):
                 os.close(descriptor)
                 return -1, _key_of(status)
             os.write(descriptor, b"lock")
@@ -188,17 +192,17 @@ def lock_process(path: str) -> int | None:
                 os.close(descriptor)
 
 
-def _may_be_opened(path: str) -> bool:
+def _may_be_opened(name: str, folder: int | None) -> bool:
     """Return whether this process has no lock on the file, which closing the file could end."""
     try:
-        return _key_of(os.stat(path)) not in _held
+        return _key_of(os.stat(name, dir_fd=folder)) not in _held
     except OSError:
         return True
 
 
-def _is_at(path: str, key: _Key) -> bool:
+def _is_at(name: str, key: _Key, folder: int | None = None) -> bool:
     try:
-        return _key_of(os.lstat(path)) == key
+        return _key_of(os.lstat(name, dir_fd=folder)) == key
     except FileNotFoundError:
         return False
 

@@ -402,10 +402,11 @@ def reserved_topic(topic: str) -> MessageIllegalError:
     return MessageIllegalError(f"topic {topic!r} is the broker's own: clients can't send to it")
 
 
-def body_too_large(size: int, max_size: int) -> MessageIllegalError:
-    """Return the error of a body of ``size`` bytes."""
+def body_too_large(size: int, max_size: int, *, as_stored: bool = False) -> MessageIllegalError:
+    """Return the error of a body of ``size`` bytes, ``as_stored`` if they are counted after compression."""
+    counted = f"{size:,} bytes{' as it is stored' if as_stored else ''}"
     return MessageIllegalError(
-        f"the body has {size:,} bytes, at most {max_size:,} are taken: store it elsewhere and send a reference "
+        f"the body has {counted}, at most {max_size:,} are taken: store it elsewhere and send a reference "
         "(docs/largebody.md), or raise max_message_size of the producer and of the store"
     )
 

@@ -28,6 +28,7 @@ from librmq.errors import (
     ConfigError,
     MessageIllegalError,
     NoRouteError,
+    RmqError,
     SendTimeoutError,
 )
 from librmq.files.memory import MemoryFiles
@@ -180,6 +181,24 @@ def test_a_body_that_compression_enlarges_is_compressed_too(broker: Broker) -> N
     (stored,) = broker.store
     assert (stored.sys_flag, stored.body) == (0x301, body)
     assert len(stored.stored_body) > len(body)
+
+
+def test_producers_count_the_body_and_stores_the_stored_bytes() -> None:
+    """As clients and brokers of 4.9 and 5.3 do: compression can make a body fit, or grow beyond the limit."""
+    random_body = random.Random(1).randbytes
+    with Broker.temporary(store_config=StoreConfig.tiny(max_message_size=3000)) as broker:
+        broker.create_topic("T", 1)
+        producer = Producer(broker, "shop", compress_from=2000, max_message_size=100_000)
+        producer.send("T", b"x" * 100_000)
+        with pytest.raises(MessageIllegalError, match="the body has 100,001 bytes, at most 100,000 are taken"):
+            producer.send("T", b"x" * 100_001)
+        with pytest.raises(RmqError, match=r"the body has 3,0\d\d bytes as it is stored, at most 3,000 are taken"):
+            producer.send("T", random_body(3000))
+        producer.configure(compress_from=5000)
+        producer.send("T", random_body(3000))
+        with pytest.raises(RmqError, match="the body has 3,001 bytes as it is stored"):
+            producer.send("T", random_body(3001))
+        assert [len(message.body) for message in broker.store] == [100_000, 3000]
 
 
 def test_a_selector_alone_chooses_the_queue(two: tuple[Broker, Broker]) -> None:

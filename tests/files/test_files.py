@@ -19,6 +19,7 @@ import pytest
 from librmq.errors import CorruptionError, StoreError, StoreIOError, StoreLockedError
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.interface import File, Files, used_end, without_zeros
+from librmq.files.lock import DiskLock
 from librmq.files.memory import MemoryFiles, OverlayFiles
 from librmq.testing import Event, FailingFiles, RecordingFiles
 from tests.programs import start_program
@@ -211,6 +212,26 @@ def test_one_lock_at_a_time(files: Files, root: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- on disk
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files can't be named within an open folder")
+def test_a_lock_file_is_opened_in_the_folder_that_was_checked(tmp_path: Path) -> None:
+    """A link that takes the folder's place meanwhile leads nowhere."""
+    checked, elsewhere = tmp_path / "checked", tmp_path / "elsewhere"
+    checked.mkdir()
+    elsewhere.mkdir()
+    folder = os.open(checked, os.O_RDONLY)
+    try:
+        checked.rename(tmp_path / "moved")
+        checked.symlink_to(elsewhere)
+        lock = DiskLock(str(checked / "lock"), folder)
+    finally:
+        os.close(folder)
+    assert (tmp_path / "moved" / "lock").exists()
+    assert not list(elsewhere.iterdir())
+    with pytest.raises(StoreIOError, match="was deleted or replaced"):
+        lock.check()
+    lock.release()
 
 
 def test_no_descriptor_is_lost(tmp_path: Path) -> None:

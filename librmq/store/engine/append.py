@@ -649,7 +649,7 @@ def prepare_batch(
 def check_sizes(body_size: int, properties_size: int, max_size: int) -> None:
     """Refuse a body of more than ``max_size`` bytes, and properties that no record can hold."""
     if body_size > max_size:
-        raise body_too_large(body_size, max_size)
+        raise body_too_large(body_size, max_size, as_stored=True)
     if properties_size > _MAX_PROPERTIES_SIZE:
         raise MessageIllegalError(
             f"the properties have {properties_size:,} bytes, at most {_MAX_PROPERTIES_SIZE:,} are taken: "

@@ -177,7 +177,7 @@ def _message_group(group: str) -> str:
 
 def _body(body: bytes, encoding: int) -> bytes:
     if len(body) > MAX_BODY:
-        raise Refusal(Code.MESSAGE_BODY_TOO_LARGE, f"body: {len(body)} bytes, {MAX_BODY} at most")
+        raise Refusal(Code.MESSAGE_BODY_TOO_LARGE, f"message body cannot exceed the max {MAX_BODY}")
     if encoding == _GZIP and body:
         body = _unpacked(body)
     if not body:
@@ -196,7 +196,7 @@ def _unpacked(body: bytes) -> bytes:
     except (OSError, EOFError, zlib.error) as error:
         raise Refusal(Code.MESSAGE_CORRUPTED, f"body: encoded as GZIP, and can't be unpacked: {error}") from error
     if len(plain) > MAX_BODY:
-        raise Refusal(Code.MESSAGE_BODY_TOO_LARGE, f"body: unpacks to more than {MAX_BODY} bytes")
+        raise Refusal(Code.MESSAGE_BODY_TOO_LARGE, f"message body cannot exceed the max {MAX_BODY}, also unpacked")
     return plain
 
 
