@@ -1,0 +1,131 @@
+"""Workers of Celery over the transport: their pools, retries, delays, inspection, and their ends by SIGKILL."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import librmq
+from librmq.wire.remoting import RemotingServer
+from tests.programs import Process, environment, run_program
+from tests.wire.stub import wait_until
+
+pytest.importorskip("celery")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.platform,
+    pytest.mark.skipif(sys.platform == "win32", reason="librmq.share is not for Windows yet"),
+]
+TASKS = "tests.integrations.celery_tasks"
+
+
+@contextmanager
+def worker(folder: Path, *words: str, **variables: str) -> Iterator[Process[str]]:
+    (folder / "results").mkdir(exist_ok=True)
+    with open(folder / "worker.log", "a") as log:
+        process = Process(
+            [sys.executable, "-m", "celery", "-A", TASKS, "worker", "--concurrency", "2", *words],
+            env=environment(TASKS_FOLDER=str(folder), **variables),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        with process:
+            yield process
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(60) == 0
+
+
+def call(folder: Path, code: str, **variables: str) -> str:
+    """Run code of a sender, and return what it prints."""
+    (folder / "results").mkdir(exist_ok=True)
+    done = run_program(f"from {TASKS} import *\n{code}", timeout=300, TASKS_FOLDER=str(folder), **variables)
+    assert not done.returncode, done.stderr + (folder / "worker.log").read_text()
+    return done.stdout.strip()
+
+
+def notes(folder: Path) -> Counter[str]:
+    path = folder / "notes"
+    return Counter(path.read_text().splitlines() if path.exists() else [])
+
+
+EVERYTHING = """
+from celery import chain, group
+results = [add.delay(number, 1) for number in range(30)]
+assert [result.get(timeout=60) for result in results] == list(range(1, 31))
+assert third_time.delay().get(timeout=60) == 2
+assert add.apply_async((1, 2), countdown=1).get(timeout=60) == 3
+assert chain(add.s(1, 2), add.s(3))().get(timeout=60) == 6
+assert group(add.s(number, 1) for number in range(5))().get(timeout=60) == [1, 2, 3, 4, 5]
+print("all done")
+"""
+INSPECTION = """
+inspect = app.control.inspect(timeout=20, limit=1)
+assert [{"ok": "pong"}] == list(inspect.ping().values())
+assert [names] == list(inspect.registered().values()) if (names := sorted(
+    name for name in app.tasks if name.startswith("tests."))) else False
+"""
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+def test_pools(tmp_path: Path, pool: str) -> None:
+    with worker(tmp_path, "--pool", pool):
+        assert call(tmp_path, EVERYTHING + INSPECTION) == "all done"
+
+
+def test_a_cluster(tmp_path: Path) -> None:
+    with librmq.Broker.open(tmp_path / "broker") as broker, RemotingServer(broker) as server:
+        address = f"librmq+connect://127.0.0.1:{server.port}"
+        with worker(tmp_path, "--pool", "threads", TASKS_BROKER=address):
+            assert call(tmp_path, EVERYTHING + INSPECTION, TASKS_BROKER=address) == "all done"
+
+
+def test_the_store_waits_instead_of_the_worker(tmp_path: Path) -> None:
+    with worker(tmp_path, TASKS_DELAYED="1"):
+        code = "print(add.apply_async((1, 2), countdown=3).get(timeout=60))"
+        assert call(tmp_path, code, TASKS_DELAYED="1") == "3"
+
+
+@pytest.mark.parametrize("owns", ["the worker", "the sender"])
+def test_a_killed_worker_loses_nothing(tmp_path: Path, owns: str) -> None:
+    many = 12
+    send = f"for number in range({many}): note.delay(number, 0.3)"
+    if owns == "the sender":
+        call(tmp_path, send)
+        owner = librmq.share(tmp_path / "queue")
+    with worker(tmp_path) as first:
+        if owns == "the worker":
+            call(tmp_path, send)
+        wait_until(lambda: sum(notes(tmp_path).values()) > 5, "the first worker works")
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait(60)
+    with worker(tmp_path):
+        wait_until(
+            lambda: all(notes(tmp_path)[f"ends {number}"] for number in range(many)), "the second worker does the rest"
+        )
+    if owns == "the sender":
+        owner.close()
+    done = notes(tmp_path)
+    repeated = sum(done[f"begins {number}"] - 1 for number in range(many))
+    assert repeated <= 2 * 2 + 2, "at most those that two processes had, and their prefetch"
+
+
+def test_a_warm_shutdown_ends_running_tasks_and_gives_the_others_back(tmp_path: Path) -> None:
+    with worker(tmp_path) as first:
+        call(tmp_path, "for number in range(8): note.delay(number, 1)")
+        wait_until(lambda: sum(notes(tmp_path).values()) >= 2, "it works")
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(60) == 0
+    with worker(tmp_path):
+        wait_until(lambda: all(notes(tmp_path)[f"ends {number}"] for number in range(8)), "the rest is done")
+    assert set(notes(tmp_path).values()) == {1}
