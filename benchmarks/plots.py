@@ -41,13 +41,14 @@ STYLE: Final[dict[Any, Any]] = {
 
 
 def draw(subject: str, rows: Sequence[Row]) -> None:
-    """Write the picture of a subject's ratios, or of its curves; a subject without either has none."""
+    """Write the picture of a subject's ratios, or of its curves; delete that of a subject without either."""
     with matplotlib.rc_context(STYLE):
         if subject in CURVES:
             figure = curves(rows)
         elif ratios := [row for row in rows if row.unit == "×" and row.low and row.high]:
             figure = chart(ratios)
         else:
+            (PICTURES / f"{subject}.svg").unlink(missing_ok=True)
             return
         PICTURES.mkdir(exist_ok=True)
         title = f"Results of benchmarks.{subject}"

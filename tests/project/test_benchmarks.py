@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -69,19 +68,3 @@ def test_the_page_shows_the_results(frame: ModuleType, name: str) -> None:
     if picture.is_file() and name != "growth":
         words = " ".join(ElementTree.parse(picture).getroot().itertext())
         assert all(frame.cells(row)[3] in words for row in rows if row.unit == "×")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "rows"), [("store", "queue, mapped"), ("filter", "one message")])
-def test_the_command_shows_a_table(name: str, rows: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--rounds", "1", "--rows", rows],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        env={"PYTHONPATH": str(CHECKOUT), "PYTHONIOENCODING": "utf-8", "PYTHONUTF8": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert rows in done.stdout
-    assert "rounds: 1" in done.stdout

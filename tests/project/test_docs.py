@@ -225,13 +225,6 @@ def test_every_document_is_listed() -> None:
     assert "](docs/index.md)" in DOCUMENTS[0].read_text("utf-8")
 
 
-def test_the_readme_sets_up_by_two_commands() -> None:
-    """The shell commands under the heading ``Set up`` are those for contributors, and there are no others."""
-    part = DOCUMENTS[0].read_text("utf-8").partition("\n## Set up\n")[2].partition("\n## ")[0]
-    lines = [line for block in re.findall(r"^```sh\n(.*?)^```$", part, re.M | re.S) for line in block.splitlines()]
-    assert [line.split()[0] for line in lines] == ["./demo", "./check"]
-
-
 def test_the_map_is_that_of_the_folder() -> None:
     """Each room is in one row, and the rows follow the order of the layers that import-linter checks."""
     picture = (CHECKOUT / "CONTRIBUTING.md").read_text("utf-8").partition("```text\n")[2].partition("```")[0]

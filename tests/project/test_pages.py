@@ -224,10 +224,6 @@ def test_every_row_names_a_test() -> None:
         assert re.search(r"\[`test_\w+`\]", row[-1]), row[0]
 
 
-def test_every_name_of_a_test_is_a_link() -> None:
-    assert len(re.findall(r"test_\w+`", DOCUMENT.read_text("utf-8"))) == len(NAMED)
-
-
 # ``docs/logging.md`` explains log lines that exist; the site adds all others, and other tables, from the code.
 
 
@@ -249,14 +245,6 @@ def test_the_lines_of_the_page_exist(generated: ModuleType) -> None:
     patterns = {row: ".*".join(map(re.escape, row.split("…"))) for row in rows}
     assert len(rows) > 20
     assert [row for row, pattern in patterns.items() if not any(re.match(pattern, text) for text in texts)] == []
-
-
-def test_lines_without_words_show_what_to_search(generated: ModuleType) -> None:
-    values = generated.WORDLESS_LINES.values()
-    assert sorted(text for _, _, text, _ in set(generated.log_lines()) if text in values) == sorted(values)
-    source = "".join(path.read_text("utf-8") for path in (CHECKOUT / "librmq").rglob("*.py"))
-    parts = [part.strip(" :/") for text in values for part in re.split(r"{\w+}|…", text)]
-    assert [part for part in parts if part not in source] == []
 
 
 def test_every_argument_has_a_value_and_a_meaning(generated: ModuleType) -> None:

@@ -1,32 +1,17 @@
-"""The checkout itself: its commands, its part of the reference data, and the code that tests share."""
+"""The checkout itself: its commands, its licence, the version of its files, and the options of Java."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import subprocess
-import sys
-import tarfile
 from pathlib import Path
 
 import pytest
 
 import librmq
-from tests.data.cut import cut
 from tests.programs import POSIX
-from tests.reference import CHECKOUT, COMPACT, unpack_compact
-
-
-def run_pytest(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the tests in a folder in a separate process, without the pytest variables of this run."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words, "."],
-        cwd=folder,
-        env={**inherited, **variables},
-        capture_output=True,
-        text=True,
-    )
+from tests.reference import CHECKOUT
 
 
 @POSIX
@@ -69,45 +54,3 @@ def test_java_knows_the_options_of_a_short_session() -> None:
     done = subprocess.run(java, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "warning" not in (done.stdout + done.stderr).lower()
-
-
-@pytest.mark.slow
-def test_in_ci_a_skip_is_a_failure_unless_marked(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(
-        f"import sys\nsys.path.append({str(CHECKOUT)!r})\n"
-        "from tests.conftest import pytest_make_collect_report, pytest_runtest_makereport\n"
-    )
-    (tmp_path / "test_module.py").write_text("import pytest\npytest.skip('all of it', allow_module_level=True)\n")
-    (tmp_path / "test_some.py").write_text(
-        "import pytest\n"
-        "def test_skips(): pytest.skip('no reason at all')\n"
-        "@pytest.mark.platform\n"
-        "def test_may_skip(): pytest.skip('another system')\n"
-        "@pytest.mark.xfail\n"
-        "def test_may_fail(): assert False\n"
-        "def test_passes(): pass\n"
-    )
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    platform\n")
-    tallies = []
-    for ci in ("true", ""):
-        child = run_pytest(tmp_path, "--continue-on-collection-errors", CI=ci)
-        tallies.append(child.stdout.splitlines()[-1].strip("= ").rpartition(" in ")[0])
-    assert tallies == ["1 failed, 1 passed, 1 skipped, 1 xfailed, 1 error", "1 passed, 3 skipped, 1 xfailed"]
-
-
-@pytest.mark.slow
-def test_cutting_the_compact_data_again_changes_nothing(tmp_path: Path) -> None:
-    again = tmp_path / "again"
-    unpack_compact(COMPACT, tmp_path / "compact")
-    cut(tmp_path / "compact", again)
-    for path in again.rglob("*"):
-        if path.is_file() and path.suffix != ".xz":  # the compressed size depends on the version of xz
-            assert path.read_bytes() == (COMPACT / path.relative_to(again)).read_bytes(), path.name
-    with (
-        tarfile.open(again / "store-basic.tar.xz") as new,
-        tarfile.open(COMPACT / "store-basic.tar.xz") as old,
-    ):
-        assert new.getnames() == old.getnames()
-        for name in old.getnames():
-            contents = [archive.extractfile(name) for archive in (new, old)]
-            assert len({content.read() for content in contents if content}) == 1, name
