@@ -12,7 +12,7 @@ from datetime import timedelta
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypedDict
 
-from librmq.config import Between, NamedConfig, Seconds, StoreConfig
+from librmq.config import Between, NamedConfig, Seconds, StoreConfig, suggest
 from librmq.delay import DelayConfig
 from librmq.errors import ConfigError, StoreIOError
 from librmq.runtime.event_log import EventLog
@@ -132,20 +132,42 @@ class Promises:
         if is_of_other_folder(document.get("folder"), path, files):
             store = {name: value for name, value in store.items() if name not in _RETENTION}
         try:
-            for name, kind in (("timers", TimerConfig), ("transactions", TransactionConfig)):
-                if isinstance(broker.get(name), dict):
-                    broker[name] = kind().with_settings(broker[name])
-            return cls(StoreConfig(**_shaped(store)), BrokerConfig(**broker))
+            return cls.of_values({**store, **broker})
         except (ConfigError, TypeError) as error:
             raise ConfigError(
                 f"{place}: {error}; delete the file, and the next process that opens the store names its settings"
             ) from None
 
-    def write(self, path: str, files: Files) -> None:
-        """Record the named settings in the store in ``path``; durable when it returns."""
+    @classmethod
+    def of_values(cls, values: dict[str, Any]) -> Self:
+        """Return settings by their values as JSON has them.
+
+        Raises:
+            ConfigError: A name is unknown, or a value is refused.
+        """
+        known = (*_OF_STORE, *_OF_BROKER)
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"{name:.80}: no setting that a store records; {suggest(name, known)}")
+        store = {name: value for name, value in values.items() if name in _OF_STORE}
+        broker = {name: value for name, value in values.items() if name in _OF_BROKER}
+        for name, kind in (("timers", TimerConfig), ("transactions", TransactionConfig)):
+            if isinstance(broker.get(name), dict):
+                broker[name] = kind().with_settings(broker[name])
+        return cls(StoreConfig(**_shaped(store)), BrokerConfig(**broker))
+
+    def values(self) -> dict[str, Any]:
+        """Return the named settings as JSON has them."""
         store, broker = self.named()
         plain = {name: asdict(value) if is_dataclass(value) else value for name, value in broker.items()}  # type: ignore[arg-type]
-        fields = {"store": store, "broker": plain, "folder": folder_identity(path, files)}
+        return {**store, **plain}
+
+    def write(self, path: str, files: Files) -> None:
+        """Record the named settings in the store in ``path``; durable when it returns."""
+        values = self.values()
+        store = {name: value for name, value in values.items() if name in _OF_STORE}
+        broker = {name: value for name, value in values.items() if name in _OF_BROKER}
+        fields = {"store": store, "broker": broker, "folder": folder_identity(path, files)}
         write_document(os.path.join(path, SETTINGS_FILE), files, fields, indent=1)
 
     def named(self) -> tuple[dict[str, Any], dict[str, Any]]:

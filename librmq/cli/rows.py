@@ -342,7 +342,7 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
     "stats": (
         "type:str path:str kind:str used_by:str? closed_cleanly:bool? topics:int queues:int messages:int retries:int "
         "dead_letters:int groups:int log_bytes:int log_files:int min_phy_offset:int max_phy_offset:int "
-        "min_timestamp_ms:int? max_timestamp_ms:int?",
+        "min_timestamp_ms:int? max_timestamp_ms:int? settings:obj",
     ),
     "disk": (
         "type:str log_bytes:int queue_bytes:int index_bytes:int timer_bytes:int other_bytes:int allocated_bytes:int "
@@ -403,7 +403,8 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
         "client:str group:str? state:str",
         "state:str now_ms:int",
     ),
-    "who": ("role:str pid:int program:str? since_ms:int? state:str",),
+    "settings": ("setting:str before:any after:any was_recorded:bool dry_run:bool",),
+    "who": ("role:str pid:int program:str? since_ms:int? state:str settings?:obj",),
     "doctor": ("check:str ok:bool what:str",),
     "spark": ("...",),
 }

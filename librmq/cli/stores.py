@@ -237,6 +237,17 @@ def files_and_config(arguments: argparse.Namespace, *, writable: bool = False) -
     return files, settle_config(arguments.store, files, arguments.config)
 
 
+def recorded_settings(path: str, files: Files) -> dict[str, Any]:
+    """Return the settings that a store has recorded; none, and a note, if the record is unreadable."""
+    from librmq.broker.config import Promises
+
+    try:
+        return Promises.read(path, files).values()
+    except (ConfigError, CorruptionError) as error:
+        complain(f"note: the recorded settings are unknown: {error}")
+        return {}
+
+
 # ---- a store to read
 
 

@@ -305,6 +305,16 @@ _CHANGE: Final = (
         makes_store=True, output=OUTPUT,
     ),
     Command(
+        "settings", "maintenance", "print the settings that a store keeps, or change one",
+        "store --set durability=sync --dry-run",
+        (
+            option("--set", action="append", type=pair, metavar="NAME=VALUE", help="record this value; repeatable"),
+            *CHANGES,
+        ),
+        description="Prints the settings that processes have named for all later ones: durability, timers, retention, "
+        "limits. --set changes them on purpose, in a store that no process uses. A value is JSON, or text.",
+    ),
+    Command(
         "recover", "maintenance", "recover the store as a broker would", "store --dry-run",
         CHANGES,
         description="Recovers the store in place from the whole log and closes it cleanly. Like a broker, it cuts the "

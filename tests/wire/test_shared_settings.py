@@ -171,6 +171,34 @@ def test_durability_and_retention_may_differ(tmp_path: Path) -> None:
     assert not (tmp_path / "alone" / "librmq" / "settings.json").exists(), "nothing there binds the next one"
 
 
+def test_commands_show_and_change_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path)
+
+    def rows(*words: str, status: int = 0) -> list[dict[str, Any]]:
+        assert main([*words, "--format", "jsonl"]) == status
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    with librmq.share(tmp_path, BrokerConfig(hops=True), store_config=StoreConfig(file_reserved_hours=72)):
+        recorded = {"file_reserved_hours": 72, "hops": True}
+        assert rows("stats", path)[0]["settings"] == recorded
+        assert rows("who", path)[0]["settings"] == recorded
+        assert {row["setting"]: row["after"] for row in rows("settings", path)} == recorded
+        assert rows("settings", path, "--set", "hops=false", status=2) == []
+    change = ("settings", path, "--set", "file_reserved_hours=24", "--set", "durability=sync")
+    changed: list[dict[str, Any]] = [
+        {"setting": "durability", "before": None, "after": "sync", "was_recorded": False, "dry_run": True},
+        {"setting": "file_reserved_hours", "before": 72, "after": 24, "was_recorded": True, "dry_run": True},
+    ]
+    before = settings_of(tmp_path)
+    assert rows(*change, "--dry-run") == changed
+    assert settings_of(tmp_path) == before
+    assert rows(*change) == [row | {"dry_run": False} for row in changed]
+    store, broker = owned(tmp_path)
+    assert (store.durability, store.file_reserved_hours, broker.hops) == ("sync", 24, True)
+    for wrong in ("durability=never", "durabilty=sync", 'timers={"slots": 1}', "hops=maybe"):
+        assert rows("settings", path, "--set", wrong, status=2) == []
+
+
 def test_a_command_names_nothing(tmp_path: Path) -> None:
     Broker.open(tmp_path).close()
     assert main(["topic", "create", str(tmp_path), "orders"]) == 0

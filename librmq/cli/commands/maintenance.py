@@ -1,8 +1,9 @@
-"""``verify``, ``recover``, ``salvage``, copies of a store, ``who``: its files as a whole, and what uses them."""
+"""``verify``, ``recover``, ``salvage``, copies, ``settings``, ``who``: a store as a whole, and what uses it."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from librmq.cli.output import DAMAGED, INTERRUPTED, EndSignals, Output, ProgressBar, complain, end_signals, log_bar
 from librmq.cli.rows import Row, gap_row, message_row, snapshot_row
-from librmq.cli.stores import files_and_config
+from librmq.cli.stores import files_and_config, recorded_settings
 from librmq.clock import SystemClock
 from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, InputError
 from librmq.files.disk import DiskFiles
@@ -279,6 +280,39 @@ def _keep_up(replica: Replica, lines: _States, ended: EndSignals) -> None:
         status.show("")
 
 
+# ---- settings that a store has recorded
+
+
+def settings(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the recorded settings of a store, or change some, with the values before and after."""
+    from librmq.broker.config import Promises
+    from librmq.store import MessageStore
+
+    files, config = files_and_config(arguments)
+    recorded = Promises.read(arguments.store, files)
+    named = Promises.of_values({name: _value(text) for name, text in arguments.set or ()})
+    before, after = recorded.values(), named.over(recorded).values()
+    if arguments.set:
+        config = config.with_settings(named.named()[0])
+        with MessageStore.open(arguments.store, config, files=files):  # so that no other process has it
+            recorded.record(arguments.store, files, named)
+    for name in after:
+        if not arguments.set or name in named.values():
+            row = {"setting": name, "before": before.get(name), "after": after[name]}
+            output.row({**row, "was_recorded": name in before, "dry_run": arguments.dry_run})
+    if not after:
+        output.explain_nothing("the store has recorded no settings: the next process that names one does")
+    return 0
+
+
+def _value(text: str) -> object:
+    """Return the value that a text is in JSON; otherwise it is text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
 # ---- processes that share a store
 
 
@@ -287,6 +321,8 @@ def who(arguments: argparse.Namespace, output: Output) -> int:
     path = arguments.store
     check_kind(path, DiskFiles())
     rows = [] if sys.platform == "win32" else _sharing(path)
+    if rows:
+        rows[0]["settings"] = recorded_settings(path, DiskFiles())
     output.rows_of(rows)
     if not rows:
         holder = DiskFiles().lock_holder(lock_path(path))

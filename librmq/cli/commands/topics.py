@@ -14,7 +14,7 @@ from typing import Any, Final
 from librmq.cli.output import Output, ProgressBar, complain, log_bar, watching_bar
 from librmq.cli.rows import entry_rows, queue_row
 from librmq.cli.selection import TOPICS, MessageQuery, near, note_topic_of, select
-from librmq.cli.stores import open_source, open_store, open_view
+from librmq.cli.stores import open_source, open_store, open_view, recorded_settings
 from librmq.diagnosis.findings import id_ranges
 from librmq.diagnosis.view import StoreView, topic_summaries
 from librmq.errors import InputError
@@ -71,6 +71,7 @@ def stats(arguments: argparse.Namespace, output: Output) -> int:
                 "max_phy_offset": store.log.end,
                 "min_timestamp_ms": min(times, default=None),
                 "max_timestamp_ms": max(times, default=None),
+                "settings": recorded_settings(store.path, store.files),
             }
         )
     return 0
