@@ -362,6 +362,10 @@ def test_names_without_room_for_a_retry_topic_are_refused_where_the_group_subscr
     refused = stub.call("QueryAssignment", **asked)
     assert refused.status.code == 40003
     assert "together have more than 119 bytes" in refused.status.message
+    settings = consumer_settings(group)
+    settings.subscription.subscriptions.add().topic.name = topic
+    with pytest.raises(grpc.RpcError, match="together have more than 119 bytes"):
+        next(stub.telemetry(settings))
     broker.set_group(group, is_ordered=True)
     assert stub.call("QueryAssignment", **asked).status.code == OK
 
