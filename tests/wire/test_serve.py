@@ -208,6 +208,27 @@ def test_a_test_in_any_language_moves_the_clock(
 
 
 @pytest.mark.slow
+def test_a_moved_clock_begins_at_the_last_time_of_the_store(
+    by_hand: tuple[subprocess.Popen[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    """A killed server has moved its clock; what it has stored is not in the future of the next."""
+    serving, ready_row = by_hand
+    assert ask(ready_row["control"], "POST", "/advance", {"hours": 48})[0] == 200
+    with Stub(ready_row["grpc"]) as stub:
+        assert stub.send(message("t", b"a")).status.code == 20000
+        _, moved = ask(ready_row["control"], "POST", "/settle")
+    serving.kill()
+    serving.wait(60)
+    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--clock", "manual"]
+    with Process(command, stdout=subprocess.PIPE, text=True) as again:
+        assert again.stdout is not None
+        control = json.loads(again.stdout.readline())["control"]
+        assert ask(control, "POST", "/settle") == (200, {"now_ms": moved["now_ms"]})
+        again.terminate()
+        assert again.wait(60) == 0
+
+
+@pytest.mark.slow
 def test_the_control_port_refuses_pages_and_wrong_requests(
     by_hand: tuple[subprocess.Popen[str], dict[str, Any]],
 ) -> None:

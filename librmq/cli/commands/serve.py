@@ -26,6 +26,7 @@ from librmq.clock import SystemClock
 from librmq.errors import ConfigError, RmqError
 from librmq.files.disk import DiskFiles
 from librmq.message.ids import format_host, parse_host
+from librmq.message.record import store_timestamp_ms
 from librmq.runtime.event_log import EventLog
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ def _by_hand(
         now_ms=SystemClock().now_ms(),  # clients compute times of delivery by theirs
     )
     serving.callback(_close_kit, kit)
+    kit.clock.move_to(max(kit.clock.now_ms(), _last_stored_ms(kit.broker)))  # an earlier run can have moved its clock
     ports: list[Ports] = []
 
     def serve_again(kit: Kit, port: int, client_of: Callable[[str], WireClient], former: Ports | None) -> Ports:
@@ -192,6 +194,17 @@ def _by_hand(
         "remoting": None if first.remoting is None else first.remoting.address,
         "control": control.address,
     }
+
+
+def _last_stored_ms(broker: Broker) -> int:
+    """Return the store time of the last message; 0 without one."""
+    log = broker.store.log
+    for start in reversed(log.sequence.starts):
+        records = log.scan(start, min(start + log.file_size, log.end), check_body=False)
+        times = [store_timestamp_ms(raw) for _, _, raw in records if raw]
+        if times:
+            return times[-1]
+    return 0
 
 
 def _close_kit(kit: Kit) -> None:
