@@ -481,7 +481,7 @@ class StoreConfig(NamedConfig):
 
     @classmethod
     def broker(cls, **changes: Any) -> Self:  # noqa: ANN401 checked by the class
-        """Return the default sizes, retention and flush intervals of a RocketMQ 4.9 broker."""
+        """Return the default sizes and retention of a RocketMQ 4.9 broker."""
         sizes = {
             "commitlog_file_size": GIB,
             "consumequeue_file_size": 300_000 * ENTRY_SIZE,
@@ -490,7 +490,7 @@ class StoreConfig(NamedConfig):
             "max_index_num": 20_000_000,
             **changes,
         }
-        return _with_names(cls, {**_BROKER_RETENTION, "flush_thorough_interval_s": 10, **sizes}, sizes)
+        return _with_names(cls, {**_BROKER_RETENTION, **sizes}, sizes)
 
     @classmethod
     def _unnamed(cls, settings: Mapping[str, Any]) -> set[str]:

@@ -129,7 +129,7 @@ def test_settings_of_a_file_complete_those_of_the_store(tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
     row = {"type": "config", "load_ok": True, "commitlog_file_size": 65536, "message_delay_level": "1s 2s"}
     file.write_text(json.dumps(row))
-    found = StoreConfig.broker(commitlog_file_size=65536, file_reserved_hours=None)
+    found = StoreConfig.broker(commitlog_file_size=65536, file_reserved_hours=None, flush_thorough_interval_s=10)
     assert settle_config(store, DiskFiles(), None) == found
     expected = dataclasses.replace(found, message_delay_level="1s 2s")
     assert settle_config(store, DiskFiles(), str(file)) == expected

@@ -220,6 +220,7 @@ def test_each_setting_is_inferred_from_its_files() -> None:
         consumequeue_ext_file_size=512,
         max_hash_slot_num=7,
         max_index_num=28,
+        flush_thorough_interval_s=10,
         **UNLIMITED,
     )
 

@@ -103,7 +103,10 @@ def failed_attempts(rmq: Kit, caplog: pytest.LogCaptureFixture, listener: Callab
         rmq.advance(hours=6)
     (letter,) = rmq.dead_letters("g")
     lines = [one for one in caplog.records if hasattr(one, "rmq_attempt")]
-    place = r":?( on)? \S+/broker-a/\d at \d+ \(\w+\),?|(?<=the next comes) in \d+ s$"
+    place = (
+        r":?( on)? \S+/broker-a/\d at \d+ \(\w+\),?|(?<=the next comes) in \d+ s$"
+        r"|; failure \d+ of its kind, at \S+:\d+"
+    )
     said = [re.sub(place, "", one.getMessage()) for one in lines]
     told = [f"{one.levelname} {text.removeprefix('g@g: ')}" for one, text in zip(lines, said, strict=True)]
     return "\n".join([*told, letter.properties["DEAD_LETTER_CAUSE"]])
