@@ -636,4 +636,5 @@ class CommitLog(Closing, LogState):
 
     def _items(self, buffer: Buffer, start: int, place: int, end: int, check_body: bool) -> Iterator[LogItem]:
         """Yield the items of the file at ``start``; see `frames.items`."""
-        return frames.items(buffer, self._sequence.path(start), start, place, end, self.file_size, check_body)
+        path, data_end = self._sequence.path(start), self._sequence.data_end(start)
+        return frames.items(buffer, path, start, place, end, self.file_size, check_body, data_end)

@@ -50,11 +50,12 @@ def unfinished_size(head: bytes, room: int) -> int:
 
 
 def items(
-    buffer: mmap.mmap, path: str, start: int, place: int, end: int, file_size: int, check_body: bool
+    buffer: mmap.mmap, path: str, start: int, place: int, end: int, file_size: int, check_body: bool, data_end: int
 ) -> Iterator[LogItem]:
     """Yield the records of one file from ``place`` up to ``end`` and its blank.
 
-    ``path`` names the file, and ``start`` is its place in the log.
+    ``path`` names the file, and ``start`` is its place in the log. Behind ``data_end`` may be a hole, of which no more
+    is read than shows that no record begins there: a mapping would fill it in a file system that lies in memory.
 
     Raises:
         CorruptionError: The bytes are neither a record nor a blank.
@@ -65,11 +66,11 @@ def items(
             lambda place: _item(buffer, path, start, place, file_size, check_body), advance,
         )  # fmt: skip
         return records
-    return _items(buffer, path, start, place, end, file_size, check_body)
+    return _items(buffer, path, start, place, end, file_size, check_body, data_end)
 
 
 def _items(
-    buffer: mmap.mmap, path: str, start: int, place: int, end: int, file_size: int, check_body: bool
+    buffer: mmap.mmap, path: str, start: int, place: int, end: int, file_size: int, check_body: bool, data_end: int
 ) -> Iterator[LogItem]:
     # Records are cut out of chunks: indexing and slicing bytes is twice as fast as a mapping. Plain records are
     # checked here like `record.check_record` does; it checks all others.
@@ -94,7 +95,8 @@ def _items(
                     place += size
                     continue
         if (inside or not chunk) and inside + size > chunk_size:  # it reaches beyond the chunk
-            chunk, chunk_at = buffer[place : min(place + _CHUNK, end)], place
+            chunk_end = max(min(place + _CHUNK, data_end), place + _BLANK_SIZE)
+            chunk, chunk_at = buffer[place : min(chunk_end, end)], place
             chunk_size = len(chunk)
             advance(chunk_size)
             continue

@@ -53,7 +53,7 @@ def sparse(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.skipif(not hasattr(os, "SEEK_DATA"), reason="holes can't be found here")
-@pytest.mark.parametrize("command", ["count", "verify", "dump", "stats", "lag", "diagnose", "show", "groups"])
+@pytest.mark.parametrize("command", ["count", "verify", "dump", "stats", "lag", "diagnose", "show", "groups", "topics"])
 def test_a_read_fills_no_holes(sparse: Path, shell: Shell, command: str) -> None:
     before = blocks(sparse)
     assert shell(command, sparse).status == 0
