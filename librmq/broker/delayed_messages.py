@@ -14,7 +14,7 @@ from librmq.delay import DelaySchedule
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.java.lang import java_int, java_long
 from librmq.message import Message, record
-from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.delay_levels import NO_LEVELS, SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import StoredMessage
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, TIMER_TOPIC
 from librmq.protocol import CancelMessage, CancelResult
@@ -50,7 +50,10 @@ def _default_timers(store: MessageStore, *, is_relayed: bool) -> TimerConfig | N
     return TimerConfig.of_store(store.path, store.files) or default
 
 
-_SWITCH_ON: Final = "open the broker with BrokerConfig(timers=TimerConfig()) or BrokerConfig(hops=True)"
+_NO_TIMER: Final = (
+    "which is no delay level of this broker, and the store is a RocketMQ broker's, where 4.9 would not see it: "
+    "open the broker with BrokerConfig(timers=TimerConfig()) or BrokerConfig(hops=True)"
+)
 
 
 class Deliveries:
@@ -193,35 +196,26 @@ class Deliveries:
             TimerRefusedError: The time is not a number, or too far away.
         """
         now_ms = self._runner.now_ms()
-        deliver_ms = deliver_time_ms(message.properties, now_ms)
+        properties, timers = message.properties, self.timers
+        deliver_ms = deliver_time_ms(properties, now_ms)
         delay_ms = deliver_ms - now_ms
-        timers = self.timers
-        if DELETE_KEY not in message.properties:
+        if DELETE_KEY not in properties:
             if delay_ms <= 0:
                 return message, queue_id
-            is_own = is_deliver_at or DELIVER_MS not in message.properties
-            if (
-                is_own
-                and delay_ms in self._store.levels.delays_ms
-                and (timers is None or DELAY_SEC not in message.properties)
-            ):
-                return self._by_level(message, delay_ms), queue_id
+            # A moment named by a property, and a timer's seconds, stay out of the levels.
+            is_moment = DELIVER_MS in properties and not is_deliver_at
+            is_timed_only = is_moment or (timers is not None and DELAY_SEC in properties)
+            levels = NO_LEVELS if is_timed_only else self._store.levels
+            if level := levels.level_for(message.topic, delay_ms, None if self.takes_any_delay else _NO_TIMER):
+                delayed = without_time(message)
+                delayed.properties[record.PROPERTY_DELAY] = str(level)
+                return delayed, queue_id
             if self.relay is not None and (timers is None or not timers.takes(delay_ms)):
                 return send_at(without_time(message), deliver_ms, queue_id), 0
         if timers is None:
-            cancels = DELETE_KEY in message.properties
-            what = "cancels a timed message" if cancels else f"is to wait {delay_ms / 1000:,.15g} s"
-            raise MessageIllegalError(
-                f"topic {message.topic!r}: the message {what}, which is no delay level of this broker, and the store "
-                f"is a RocketMQ broker's, where 4.9 would not see it: {_SWITCH_ON}"
-            )
+            raise MessageIllegalError(f"topic {message.topic!r}: the message cancels a timed message, {_NO_TIMER}")
         waiting = timers.waiting_form(message, queue_id)
         return (message, queue_id) if waiting is None else (waiting, 0)
-
-    def _by_level(self, message: Message, delay_ms: int) -> Message:
-        delayed = without_time(message)
-        delayed.properties[record.PROPERTY_DELAY] = str(self._store.levels.delays_ms.index(delay_ms) + 1)
-        return delayed
 
     def target_of(self, message: Message) -> tuple[str, int]:
         """Return the destination of a relayed message, as topic and queue.

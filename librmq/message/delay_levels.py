@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from librmq.errors import ConfigError
+from librmq.errors import ConfigError, MessageIllegalError
 
 SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 
@@ -59,11 +59,33 @@ class DelayLevels:
         """Return the delay of a message with ``level``; 1 s for a level that does not exist."""
         return self.delays_ms[level - 1] if 0 < level <= len(self.delays_ms) else _UNKNOWN_LEVEL_MS
 
+    def level_for(self, topic: str, delay_ms: int, refusal: str | None) -> int:
+        """Decide how a message waits: return the level of exactly that delay, or 0 for the broker's timer or relay.
+
+        A broker in this process and the client of one over TCP both ask here. A message that is due has no level.
+
+        Args:
+            topic: The message's topic.
+            delay_ms: How long it is to wait.
+            refusal: Why the broker takes no delay but those of its levels; None if it has a timer or a relay.
+
+        Raises:
+            MessageIllegalError: No level is that long, and the broker has nothing else.
+        """
+        if delay_ms <= 0:
+            return 0
+        if delay_ms in self.delays_ms:
+            return self.delays_ms.index(delay_ms) + 1
+        if refusal is not None:
+            raise MessageIllegalError(f"topic {topic!r}: the message is to wait {delay_ms / 1000:,.15g} s, {refusal}")
+        return 0
+
     def deliver_timestamp_ms(self, level: int, store_timestamp_ms: int) -> int:
         """Return the delivery time of a message with ``level`` that was stored at ``store_timestamp_ms``."""
         return store_timestamp_ms + self.delay_ms(level)
 
 
+NO_LEVELS = DelayLevels(())
 DEFAULT_LEVELS = DelayLevels.parse("1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h")
 
 

@@ -22,7 +22,7 @@ from librmq.errors import (
     MessageIllegalError,
     RmqError,
 )
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delay_levels import NO_LEVELS, DelayLevels
 from librmq.message.message import Message
 from librmq.message.properties import PROPERTY_DELAY
 from librmq.protocol import (
@@ -111,21 +111,18 @@ class BrokerDelays(NamedTuple):
             MessageIllegalError: The broker has neither a level of that length nor a timer.
         """
         try:
-            levels_ms = DelayLevels.parse(self.level_text).delays_ms
+            levels = DelayLevels.parse(self.level_text)
         except ConfigError:  # a level that librmq does not know
-            levels_ms = ()
+            levels = NO_LEVELS
         delay_s, at_ms = message.delay_s, message.deliver_at_ms
+        refusal = (
+            f"but broker {broker_name} has no timer, and none of its delay levels, "
+            f"{self.level_text or 'which it hides'}, is that long: give delay= the length of a level, or send to a "
+            "broker with a timer (RocketMQ 5 with timerWheelEnable=true, or librmq's)"
+        )
         delay_ms = round(1000 * (delay_s or 0)) if at_ms is None else at_ms - now_ms
-        added = time_properties(message)
-        if delay_ms in levels_ms:
-            added = {PROPERTY_DELAY: str(levels_ms.index(delay_ms) + 1)}
-        elif delay_ms > 0 and not self.has_timer:
-            raise MessageIllegalError(
-                f"topic {message.topic!r}: the message is to wait {delay_ms / 1000:,.15g} s, but broker {broker_name} "
-                f"has no timer, and none of its delay levels, {self.level_text or 'which it hides'}, is that long: "
-                "give delay= the length of a level, or send to a broker with a timer (RocketMQ 5 with "
-                "timerWheelEnable=true, or librmq's)"
-            )
+        level = levels.level_for(message.topic, delay_ms, None if self.has_timer else refusal)
+        added = {PROPERTY_DELAY: str(level)} if level else time_properties(message)
         return Message._from_parts(message.topic, message.body, message.flag, message.properties | added)
 
 
