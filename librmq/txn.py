@@ -86,6 +86,16 @@ class _Recent(NamedTuple):
     fields: dict[str, Any]
 
 
+def _marks(message: StoredMessage) -> tuple[object, ...]:
+    """Return what the records of one transaction share.
+
+    Time of birth and queue can differ: a producer that got no answer chooses them again.
+    """
+    properties = message.properties
+    names = record.PROPERTY_PRODUCER_GROUP, record.PROPERTY_REAL_TOPIC
+    return (message.unique_key, message.stored_body, *map(properties.get, names))
+
+
 class Transactions:
     """The transactions of a store: prepared, ended and checked. Not thread-safe: one caller at a time.
 
@@ -233,6 +243,7 @@ class Transactions:
             return final
         family = self._family(half)
         if not self._is_delivered(family):
+            family = self._with_unindexed(family)
             if self._is_rolled_back(family):
                 how = "was rolled back" if half.unique_key else "has ended"
                 raise TransactionRefusedError(_SYSTEM_ERROR, f"The transaction {how} before")
@@ -265,7 +276,7 @@ class Transactions:
         if self._is_delivered(family):
             self._end_all(family)  # if the op message is missing
             raise TransactionRefusedError(_SYSTEM_ERROR, "The transaction was committed before")
-        self._end_all(family)
+        self._end_all(self._with_unindexed(family))
 
     def _pop_recent(self, physical_offset: int, queue_offset: int, group: str) -> _Recent | None:
         """Return a half that was prepared since the last check, if these are its coordinates."""
@@ -330,7 +341,7 @@ class Transactions:
         if half.physical_offset in self._recent or self._original or self._is_plain(half):
             return False
         family = self._family(half)
-        return not self._is_delivered(family) and self._is_rolled_back(family)
+        return not self._is_delivered(family) and self._is_rolled_back(self._with_unindexed(family))
 
     def _is_rolled_back(self, family: list[StoredMessage]) -> bool:
         """Return whether a family without a delivery can't be delivered any more."""
@@ -342,24 +353,40 @@ class Transactions:
         return self._ended
 
     def _family(self, half: StoredMessage) -> list[StoredMessage]:
-        """Return the halves of a half's transaction, and their copies, in the order of storage."""
-        return self._records_of(HALF_TOPIC, half) or [half]
+        """Return the halves of a half's transaction, and their copies, in the order of storage.
+
+        The index can lack any of them, the half itself too: a broker can run without an index for a while.
+        """
+        records = {member.physical_offset: member for member in self._records_of(HALF_TOPIC, half)}
+        records[half.physical_offset] = half
+        return [records[place] for place in sorted(records)]
+
+    def _with_unindexed(self, family: list[StoredMessage]) -> list[StoredMessage]:
+        """Return a family with the pending copies that the index lacks, if it seems to have no pending member.
+
+        The half queue is read only then, because that would refuse a commit.
+        """
+        if self._pending(family):
+            return family
+        copies = self._pending(self._in_queue(HALF_TOPIC, self._checks.judged_below(), family[0]))
+        return [*family, *copies]
+
+    def _in_queue(self, topic: str, begin: int, half: StoredMessage) -> list[StoredMessage]:
+        """Return the records of the same transaction in a queue of the checks, from a queue offset on."""
+        records = []
+        while True:
+            batch = self._store.read(topic, QUEUE, begin)
+            records += [message for message in batch.messages if half.unique_key and _marks(message) == _marks(half)]
+            if batch.next_offset <= begin:
+                return records
+            begin = batch.next_offset
 
     def _records_of(self, topic: str, half: StoredMessage) -> list[StoredMessage]:
-        """Return the records of a topic that belong to the same transaction as a half.
-
-        Time of birth and queue can differ: a producer that got no answer chooses them again.
-        """
-
-        def marks(message: StoredMessage) -> tuple[object, ...]:
-            properties = message.properties
-            names = record.PROPERTY_PRODUCER_GROUP, record.PROPERTY_REAL_TOPIC
-            return (message.unique_key, message.stored_body, *map(properties.get, names))
-
+        """Return the records of a topic that belong to the same transaction as a half, as far as the index knows."""
         if not half.unique_key:
             return []
         records = self._store.find_by_key(topic, half.unique_key, max_messages=_SAME_KEY)
-        return [message for message in records if marks(message) == marks(half)]
+        return [message for message in records if _marks(message) == _marks(half)]
 
     def _pending(self, family: list[StoredMessage]) -> list[StoredMessage]:
         below, ended = self._checks.judged_below(), self._ended_halves()
@@ -376,15 +403,26 @@ class Transactions:
             return half.physical_offset in self._without_op
         return any(
             message.sys_flag & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT
-            and message.prepared_transaction_offset in places
+            and (message.prepared_transaction_offset in places or self._is_final_of(message, half))
             for message in self._store.find_by_key(topic, half.unique_key, max_messages=_SAME_KEY)
         )
+
+    def _is_final_of(self, message: StoredMessage, half: StoredMessage) -> bool:
+        """Return whether a final message has its half, which the index can lack, in the transaction of another."""
+        try:
+            prepared = self._store.message_at(message.prepared_transaction_offset)
+        except CorruptionError:
+            return False
+        return prepared is not None and prepared.topic == HALF_TOPIC and _marks(prepared) == _marks(half)
 
     def _is_discarded(self, family: list[StoredMessage]) -> bool:
         """Return whether a check has given the family up, or may have; a late commit still delivers it."""
         half = family[0]
-        return bool(self._records_of(CHECK_MAX_TIME_TOPIC, half)) or (
-            not half.unique_key and half.queue_offset < self._checks.judged_below()
+        if not half.unique_key:
+            return half.queue_offset < self._checks.judged_below()
+        return bool(
+            self._records_of(CHECK_MAX_TIME_TOPIC, half)
+            or self._in_queue(CHECK_MAX_TIME_TOPIC, self._store.queue_range(CHECK_MAX_TIME_TOPIC, QUEUE)[0], half)
         )
 
     def _end_all(self, family: list[StoredMessage]) -> None:

@@ -104,6 +104,25 @@ class Desk(ByTime):
     def after_crash(self, **more: Any) -> Desk:
         return Desk(files=died(self.files), at_ms=self.clock.now_ms(), **more)
 
+    def with_index_without(self, *records: Half | StoredMessage) -> Desk:
+        """Close the store, and open it again after a broker has made an index that lacks some records."""
+        lacking, stored = {record.physical_offset for record in records}, list(self.store)
+        self.offsets.persist(self.clock.now_ms())
+        self.store.close()
+        files = died(self.files)
+        files.delete(f"{ROOT}/librmq/closed.json")
+        for entry in files.list(f"{ROOT}/index"):
+            files.delete(f"{ROOT}/index/{entry.name}")
+        slots, entries = SMALL.max_hash_slot_num, SMALL.max_index_num
+        with KeyIndex.open(
+            f"{ROOT}/index", slots=slots, entries=entries, files=files, now_ms=self.clock.now_ms
+        ) as index:
+            for message in stored:
+                is_indexed = message.unique_key and message.physical_offset not in lacking
+                keys = [str(message.unique_key)] if is_indexed else []
+                index.append(message.topic, keys, message.physical_offset, message.store_timestamp_ms)
+        return Desk(files=files, at_ms=self.clock.now_ms())
+
 
 @pytest.fixture
 def desk() -> Desk:
@@ -824,3 +843,53 @@ def test_a_lost_end_is_asked_for_a_minute_after_the_opening(desk: Desk) -> None:
     assert desk.asked == []
     desk.checks_to(60_000)
     assert len(desk.asked) == 1
+
+
+@pytest.mark.parametrize("by_copy", [False, True])
+@pytest.mark.parametrize("lacking", [(0,), (1,), (0, 1)])
+def test_no_commit_is_refused_because_the_index_lacks_a_half(
+    desk: Desk, by_copy: bool, lacking: tuple[int, ...]
+) -> None:
+    """A broker without ``messageIndexEnable`` writes no index; the half and its copy are found in the queue."""
+    half = desk.prepare()
+    (copy,) = desk.check()
+    desk.prepare(1)
+    answered = copy if by_copy else half
+    desk = desk.with_index_without(*[(half, copy)[number] for number in lacking])
+    assert desk.commit(answered) is not None
+    assert desk.commit(answered) is None
+    assert desk.bodies() == [b"0"]
+    assert [question.body for question in desk.check()] == [b"1"]
+
+
+def test_a_commit_is_known_although_the_index_lacks_its_half(desk: Desk) -> None:
+    half = desk.prepare()
+    (copy,) = desk.check()
+    desk.commit(copy)
+    desk = desk.with_index_without(copy)
+    assert desk.commit(half) is None
+    with pytest.raises(TransactionRefusedError, match="committed before"):
+        desk.rollback(half)
+    assert desk.bodies() == [b"0"]
+
+
+def test_a_rollback_ends_the_copies_that_the_index_lacks(desk: Desk) -> None:
+    half = desk.prepare()
+    (copy,) = desk.check()
+    desk.prepare(1)
+    desk = desk.with_index_without(half, copy)
+    desk.rollback(half)
+    assert desk.ops() == [b"%d" % copy.queue_offset]
+    with pytest.raises(TransactionRefusedError, match="rolled back"):
+        desk.commit(half)
+
+
+def test_a_late_commit_delivers_a_discarded_half_that_the_index_lacks(desk: Desk) -> None:
+    half = desk.prepare()
+    desk.check(check_max=1)
+    desk.check(check_max=1)
+    (discarded,) = desk.of(CHECK_MAX_TIME_TOPIC)
+    desk.prepare(1)
+    desk = desk.with_index_without(discarded)
+    assert desk.commit(half) is not None
+    assert desk.bodies() == [b"0"]
