@@ -21,9 +21,9 @@ from tests.reference import CHECKOUT
 POSIX = pytest.mark.skipif("sys.platform == 'win32'", reason="needs a POSIX shell")
 
 
-def environment(**variables: str) -> dict[str, str]:
-    """Return this process's environment, set up so that a program imports the librmq under test and ``tests``."""
-    roots = [str(Path(librmq.__file__ or "").parent.parent), *sys.path, str(CHECKOUT)]
+def environment(*folders: str, **variables: str) -> dict[str, str]:
+    """Return this process's environment, in which librmq under test, ``tests`` and ``folders`` are imported."""
+    roots = [str(Path(librmq.__file__ or "").parent.parent), *sys.path, str(CHECKOUT), *folders]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, roots))), **variables}
 
 

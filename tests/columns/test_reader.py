@@ -314,8 +314,9 @@ def test_a_closed_store_without_its_last_log_files(path: Path, tmp_path: Path, k
     bodies = [row["body"] for row in found if row["body"] is not None]
     assert bodies == reader(path, topic="A").read_all()["body"].to_pylist()[: len(bodies)]
     assert bool(bodies) == bool(kept)
-    (copy / "abort").touch()  # a crash: recovery cuts the entries
-    assert reader(copy, topic="A", columns=["body"]).read_all().num_rows == len(bodies)
+    (copy / "abort").touch()  # nor does a crash lose what the checkpoint covers
+    with pytest.raises(CorruptionError, match="the checkpoint covers records up to"):
+        reader(copy, topic="A", columns=["body"])
 
 
 def test_planning_again_keeps_no_queue_open(path: Path, tmp_path: Path) -> None:
@@ -378,16 +379,15 @@ print(rows, read - before)
 @pytest.mark.platform
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_store(tmp_path: Path) -> None:
-    """One process, and two, read 285 MiB of bodies; they hold about 85 and 100 MiB, as for a store of a third."""
+    """285 MiB of bodies are read, and about 85 MiB are held, as for a store of a third."""
     with MessageStore.open(tmp_path / "s", StoreConfig(commitlog_file_size=32 << 20)) as store:
         for number in range(5000):
             store.append(Message("T", bytes([number % 256]) * 60_000))
     done = run_program(PEAK, tmp_path / "s")
     assert not done.returncode, done.stderr
-    rows, read, by_two = map(int, done.stdout.split())
-    assert rows == 10_000
+    rows, read = map(int, done.stdout.split())
+    assert rows == 5_000
     assert read < 150, "MiB"
-    assert by_two < 180, "MiB"
 
 
 # --------------------------------------------------------------------------------------------------------- the room

@@ -381,7 +381,7 @@ class Project:
             stdout=-1,
             text=True,
             cwd=self.folder,
-            env=environment(DJANGO_SETTINGS_MODULE="settings", PYTHONUNBUFFERED="1"),
+            env=environment(str(self.folder), DJANGO_SETTINGS_MODULE="settings", PYTHONUNBUFFERED="1"),
         )
         assert worker.stdout is not None
         assert "runs tasks of" in worker.stdout.readline()

@@ -88,6 +88,14 @@ def a_long_body(folder: Path) -> None:
         store.append(Message("orders", b"x" * 70_000))
 
 
+def a_delay_in_the_store_of_a_broker(folder: Path) -> None:
+    with Broker.open(folder, runner=ManualRunner()) as broker:
+        Producer(broker, "shop").send("orders", b"x")
+    (folder / "librmq" / "config.json").unlink()
+    with Broker.open(folder, runner=ManualRunner()) as broker:
+        Producer(broker, "shop").send("orders", b"x", delay=timedelta(seconds=90))
+
+
 def a_closed_broker(folder: Path) -> None:
     broker = Broker.temporary(runner=ManualRunner())
     producer = Producer(broker, "shop").start()
@@ -136,7 +144,7 @@ ERRORS: list[Callable[[Path], object]] = [
     a_long_body,
     with_broker(lambda broker: Producer(broker, "shop").send("orders", b"")),
     with_broker(lambda broker: Producer(broker, "shop").send_batch([Message("orders", b"x" * 10**6)] * 6)),
-    with_broker(lambda broker: Producer(broker, "shop").send("orders", b"x", delay=timedelta(seconds=90))),
+    a_delay_in_the_store_of_a_broker,
     with_broker(lambda broker: Producer(broker, "shop").send("SELF_TEST_TOPIC", b"x")),
     with_broker(lambda broker: Producer(broker, "shop").send("orders", b"x"), NO_TOPICS),
     with_broker(lambda broker: broker.reset_group("billing", "orders", "begin")),

@@ -275,7 +275,7 @@ def test_a_schedule_finds_a_topic_that_the_replica_gets_late(monkeypatch: pytest
     follow_log = Replication.follow_log
     monkeypatch.setattr(Replication, "follow_log", lambda *call: replace(follow_log(*call), topics=None))
     with pytest.raises(AssertionError) as caught:
-        explore(on_both, runs=60)
+        explore(on_both, runs=400)
     assert "broker-b" in caught.value.__notes__[-1]
 
 

@@ -16,6 +16,7 @@ from librmq.testing.histories.events import (
     Commit,
     Delivery,
     HistoryEvents,
+    Mark,
     MessageId,
     Queue,
     Send,
@@ -464,7 +465,7 @@ class _Check:
     def _effects_twice(self) -> Iterator[Anomaly]:
         first: dict[tuple[str, str | int], tuple[int, int]] = {}
         marks = self._history.marks["effect"]
-        for at_ms, line, event in sorted(marks, key=lambda mark: (mark.at_ms, mark.event["process"], mark.line)):
+        for at_ms, line, event in sorted(marks, key=_effect_order):
             key = (event["name"], event["key"])
             if key not in first:
                 first[key] = (at_ms, line)
@@ -549,6 +550,12 @@ class _Check:
                 lines += [end.line for end in commits if end.end_ms < at_ms][:1]
             what = f"Group {group} drained, but {message} has neither a delivery that ended ok nor a dead letter."
             yield self._anomaly("lost", at_ms, lines, what, message=message, group=group, place=send)
+
+
+def _effect_order(mark: Mark) -> tuple[object, ...]:
+    """Order effects by time and by what they are, so that the order of lines decides only between equal ones."""
+    name, key = mark.event["name"], mark.event["key"]
+    return mark.at_ms, mark.event["process"], name, str(type(key)), key, mark.line
 
 
 def _queue_text(row: Send | Delivery | Commit) -> str:
