@@ -74,22 +74,22 @@ def _items(
 ) -> Iterator[LogItem]:
     # Records are cut out of chunks: indexing and slicing bytes is twice as fast as a mapping. Plain records are
     # checked here like `record.check_record` does; it checks all others.
-    check, unpack, fixed = crc32, _unpack_frame, record.FIXED_SIZE
+    check, unpack, fixed, body_at = crc32, _unpack_frame, record.FIXED_SIZE, record.BODY_AT
     chunk, chunk_at, chunk_size = b"", place, 0
     while place < end:
         inside, size = place - chunk_at, fixed
         if inside + fixed <= chunk_size:
             size, magic, checksum, sys_flag, body_size = unpack(chunk, inside)
-            if body_size <= size - 91 and inside + size <= chunk_size and magic == _MAGIC and not sys_flag & _V6:
+            if body_size <= size - fixed and inside + size <= chunk_size and magic == _MAGIC and not sys_flag & _V6:
                 raw = chunk[inside : inside + size]
-                body_end = 88 + body_size
+                body_end = body_at + body_size
                 topic_end = body_end + 1 + raw[body_end]
                 if (
                     topic_end != body_end + 20  # the length of the schedule topic's name; its records need more checks
                     and topic_end + 2 <= size
                     and raw[topic_end] << 8 | raw[topic_end + 1] == size - topic_end - 2 < 32768
                     and topic_end < body_end + 129
-                    and (not check_body or not body_size or check(raw[88:body_end]) & 0x7FFFFFFF == checksum)
+                    and (not check_body or not body_size or check(raw[body_at:body_end]) & 0x7FFFFFFF == checksum)
                 ):
                     yield start + place, size, raw
                     place += size

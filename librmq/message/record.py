@@ -297,6 +297,8 @@ BORN_HOST_AT: Final = _at("born_host")
 STORE_TIMESTAMP_AT: Final = _at("store_timestamp")
 STORE_HOST_AT: Final = _at("store_host")
 BODY_AT: Final = span("size", "body_length")
+TOPIC_AT: Final = BODY_AT + 1
+"""Place of the topic in a record without body, with IPv4 hosts and the first magic; its length is the byte before."""
 
 # Sys flag; its bits COMPRESSED (1) and COMPRESSION_MASK come from `librmq.message.record`.
 MULTI_TAGS: Final = 2
@@ -317,8 +319,7 @@ HEADERS: Final = {
 }
 """Structs of a record up to its body, by the two bits of the sys flag for hosts of 16 bytes."""
 
-_CHECK: Final = header_struct("size", "magic", "body_crc", "sys_flag", "body_length")
-_unpack_check = _CHECK.unpack_from
+_unpack_check = header_struct("size", "magic", "body_crc", "sys_flag", "body_length").unpack_from
 _INT: Final = struct.Struct(">i")
 _SHORT: Final = struct.Struct(">h")
 _LONG: Final = struct.Struct(">q")
@@ -423,21 +424,25 @@ def encode_record(record: Record) -> bytes:
         raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
 
 
-def frame(raw: Raw, position: int, limit: int) -> tuple[int, int, int, int, int, int]:
+Frame = tuple[int, int, int, int, int, int]
+"""Begin and end of the body, begin and end of the topic, begin of the properties, end of the record.
+
+Unpack it: a named tuple takes 130 ns more, a seventh of the first look at a field.
+"""
+
+
+def frame(raw: Raw, position: int, limit: int) -> Frame:
     """Return the places of the parts of the record at ``position`` of ``raw``, which ends at or before ``limit``.
 
     All lengths are checked against each other, and no part is outside of the record. The content of the parts is not
     checked. As in RocketMQ, a negative length of body or properties counts as 0.
-
-    Returns:
-        Begin and end of the body, begin and end of the topic, begin of the properties, end of the record.
 
     Raises:
         RecordError: The bytes are no record; the error names the field.
     """
     if limit - position < FIXED_SIZE:
         raise RecordError(f"expected a record of at least {FIXED_SIZE} bytes, found {limit - position} bytes")
-    size, magic, _, sys_flag, body_length = _CHECK.unpack_from(raw, position)
+    size, magic, _, sys_flag, body_length = _unpack_check(raw, position)
     if magic != MESSAGE_MAGIC and magic != MESSAGE_MAGIC_V2:
         raise RecordError(f"magic: expected {MESSAGE_MAGIC:08x}, found {magic:08x}", MAGIC_AT)
     end = position + size
@@ -497,7 +502,7 @@ def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> in
     if limit - position >= FIXED_SIZE:
         # Fast path for IPv4 hosts and plausible lengths. Any other record takes the careful path.
         size, magic, expected, sys_flag, body_length = _unpack_check(raw, position)
-        topic_end = position + 89 + body_length
+        topic_end = position + TOPIC_AT + body_length
         end = position + size
         fits = 0 <= body_length <= size - FIXED_SIZE and end <= limit
         if fits and magic == MESSAGE_MAGIC and not sys_flag & HOSTS_V6:
@@ -510,7 +515,7 @@ def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> in
                 and topic_length != _SCHEDULE_TOPIC_SIZE
             ):
                 if check_body and body_length:
-                    checksum = crc32(raw[position + 88 : position + 88 + body_length]) & 0x7FFFFFFF
+                    checksum = crc32(raw[position + BODY_AT : position + BODY_AT + body_length]) & 0x7FFFFFFF
                     if checksum != expected:
                         raise _bad_checksum(expected, checksum)
                 return int(size)

@@ -12,6 +12,7 @@ from librmq.java.lang import java_decode
 from librmq.message.printable import shown_body
 from librmq.message.properties import priority_of
 from librmq.message.record import (
+    BODY_AT,
     BODY_CRC_AT,
     BORN_HOST_AT,
     BORN_HOST_V6,
@@ -29,6 +30,7 @@ from librmq.message.record import (
     QUEUE_OFFSET_AT,
     STORE_TIMESTAMP_AT,
     SYS_FLAG_AT,
+    Frame,
     Host,
     body_checksum,
     decode_host,
@@ -70,7 +72,7 @@ class StoredMessage(StoredState):
     )
 
     raw: bytes
-    _frame: tuple[int, int, int, int, int, int]
+    _frame: Frame
     _properties: dict[str, str]
 
     def __init__(self, raw: bytes) -> None:
@@ -95,9 +97,9 @@ class StoredMessage(StoredState):
         return message
 
     @property
-    def frame(self) -> tuple[int, int, int, int, int, int]:
+    def frame(self) -> Frame:
         """The places of its parts, from `record.frame`."""
-        places: tuple[int, int, int, int, int, int] | None = getattr(self, "_frame", None)
+        places: Frame | None = getattr(self, "_frame", None)
         if places is None:
             self._frame = places = frame(self.raw, 0, len(self.raw))
         return places
@@ -192,8 +194,8 @@ class StoredMessage(StoredState):
         """
         raw = self.raw
         flags, length = _unpack_body(raw)
-        if not flags & 49 and length < len(raw) - 90:
-            return raw[88 : 88 + length]  # fast path: no IPv6 hosts (16, 32), not compressed (1)
+        if not flags & 49 and length <= len(raw) - FIXED_SIZE:
+            return raw[BODY_AT : BODY_AT + length]  # fast path: no IPv6 hosts (16, 32), not compressed (1)
         return self.decompressed_body(DECOMPRESSED_LIMIT)
 
     def text(self) -> str:

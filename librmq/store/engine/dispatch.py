@@ -334,6 +334,7 @@ _unpack_fields = record_format.header_struct(
 ).unpack_from
 _unpack_size = record_format.header_struct("size", unsigned=("size",)).unpack_from
 _find_keys_and_tags = record_format.find_keys_and_tags
+_TOPIC_AT: Final = record_format.TOPIC_AT
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _UNUSUAL: Final = record_format.HOSTS_V6 | record_format.INNER_BATCH
 _IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
@@ -562,7 +563,7 @@ class Derivation:
             stored = record_format.store_timestamp_ms(raw)
             _, _, topic_at, topic_end, properties_at, _ = record_format.frame(raw, 0, size)
         else:
-            topic_at = 89 + body_size if body_size > 0 else 89
+            topic_at = _TOPIC_AT + body_size if body_size > 0 else _TOPIC_AT
             topic_end = topic_at + raw[topic_at - 1]
             properties_at = topic_end + 2
         topic, properties = raw[topic_at:topic_end], raw[properties_at:]

@@ -93,7 +93,7 @@ class WalkFindings:
         if magic != record.MESSAGE_MAGIC or sys_flag & record.HOSTS_V6:
             _, _, topic_at, topic_end, properties_at, _ = record.frame(raw, 0, len(raw))
         else:
-            topic_at = 89 + body_size if body_size > 0 else 89
+            topic_at = record.TOPIC_AT + body_size if body_size > 0 else record.TOPIC_AT
             topic_end = topic_at + raw[topic_at - 1]
             properties_at = topic_end + 2
         if self.uncovered is None and record.store_timestamp_ms(raw) > self._covered_ms:
