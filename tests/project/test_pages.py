@@ -89,7 +89,7 @@ def a_long_body(folder: Path) -> None:
 
 
 def a_delay_in_the_store_of_a_broker(folder: Path) -> None:
-    with Broker.open(folder, runner=ManualRunner()) as broker:
+    with Broker.open(folder, runner=ManualRunner(), store_config=StoreConfig.tiny()) as broker:
         Producer(broker, "shop").send("orders", b"x")
     (folder / "librmq" / "config.json").unlink()
     with Broker.open(folder, runner=ManualRunner()) as broker:
