@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
@@ -48,6 +48,7 @@ UNKNOWN: Final = -1
 _PLACE_AND_TIME: Final = struct.Struct(">qi16xq").unpack_from  # from the physical offset to the store time
 
 Ints: TypeAlias = "npt.NDArray[np.int64]"
+_T = TypeVar("_T")
 
 
 def store_times_at(log: CommitLog, physical_offsets: Iterable[int]) -> list[int | None]:
@@ -401,29 +402,47 @@ def _topic_progress(
     view: StoreView, topic: str, progresses: Mapping[str, Mapping[int, int]], queues: _Queues | None, times: bool
 ) -> Iterator[TopicProgress]:
     """Yield the columns of a topic for each group that has progress in it, or in a deleted queue of it."""
-    existing = zip(*queues, strict=True) if queues else ()
-    deleted = set().union(*progresses.values()).difference(queues.ids if queues else ())
-    rows = sorted((*existing, *((queue_id, 0, 0) for queue_id in deleted)))
+    rows = sorted(zip(*queues, strict=True)) if queues else []
     by_queue: list[tuple[list[int | None], list[int], list[int | None]]] = []  # with an item of each group
     for queue_id, begin, end in rows:
-        offsets: list[int | None] = [progress.get(queue_id) for progress in progresses.values()]
-        if queue_id in deleted:
-            offsets = [max(0, offset or 0) for offset in offsets]
+        offsets = [progress.get(queue_id) for progress in progresses.values()]
         starts, lags = unread_and_lags(offsets, repeat(begin, len(offsets)), repeat(end, len(offsets)))
         oldest_ms = _oldest_timestamps(view, (topic, queue_id), starts, end if times else 0)
         by_queue.append((offsets, lags, oldest_ms))
-    if not by_queue:
-        return
-    by_group = (zip(*columns, strict=True) for columns in zip(*by_queue, strict=True))
-    columns_of_groups = map(TopicProgress, progresses, repeat(topic), *map(repeat, zip(*rows, strict=True)), *by_group)
-    if not deleted:
-        yield from columns_of_groups
-        return
-    for columns in columns_of_groups:
-        if 0 not in columns.consumer_offsets:
-            yield columns
-        elif left := [row for row in zip(*columns[2:8], strict=True) if row[3] or row[0] not in deleted]:
-            yield TopicProgress(columns.group, topic, *zip(*left, strict=True))
+    columns = zip(*rows, strict=True) if rows else repeat((), 3)
+    by_group = (zip(*items, strict=True) for items in zip(*by_queue, strict=True)) if rows else repeat(repeat(()), 3)
+    existing = frozenset(queue_id for queue_id, _, _ in rows)
+    for existing_queues in map(TopicProgress, progresses, repeat(topic), *map(repeat, columns), *by_group):
+        progress = progresses[existing_queues.group]
+        # Each group brings the deleted queues of its own progress, so that they cost nothing in the other groups.
+        deleted = [queue_id for queue_id in progress.keys() - existing if progress[queue_id] > 0]
+        if deleted:
+            yield _with_deleted(existing_queues, sorted(deleted), progress)
+        elif rows:
+            yield existing_queues
+
+
+def _with_deleted(columns: TopicProgress, deleted: list[int], progress: Mapping[int, int]) -> TopicProgress:
+    """Return the columns of a group and topic with deleted queues, which are empty and where nothing waits."""
+    zeros, ids = [0] * len(deleted), [*columns.queue_ids, *deleted]
+    # Most deleted queues are those behind the last one; only others need an order of their own.
+    is_behind = not columns.queue_ids or columns.queue_ids[-1] < deleted[0]
+    order = [] if is_behind else [at for _, at in sorted(zip(ids, range(len(ids)), strict=True))]
+
+    def joined(items: Sequence[_T], more: Sequence[_T]) -> Sequence[_T]:
+        rows = [*items, *more]
+        return [rows[at] for at in order] if order else rows
+
+    return TopicProgress(
+        columns.group,
+        columns.topic,
+        joined(columns.queue_ids, deleted),
+        joined(columns.min_offsets, zeros),
+        joined(columns.max_offsets, zeros),
+        joined(columns.consumer_offsets, [progress[queue_id] for queue_id in deleted]),
+        joined(columns.lags, zeros),
+        joined(columns.oldest_ms, [None] * len(deleted)),
+    )
 
 
 def _oldest_timestamps(view: StoreView, name: QueueName, starts: Sequence[int], end: int) -> list[int | None]:

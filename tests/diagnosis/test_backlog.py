@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,6 +144,32 @@ def test_deleted_queues_are_of_groups_with_progress_there() -> None:
         ("G", "gone", 2, 0, 0, 7, 0),
         ("H", "T", 1, 0, 5, 4, 1),
     ]
+
+
+class CountedRow(dict[int, int]):
+    """A group's progress in a topic, which counts how often a queue is looked up."""
+
+    lookups = 0
+
+    def get(self, queue_id: int, default: Any = None) -> Any:
+        CountedRow.lookups += 1
+        return super().get(queue_id, default)
+
+    def __getitem__(self, queue_id: int) -> int:
+        CountedRow.lookups += 1
+        return super().__getitem__(queue_id)
+
+
+def test_a_deleted_queue_is_looked_up_only_in_the_groups_with_progress_there() -> None:
+    store = Store()
+    store.send("T", 0, 5)
+    for number in range(50):
+        store.progress(f"G{number}", "T", q0=2, **{f"q{10 + number}": 1})
+        name = f"T@G{number}"
+        store.tables.offsets.set(name, CountedRow(store.tables.offsets.rows[name]))
+    CountedRow.lookups = 0
+    assert len(list(lag(store.view))) == 100
+    assert CountedRow.lookups <= 50 * 3  # before, each of 50 groups was asked for each of 51 queues
 
 
 def test_many_queues_share_a_short_finding() -> None:
