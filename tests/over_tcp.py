@@ -27,6 +27,7 @@ NOT_OVER_TCP: Final = {
         "test_a_lost_member_delivers_what_it_has": _COMES_BACK,
         "test_a_lost_member_is_back_after_thirty_seconds": _COMES_BACK,
         "test_what_a_simple_consumer_receives_is_known": _RECEIVES,
+        "test_a_group_that_reads_dead_letters[receive]": _RECEIVES,
         "test_a_skewed_clock_stamps_other_times": "with a manual clock the server stamps births itself",
     },
     "tests/testing/test_kit_cluster.py": {},

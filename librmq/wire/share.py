@@ -76,6 +76,7 @@ from librmq.store.format.directory import check_kind as check_store
 from librmq.store.format.documents import letter_identity, resent_times
 from librmq.wire.remote.administration import group_rows
 from librmq.wire.remote.connection import RequestNotSentError, is_held_here
+from librmq.wire.remote.heartbeats import join, leave
 from librmq.wire.share_links import SharedEndpoint, StoreOwner, StorePeer
 from librmq.wire.unix_sockets import is_stopped, make_share_folder, network_file_system, owner_socket, share_folder
 
@@ -447,9 +448,11 @@ class SharedBroker(AdministeredRoute):
     def _note_client(self, request: Request[Any]) -> bool:
         """Note what a client says of itself for the next owner; return False for other requests."""
         if isinstance(request, Heartbeat):
-            self._beats[request.client_id] = request
+            self._beats[request.client_id] = join(self._beats.get(request.client_id), request)
         elif isinstance(request, Unregister | ChannelClosed):
-            self._beats.pop(request.client_id, None)
+            beat = self._beats.pop(request.client_id, None)
+            if isinstance(request, Unregister) and beat is not None and (left := leave(beat, request)) is not None:
+                self._beats[request.client_id] = left
         else:
             return False
         return True

@@ -68,6 +68,7 @@ from librmq.scheduling.timer_config import time_properties
 from librmq.wire.remote.administration import ANSWERS
 from librmq.wire.remote.client_requests import ClientRequests
 from librmq.wire.remote.connection import Connections, Transport
+from librmq.wire.remote.heartbeats import join, leave
 from librmq.wire.remote.long_pulls import HeldReceives, LongPulls
 from librmq.wire.remoting.bodies import group_clients_of, read_body, table_in
 from librmq.wire.remoting.codec import FORMS, SentFrame, check, frame_of, heartbeat_frame, read_sent, send_frame
@@ -377,9 +378,9 @@ class RemoteBroker:
     def _note_heartbeat(self, request: Heartbeat) -> None:
         with self._lock:
             before = self._beats.get(request.client_id)
-            self._beats[request.client_id] = request
+            present = self._beats[request.client_id] = join(before, request)
             self._knows.pop(request.client_id, None)
-        if before is not None and before.consumers != request.consumers:
+        if before is not None and before.consumers != present.consumers:
             for data in before.consumers:
                 self._pulls.expire(request.client_id, data.group)
         self._of_client(request.client_id)
@@ -434,7 +435,7 @@ class RemoteBroker:
         client_id = request.client_id
         with self._lock:
             beat = self._beats.get(client_id)
-            remaining = None if beat is None else _without(beat, request)
+            remaining = None if beat is None else leave(beat, request)
             if remaining is None:
                 self._beats.pop(client_id, None)
             else:
@@ -530,13 +531,6 @@ class RemoteBroker:
 
 def _has_group(beat: Heartbeat, group: str) -> bool:
     return any(data.group == group for data in beat.consumers)
-
-
-def _without(beat: Heartbeat, request: Unregister) -> Heartbeat | None:
-    """Return a heartbeat without the group that its client leaves; None if it has no other."""
-    producers = beat.producer_groups - {request.producer_group}
-    consumers = tuple(data for data in beat.consumers if data.group != request.consumer_group)
-    return replace(beat, producer_groups=producers, consumers=consumers) if producers or consumers else None
 
 
 # ---- a broker with its slaves
